@@ -182,7 +182,7 @@ def plan(
     ray_file = _ray_file(ray_cluster, output, decode_gpu) if ray_cluster else None
     options.check_writable(output, ray_file, report, json)
     if report:
-        from pdserve.planner.report.charts import check_drawing
+        from pdserve.planner.report.page import check_drawing
 
         with options.usage():
             check_drawing()

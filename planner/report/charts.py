@@ -1,54 +1,15 @@
-"""Charts of a plan's report, drawn by matplotlib as inline SVG in the colours of the page, light or dark.
-
-Used by `pdserve.planner.report.report`.
-"""
+"""Charts of a plan's report, for `pdserve.planner.report.report`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
-from io import StringIO
 from math import isfinite
 from typing import Any, NamedTuple
 
 from pdserve.planner import wording
+from pdserve.planner.report.page import CARD, SERIES, Chart, rule, svg
 from pdserve.planner.search.plan import Candidate, Plan
 from pdserve.planner.simulate.attainment import Attainment, Distribution
-
-_COLORS = {
-    "#a00000": "var(--c0)",
-    "#a00001": "var(--c1)",
-    "#a00002": "var(--c2)",
-    "#a00003": "var(--c3)",
-    "#b00000": "var(--soft)",
-    "#b00001": "var(--grid)",
-    "#b00002": "var(--card)",
-}
-"""Colours that matplotlib draws with, and the variables of the style sheet in their places."""
-_SERIES = list(_COLORS)[:4]
-_SOFT, _GRID, _CARD = list(_COLORS)[4:]
-_STYLE = {
-    "svg.fonttype": "none",
-    "font.size": 9,
-    "text.color": _SOFT,
-    "axes.labelcolor": _SOFT,
-    "axes.edgecolor": _SOFT,
-    "axes.facecolor": "none",
-    "axes.grid": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": _GRID,
-    "xtick.color": _SOFT,
-    "ytick.color": _SOFT,
-    "legend.frameon": False,
-    "lines.markersize": 5,
-}
-
-
-class Chart(NamedTuple):
-    title: str
-    svg: str
-    note: str
 
 
 class DrawnCandidate(NamedTuple):
@@ -58,14 +19,6 @@ class DrawnCandidate(NamedTuple):
     candidate: Candidate
     curve: tuple[Attainment, ...]
     """Its results in order of rate."""
-
-
-def check_drawing() -> None:
-    """Raise ValueError if matplotlib is not installed."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ModuleNotFoundError:
-        raise ValueError("a report needs matplotlib: pip install 'pdserve[plan]', or leave out --report") from None
 
 
 def drawn_candidates(plan: Plan, curves: Sequence[Sequence[Attainment]] = ()) -> list[DrawnCandidate]:
@@ -113,21 +66,21 @@ def _attainment(plan: Plan, shown: DrawnCandidate, highest: float) -> Chart:
     rates = [point.rate for point in shown.curve]
 
     def draw(axes: Any) -> None:
-        for color, (label, line, share_of) in zip(_SERIES[2::-1], shares, strict=True):
+        for color, (label, line, share_of) in zip(SERIES[2::-1], shares, strict=True):
             values = [share_of(point) for point in shown.curve]
             axes.plot(rates, values, line, color=color, label=label)
-            for fill, is_saturated in ((color, False), (_CARD, True)):
+            for fill, is_saturated in ((color, False), (CARD, True)):
                 marked = [row for row, point in enumerate(shown.curve) if point.is_saturated is is_saturated]
                 axes.plot([rates[row] for row in marked], [values[row] for row in marked], "o", color=color, mfc=fill)
         target = plan.question.slo.attainment
-        _rule(axes, f"target {wording.share(target)}", y=target)
+        rule(axes, f"target {wording.share(target)}", y=target)
         if shown.candidate.rate:
-            _rule(axes, f"goodput {wording.number(shown.candidate.rate)}", x=shown.candidate.rate)
+            rule(axes, f"goodput {wording.number(shown.candidate.rate)}", x=shown.candidate.rate)
         axes.set(xlim=(0, highest * 1.02), xlabel="requests/s", ylim=(0, 1.02), ylabel="requests within the SLO")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
     note = f"Share within the SLO, {_origin(shown.curve)}.{_confidence(shown.candidate)}"
-    return Chart(shown.name, _svg(draw), note)
+    return Chart(shown.name, svg(draw), note)
 
 
 def _confidence(candidate: Candidate) -> str:
@@ -153,7 +106,7 @@ def _latencies(
 
     def draw(axes: Any) -> None:
         p99_s = [slo_s * 1.3]
-        for color, (name, at_rate) in zip(_SERIES, results, strict=False):
+        for color, (name, at_rate) in zip(SERIES, results, strict=False):
             if at_rate is not None:
                 quantile_s = [each for each in of(at_rate).quantile_s if isfinite(each)]
                 p99_s += quantile_s[99:100]
@@ -163,12 +116,12 @@ def _latencies(
                     color=color,
                     label=name,
                 )
-        _rule(axes, f"objective {wording.seconds(slo_s)}", x=slo_s * 1e3)
+        rule(axes, f"objective {wording.seconds(slo_s)}", x=slo_s * 1e3)
         # Values far beyond the objective would hide the ones near it.
         axes.set(xlim=(0, min(max(p99_s), slo_s * 4) * 1e3), xlabel="ms", ylim=(0, 1.02), ylabel="share of requests")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
-    return Chart(title, _svg(draw), "Cumulative share of requests, each layout at its own goodput.")
+    return Chart(title, svg(draw), "Cumulative share of requests, each layout at its own goodput.")
 
 
 def _ratios(plan: Plan) -> Chart:
@@ -179,21 +132,21 @@ def _ratios(plan: Plan) -> Chart:
                 for candidate in plan.candidates
                 if candidate.layout.prefill is not None and candidate.is_estimated is is_estimated
             ]
-            fill = _CARD if is_estimated else _SERIES[0]
-            axes.plot(*zip(*points, strict=True) if points else ([], []), "o", color=_SERIES[0], mfc=fill, label=label)
+            fill = CARD if is_estimated else SERIES[0]
+            axes.plot(*zip(*points, strict=True) if points else ([], []), "o", color=SERIES[0], mfc=fill, label=label)
         if (colocated := plan.verdict.best_colocated) is not None:
-            _rule(axes, f"best colocated: {colocated.layout}", y=colocated.rate_per_device)
+            rule(axes, f"best colocated: {colocated.layout}", y=colocated.rate_per_device)
         axes.set(xlim=(0, 1), xlabel="share of GPUs that prefill", ylabel="requests/s per GPU")
         axes.set_ylim(bottom=0)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
-    return Chart("Goodput by P:D ratio", _svg(draw), "Per GPU, of each layout.")
+    return Chart("Goodput by P:D ratio", svg(draw), "Per GPU, of each layout.")
 
 
 def _utilisation(drawn: Sequence[DrawnCandidate]) -> Chart:
     def draw(axes: Any) -> None:
         row, labels = 0, []
-        for color, shown in zip(_SERIES, drawn, strict=False):
+        for color, shown in zip(SERIES, drawn, strict=False):
             shares = [
                 (f"{wording.ROLE_NAMES[pool.role]}: {what}", value)
                 for pool in shown.candidate.pools
@@ -210,33 +163,4 @@ def _utilisation(drawn: Sequence[DrawnCandidate]) -> Chart:
         axes.set(xlim=(0, 1.1), xticks=[])
         axes.grid(visible=False)
 
-    return Chart("Utilisation by phase", _svg(draw), "Of the time and of the KV blocks, at the goodput.")
-
-
-def _rule(axes: Any, label: str, *, x: float | None = None, y: float | None = None) -> None:
-    """A line across the chart, such as an objective."""
-    if x is not None:
-        axes.axvline(x, color=_SOFT, linestyle=":", linewidth=1)
-        axes.annotate(label, (x, 0.03), xycoords=("data", "axes fraction"), xytext=(4, 0), textcoords="offset points")
-    else:
-        axes.axhline(y, color=_SOFT, linestyle=":", linewidth=1)
-        axes.annotate(label, (0.01, y), xycoords=("axes fraction", "data"), xytext=(0, -11), textcoords="offset points")
-
-
-def _svg(draw: Callable[[Any], None]) -> str:
-    """A chart with a legend above it, without a global figure."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(6, 3.4), layout="constrained")
-        axes = figure.subplots()
-        draw(axes)
-        figure.legend(loc="outside upper left", ncols=3)
-        written = StringIO()
-        figure.savefig(written, format="svg", transparent=True)
-    svg = written.getvalue()
-    svg = svg[svg.index("<svg") :].strip()
-    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->| xmlns(:\w+)?=\"[^\"]*\"", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
-    return re.sub("#[ab]0000[0-3]", lambda color: _COLORS[color[0]], svg)
+    return Chart("Utilisation by phase", svg(draw), "Of the time and of the KV blocks, at the goodput.")

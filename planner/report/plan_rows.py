@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner import wording
 from pdserve.planner.report.explain import Explanation
+from pdserve.planner.report.page import Column
 from pdserve.planner.search.plan import Candidate, Plan, PoolFigures
 
 _SHORT = "(short)"
 """Marks results of short simulations."""
-
-
-class Column(NamedTuple):
-    heading: str
-    is_number: bool = True
-    is_detail: bool = False
-    """Omitted if there is little room."""
 
 
 CANDIDATE_COLUMNS = (

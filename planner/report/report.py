@@ -1,4 +1,4 @@
-"""Renders a plan as one self-contained HTML page: no scripts, no network, light or dark as the reader prefers.
+"""Renders a plan as one self-contained HTML page (`pdserve.planner.report.page`).
 
 Called by the command line. Text and figures come from the plan, charts from `pdserve.planner.report.charts`.
 """
@@ -10,12 +10,12 @@ from html import escape
 
 from pdserve.planner import wording
 from pdserve.planner.layout import Pool
-from pdserve.planner.report.charts import Chart, charts, drawn_candidates
+from pdserve.planner.report.charts import charts, drawn_candidates
 from pdserve.planner.report.explain import explain
+from pdserve.planner.report.page import card, page, table
 from pdserve.planner.report.plan_rows import (
     CANDIDATE_COLUMNS,
     POOL_COLUMNS,
-    Column,
     candidate_cells,
     findings,
     fleet_words,
@@ -24,7 +24,6 @@ from pdserve.planner.report.plan_rows import (
     screening_words,
     slo_words,
 )
-from pdserve.planner.report.report_style import STYLE
 from pdserve.planner.search.plan import Plan
 from pdserve.planner.simulate.attainment import Attainment
 
@@ -46,18 +45,18 @@ def report_html(plan: Plan, traffic: str, curves: Sequence[Sequence[Attainment]]
         curves: see `pdserve.planner.report.charts.drawn_candidates`.
     """
     title = f"{plan.question.model.name or 'Model'} on {fleet_words(plan)}"
-    cards = map(_card, charts(plan, drawn_candidates(plan, curves)))
+    cards = map(card, charts(plan, drawn_candidates(plan, curves)))
     body = "".join(
         (
             f"<h1>{escape(title)}</h1><p class=soft>{escape(f'{traffic}. {slo_words(plan)}.')}</p>",
             f"<p class='verdict{'' if plan.verdict.is_clear else ' unclear'}'>{escape(plan.verdict.text)}</p>",
             f"<div class=tiles>{''.join(_tiles(plan))}</div>",
             "<h2>Ranked layouts</h2>",
-            _table(CANDIDATE_COLUMNS, (candidate_cells(plan, rank + 1) for rank in range(_num_rows(plan)))),
+            table(CANDIDATE_COLUMNS, (candidate_cells(plan, rank + 1) for rank in range(_num_rows(plan)))),
             "<h2>Why</h2>",
             _list(findings(plan)),
             "<h2>Memory of each worker of the winner</h2>",
-            _table(POOL_COLUMNS, pool_cells(plan.best), marks_first=False),
+            table(POOL_COLUMNS, pool_cells(plan.best), marks_first=False),
             f"<h2>Charts</h2><div class=cards>{''.join(cards)}</div>",
             "<h2>Where the numbers come from</h2>",
             *(_explanation(plan, pool) for pool in plan.best.layout.pools),
@@ -65,11 +64,7 @@ def report_html(plan: Plan, traffic: str, curves: Sequence[Sequence[Attainment]]
             _list((screening_words(plan), *plan.notes, _DEFINITIONS)),
         )
     )
-    return (
-        "<!doctype html><html lang=en><head><meta charset=utf-8>"
-        "<meta name=viewport content='width=device-width,initial-scale=1'>"
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n"
-    )
+    return page(title, body)
 
 
 def _num_rows(plan: Plan) -> int:
@@ -93,21 +88,6 @@ def _tiles(plan: Plan) -> Iterator[str]:
     return (f"<div class=tile><b>{escape(value)}</b><span>{escape(label)}</span></div>" for value, label in tiles)
 
 
-def _table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, marks_first: bool = True) -> str:
-    def cells(tag: str, texts: Iterable[str]) -> str:
-        return "".join(
-            f"<{tag}{' class=n' if column.is_number else ''}>{escape(text)}</{tag}>"
-            for column, text in zip(columns, texts, strict=True)
-        )
-
-    head = cells("th", (column.heading for column in columns))
-    body = "".join(
-        f"<tr{' class=first' if marks_first and not index else ''}>{cells('td', row)}</tr>"
-        for index, row in enumerate(rows)
-    )
-    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-
-
 def _list(sentences: Iterable[str]) -> str:
     return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
 
@@ -127,10 +107,3 @@ def _explanation(plan: Plan, pool: Pool) -> str:
     )
     name = f"{wording.ROLE_NAMES[pool.role]} worker, TP{pool.tensor_parallel} PP{pool.pipeline_parallel}"
     return f"<details><summary>A {name} on {escape(pool.hardware.name)}</summary><dl>{rows}</dl></details>"
-
-
-def _card(chart: Chart) -> str:
-    return (
-        f"<div class=card><h3>{escape(chart.title)}</h3><p class=soft>{escape(chart.note)}</p>"
-        f"<figure role=img aria-label='{escape(chart.title, quote=True)}'>{chart.svg}</figure></div>"
-    )

@@ -10,10 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 
 from pdserve.planner.report.explain import Explanation
+from pdserve.planner.report.page import Column
 from pdserve.planner.report.plan_rows import (
     CANDIDATE_COLUMNS,
     POOL_COLUMNS,
-    Column,
     answer_rows,
     candidate_cells,
     findings,

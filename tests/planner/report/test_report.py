@@ -7,7 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from pdserve.planner.report.charts import charts, check_drawing, drawn_candidates
+from pdserve.planner.report.charts import charts, drawn_candidates
+from pdserve.planner.report.page import check_drawing
 from pdserve.planner.report.report import report_html
 from pdserve.planner.search.plan import Verdict
 from pdserve.planner.simulate.attainment import Attainment
