@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
-from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.cluster.remote_worker import RemoteWorker
+from pdserve.router.exposition import OPEN_METRICS, TEXT
 from pdserve.router.overview import Overview
 from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.requests.policy import Costs
@@ -52,8 +52,11 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
         return await answer(request)
 
     @app.get("/metrics")
-    async def show_metrics() -> Response:
-        return Response(cluster.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    async def show_metrics(request: Request) -> Response:
+        """Metrics for Prometheus, with request ids as exemplars if it takes them."""
+        is_open = "application/openmetrics-text" in request.headers.get("accept", "")
+        content_type = OPEN_METRICS if is_open else TEXT
+        return Response(cluster.metrics.render(content_type), media_type=content_type)
 
     @app.get("/targets")
     async def list_targets() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Prometheus registry of the router, built from `pdserve.contracts.metrics`.
+"""Metrics of the router, built from `pdserve.contracts.metrics`.
 
 One `RouterMetrics` per process; the dispatcher, the cluster and the HTTP edge write to it, the admin port reads it.
 Names, help texts, labels and buckets live only in the contracts. Makes no decisions.
@@ -9,15 +9,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from typing import NamedTuple
 
 from pdserve.contracts import metrics
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
+from pdserve.router.exposition import TEXT, Counter, Family, Gauge, Histogram, Registry, Series
 from pdserve.router.requests.dispatch import Dispatcher, DispatchObserver
 from pdserve.router.requests.journey import TPOT_CAUSES, TTFT_CAUSES, Journey, tpot_cause, ttft_cause
 from pdserve.router.requests.request import Request, RequestSpec
@@ -53,16 +52,13 @@ class Failure(NamedTuple):
     times: int
 
 
-Family = TypeVar("Family", Counter, Gauge, Histogram)
-
-
 class WorkerMetrics:
     """Series of one worker. Labels are resolved once, because every frame writes them."""
 
     def __init__(self, metrics: RouterMetrics, worker_id: str, role: WorkerRole) -> None:
-        self._series: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
+        self._series: list[tuple[Family[Counter] | Family[Gauge] | Family[Histogram], tuple[str, ...]]] = []
 
-        def series(family: Family, *more_labels: str) -> Family:
+        def series(family: Family[Series], *more_labels: str) -> Series:
             labels = (worker_id, role.value, *more_labels)
             self._series.append((family, labels))
             return family.labels(*labels)
@@ -107,53 +103,46 @@ class RouterMetrics(DispatchObserver):
     """Every metric family of the router process; counts the events of the dispatcher and the HTTP edge."""
 
     def __init__(self, slo: SloConfig | None = None) -> None:
-        # They would double the number of series, and nothing reads them.
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = registry = CollectorRegistry()
+        self.registry = registry = Registry()
         self._slo = slo or SloConfig()
         self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
         """Requests that failed and workers that were lost, in words, the newest last."""
 
-        def family(kind: type[Family], metric: metrics.Metric) -> Family:
-            assert metric.kind == kind.__name__.lower()
-            options: dict[str, Any] = {"buckets": metric.buckets} if metric.buckets else {}
-            return kind(metric.name, metric.help, metric.labels, registry=registry, **options)
-
-        self.requests = family(Counter, metrics.REQUESTS)
-        self.outcomes = family(Counter, metrics.OUTCOMES)
-        self.accepted_requests = family(Counter, metrics.ACCEPTED)
-        self.in_flight = family(Gauge, metrics.IN_FLIGHT)
-        self.queued = family(Gauge, metrics.QUEUED)
-        self.request_seconds = family(Histogram, metrics.REQUEST_SECONDS)
-        self.ttft_seconds = family(Histogram, metrics.TTFT_SECONDS)
-        self.tpot_seconds = family(Histogram, metrics.TPOT_SECONDS)
-        self.itl_seconds = family(Histogram, metrics.ITL_SECONDS)
-        self.handoff_stall_seconds = family(Histogram, metrics.HANDOFF_STALL_SECONDS)
-        self.phase_seconds = family(Histogram, metrics.PHASE_SECONDS)
-        self.prompt_tokens = family(Counter, metrics.PROMPT_TOKENS)
-        self.cached_prompt_tokens = family(Counter, metrics.CACHED_PROMPT_TOKENS)
-        self.output_tokens = family(Counter, metrics.OUTPUT_TOKENS)
-        self.request_prompt_tokens = family(Histogram, metrics.REQUEST_PROMPT_TOKENS)
-        self.request_output_tokens = family(Histogram, metrics.REQUEST_OUTPUT_TOKENS)
-        self.redispatches = family(Counter, metrics.REDISPATCHES)
-        self.slo_requests = family(Counter, metrics.SLO_REQUESTS)
-        self.slo_misses = family(Counter, metrics.SLO_MISSES)
-        self.placements = family(Counter, metrics.PLACEMENTS)
-        self.route_seconds = family(Histogram, metrics.ROUTE_SECONDS)
-        self.worker_up = family(Gauge, metrics.WORKER_UP)
-        self.step_seconds = family(Histogram, metrics.STEP_SECONDS)
-        self.predicted_step_seconds = family(Counter, metrics.PREDICTED_STEP_SECONDS)
-        self.step_tokens = family(Histogram, metrics.STEP_TOKENS)
-        self.running = family(Gauge, metrics.RUNNING)
-        self.waiting = family(Gauge, metrics.WAITING)
-        self.parked = family(Gauge, metrics.PARKED)
-        self.kv_blocks = family(Gauge, metrics.KV_BLOCKS)
-        self.preemptions = family(Counter, metrics.PREEMPTIONS)
-        self.swap_outs = family(Counter, metrics.SWAP_OUTS)
-        self.swap_ins = family(Counter, metrics.SWAP_INS)
-        self.transfer_seconds = family(Histogram, metrics.TRANSFER_SECONDS)
-        self.transfer_bytes = family(Histogram, metrics.TRANSFER_BYTES)
-        self.transfer_failures = family(Counter, metrics.TRANSFER_FAILURES)
+        self.requests = registry.counter(metrics.REQUESTS)
+        self.outcomes = registry.counter(metrics.OUTCOMES)
+        self.accepted_requests = registry.counter(metrics.ACCEPTED).labels()
+        self.in_flight = registry.gauge(metrics.IN_FLIGHT).labels()
+        self.queued = registry.gauge(metrics.QUEUED).labels()
+        self.request_seconds = registry.histogram(metrics.REQUEST_SECONDS).labels()
+        self.ttft_seconds = registry.histogram(metrics.TTFT_SECONDS).labels()
+        self.tpot_seconds = registry.histogram(metrics.TPOT_SECONDS).labels()
+        self.itl_seconds = registry.histogram(metrics.ITL_SECONDS).labels()
+        self.handoff_stall_seconds = registry.histogram(metrics.HANDOFF_STALL_SECONDS).labels()
+        self.phase_seconds = registry.histogram(metrics.PHASE_SECONDS)
+        self.prompt_tokens = registry.counter(metrics.PROMPT_TOKENS).labels()
+        self.cached_prompt_tokens = registry.counter(metrics.CACHED_PROMPT_TOKENS).labels()
+        self.output_tokens = registry.counter(metrics.OUTPUT_TOKENS).labels()
+        self.request_prompt_tokens = registry.histogram(metrics.REQUEST_PROMPT_TOKENS).labels()
+        self.request_output_tokens = registry.histogram(metrics.REQUEST_OUTPUT_TOKENS).labels()
+        self.redispatches = registry.counter(metrics.REDISPATCHES)
+        self.slo_requests = registry.counter(metrics.SLO_REQUESTS)
+        self.slo_misses = registry.counter(metrics.SLO_MISSES)
+        self.placements = registry.counter(metrics.PLACEMENTS)
+        self.route_seconds = registry.histogram(metrics.ROUTE_SECONDS).labels()
+        self.worker_up = registry.gauge(metrics.WORKER_UP)
+        self.step_seconds = registry.histogram(metrics.STEP_SECONDS)
+        self.predicted_step_seconds = registry.counter(metrics.PREDICTED_STEP_SECONDS)
+        self.step_tokens = registry.histogram(metrics.STEP_TOKENS)
+        self.running = registry.gauge(metrics.RUNNING)
+        self.waiting = registry.gauge(metrics.WAITING)
+        self.parked = registry.gauge(metrics.PARKED)
+        self.kv_blocks = registry.gauge(metrics.KV_BLOCKS)
+        self.preemptions = registry.counter(metrics.PREEMPTIONS)
+        self.swap_outs = registry.counter(metrics.SWAP_OUTS)
+        self.swap_ins = registry.counter(metrics.SWAP_INS)
+        self.transfer_seconds = registry.histogram(metrics.TRANSFER_SECONDS)
+        self.transfer_bytes = registry.histogram(metrics.TRANSFER_BYTES)
+        self.transfer_failures = registry.counter(metrics.TRANSFER_FAILURES)
         # A series that appears with its first event has no rate before the second.
         for outcome in Outcome:
             self.outcomes.labels(outcome.value)
@@ -169,10 +158,10 @@ class RouterMetrics(DispatchObserver):
         for objective, causes in (("ttft", TTFT_CAUSES), ("tpot", TPOT_CAUSES)):
             for cause in causes:
                 self.slo_misses.labels(objective, cause)
-        slo_seconds = family(Gauge, metrics.SLO_SECONDS)
+        slo_seconds = registry.gauge(metrics.SLO_SECONDS)
         slo_seconds.labels("ttft").set(self._slo.ttft_seconds)
         slo_seconds.labels("tpot").set(self._slo.tpot_seconds)
-        family(Gauge, metrics.SLO_ATTAINMENT).set(self._slo.attainment)
+        registry.gauge(metrics.SLO_ATTAINMENT).labels().set(self._slo.attainment)
 
     def track(self, dispatcher: Dispatcher) -> None:
         """Read the dispatcher's two gauges at every scrape."""
@@ -280,9 +269,9 @@ class RouterMetrics(DispatchObserver):
             assert tpot_s is not None
             self.slo_misses.labels("tpot", tpot_cause(journeys, tpot_s, num_gaps, self._slo.tpot_seconds)).inc()
 
-    def render(self) -> bytes:
+    def render(self, content_type: str = TEXT) -> bytes:
         """Exposition text of `/metrics`."""
-        return generate_latest(self.registry)
+        return self.registry.render(content_type)
 
 
 def _verdict(measured_s: float, slo_s: float) -> str:

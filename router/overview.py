@@ -10,10 +10,8 @@ import asyncio
 import time
 from array import array
 from collections import deque
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
-
-from prometheus_client import Counter, Histogram
 
 from pdserve.contracts import metrics as names
 from pdserve.contracts.deployment import SloConfig
@@ -75,18 +73,18 @@ class Overview:
 
     def sample(self, now_s: float) -> None:
         """Take a sample; forget those that are older than the long window."""
-        metrics, verdicts = self._metrics, self._metrics.slo_requests.collect()
-        values = [(each.labels, each.value) for family in verdicts for each in family.samples]
+        metrics = self._metrics
+        verdicts = [(labels, series.value) for labels, series in metrics.slo_requests.items()]
         self._samples.append(
             Sample(
                 now_s,
-                _total(metrics.accepted_requests),
-                _total(metrics.output_tokens),
-                sum(value for _, value in values),
-                sum(value for labels, value in values if labels["ttft"] == "met" and labels["tpot"] in ("met", "none")),
-                _buckets(metrics.ttft_seconds),
-                _buckets(metrics.tpot_seconds),
-                _misses(metrics.slo_misses),
+                metrics.accepted_requests.value,
+                metrics.output_tokens.value,
+                sum(value for _, value in verdicts),
+                sum(value for (ttft, tpot), value in verdicts if ttft == "met" and tpot in ("met", "none")),
+                array("d", accumulate(metrics.ttft_seconds.counts)),
+                array("d", accumulate(metrics.tpot_seconds.counts)),
+                {(objective, cause): series.value for (objective, cause), series in metrics.slo_misses.items()},
             )
         )
         while now_s - self._samples[0].time_s > LONG_WINDOW_S + SAMPLE_S:
@@ -184,20 +182,6 @@ def _quantile(edges: list[tuple[float, float]], rank: float) -> float:
         if upto >= rank:
             return low + (high - low) * (rank - below) / (upto - below)
     return edges[-1][0]
-
-
-def _total(counter: Counter) -> float:
-    return float(sum(each.value for family in counter.collect() for each in family.samples))
-
-
-def _buckets(histogram: Histogram) -> array[float]:
-    samples = [each for family in histogram.collect() for each in family.samples]
-    return array("d", [each.value for each in samples if each.name.endswith("_bucket")])
-
-
-def _misses(counter: Counter) -> dict[tuple[str, str], float]:
-    samples = [each for family in counter.collect() for each in family.samples]
-    return {(each.labels["objective"], each.labels["cause"]): each.value for each in samples}
 
 
 def _worker(worker: RemoteWorker) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from pdserve.contracts.events import RequestEventKind
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
@@ -21,6 +23,14 @@ from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
 from pdserve.router.requests.request import Attempt, RequestSpec
 from tests.router.scripted_worker import TIMEOUT_S, ScriptedWorker, until
+
+
+def sample(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
+    """One sample of the text that Prometheus reads; None if the series does not exist."""
+    families = text_string_to_metric_families(metrics.render().decode())
+    samples = [each for family in families for each in family.samples]
+    return next((each.value for each in samples if (each.name, each.labels) == (name, labels)), None)
+
 
 SHAPE = ModelShape(
     num_layers=2,
@@ -82,8 +92,8 @@ class Rig:
         assert self.dispatcher.num_accepted == ended + self.dispatcher.num_in_flight
 
     def sample(self, name: str, **labels: str) -> float:
-        """One sample of the registry; 0 if the series does not exist yet."""
-        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+        """One sample; 0 if the series does not exist yet."""
+        return sample(self.metrics, name, **labels) or 0.0
 
 
 @asynccontextmanager

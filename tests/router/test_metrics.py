@@ -13,12 +13,9 @@ from pdserve.proto.v1 import worker_pb2
 from pdserve.router.metrics import RouterMetrics, WorkerMetrics
 from pdserve.router.requests.journey import Journey
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
+from tests.router.rig import sample
 
 FAMILIES = [value for value in vars(contract).values() if isinstance(value, contract.Metric)]
-
-
-def sample(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
-    return metrics.registry.get_sample_value(name, labels)
 
 
 def test_every_family_of_the_contract_is_there_and_no_other() -> None:
@@ -102,7 +99,7 @@ def test_misses_are_counted_by_cause() -> None:
         metrics.answered(ttft_s=ttft_s, tpot_s=tpot_s, duration_s=2.0, num_tokens=2, num_gaps=1, journeys=[journey])
     assert sample(metrics, "pdserve_slo_misses_total", objective="ttft", cause="prefill_queue") == 2
     assert sample(metrics, "pdserve_slo_misses_total", objective="tpot", cause="preemption") == 1
-    assert sum(each.value for family in metrics.slo_misses.collect() for each in family.samples) == 3
+    assert sum(series.value for _, series in metrics.slo_misses.items()) == 3
 
 
 def test_failed_and_refused_requests_miss_both_objectives() -> None:
