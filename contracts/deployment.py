@@ -52,6 +52,7 @@ _KvMemory = Annotated[str, Rule(_is_memory, f"auto, or {_SIZE}")]
 _SwapMemory = Annotated[str | int, Rule(_is_swap, f"auto, 0, or {_SIZE}")]
 _Degree = Annotated[int, between(1, MAX_DEGREE)]
 _Port = Annotated[int, between(0, 65535)]
+ToolFormatName = Annotated[str, one_of("auto", "hermes", "llama3")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,9 @@ class ModelConfig:
     """Hardware file from `pdserve profile`, measured on the workers' devices; empty takes the catalogue's figures."""
     served_name: str = ""
     """Name that clients use; empty takes the folder's name."""
+    tool_format: ToolFormatName = "auto"
+    """How the model writes tool calls: ``hermes`` (Qwen's, too) or ``llama3``; ``auto`` takes what the chat template
+    teaches."""
 
     @property
     def precision(self) -> Precision:

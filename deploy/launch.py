@@ -177,6 +177,7 @@ def router_config(
     return RouterProcessConfig(
         model_path=model.path,
         served_name=model.served_name or Path(model.path).resolve().name,
+        tool_format=model.tool_format,
         host=router.host,
         port=router.port,
         admin_host=router.admin_host,

@@ -43,6 +43,7 @@ from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
 from pdserve.router.requests.policy import Costs
 from pdserve.router.text.tokenizer import ChatTokenizer
+from pdserve.router.text.tool_calls import TOOL_FORMATS
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ async def serve(config: RouterProcessConfig) -> int:
         ValueError: a port is taken, or a model folder, hardware name, file of API keys or log of requests is invalid.
     """
     stopped = asyncio.create_task(_stop_on_signals().wait())
-    tokenizer = ChatTokenizer.from_folder(Path(config.model_path))
+    tokenizer = ChatTokenizer.from_folder(Path(config.model_path), TOOL_FORMATS.get(config.tool_format))
     costs = build_cost_models(config)
     # From the token, so that a restarted router finds the blocks that workers have cached.
     cache_secret = config.cluster_token.encode() or secrets.token_bytes(32)

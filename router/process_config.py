@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdserve.contracts.deployment import DEFAULT_POLICY, Policy, SloConfig
+from pdserve.contracts.deployment import DEFAULT_POLICY, Policy, SloConfig, ToolFormatName
 from pdserve.contracts.placement import TlsFiles, WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.model.cost.hardware import Hardware
@@ -18,6 +18,8 @@ class RouterProcessConfig:
     """Folder with config.json and the tokenizer."""
     served_name: str
     """Model name for clients."""
+    tool_format: ToolFormatName = "auto"
+    """How the model writes tool calls; ``auto`` if its chat template says."""
     host: str = "127.0.0.1"
     port: int = 8000
     """Port of the API; 0 picks a free one."""

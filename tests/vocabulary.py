@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from pdserve.contracts.request import Grammar
 from pdserve.contracts.step import ModelLimits
-from pdserve.engine.worker.grammar_compiler import CompilerConfig, Vocabularies, compile_grammar, read_vocabularies
+from pdserve.engine.worker.grammar_compiler import CompilerConfig, compile_grammar, read_vocabulary
 from pdserve.model.config.decoder_config import DecoderConfig
 
 DEMO_FOLDER = Path(__file__).parents[1] / "model" / "demo" / "pdserve-demo"
@@ -18,8 +18,8 @@ LIMITS: ModelLimits = DecoderConfig.from_folder(DEMO_FOLDER).limits(0)
 
 
 @cache
-def demo_vocabularies() -> Vocabularies:
-    return read_vocabularies(CompilerConfig(str(DEMO_FOLDER), LIMITS.vocab_size, LIMITS.eos_token_ids, 0))
+def demo_vocabulary() -> xgrammar.TokenizerInfo:
+    return read_vocabulary(CompilerConfig(str(DEMO_FOLDER), LIMITS.vocab_size, LIMITS.eos_token_ids, 0))
 
 
 @cache
@@ -33,4 +33,4 @@ def compiled(grammar: Grammar) -> xgrammar.CompiledGrammar:
     Raises:
         RuntimeError: it cannot be compiled.
     """
-    return compile_grammar(demo_vocabularies(), grammar)
+    return compile_grammar(demo_vocabulary(), grammar)

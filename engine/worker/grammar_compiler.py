@@ -4,8 +4,7 @@ Started by `pdserve.engine.worker.grammars` with the descriptor of a socket. Loa
 each grammar. The fork may use `MAX_CPU_S` seconds and `MAX_MEMORY_BYTES` more than this process, after which the kernel
 or this process ends it, and the next grammar starts from the same clean state. A frame to this process is the kind and
 the text of a grammar. A frame from it is `COMPILED` or `FAILED`, then the grammar as xgrammar serialises it, or the
-reason. The first frames are the configuration and
-the two `Vocabularies`.
+reason. The first frames are the configuration and the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pdserve.contracts.codec import from_json
 from pdserve.contracts.request import Grammar, GrammarKind
@@ -39,6 +37,9 @@ MAX_MEMORY_BYTES = 256 << 20
 MAX_REASON_CHARS = 300
 
 COMPILED, FAILED = b"\0", b"\1"
+
+_ANY_CHARACTER, _JSON_CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
+"""What xgrammar allows in a JSON string of bounded length, and what JSON does: no control characters."""
 
 _NICENESS = 10
 _WALK_TOKENS = 32
@@ -65,28 +66,16 @@ def main() -> int:
     config = from_json(CompilerConfig, first.decode(), "the compiler's configuration")
     die_with_parent(parent=config.parent_pid)
     os.nice(_NICENESS)
-    vocabularies = read_vocabularies(config)
-    for vocabulary in vocabularies:
-        sock.sendall(encode_frame(COMPILED + vocabulary.serialize_json().encode()))
+    vocabulary = read_vocabulary(config)
+    sock.sendall(encode_frame(COMPILED + vocabulary.serialize_json().encode()))
     while (frame := receive_frame(sock)) is not None:
-        sock.sendall(encode_frame(compile_apart(vocabularies, Grammar(GrammarKind(frame[0]), frame[1:].decode()))))
+        sock.sendall(encode_frame(compile_apart(vocabulary, Grammar(GrammarKind(frame[0]), frame[1:].decode()))))
     return 0
 
 
-class Vocabularies(NamedTuple):
-    """Tokens of a checkpoint that grammars may allow: none whose text has a meaning of its own to the model."""
-
-    whole: xgrammar.TokenizerInfo
-    without_controls: xgrammar.TokenizerInfo
-    """Without tokens that contain control characters. They cannot be in JSON, but some schemas let xgrammar write them
-    in strings."""
-
-    def of(self, grammar: Grammar) -> xgrammar.TokenizerInfo:
-        return self.without_controls if grammar.kind is GrammarKind.JSON_SCHEMA else self.whole
-
-
-def read_vocabularies(config: CompilerConfig) -> Vocabularies:
-    """Read the tokens of the configured checkpoint."""
+def read_vocabulary(config: CompilerConfig) -> xgrammar.TokenizerInfo:
+    """Read the tokens of the configured checkpoint that grammars may allow: none whose text has a meaning of its own to
+    the model."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(config.folder, "tokenizer.json")))
@@ -99,20 +88,16 @@ def read_vocabularies(config: CompilerConfig) -> Vocabularies:
     import xgrammar  # takes seconds
 
     detected = xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str())
-    build = partial(
-        xgrammar.TokenizerInfo,
+    return xgrammar.TokenizerInfo(
+        texts,
         vocab_type=detected["vocab_type"],
         vocab_size=config.vocab_size,
         stop_token_ids=list(config.eos_token_ids),
         add_prefix_space=detected["add_prefix_space"],
     )
-    whole = build(texts)
-    has_control = re.compile(rb"[\x00-\x1f]").search
-    printable = ["" if has_control(data) else text for text, data in zip(texts, whole.decoded_vocab, strict=True)]
-    return Vocabularies(whole, build(printable))
 
 
-def compile_apart(vocabularies: Vocabularies, grammar: Grammar) -> bytes:
+def compile_apart(vocabulary: xgrammar.TokenizerInfo, grammar: Grammar) -> bytes:
     """Compile in a fork; return its frame."""
     reader, writer = os.pipe()
     pid = os.fork()
@@ -121,7 +106,7 @@ def compile_apart(vocabularies: Vocabularies, grammar: Grammar) -> bytes:
             os.close(reader)
             _limit_resources()
             with open(writer, "wb") as pipe:
-                pipe.write(_compile(vocabularies, grammar))
+                pipe.write(_compile(vocabulary, grammar))
                 pipe.flush()
                 os._exit(0)
         finally:
@@ -145,28 +130,31 @@ def _limit_resources() -> None:
         resource.setrlimit(kind, (limit, limit))
 
 
-def compile_grammar(vocabularies: Vocabularies, grammar: Grammar) -> xgrammar.CompiledGrammar:
+def compile_grammar(vocabulary: xgrammar.TokenizerInfo, grammar: Grammar) -> xgrammar.CompiledGrammar:
     """
     Raises:
         RuntimeError: it cannot be compiled.
     """
-    import xgrammar
+    from xgrammar import Grammar as Rules
+    from xgrammar import GrammarCompiler
 
-    compiler = xgrammar.GrammarCompiler(vocabularies.of(grammar), max_threads=1, cache_enabled=False)
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:  # with free white space, some models write nothing else
-            return compiler.compile_json_schema(grammar.text, any_whitespace=False)
+            rules = Rules.from_json_schema(grammar.text, any_whitespace=False)
         case GrammarKind.REGEX:
-            return compiler.compile_regex(grammar.text)
+            rules = Rules.from_regex(grammar.text)
         case GrammarKind.EBNF:
-            return compiler.compile_grammar(grammar.text)
+            rules = Rules.from_ebnf(grammar.text)
         case GrammarKind.STRUCTURAL_TAG:
-            return compiler.compile_structural_tag(grammar.text)
+            rules = Rules.from_structural_tag(grammar.text)
+    if grammar.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG) and _ANY_CHARACTER in (text := str(rules)):
+        rules = Rules.from_ebnf(text.replace(_ANY_CHARACTER, _JSON_CHARACTER))
+    return GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False).compile_grammar(rules)
 
 
-def _compile(vocabularies: Vocabularies, grammar: Grammar) -> bytes:
+def _compile(vocabulary: xgrammar.TokenizerInfo, grammar: Grammar) -> bytes:
     try:
-        compiled = compile_grammar(vocabularies, grammar)
+        compiled = compile_grammar(vocabulary, grammar)
         if not _walk(compiled):
             return FAILED + b"no text of the model's vocabulary follows it"
         serialised: str = compiled.serialize_json()

@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 from pdserve.contracts.codec import to_json
 from pdserve.contracts.request import Grammar
 from pdserve.contracts.step import ModelLimits
-from pdserve.engine.worker.grammar_compiler import FAILED, MAX_WALL_S, CompilerConfig, Vocabularies
+from pdserve.engine.worker.grammar_compiler import FAILED, MAX_WALL_S, CompilerConfig
 from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
 
 if TYPE_CHECKING:  # it imports torch
@@ -134,7 +134,7 @@ class _Compiler:
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._vocabularies: Vocabularies | None = None
+        self._vocabulary: xgrammar.TokenizerInfo | None = None
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """
@@ -153,8 +153,8 @@ class _Compiler:
 
         import xgrammar
 
-        assert self._vocabularies is not None
-        return xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), self._vocabularies.of(grammar))
+        assert self._vocabulary is not None
+        return xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), self._vocabulary)
 
     def _ask(self, grammar: Grammar) -> bytes:
         if self._socket is None:
@@ -176,8 +176,7 @@ class _Compiler:
 
         import xgrammar  # takes a second, as for the child
 
-        received = [self._receive().decode() for _ in Vocabularies._fields]
-        self._vocabularies = Vocabularies(*map(xgrammar.TokenizerInfo.deserialize_json, received))
+        self._vocabulary = xgrammar.TokenizerInfo.deserialize_json(self._receive().decode())
         self._socket.settimeout(2 * MAX_WALL_S)
 
     def _receive(self) -> bytes:

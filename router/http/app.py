@@ -100,6 +100,7 @@ def _add_openai_routes(app: FastAPI, edge: Edge) -> None:
     routes.post("/tokenize")(edge.tokenize)
     routes.post("/detokenize")(edge.detokenize)
     app.include_router(routes)
+    app.api_route("/tokenizer_info", methods=_READ)(edge.tokenizer_info)
 
     @app.api_route("/v1/models", methods=_READ)
     async def list_models() -> JSONResponse:

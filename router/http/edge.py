@@ -37,6 +37,7 @@ from pdserve.router.metrics import RouterMetrics, TokenTimer
 from pdserve.router.requests.request import RequestSpec
 from pdserve.router.text.answer import Answer, AnswerEnd, AnswerParts, AnswerToken, Choice, TextDelta, deltas_of
 from pdserve.router.text.answer_text import StopStrings
+from pdserve.router.text.chat_template import PromptEnd
 from pdserve.router.text.reasoning import CLOSING, OPENING, ReasoningParser
 from pdserve.router.text.tokenizer import ChatTokenizer
 from pdserve.router.text.tool_calls import ToolCallParser
@@ -75,17 +76,18 @@ class Edge:
 
     async def _chat(self, body: ChatBody, request: Request) -> Answer:
         max_model_len = self._admit(body, request)
-        tools = tools_of(body, self.tokenizer.template)
+        tools = tools_of(body, self.tokenizer.tool_format)
         if tools is not None:
             request.state.grammar = merged_grammar(body, request.state.grammar, tools.grammar)
         text = self._chat_text(body, tools.offered if tools else ())
         check_prompt_length(body, self.tokenizer.fewest_tokens(text), max_model_len, is_least=True)
-        reasoning = self._reasoning(text)
+        reasoning = self._reasoning(body, text)
         if request.state.grammar is not None and reasoning is not None:
             request.state.grammar = after_reasoning(request.state.grammar, is_open=reasoning)
         tokens = await self.tokenizer.encode_chat(text)
         spec = self._spec(body, request, max_model_len, tokens)
-        return self._answer(body, spec, new_parts=_parts(reasoning, tools))
+        context = tokens if body.prompt_end is PromptEnd.LAST_MESSAGE else ()
+        return self._answer(body, spec, context=context, new_parts=_parts(reasoning, tools))
 
     async def create_completion(self, body: CompletionBody, request: Request) -> Response:
         """Continue texts or token ids, one answer or more for each."""
@@ -125,6 +127,13 @@ class Edge:
             }
         )
 
+    async def tokenizer_info(self) -> JSONResponse:
+        """Chat template and special tokens, for clients that render chats themselves (vLLM)."""
+        template = self.tokenizer.template
+        special_tokens = {} if template is None else template.special_tokens
+        source = None if template is None else template.source
+        return JSONResponse({**special_tokens, "chat_template": source})
+
     async def detokenize(self, body: DetokenizeBody) -> JSONResponse:
         """Text of token ids, special tokens included."""
         self._check_model(body.model)
@@ -152,18 +161,21 @@ class Edge:
 
     def _chat_text(self, body: ChatBody | TokenizeBody, tools: Sequence[Mapping[str, object]]) -> str:
         assert body.messages is not None
-        options = template_options(body.chat_template_kwargs or {}, self.tokenizer.template)
+        options = template_options(body, self.tokenizer.template)
         try:
             messages = [message.for_template() for message in body.messages]
-            return self.tokenizer.chat_text(messages, tools=tools, options=options)
+            return self.tokenizer.chat_text(messages, tools=tools, options=options, end=body.prompt_end)
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from error
 
-    def _reasoning(self, prompt: str) -> bool | None:
+    def _reasoning(self, body: ChatBody, prompt: str) -> bool | None:
         """Whether an answer to the prompt begins inside reasoning; None if it has none."""
         template = self.tokenizer.template
         if template is None or CLOSING not in template.source or prompt.rstrip().endswith(CLOSING):
             return None
+        if body.prompt_end is PromptEnd.LAST_MESSAGE:
+            begun = body.messages[-1].content
+            return True if begun.rfind(OPENING) > begun.rfind(CLOSING) else None
         return prompt.rstrip().endswith(OPENING)
 
     def _spec(

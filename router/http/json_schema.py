@@ -23,6 +23,8 @@ _NEVER = frozenset({
 _ALONE = ("$ref", "allOf", "anyOf", "oneOf")
 """Beside one of these, other constraints are ignored."""
 _OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
+_BROKEN_FORMATS = ("json-pointer", "relative-json-pointer")
+"""Enforced by rules that let quotes and control characters into the string."""
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LISTS_OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAPS_OF_SCHEMAS = ("$defs", "definitions", "patternProperties", "properties")
@@ -50,6 +52,8 @@ def check_json_schema(schema: object, place: str = "#", depth: int = 0) -> None:
         raise SchemaError(f"{place} should be a schema: an object, true or false")
     if depth > MAX_DEPTH:
         raise SchemaError(f"{place} is nested more than {MAX_DEPTH} schemas deep; flatten it")
+    if schema.get("format") in _BROKEN_FORMATS:
+        raise SchemaError(f"{place} has the format {schema['format']}, which is not supported; leave it out")
     for name in schema:
         if name in _NEVER and schema[name] is not False:
             raise SchemaError(f"{place} has {name}, which is not supported; leave it out")

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
 from pdserve.router.http.schema import MAX_MESSAGES, Body, ChatBody
-from pdserve.router.http.unsupported_fields import RESPONSES, check_extra_fields
+from pdserve.router.http.unsupported_fields import RESPONSES, RESPONSES_REASONING, check_extra_fields
 from pdserve.router.text.answer import Answer, TextDelta
 from pdserve.router.text.tool_calls import CallDelta
 
@@ -23,6 +23,10 @@ _SAME_FIELDS = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "chat_template_kwargs", "cache_salt", "seed",
 )  # fmt: skip
 """Fields that mean the same in a chat."""
+
+
+class Reasoning(Body):
+    effort: str | None = None
 
 
 class ResponsesBody(Body):
@@ -43,6 +47,7 @@ class ResponsesBody(Body):
     tools: list[dict[str, object]] | None = None
     tool_choice: str | dict[str, object] | None = None
     parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
     chat_template_kwargs: dict[str, object] | None = None
     cache_salt: str | None = None
 
@@ -53,8 +58,11 @@ class ResponsesBody(Body):
             ApiError: it has what this server does not support.
         """
         check_extra_fields(self.model_extra, RESPONSES)
+        reasoning = self.reasoning or Reasoning()
+        check_extra_fields(reasoning.model_extra, RESPONSES_REASONING, "reasoning.")
         fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME_FIELDS}
         fields["max_completion_tokens"] = self.max_output_tokens
+        fields["reasoning_effort"] = reasoning.effort
         fields["messages"] = self._messages()
         fields["response_format"] = _response_format((self.text or {}).get("format"))
         if self.tools:
@@ -177,7 +185,7 @@ class ResponseWriter:
         return _encode(self._response())
 
     def _response(self) -> dict[str, Any]:
-        return {**self._envelope, "output": self._items}
+        return {**self._envelope, "output": [*self._items]}
 
     def _advance(self, delta: TextDelta) -> list[dict[str, Any]]:
         """Take the next token; return its events."""

@@ -31,6 +31,7 @@ from pdserve.contracts.request import (
 )
 from pdserve.router.http.errors import ApiError
 from pdserve.router.http.unsupported_fields import CHAT, CHAT_MESSAGE, COMPLETION, check_extra_fields
+from pdserve.router.text.chat_template import PromptEnd
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -300,7 +301,32 @@ class ChatMessage(Body):
         return message
 
 
-class ChatBody(GenerationBody):
+class TemplatedBody(Body):
+    """Fields that decide how a chat becomes a prompt."""
+
+    chat_template_kwargs: dict[str, object] | None = None
+    """Further variables of the chat template (vLLM)."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    add_generation_prompt: bool | None = None
+    """False ends the prompt with the messages (vLLM)."""
+    continue_final_message: bool | None = None
+    """The answer continues the last message (vLLM)."""
+
+    @property
+    def prompt_end(self) -> PromptEnd:
+        """
+        Raises:
+            ApiError: the fields contradict each other.
+        """
+        if not self.continue_final_message:
+            return PromptEnd.MESSAGES if self.add_generation_prompt is False else PromptEnd.ANSWER
+        if self.add_generation_prompt:
+            message = "add_generation_prompt contradicts continue_final_message; leave it out"
+            raise ApiError(400, message, param="add_generation_prompt")
+        return PromptEnd.LAST_MESSAGE
+
+
+class ChatBody(GenerationBody, TemplatedBody):
     """Body of ``POST /v1/chat/completions``."""
 
     prompt_field = "messages"
@@ -313,8 +339,6 @@ class ChatBody(GenerationBody):
     """Functions that the model may call; see `pdserve.router.http.tools`."""
     tool_choice: str | dict[str, object] | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, object] | None = None
-    """Further variables of the chat template (vLLM)."""
 
     @property
     def limit_field(self) -> str:
@@ -380,15 +404,14 @@ class CompletionBody(GenerationBody):
         check_extra_fields(self.model_extra, COMPLETION)
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplatedBody):
     """Body of ``POST /tokenize`` (vLLM): a prompt, or the messages of a chat."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: list[dict[str, object]] | None = None
-    chat_template_kwargs: dict[str, object] | None = None
-    """Both with messages, as in a chat."""
+    """With messages, as in a chat."""
     add_special_tokens: bool | None = None
     """Of a prompt, true by default; a chat template writes them itself."""
     return_token_strs: bool | None = None

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from pdserve.contracts.request import Grammar, GrammarKind
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
 from pdserve.router.http.json_schema import SchemaError, check_json_schema
-from pdserve.router.http.schema import ChatBody
+from pdserve.router.http.schema import ChatBody, TemplatedBody
 from pdserve.router.text.chat_template import ChatTemplate
-from pdserve.router.text.tool_calls import ToolFormat, tool_format
+from pdserve.router.text.tool_calls import ToolFormat
 
 MAX_TOOLS = 128
 """As at OpenAI."""
@@ -43,11 +43,14 @@ class _Function(NamedTuple):
     is_strict: bool
 
 
-def tools_of(body: ChatBody, template: ChatTemplate | None) -> Tools | None:
+def tools_of(body: ChatBody, style: ToolFormat | None) -> Tools | None:
     """Tools that the body offers; ``None`` if it offers none.
 
+    Args:
+        style: how the model writes calls; None if it is not known.
+
     Raises:
-        ApiError: one is malformed, or the model's template knows no tools.
+        ApiError: one is malformed, or ``style`` is None.
     """
     offered, choice = body.tools or [], body.tool_choice or "auto"
     if len(offered) > MAX_TOOLS:
@@ -61,7 +64,6 @@ def tools_of(body: ChatBody, template: ChatTemplate | None) -> Tools | None:
     forced = _forced(choice, functions)
     if not functions or choice == "none":
         return None
-    style = None if template is None or "tools" not in template.variables else tool_format(template.source)
     if style is None:
         raise _refusal("tools", "have no known form in the model's chat template; leave them out")
     may_call_several = body.parallel_tool_calls is not False
@@ -89,18 +91,28 @@ def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def template_options(given: Mapping[str, object], template: ChatTemplate | None) -> Mapping[str, object]:
-    """Variables that a client sets in the chat template.
+def template_options(body: TemplatedBody, template: ChatTemplate | None) -> Mapping[str, object]:
+    """Variables that a client sets in the chat template. ``reasoning_effort`` is one of them; templates that can only
+    turn reasoning off have ``enable_thinking`` instead.
 
     Raises:
         ApiError: the template does not read one, or it is not the client's to set.
     """
+    known = frozenset() if template is None else template.variables - _OWN_VARIABLES
+    given = body.chat_template_kwargs or {}
     for name in given:
-        known = frozenset() if template is None else template.variables - _OWN_VARIABLES
         if name not in known or name.endswith("_token"):
             message = f"has {name[:MAX_NAME_CHARS]!r}, which the model's chat template does not read; leave it out"
             raise _refusal("chat_template_kwargs", message)
-    return given
+    match body.reasoning_effort:
+        case None:
+            return given
+        case effort if "reasoning_effort" in known:
+            return {"reasoning_effort": effort, **given}
+        case "none" if "enable_thinking" in known:
+            return {"enable_thinking": False, **given}
+        case effort:
+            raise _refusal("reasoning_effort", f"{effort} is unknown to the model's chat template; leave it out")
 
 
 def _function(tool: object, place: str) -> _Function:

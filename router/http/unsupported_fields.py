@@ -28,25 +28,24 @@ _BOTH: Neutral = {
 
 CHAT: Neutral = {
     **_BOTH,
-    "add_generation_prompt": (True,), "add_special_tokens": (False,), "audio": (), "chat_template": (),
-    "continue_final_message": (False,), "documents": ([],), "echo": (False,),
+    "add_special_tokens": (False,), "audio": (), "chat_template": (), "documents": ([],), "echo": (False,),
     "function_call": ("none",), "functions": ([],), "mm_processor_kwargs": ({},), "modalities": (["text"],),
-    "prediction": (), "reasoning_effort": (), "store": (False,),
-    "verbosity": ("medium",), "web_search_options": (),
+    "prediction": (), "store": (False,), "verbosity": ("medium",), "web_search_options": (),
 }  # fmt: skip
 
 COMPLETION: Neutral = {
     **CHAT,
-    "add_special_tokens": (True,), "chat_template_kwargs": ({},), "tool_choice": ("none", "auto"), "tools": ([],),
-    "max_completion_tokens": (), "prompt_embeds": (), "suffix": ("",),
-    "top_logprobs": (),
+    "add_generation_prompt": (), "add_special_tokens": (True,), "chat_template_kwargs": ({},),
+    "continue_final_message": (False,), "max_completion_tokens": (), "prompt_embeds": (), "reasoning_effort": (),
+    "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (),
 }  # fmt: skip
 
 RESPONSES: Neutral = {
     "background": (False,), "context_management": ([],), "conversation": (), "include": ([],), "max_tool_calls": (),
-    "previous_response_id": (), "prompt": (), "reasoning": ({},), "stream_options": (), "top_logprobs": (0,),
-    "truncation": ("disabled",),
+    "previous_response_id": (), "prompt": (), "stream_options": (), "top_logprobs": (0,), "truncation": ("disabled",),
 }  # fmt: skip
+
+RESPONSES_REASONING: Neutral = {"generate_summary": ("auto",), "summary": ("auto",)}
 
 CHAT_MESSAGE: Neutral = {"audio": (), "function_call": ()}
 

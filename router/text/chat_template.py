@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from enum import Enum
 from typing import NoReturn
 
 import jinja2
@@ -27,6 +28,21 @@ class _GenerationBlock(jinja2.ext.Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class PromptEnd(Enum):
+    """Where the prompt of a conversation ends."""
+
+    ANSWER = "answer"
+    """At the start of the assistant's answer."""
+    MESSAGES = "messages"
+    """After the last message."""
+    LAST_MESSAGE = "last message"
+    """Inside the last message, which the answer continues."""
+
+
+END_MARK = "\U0010fffe"
+"""Stands at the end of the message that is continued. Not a character, so no text has it."""
 
 
 class ChatTemplate:
@@ -53,7 +69,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template does not compile: {error}; repair it or remove it") from error
         self.source = source
-        self._special_tokens = special_tokens
+        self.special_tokens = special_tokens
 
     def render(
         self,
@@ -61,26 +77,41 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, object]] = (),
         options: Mapping[str, object] | None = None,
+        end: PromptEnd = PromptEnd.ANSWER,
     ) -> str:
-        """Render a conversation up to the start of the assistant's answer. A template that does not name the role
-        ``developer`` gets ``system`` in its place, as OpenAI defines it; it might drop the message.
+        """Render a conversation. A template that does not name the role ``developer`` gets ``system`` in its place, as
+        OpenAI defines it; it might drop the message.
 
         Args:
             tools: as OpenAI's API takes them.
             options: further variables.
 
         Raises:
-            ValueError: the template refuses the messages.
+            ValueError: the template refuses the messages, or drops the one to continue.
         """
         if "developer" not in self.source:
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
-        variables = {**self._special_tokens, **(options or {}), "messages": messages, "add_generation_prompt": True}
+        if end is PromptEnd.LAST_MESSAGE:  # the mark also keeps templates from stripping white space before it
+            *others, last = messages
+            messages = [*others, {**last, "content": f"{last['content']}{END_MARK}"}]
+        variables = {
+            **self.special_tokens,
+            **(options or {}),
+            "messages": messages,
+            "add_generation_prompt": end is PromptEnd.ANSWER,
+        }
         if tools:
             variables["tools"] = tools
         try:
-            return self._template.render(variables)
+            text = self._template.render(variables)
         except Exception as error:  # a template is code and its input comes from clients: anything can be raised
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+        if end is not PromptEnd.LAST_MESSAGE:
+            return text
+        text, mark, _ = text.rpartition(END_MARK)
+        if not mark:
+            raise ValueError("the model's chat template drops the last message, so it cannot be continued")
+        return text
 
 
 def _tojson(

@@ -17,7 +17,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pdserve.router.text.answer_text import Detokenizer
-from pdserve.router.text.chat_template import ChatTemplate
+from pdserve.router.text.chat_template import END_MARK, ChatTemplate, PromptEnd
+from pdserve.router.text.tool_calls import ToolFormat, tool_format
 
 MAX_INLINE_CHARS = 4096
 """Longest text that is encoded faster than it is handed to a thread and back."""
@@ -38,14 +39,21 @@ _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 class ChatTokenizer:
     """Encodes prompts and decodes answers of one model."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int, tools: ToolFormat | None = None
+    ) -> None:
         """Most callers want `from_folder`.
 
         Args:
             vocab_size: rows of the model's embedding; prompt token ids are below it.
+            tools: how the model writes calls; None if the template says.
         """
         self._tokenizer = tokenizer
         self.template = template
+        self.tool_format = None
+        """None if the model's template knows no tools."""
+        if template is not None and "tools" in template.variables:
+            self.tool_format = tools or tool_format(template.source)
         self.vocab_size = vocab_size
         added = tokenizer.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
@@ -60,7 +68,7 @@ class ChatTokenizer:
         """Whether the tokenizer has a decoder; without one, text is the tokens joined by spaces."""
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ChatTokenizer:
+    def from_folder(cls, folder: Path, tools: ToolFormat | None = None) -> ChatTokenizer:
         """Read ``tokenizer.json`` and, if present, ``tokenizer_config.json``, ``chat_template.jinja`` and
         ``config.json``.
 
@@ -79,7 +87,7 @@ class ChatTokenizer:
             raise ValueError(f"{file} is not a tokenizer: {error}; download it again") from error
         model_config = _read_json(folder / "config.json")
         vocab_size = model_config.get("vocab_size", model_config.get("text_config", {}).get("vocab_size"))
-        return cls(tokenizer, _read_template(folder), vocab_size or tokenizer.get_vocab_size())
+        return cls(tokenizer, _read_template(folder), vocab_size or tokenizer.get_vocab_size(), tools)
 
     @property
     def has_chat_template(self) -> bool:
@@ -91,12 +99,13 @@ class ChatTokenizer:
         *,
         tools: Sequence[Mapping[str, object]] = (),
         options: Mapping[str, object] | None = None,
+        end: PromptEnd = PromptEnd.ANSWER,
     ) -> str:
-        """Text of a conversation, special tokens included, up to the start of the assistant's answer, for
-        `encode_chat`. Special tokens in messages and tools are marked as text: only the template may write them.
+        """Text of a conversation, special tokens included, for `encode_chat`. Special tokens in messages and tools are
+        marked as text: only the template may write them.
 
         Args:
-            tools, options: as in `ChatTemplate.render`.
+            tools, options, end: as in `ChatTemplate.render`.
 
         Raises:
             ValueError: the model has no chat template, or it refuses these messages.
@@ -109,6 +118,7 @@ class ChatTokenizer:
             [self._marked(message) for message in messages],
             tools=[self._marked(tool) for tool in tools],
             options=self._marked(options or {}),
+            end=end,
         )
 
     def _marked(self, value: Mapping[str, object]) -> dict[str, object]:
@@ -116,8 +126,8 @@ class ChatTokenizer:
 
         def marked(value: object) -> object:
             if isinstance(value, str):
-                if _LITERAL in value:
-                    raise ValueError("a message has U+10FFFF, which is not a character; remove it")
+                if _LITERAL in value or END_MARK in value:
+                    raise ValueError("a message has U+10FFFE or U+10FFFF, which are not characters; remove them")
                 return self._special_text.sub(rf"{_LITERAL}\g<0>{_LITERAL}", value)
             if isinstance(value, Mapping):
                 return {str(marked(key)): marked(each) for key, each in value.items()}

@@ -39,6 +39,7 @@ class ToolFormat:
 
 HERMES = ToolFormat("<tool_call>", "</tool_call>", "\n", "arguments")
 LLAMA_3 = ToolFormat("", ";", "; ", "parameters")
+TOOL_FORMATS = {"hermes": HERMES, "llama3": LLAMA_3}
 
 
 def tool_format(template: str) -> ToolFormat | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from typing import Literal
@@ -16,12 +17,21 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from pdserve.deploy.cluster.folder import admin_headers
 from tests.e2e.cluster import Cluster, running_cluster
+from tests.vocabulary import DEMO_FOLDER
+
+TOOLS_TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Call with <tool_call>{"name": ..., "arguments": ...}</tool_call>
+{% endif %}"""
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Default model, 1 P + 1 D."""
-    with running_cluster(tmp_path_factory.mktemp("cluster"), {}) as cluster:
+    """The demo model with a template that has tools, 1 P + 1 D."""
+    folder = tmp_path_factory.mktemp("cluster")
+    model = shutil.copytree(DEMO_FOLDER, folder / "model")
+    template = model / "chat_template.jinja"
+    template.write_text(TOOLS_TEMPLATE + template.read_text())
+    with running_cluster(folder, {"model": {"path": str(model)}}) as cluster:
         yield cluster
 
 
@@ -79,6 +89,36 @@ def test_a_parsed_answer_is_of_its_class(client: openai.OpenAI) -> None:
     for choice in answer.choices:
         assert choice.finish_reason == "stop"
         assert isinstance(choice.message.parsed, Weather), choice.message
+
+
+def test_forced_calls_are_of_their_parameters(client: openai.OpenAI) -> None:
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the weather?"}]
+    tool = openai.pydantic_function_tool(Weather, name="tell_weather")
+    with client.chat.completions.stream(
+        model=model_of(client), messages=messages, tools=[tool], tool_choice="required", parallel_tool_calls=False,
+        temperature=1, seed=5, n=2,
+    ) as stream:  # fmt: skip
+        choices = stream.get_final_completion().choices
+    for choice in choices:
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.tool_calls is not None
+        [call] = choice.message.tool_calls
+        assert call.function.name == "tell_weather"
+        assert isinstance(call.function.parsed_arguments, Weather)
+    [call] = choices[0].message.tool_calls or []
+    said: ChatCompletionMessageParam = {
+        "role": "assistant",
+        "tool_calls": [
+            {"id": call.id, "type": "function",
+             "function": {"name": call.function.name, "arguments": call.function.arguments}},
+        ],
+    }  # fmt: skip
+    answer = client.chat.completions.create(
+        model=model_of(client), messages=[*messages, said, {"role": "tool", "tool_call_id": call.id, "content": "ok"}],
+        tools=[tool], max_tokens=8,
+    )  # fmt: skip
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 0
 
 
 def test_a_grammar_that_cannot_be_compiled_is_a_bad_request(client: openai.OpenAI) -> None:

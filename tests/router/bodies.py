@@ -68,7 +68,10 @@ ODD: list[Any] = [
     {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
     [{"type": "function", "function": {"name": "f"}}],
 ]  # fmt: skip
-NAMES = [*CHAT_BODY, *COMPLETION_BODY, *SHARED, "tool_choice", "functions", "audio", "truncate_prompt_tokens", ""]
+NAMES = [
+    *CHAT_BODY, *COMPLETION_BODY, *SHARED, "tool_choice", "functions", "audio", "truncate_prompt_tokens",
+    "continue_final_message", "add_generation_prompt", "reasoning_effort", "chat_template_kwargs", "",
+]  # fmt: skip
 
 
 def odd_body(random: Random, *, is_chat: bool) -> bytes:

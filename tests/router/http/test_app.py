@@ -242,7 +242,9 @@ def test_health_says_what_is_missing(edge: EdgeServer, http: httpx.Client) -> No
     assert http.get("/version").json() == {"version": "0.1.0"}
 
 
-@pytest.mark.parametrize("route", ["/health", "/live", "/version", "/v1/models", f"/v1/models/{MODEL}"])
+@pytest.mark.parametrize(
+    "route", ["/health", "/live", "/version", "/v1/models", f"/v1/models/{MODEL}", "/tokenizer_info"]
+)
 def test_monitors_may_ask_for_the_head_alone(edge: EdgeServer, http: httpx.Client, route: str) -> None:
     answer = http.head(route)
     assert (answer.status_code, answer.content) == (200, b"")
@@ -258,6 +260,10 @@ def test_tokens_of_texts_and_chats(edge: EdgeServer, http: httpx.Client) -> None
     bare = http.post("/tokenize", json={"prompt": "Größe", "add_special_tokens": False}).json()["tokens"]
     assert bare == answer["tokens"][1:]
     assert http.post("/detokenize", json={"tokens": bare}).json() == {"prompt": "Größe"}
+
+    info = http.get("/tokenizer_info").json()
+    assert edge.tokenizer.template is not None
+    assert info == {"chat_template": edge.tokenizer.template.source, **edge.tokenizer.template.special_tokens}
 
     chat = http.post("/tokenize", json={"messages": MESSAGES}).json()
     assert http.post(CHAT, json={"messages": MESSAGES}).status_code == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import pydantic
 import pytest
 
 from pdserve.contracts.request import FinishReason
-from tests.router.edge_server import MODEL, EdgeServer, running_edge
+from tests.router.edge_server import MODEL, EdgeServer, at_once, running_edge
 from tests.router.http.test_tools import TEMPLATE, WEATHER, rendered
 
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
@@ -113,6 +114,25 @@ def test_a_stream_builds_what_the_whole_answer_is(server: EdgeServer, client: op
     assert final.output_text == whole.output_text
     assert [item.type for item in final.output] == [item.type for item in whole.output]
     assert final.usage == whole.usage
+
+
+def test_a_response_that_arrives_at_once_begins_empty(server: EdgeServer, client: openai.OpenAI) -> None:
+    tokens = asyncio.run(server.tokenizer.encode("Oslo"))[1:]
+    server.generator.script = at_once(tokens)
+    with client.responses.stream(model=MODEL, input="x") as stream:
+        first, *_, last = stream
+    assert first.type == "response.created"
+    assert first.response.output == []
+    assert last.type == "response.incomplete"
+    assert last.response.output_text == "Oslo"
+
+
+def test_an_effort_reaches_the_template(server: EdgeServer, client: openai.OpenAI) -> None:
+    server.say("Yes.")
+    client.responses.create(model=MODEL, input="x", reasoning={"effort": "none", "summary": "auto"})
+    assert prompt_of(server).endswith("[assistant] <think></think>\n")
+    with pytest.raises(openai.BadRequestError, match=r"reasoning\.summary is not supported"):
+        client.responses.create(model=MODEL, input="x", reasoning={"summary": "detailed"})
 
 
 class City(pydantic.BaseModel):

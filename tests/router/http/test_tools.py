@@ -16,11 +16,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from pdserve.contracts.request import FinishReason, Grammar, GrammarKind
 from pdserve.router.http.errors import ApiError
 from pdserve.router.http.schema import ChatBody
-from pdserve.router.http.tools import tools_of
+from pdserve.router.http.tools import template_options, tools_of
 from pdserve.router.text.chat_template import ChatTemplate
-from pdserve.router.text.tool_calls import HERMES, LLAMA_3, ToolCallParser
+from pdserve.router.text.tokenizer import ChatTokenizer
+from pdserve.router.text.tool_calls import HERMES, LLAMA_3, ToolCallParser, ToolFormat, tool_format
 from tests.router.edge_server import MODEL, EdgeServer, running_edge
-from tests.vocabulary import compiled
+from tests.vocabulary import LIMITS, compiled, demo_tokenizer
 
 TEMPLATE = """{{ bos_token }}{% if tools %}[tools]
 {% for tool in tools %}{{ tool | tojson }}
@@ -247,12 +248,73 @@ def test_calls_of_a_user_are_refused(server: EdgeServer) -> None:
     assert answer.json()["error"]["param"] == "messages.0.tool_calls"
 
 
+def tokenizer_with(template: str, tools: ToolFormat | None = None) -> ChatTokenizer:
+    return ChatTokenizer(demo_tokenizer(), ChatTemplate(template, {}), LIMITS.vocab_size, tools)
+
+
 def test_a_template_without_tools_is_the_reason() -> None:
     body = ChatBody.model_validate({"messages": ASKED, "tools": [TIME]})
     for source in ("{{ messages }}", "{{ tools }}"):
         with pytest.raises(ApiError, match="tools have no known form in the model's chat template"):
-            tools_of(body, ChatTemplate(source, {}))
+            tools_of(body, tokenizer_with(source).tool_format)
     assert tools_of(ChatBody.model_validate({"messages": ASKED, "tools": []}), None) is None
+
+
+def test_a_format_that_is_named_comes_before_what_the_template_teaches() -> None:
+    assert tokenizer_with("{{ tools }}", LLAMA_3).tool_format == LLAMA_3
+    assert tokenizer_with(TEMPLATE).tool_format == HERMES
+    assert tokenizer_with(TEMPLATE, LLAMA_3).tool_format == LLAMA_3
+    assert tokenizer_with("{{ messages }}", LLAMA_3).tool_format is None
+
+
+def continued(server: EdgeServer, *messages: dict[str, str], **fields: object) -> dict[str, Any]:
+    body = {"messages": [*ASKED, *messages], "continue_final_message": True, **fields}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
+    message: dict[str, Any] = answer["choices"][0]["message"]
+    return message
+
+
+def test_an_answer_continues_the_last_message(server: EdgeServer) -> None:
+    server.say("cold.")
+    assert continued(server, {"role": "assistant", "content": "Oslo is "})["content"] == "cold."
+    assert prompt_of(server).endswith("[assistant] Oslo is ")
+    server.say("hm</think>cold.")
+    message = continued(server, {"role": "assistant", "content": "<think>Oslo, "})
+    assert (message["reasoning_content"], message["content"]) == ("hm", "cold.")
+    server.say("<think>cold.")
+    assert continued(server, {"role": "assistant", "content": "Oslo is "})["content"] == "<think>cold."
+    refused = httpx.post(
+        f"{server.url}/v1/chat/completions",
+        json={"messages": ASKED, "continue_final_message": True, "add_generation_prompt": True},
+    )
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "add_generation_prompt")
+
+
+def test_a_prompt_may_end_with_the_messages(server: EdgeServer) -> None:
+    body = {"messages": ASKED, "add_generation_prompt": False}
+    tokens = httpx.post(f"{server.url}/tokenize", json=body).json()["tokens"]
+    assert server.tokenizer.decode(tokens) == rendered(TEMPLATE, ASKED, None).partition("[assistant]")[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "effort", "options"),
+    [
+        ("{{ reasoning_effort }}", "low", {"reasoning_effort": "low"}),
+        ("{{ reasoning_effort }}{{ enable_thinking }}", "none", {"reasoning_effort": "none"}),
+        ("{{ enable_thinking }}", "none", {"enable_thinking": False}),
+        ("{{ enable_thinking }}", "low", None),
+        ("{{ messages }}", "none", None),
+    ],
+)
+def test_reasoning_effort_is_what_the_template_knows(
+    source: str, effort: str, options: dict[str, object] | None
+) -> None:
+    body = ChatBody.model_validate({"messages": ASKED, "reasoning_effort": effort})
+    if options is not None:
+        assert template_options(body, ChatTemplate(source, {})) == options
+        return
+    with pytest.raises(ApiError, match=f"reasoning_effort {effort} is unknown to the model's chat template"):
+        template_options(body, ChatTemplate(source, {}))
 
 
 # Grammars of calls
@@ -260,7 +322,7 @@ def test_a_template_without_tools_is_the_reason() -> None:
 
 def grammar_of_tools(template: str, **fields: object) -> Grammar:
     body = ChatBody.model_validate({"messages": ASKED, "tools": [WEATHER, TIME], **fields})
-    tools = tools_of(body, ChatTemplate(template, {}))
+    tools = tools_of(body, tool_format(template))
     assert tools is not None
     assert tools.grammar is not None
     assert tools.grammar.kind is GrammarKind.STRUCTURAL_TAG
@@ -292,6 +354,7 @@ def test_forced_calls_are_what_the_parser_reads(template: str, style: Any) -> No
     assert accepts(required, both)
     for wrong in (
         "",
+        call("get_weather", '{"city": "Os\tlo"}'),
         f"I look. {weather}",
         call("get_weather", "{}"),
         call("get_weather", '{"city": "Oslo", "x": 1}'),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from pdserve.router.text.chat_template import ChatTemplate
+from pdserve.router.text.chat_template import ChatTemplate, PromptEnd
 
 MESSAGES = [
     {"role": "system", "content": "Be <brief> & 'kind'."},
@@ -30,6 +30,27 @@ MESSAGES = [
 def test_renders_as_transformers_does(source: str) -> None:
     rendered, _ = render_jinja_template([MESSAGES], chat_template=source, add_generation_prompt=True, bos_token="<s>")
     assert ChatTemplate(source, {"bos_token": "<s>"}).render(MESSAGES) == rendered[0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}",
+        "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}\n{% endfor %}{{ 'A' if add_generation_prompt }}",
+    ],
+)
+@pytest.mark.parametrize("last", ["東京 is", "  ok", "ok</user>"])
+def test_continues_the_last_message_as_transformers_does(source: str, last: str) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": last}]
+    rendered, _ = render_jinja_template([messages], chat_template=source, continue_final_message=True)
+    assert ChatTemplate(source, {}).render(messages, end=PromptEnd.LAST_MESSAGE) == rendered[0]
+
+
+def test_white_space_at_the_end_of_a_continued_message_stays() -> None:
+    source = "{% for m in messages %}{{ m.content | trim }}</{{ m.role }}>{% endfor %}"
+    assert ChatTemplate(source, {}).render([{"role": "user", "content": " a \n"}], end=PromptEnd.LAST_MESSAGE) == "a \n"
+    with pytest.raises(ValueError, match="drops the last message"):
+        ChatTemplate("{{ messages[0].content }}", {}).render(MESSAGES, end=PromptEnd.LAST_MESSAGE)
 
 
 @pytest.mark.parametrize(
