@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import nan
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -86,6 +87,16 @@ class Measurement:
         return int(np.count_nonzero(self.times.is_rejected))
 
 
+class Progress(NamedTuple):
+    """State of a running load; tokens are counted as they arrive."""
+
+    num_sent: int
+    num_done: int
+    num_prefilled_tokens: int
+    """Prompt tokens of requests whose token 0 arrived."""
+    num_output_tokens: int
+
+
 class PromptWriter:
     """Token ids for prompts: equal where the workload says that contents are equal, random everywhere else.
 
@@ -125,7 +136,7 @@ def measure_load(
     time_scale: float = 1.0,
     timeout_s: float = 600.0,
     max_concurrency: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
     api_key: str = "",
 ) -> Measurement:
     """Send ``requests``, in order of arrival, and wait for all answers.
@@ -137,7 +148,7 @@ def measure_load(
         time_scale: a second of the workload lasts this many real ones; for emulated clusters that are slowed alike.
         timeout_s: real seconds that one answer may take.
         max_concurrency: requests in flight at once. Those beyond wait, and are due when they leave, as in vLLM.
-        progress: called about once a second with the numbers of requests sent and done.
+        progress: called about once a second, and at the end.
 
     Raises:
         OSError: nobody listens at ``url``.
@@ -171,7 +182,7 @@ class _Load:
         time_scale: float,
         timeout_s: float,
         max_concurrency: int | None,
-        progress: Callable[[int, int], None] | None,
+        progress: Callable[[Progress], None] | None,
     ) -> None:
         self._client = client
         self._requests = requests
@@ -182,9 +193,8 @@ class _Load:
         self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(max_concurrency or len(requests) + 1)
         self._progress = progress
-        self._num_sent = 0
         self._sent: list[_Sent] = []
-        """Requests whose answers have ended."""
+        self._num_done = 0
         self._loop_late_s: list[float] = []
 
     async def run(self) -> Measurement:
@@ -202,6 +212,8 @@ class _Load:
                 running.append(asyncio.create_task(self._converse(request, tokens, body, due_s)))
             await asyncio.gather(*running)
             cpu_share = (time.process_time() - cpu_s) / (time.monotonic() - began_s)
+            if self._progress is not None:
+                self._progress(self._reached())
         finally:
             for task in (probe, *running):
                 task.cancel()
@@ -216,12 +228,13 @@ class _Load:
                 due_s = time.monotonic()
             else:
                 await self._slots.acquire()
-            self._num_sent += 1
+            answer = StreamedAnswer()
+            self._sent.append(_Sent(request, len(tokens), due_s, answer))
             try:
-                answer = await self._client.complete(body, self._timeout_s)
+                await self._client.complete(body, answer, self._timeout_s)
             finally:
                 self._slots.release()
-            self._sent.append(_Sent(request, len(tokens), due_s, answer))
+                self._num_done += 1
             if request.follow_up is None or answer.error:
                 return
             request = request.follow_up
@@ -239,7 +252,15 @@ class _Load:
             self._loop_late_s.append(now_s - due_s)
             if self._progress is not None and now_s - reported_s >= 1:
                 reported_s = now_s
-                self._progress(self._num_sent, len(self._sent))
+                self._progress(self._reached())
+
+    def _reached(self) -> Progress:
+        return Progress(
+            num_sent=len(self._sent),
+            num_done=self._num_done,
+            num_prefilled_tokens=sum(each.num_prompt_tokens for each in self._sent if each.answer.token_s),
+            num_output_tokens=sum(each.answer.num_tokens or len(each.answer.token_s) for each in self._sent),
+        )
 
     def _measurement(self, started_s: float, cpu_share: float) -> Measurement:
         sent = sorted(self._sent, key=lambda each: each.due_s)

@@ -94,14 +94,13 @@ class StreamClient:
         for connection in await asyncio.gather(*(self._connect() for _ in range(num_connections))):
             self._idle.append(connection)
 
-    async def complete(self, body: bytes, timeout_s: float) -> StreamedAnswer:
-        """Send one request, now, and wait for the end of its answer; what fails is in the answer."""
-        answer = StreamedAnswer()
+    async def complete(self, body: bytes, answer: StreamedAnswer, timeout_s: float) -> None:
+        """Send one request, now, and fill in ``answer`` until it ends; what fails is in it, too."""
         try:
             connection = self._idle.pop() if self._idle else await self._connect()
         except OSError as error:
             answer.error = f"cannot connect: {error.strerror or error}"
-            return answer
+            return
         self._keep_spare()
         done = connection.send(self._head + b"%d\r\n\r\n" % len(body) + body, answer)
         try:
@@ -110,7 +109,6 @@ class StreamClient:
         except TimeoutError:
             answer.error = f"not complete after {timeout_s:g} s"
             connection.abort()
-        return answer
 
     def close(self) -> None:
         for task in self._opening:

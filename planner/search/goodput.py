@@ -191,13 +191,13 @@ def find_goodput(
 
     num_seeds, rate = len(trial.seeds), start_rate
     if num_seeds > 1:
-        rate = _highest(meets(1), rate, step or _COARSE_STEP, _COARSE_TOLERANCE) or start_rate * _LEAST_SHARE
+        rate = highest_rate(meets(1), rate, step or _COARSE_STEP, _COARSE_TOLERANCE) or start_rate * _LEAST_SHARE
         step = _FINE_STEP
-    rate = _highest(meets(num_seeds), rate, step or _COARSE_STEP, 1 + tolerance)
+    rate = highest_rate(meets(num_seeds), rate, step or _COARSE_STEP, 1 + tolerance)
     whole = [point for point in points.values() if point.num_runs == num_seeds]
     return Goodput(
         rate=rate,
-        interval=Interval(rate, _surely_missed(whole, rate, target)),
+        interval=Interval(rate, surely_missed_rate(whole, rate, target)),
         target=target,
         num_devices=trial.layout.num_devices,
         points=tuple(points[each] for each in sorted(points)),
@@ -236,7 +236,7 @@ def confirmed(runner: Runner, trial: Trial, scouted: Goodput) -> Goodput:
     return find_goodput(runner, trial, scouted.rate, step=_JUDGE_STEP, tolerance=_JUDGE_TOLERANCE, known=[seen])
 
 
-def _highest(meets: Callable[[float], bool], start_rate: float, step: float, tolerance: float) -> float:
+def highest_rate(meets: Callable[[float], bool], start_rate: float, step: float, tolerance: float) -> float:
     """Highest tried rate that meets the target, below one that does not and is at most ``tolerance`` times as high; 0
     if no rate does. The steps to bracket it grow, then the bracket is halved."""
     low, high, rate = 0.0, inf, start_rate
@@ -260,7 +260,7 @@ def _highest(meets: Callable[[float], bool], start_rate: float, step: float, tol
     return low
 
 
-def _surely_missed(points: Sequence[Attainment], rate: float, target: float) -> float:
+def surely_missed_rate(points: Sequence[Attainment], rate: float, target: float) -> float:
     """Rate at which the upper end of attainment's interval falls to ``target``, or the first that saturates the
     cluster: between two simulated rates in proportion, beyond the highest one along the line through the last two."""
     in_order = sorted((point for point in points if point.rate >= rate), key=lambda point: point.rate)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import uvloop
 
-from pdserve.bench.load import GeneratorHealth, PromptWriter, _sleep_until, measure_load
+from pdserve.bench.load import GeneratorHealth, Progress, PromptWriter, _sleep_until, measure_load
 from pdserve.planner.workload.requests import Segment, SimulatedRequest
 from tests.bench.scripted_server import Script, scripted_server, token_events
 
@@ -168,7 +168,7 @@ def test_a_generator_that_could_not_keep_up_says_so() -> None:
 def test_lateness_is_noticed() -> None:
     """What keeps the loop busy makes it read late and send late."""
 
-    def busy(num_sent: int, num_done: int) -> None:
+    def busy(_: Progress) -> None:
         time.sleep(0.3)
 
     requests = [SimulatedRequest(0.9 + 0.02 * number, 5, 2) for number in range(20)]
@@ -178,6 +178,17 @@ def test_lateness_is_noticed() -> None:
     assert measured.health.problems()
     # Times begin when requests were due.
     assert measured.times.ttft_s.max() > 0.1
+
+
+def test_progress_counts_prompts_at_token_0_and_tokens_as_they_come() -> None:
+    seen: list[Progress] = []
+    requests = [SimulatedRequest(0.0, 5, 80), SimulatedRequest(0.0, 7, 2)]
+    with scripted_server(answer_in_full) as server:
+        measure_load(server.url, requests, vocab_size=100, progress=seen.append)
+    assert seen[-1] == (2, 2, 12, 82)
+    assert seen[0].num_sent == 2
+    assert (seen[0].num_done, seen[0].num_prefilled_tokens) == (1, 12)
+    assert 2 < seen[0].num_output_tokens < 82
 
 
 def test_concurrency_is_bounded() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from pdserve.deploy.commands import bench
+from pdserve.deploy.commands import bench, bench_load
 from tests.bench.scripted_server import Script, scripted_server, token_events
 from tests.deploy.clusters import pdserve
 
@@ -74,14 +74,14 @@ def test_mistakes_are_named_before_anything_is_sent(options: tuple[str, ...], me
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_burstiness_is_the_shape_of_the_gaps(burstiness: float) -> None:
-    sample = bench._workload("random", None, (10, 5, 0.0), burstiness).draw(20_000, seed=1)
+    sample = bench_load._workload("random", None, (10, 5, 0.0), burstiness).draw(20_000, seed=1)
     gaps_s = np.diff([request.arrived_s for request in sample.at_rate(2.0)])
     assert gaps_s.mean() == pytest.approx(0.5, rel=0.05)
     assert (gaps_s.mean() / gaps_s.std()) ** 2 == pytest.approx(burstiness, rel=0.1)
 
 
 def test_random_lengths_vary_by_the_ratio() -> None:
-    requests = bench._workload("", None, (100, 50, 0.2), 1.0).draw(2_000, seed=1).conversations
+    requests = bench_load._workload("", None, (100, 50, 0.2), 1.0).draw(2_000, seed=1).conversations
     inputs, outputs = zip(
         *((request.num_prompt_tokens, request.num_output_tokens) for request in requests), strict=True
     )
@@ -109,3 +109,31 @@ def test_kernels_are_measured_on_a_gpu_only() -> None:
     run = pdserve("bench", "kernels", CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 1
     assert run.stderr == "pdserve: no GPU here: --compile-only compiles the kernels without one\n"
+
+
+def test_a_sweep_writes_json_csv_and_a_page(tmp_path: Path) -> None:
+    options = ("--num-prompts", "10", "--goodput", "ttft:5000", "tpot:5000", "--result-dir", str(tmp_path))
+    with scripted_server(answer_in_full) as server:
+        run = pdserve("bench", "sweep", "--url", server.url, *options, "--request-rates", "40,50", "--label", "a",
+                      "--result-filename", "first")  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        again = ("--request-rates", "50", "--label", "b", "--compare", str(tmp_path / "first.json"))
+        compared = pdserve("bench", "sweep", "--url", server.url, *options, *again, "--result-filename", "second")
+    assert compared.returncode == 0, compared.stderr
+    assert "Goodput: 50.0 requests/s" in run.stdout
+    assert [point["rate"] for point in json.loads((tmp_path / "first.json").read_text())["points"]] == [40, 50]
+    assert len((tmp_path / "first.csv").read_text().splitlines()) == 3
+    assert "<h1>Goodput of b, a</h1>" in (tmp_path / "second.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--request-rates", "2,fast"), "such as 1,2,4"),
+        (("--goodput", "e2el:50"), "a sweep judges ttft and tpot"),
+    ],
+)
+def test_mistakes_of_a_sweep_are_named(options: tuple[str, ...], message: str) -> None:
+    run = CliRunner().invoke(bench.app, ["sweep", "--url", "http://127.0.0.1:9", *options], terminal_width=300)
+    assert run.exit_code == 2
+    assert message in " ".join(run.output.replace("│", " ").split())
