@@ -32,7 +32,7 @@ Steps = tuple[WorkerRole, str]
 StepTimeRatios = dict[Steps, float]
 """Observed over predicted time of the steps that were made."""
 
-_OBSERVED, _PREDICTED = f"{metrics.STEP_SECONDS.name}_sum", f"{metrics.PREDICTED_STEP_SECONDS.name}_total"
+_OBSERVED, _PREDICTED = f"{metrics.STEP_SECONDS.name}_sum", f"{metrics.PREDICTED_STEP_SECONDS.name}_sum"
 
 
 class _Sums(NamedTuple):

@@ -158,7 +158,7 @@ class RouterConfig:
     admin_token_file: str = ""
     """File with the admin token, made if it is absent; empty keeps a random token in the cluster's folder."""
     open_metrics: bool = False
-    """Serve ``/metrics`` of the admin port without the token."""
+    """Serve ``/metrics`` and ``/targets`` of the admin port without the token."""
     keys_file: str = ""
     """File of API keys, written by `pdserve key`; empty serves everybody who reaches the port."""
     tls_certificate: str = ""

@@ -138,3 +138,5 @@ class SchedulerLoad(NamedTuple):
     num_swap_ins: int = 0
     """Preempted sequences copied back."""
     num_swap_slots_used: int = 0
+    num_blocks_parked: int = 0
+    """Referenced blocks of parked prompts."""

@@ -70,12 +70,24 @@ ITL_SECONDS = Metric("histogram", "pdserve_itl_seconds", "Gap between two tokens
 HANDOFF_STALL_SECONDS = Metric(
     "histogram", "pdserve_handoff_stall_seconds", "Token 0 to token 1 of a handed-off request.", (), ITL_BUCKETS_S
 )
+PREDICTED_TTFT_SECONDS = Metric(
+    "histogram", "pdserve_predicted_ttft_seconds", "TTFT that a placement predicted.", (), TTFT_BUCKETS_S
+)
+PREDICTED_TPOT_SECONDS = Metric(
+    "histogram", "pdserve_predicted_tpot_seconds", "Decode step predicted as an answer joined.", (), ITL_BUCKETS_S
+)
+TPOT_PART_SECONDS = Metric(
+    "histogram", "pdserve_tpot_part_seconds", "TPOT by what took the time.", ("part",), ITL_BUCKETS_S
+)
 PHASE_SECONDS = Metric(
     "histogram", "pdserve_request_phase_seconds", "Time a request spent in a phase.", ("phase",), REQUEST_BUCKETS_S
 )
 PROMPT_TOKENS = Metric("counter", "pdserve_prompt_tokens", "Prompt tokens of accepted requests.")
 CACHED_PROMPT_TOKENS = Metric(
     "counter", "pdserve_cached_prompt_tokens", "Prompt tokens whose KV was found in a prefix cache."
+)
+CACHED_PULL_TOKENS = Metric(
+    "counter", "pdserve_cached_pull_tokens", "Tokens of handed-off prompts that decode workers had cached."
 )
 OUTPUT_TOKENS = Metric("counter", "pdserve_output_tokens", "Tokens sent to clients.")
 REQUEST_PROMPT_TOKENS = Metric(
@@ -85,6 +97,10 @@ REQUEST_OUTPUT_TOKENS = Metric(
     "histogram", "pdserve_request_output_tokens", "Tokens of each finished request's answers.", (), LENGTH_BUCKETS
 )
 REDISPATCHES = Metric("counter", "pdserve_redispatches", "Requests sent to another worker.", ("reason",))
+REPLAYED_TOKENS = Metric("counter", "pdserve_replayed_tokens", "Tokens of them to be computed again.", ("reason",))
+OLDEST_HANDOFF_SECONDS = Metric(
+    "gauge", "pdserve_oldest_handoff_seconds", "Age of the oldest prompt that no decode worker holds yet."
+)
 SLO_REQUESTS = Metric(
     "counter",
     "pdserve_slo_requests",
@@ -97,6 +113,9 @@ SLO_MISSES = Metric(
     "Answers that missed an objective, by the longest part of TTFT, and by what lengthened TPOT.",
     ("objective", "cause"),
 )
+TENANT_REQUESTS = Metric(
+    "counter", "pdserve_tenant_requests", "Requests by tenant; good: within both objectives.", ("tenant", "verdict")
+)
 SLO_SECONDS = Metric("gauge", "pdserve_slo_seconds", "Configured latency objectives.", ("objective",))
 SLO_ATTAINMENT = Metric("gauge", "pdserve_slo_attainment", "Configured share of requests that should meet both.")
 PLACEMENTS = Metric(
@@ -105,15 +124,30 @@ PLACEMENTS = Metric(
     "Prompts placed, by policy, the worker's role, and whether the TTFT objective was expected to be met.",
     ("policy", "role", "expected"),
 )
+FALLBACKS = Metric(
+    "counter", "pdserve_placement_fallbacks", "Placements that had no free choice of a worker, by reason.", ("reason",)
+)
 ROUTE_SECONDS = Metric("histogram", "pdserve_route_decision_seconds", "Time to choose workers.", (), ITL_BUCKETS_S)
 
 # Workers, as each frame reports them to the router
 WORKER_UP = Metric("gauge", "pdserve_worker_up", "1 while the session with the worker stands.", ("worker", "role"))
+WORKER_RANKS = Metric("gauge", "pdserve_worker_ranks", "Ranks of the worker; 0 while it is down.", ("worker", "role"))
+WORKER_LIMITS = Metric(
+    "gauge", "pdserve_worker_limit", "Sequences and new tokens of a step at most.", ("worker", "role", "limit")
+)
+WORKER_PRICE = Metric(
+    "gauge", "pdserve_worker_usd_per_hour", "List price of the worker's devices, where known.", ("worker", "role")
+)
+RESTARTS = Metric("counter", "pdserve_worker_restarts", "Workers replaced by a new process.", ("role",))
 STEP_SECONDS = Metric(
     "histogram", "pdserve_step_seconds", "Engine steps by kind.", ("worker", "role", "kind"), ITL_BUCKETS_S
 )
 PREDICTED_STEP_SECONDS = Metric(
-    "counter", "pdserve_predicted_step_seconds", "What the cost model said of them.", ("worker", "role", "kind")
+    "histogram",
+    "pdserve_predicted_step_seconds",
+    "What the cost model said of them.",
+    ("worker", "role", "kind"),
+    ITL_BUCKETS_S,
 )
 STEP_TOKENS = Metric("histogram", "pdserve_step_tokens", "New tokens per step.", ("worker", "role"), TOKENS_BUCKETS)
 RUNNING = Metric("gauge", "pdserve_running_sequences", "Sequences being computed.", ("worker", "role"))
@@ -128,3 +162,8 @@ TRANSFER_SECONDS = Metric(
 )
 TRANSFER_BYTES = Metric("histogram", "pdserve_kv_transfer_bytes", "Bytes per pull.", ("transport",), BYTES_BUCKETS)
 TRANSFER_FAILURES = Metric("counter", "pdserve_kv_transfer_failures", "Failed pulls by stage.", ("stage",))
+LINK_PULLS = Metric(
+    "counter", "pdserve_kv_link_pulls", "Pulls from a prefill worker, by result.", ("source", "worker", "result")
+)
+LINK_BYTES = Metric("counter", "pdserve_kv_link_bytes", "Bytes of successful pulls.", ("source", "worker"))
+LINK_SECONDS = Metric("counter", "pdserve_kv_link_seconds", "Seconds of successful pulls.", ("source", "worker"))

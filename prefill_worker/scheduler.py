@@ -251,6 +251,7 @@ class PrefillScheduler:
             num_running=len(self._admitted),
             num_waiting=len(self._waiting),
             num_parked=self._parking.num_parked,
+            num_blocks_parked=self._parking.num_blocks,
             num_blocks_free=self._pool.num_free,
             num_blocks_cached=self._pool.num_cached,
             num_blocks_referenced=self._pool.num_referenced,

@@ -1,4 +1,4 @@
-"""Admin port: metrics, targets, drain and status. Loopback by default; every request needs the cluster's admin token.
+"""Admin port: metrics, discovery, workers, drain and status. Loopback by default; requests need the admin token.
 
 The supervisor puts the whole list of workers; Prometheus and `pdserve status` read. Serves no client requests.
 """
@@ -30,6 +30,10 @@ _LIMITS = ("max_model_len", "block_size", "num_blocks", "max_batch_tokens", "max
 """Fields of a worker's welcome, too."""
 
 
+OPEN_PATHS = ("/metrics", "/targets")
+"""Paths that ``router.open_metrics`` serves without the token."""
+
+
 class Target(BaseModel):
     """A `WorkerEndpoint` in JSON."""
 
@@ -59,17 +63,23 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
         return Response(cluster.metrics.render(content_type), media_type=content_type)
 
     @app.get("/targets")
-    async def list_targets() -> list[dict[str, Any]]:
+    async def discover(request: Request) -> list[dict[str, Any]]:
+        """What Prometheus is to scrape, in the format of its HTTP service discovery: this router, which reports for all
+        workers, by the address at which it was asked."""
+        return [{"targets": [request.url.netloc], "labels": {"__meta_pdserve_model": config.served_name}}]
+
+    @app.get("/workers")
+    async def list_workers() -> list[dict[str, Any]]:
         return [asdict(endpoint) for endpoint in cluster.targets]
 
-    @app.put("/targets")
-    async def put_targets(targets: list[Target]) -> list[dict[str, Any]]:
+    @app.put("/workers")
+    async def put_workers(targets: list[Target]) -> list[dict[str, Any]]:
         """Replace the whole list: absent workers are dropped, and a new epoch replaces the worker of the same id."""
         try:
             await cluster.set_targets(WorkerEndpoint(**target.model_dump()) for target in targets)
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
-        return await list_targets()
+        return await list_workers()
 
     @app.post("/drain")
     async def drain() -> dict[str, Any]:
@@ -108,7 +118,7 @@ def _refusal(request: Request, config: RouterProcessConfig) -> Response | None:
     if "origin" in request.headers or not _is_own_name(request.url.hostname or "", config.admin_host):
         return JSONResponse({"detail": "name the admin port by its address; browsers' pages are refused"}, 403)
     given = request.headers.get("authorization", "").encode()
-    is_open = not config.admin_token or (config.open_metrics and request.url.path == "/metrics")
+    is_open = not config.admin_token or (config.open_metrics and request.url.path in OPEN_PATHS)
     if is_open or hmac.compare_digest(given, f"Bearer {config.admin_token}".encode()):
         return None
     detail = "give the admin token of the cluster as a bearer token"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pdserve.contracts import metrics
@@ -18,14 +18,15 @@ from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.exposition import TEXT, Counter, Family, Gauge, Histogram, Registry, Series
 from pdserve.router.requests.dispatch import Dispatcher, DispatchObserver
-from pdserve.router.requests.journey import TPOT_CAUSES, TTFT_CAUSES, Journey, tpot_cause, ttft_cause
+from pdserve.router.requests.journey import TPOT_CAUSES, TTFT_CAUSES, Journey, tpot_cause, tpot_parts_s, ttft_cause
 from pdserve.router.requests.request import Request, RequestSpec
 
-PHASES = ("queue", "prefill_queue", "prefill", "handoff", "decode_queue", "decode")
+PHASES = ("tokenise", "queue", "prefill_queue", "prefill", "first_write", "handoff", "decode_queue", "decode")
 """Values of the ``phase`` label.
 
-By the router's clock: ``queue``, arrival to the first dispatch; ``prefill``, start of the prompt to the attempt's first
-token; ``handoff``, that token to the decode worker's join; ``decode``, join (or first token without handoff) to the
+By the router's clock: ``tokenise``, arrival to acceptance, reading and tokenising the prompt; ``queue``, acceptance to
+the first dispatch; ``prefill``, start of the prompt to the attempt's first token; ``first_write``, token 0 received to
+written; ``handoff``, that token to the decode worker's join; ``decode``, join (or first token without handoff) to the
 last token. Measured by workers: ``prefill_queue`` and ``decode_queue``, receipt to the first chunk and to the
 reservation of blocks.
 """
@@ -33,8 +34,19 @@ reservation of blocks.
 FAILURE_STAGES = ("connect", "refused", "grant", "copy", "verify", "aborted", "deadline")
 """Values of the ``stage`` label: `PullDone.failure_stage`."""
 
-RETRY_REASONS = ("cancelled", "failed", "kv_unavailable", "rebound", "refused", "worker_lost")
-"""Values of the ``reason`` label."""
+RETRY_REASONS = ("cancelled", "expired", "failed", "kv_unavailable", "rebound", "refused", "worker_lost")
+"""Values of the ``reason`` label: ``expired``, no decode worker pulled the prompt in time; ``rebound``, another decode
+worker pulls it."""
+
+FALLBACK_REASONS = ("no_worker", "no_prefill", "no_decode", "no_room", "cut_off")
+"""Values of the ``reason`` label of placements without a free choice: no worker is up; prompts go to decode workers
+because no prefill worker is up; no decode worker is up, or none has room; the only ones recently failed to pull."""
+
+NO_TENANT = "anonymous"
+"""Tenant of requests to a router without API keys."""
+
+MAX_LINKS = 1024
+"""Pairs of workers with series of their own; pulls of further pairs count as those of ``other``."""
 
 STEP_KINDS = ("decode", "prefill")
 """Steps whose rows have one new token each, and steps in which some have more."""
@@ -63,7 +75,14 @@ class WorkerMetrics:
             self._series.append((family, labels))
             return family.labels(*labels)
 
-        self.up = series(metrics.worker_up)
+        self.worker_id = worker_id
+        self._limits = {
+            "sequences": series(metrics.worker_limits, "sequences"),
+            "tokens": series(metrics.worker_limits, "tokens"),
+        }
+        self._up = series(metrics.worker_up)
+        self._ranks = series(metrics.worker_ranks)
+        self._price = series(metrics.worker_price)
         self._step_seconds = [series(metrics.step_seconds, kind) for kind in STEP_KINDS]
         self._predicted_step_seconds = [series(metrics.predicted_step_seconds, kind) for kind in STEP_KINDS]
         self._step_tokens = series(metrics.step_tokens)
@@ -74,6 +93,7 @@ class WorkerMetrics:
             "num_blocks_free": series(metrics.kv_blocks, "free"),
             "num_blocks_cached": series(metrics.kv_blocks, "cached"),
             "num_blocks_referenced": series(metrics.kv_blocks, "referenced"),
+            "num_blocks_parked": series(metrics.kv_blocks, "parked"),
         }
         self._totals = {
             "num_preemptions": series(metrics.preemptions),
@@ -82,13 +102,27 @@ class WorkerMetrics:
         }
         self._previous = worker_pb2.Load()
 
+    def came_up(self, welcome: worker_pb2.Welcome, usd_per_hour: float | None) -> None:
+        """``usd_per_hour``: price of one rank's device, if known."""
+        num_ranks = welcome.tensor_parallel or 1
+        self._up.set(1)
+        self._ranks.set(num_ranks)
+        self._price.set(0.0 if usd_per_hour is None else num_ranks * usd_per_hour)
+        self._limits["sequences"].set(welcome.max_batch_size)
+        self._limits["tokens"].set(welcome.max_batch_tokens)
+
+    def went_down(self) -> None:
+        self._up.set(0)
+        self._ranks.set(0)
+
     def observe(self, load: worker_pb2.Load) -> None:
         if load.step_s > 0:
             self._step_seconds[load.step_has_prefill].observe(load.step_s)
-            self._predicted_step_seconds[load.step_has_prefill].inc(load.predicted_step_s)
+            self._predicted_step_seconds[load.step_has_prefill].observe(load.predicted_step_s)
             self._step_tokens.observe(load.step_tokens)
         for field, gauge in self._gauges.items():
             gauge.set(getattr(load, field))
+        self._gauges["num_blocks_referenced"].set(load.num_blocks_referenced - load.num_blocks_parked)
         for field, counter in self._totals.items():
             counter.inc(max(0, getattr(load, field) - getattr(self._previous, field)))
         self._previous = load
@@ -118,20 +152,32 @@ class RouterMetrics(DispatchObserver):
         self.tpot_seconds = registry.histogram(metrics.TPOT_SECONDS).labels()
         self.itl_seconds = registry.histogram(metrics.ITL_SECONDS).labels()
         self.handoff_stall_seconds = registry.histogram(metrics.HANDOFF_STALL_SECONDS).labels()
+        self.predicted_ttft_seconds = registry.histogram(metrics.PREDICTED_TTFT_SECONDS).labels()
+        self.predicted_tpot_seconds = registry.histogram(metrics.PREDICTED_TPOT_SECONDS).labels()
+        self.tpot_part_seconds = registry.histogram(metrics.TPOT_PART_SECONDS)
         self.phase_seconds = registry.histogram(metrics.PHASE_SECONDS)
         self.prompt_tokens = registry.counter(metrics.PROMPT_TOKENS).labels()
         self.cached_prompt_tokens = registry.counter(metrics.CACHED_PROMPT_TOKENS).labels()
+        self.cached_pull_tokens = registry.counter(metrics.CACHED_PULL_TOKENS).labels()
         self.output_tokens = registry.counter(metrics.OUTPUT_TOKENS).labels()
         self.request_prompt_tokens = registry.histogram(metrics.REQUEST_PROMPT_TOKENS).labels()
         self.request_output_tokens = registry.histogram(metrics.REQUEST_OUTPUT_TOKENS).labels()
         self.redispatches = registry.counter(metrics.REDISPATCHES)
+        self.replayed_tokens = registry.counter(metrics.REPLAYED_TOKENS)
+        self.oldest_handoff_seconds = registry.gauge(metrics.OLDEST_HANDOFF_SECONDS).labels()
         self.slo_requests = registry.counter(metrics.SLO_REQUESTS)
         self.slo_misses = registry.counter(metrics.SLO_MISSES)
+        self.tenant_requests = registry.counter(metrics.TENANT_REQUESTS)
+        self.fallbacks = registry.counter(metrics.FALLBACKS)
         self.placements = registry.counter(metrics.PLACEMENTS)
         self.route_seconds = registry.histogram(metrics.ROUTE_SECONDS).labels()
         self.worker_up = registry.gauge(metrics.WORKER_UP)
+        self.worker_ranks = registry.gauge(metrics.WORKER_RANKS)
+        self.worker_limits = registry.gauge(metrics.WORKER_LIMITS)
+        self.worker_price = registry.gauge(metrics.WORKER_PRICE)
+        self.restarts = registry.counter(metrics.RESTARTS)
         self.step_seconds = registry.histogram(metrics.STEP_SECONDS)
-        self.predicted_step_seconds = registry.counter(metrics.PREDICTED_STEP_SECONDS)
+        self.predicted_step_seconds = registry.histogram(metrics.PREDICTED_STEP_SECONDS)
         self.step_tokens = registry.histogram(metrics.STEP_TOKENS)
         self.running = registry.gauge(metrics.RUNNING)
         self.waiting = registry.gauge(metrics.WAITING)
@@ -143,6 +189,10 @@ class RouterMetrics(DispatchObserver):
         self.transfer_seconds = registry.histogram(metrics.TRANSFER_SECONDS)
         self.transfer_bytes = registry.histogram(metrics.TRANSFER_BYTES)
         self.transfer_failures = registry.counter(metrics.TRANSFER_FAILURES)
+        self.link_pulls = registry.counter(metrics.LINK_PULLS)
+        self.link_bytes = registry.counter(metrics.LINK_BYTES)
+        self.link_seconds = registry.counter(metrics.LINK_SECONDS)
+        self._links: set[tuple[str, str]] = set()
         # A series that appears with its first event has no rate before the second.
         for outcome in Outcome:
             self.outcomes.labels(outcome.value)
@@ -150,6 +200,13 @@ class RouterMetrics(DispatchObserver):
             self.transfer_failures.labels(stage)
         for reason in RETRY_REASONS:
             self.redispatches.labels(reason)
+            self.replayed_tokens.labels(reason)
+        for reason in FALLBACK_REASONS:
+            self.fallbacks.labels(reason)
+        for verdict in ("good", "bad"):
+            self.tenant_requests.labels(NO_TENANT, verdict)
+        for role in WorkerRole:
+            self.restarts.labels(role.value)
         for ttft in ("met", "missed"):
             for tpot in ("met", "missed", "none"):
                 self.slo_requests.labels(ttft, tpot)
@@ -164,7 +221,8 @@ class RouterMetrics(DispatchObserver):
         registry.gauge(metrics.SLO_ATTAINMENT).labels().set(self._slo.attainment)
 
     def track(self, dispatcher: Dispatcher) -> None:
-        """Read the dispatcher's two gauges at every scrape."""
+        """Read the dispatcher's gauges at every scrape."""
+        self.oldest_handoff_seconds.set_function(dispatcher.oldest_handoff_s)
         self.in_flight.set_function(lambda: dispatcher.num_in_flight)
         self.queued.set_function(lambda: dispatcher.num_queued)
 
@@ -190,11 +248,18 @@ class RouterMetrics(DispatchObserver):
     def prompt_started(self, num_cached_tokens: int) -> None:
         self.cached_prompt_tokens.inc(num_cached_tokens)
 
+    def pull_started(self, num_cached_tokens: int) -> None:
+        self.cached_pull_tokens.inc(num_cached_tokens)
+
+    def fell_back(self, reason: str) -> None:
+        self.fallbacks.labels(reason).inc()
+
     def handoff_stalled(self, seconds: float) -> None:
         self.handoff_stall_seconds.observe(seconds)
 
-    def retried(self, reason: str) -> None:
+    def retried(self, reason: str, num_tokens: int) -> None:
         self.redispatches.labels(reason).inc()
+        self.replayed_tokens.labels(reason).inc(num_tokens)
 
     def ended(self, request: Request) -> None:
         assert request.outcome is not None
@@ -209,11 +274,21 @@ class RouterMetrics(DispatchObserver):
         last = self.failures.pop() if self.failures and self.failures[-1].text == text else None
         self.failures.append(Failure(time.time(), text, last.times + 1 if last else 1))
 
-    def observe_transfer(self, report: worker_pb2.TransferReport) -> None:
-        """Record one pull, as reported by the decode worker."""
+    def observe_transfer(self, report: worker_pb2.TransferReport, source: str, worker: str) -> None:
+        """Record one pull from ``source``, as reported by the decode worker ``worker``."""
+        link = source, worker
+        if link not in self._links:
+            if len(self._links) >= MAX_LINKS:
+                link = "other", "other"
+            self._links.add(link)
+        done, failed = self.link_pulls.labels(*link, "done"), self.link_pulls.labels(*link, "failed")
         if report.failure_stage:
             self.transfer_failures.labels(report.failure_stage).inc()
+            failed.inc()
         else:
+            done.inc()
+            self.link_bytes.labels(*link).inc(report.bytes)
+            self.link_seconds.labels(*link).inc(report.seconds)
             self.transfer_seconds.labels(report.transport).observe(report.seconds)
             self.transfer_bytes.labels(report.transport).observe(report.bytes)
 
@@ -228,8 +303,12 @@ class RouterMetrics(DispatchObserver):
         """
         self.requests.labels(route, str(code)).inc()
 
-    def first_token(self, ttft_s: float) -> None:
-        self.ttft_seconds.observe(ttft_s)
+    def tenant_served(self, tenant: str, *, is_good: bool) -> None:
+        """Count a request of ``tenant``; ``is_good`` if it met both objectives."""
+        self.tenant_requests.labels(tenant or NO_TENANT, "good" if is_good else "bad").inc()
+
+    def first_token(self, ttft_s: float, request_id: str = "") -> None:
+        self.ttft_seconds.observe(ttft_s, request_id)
         self.output_tokens.inc()
 
     def gap(self, gap_s: float) -> None:
@@ -246,28 +325,35 @@ class RouterMetrics(DispatchObserver):
         num_tokens: int,
         num_gaps: int = 0,
         journeys: Sequence[Journey] = (),
-    ) -> None:
+        tpot_parts_s: Mapping[str, float] | None = None,
+        request_id: str = "",
+    ) -> bool:
         """An answer is complete. Counts the SLO verdict: ``met`` or ``missed``, or ``none`` for the TPOT of a one-token
         answer, and why an objective was missed. Not called if the client left or the generation failed, which `ended`
         counts.
 
         Args:
-            num_gaps: tokens after token 0 in the longest choice.
+            num_gaps: gaps between tokens in the choice of ``tpot_parts_s``.
             journeys: of each prompt.
+            tpot_parts_s: seconds of its slowest answer after token 0, by cause.
+            request_id: the exemplar of its bucket.
+
+        Returns: whether both objectives were met.
         """
         self.request_seconds.observe(duration_s)
         self.request_output_tokens.observe(num_tokens)
         tpot = "none"
         if tpot_s is not None:
-            self.tpot_seconds.observe(tpot_s)
+            self.tpot_seconds.observe(tpot_s, request_id)
             tpot = _verdict(tpot_s, self._slo.tpot_seconds)
         ttft = _verdict(ttft_s, self._slo.ttft_seconds)
         self.slo_requests.labels(ttft, tpot).inc()
         if ttft == "missed":
             self.slo_misses.labels("ttft", ttft_cause(journeys, ttft_s)).inc()
         if tpot == "missed":
-            assert tpot_s is not None
-            self.slo_misses.labels("tpot", tpot_cause(journeys, tpot_s, num_gaps, self._slo.tpot_seconds)).inc()
+            cause = tpot_cause(tpot_parts_s or {}, num_gaps, self._slo.tpot_seconds)
+            self.slo_misses.labels("tpot", cause).inc()
+        return "missed" not in (ttft, tpot)
 
     def render(self, content_type: str = TEXT) -> bytes:
         """Exposition text of `/metrics`."""
@@ -281,13 +367,18 @@ def _verdict(measured_s: float, slo_s: float) -> str:
 class TokenTimer:
     """Times the choices of one request, each with its own token 0 and gaps; the slowest count for the request."""
 
-    def __init__(self, metrics: RouterMetrics, arrived_s: float) -> None:
+    def __init__(self, metrics: RouterMetrics, arrived_s: float, request_id: str = "") -> None:
         """``arrived_s``: `time.monotonic` at arrival of the request."""
         self._metrics = metrics
         self._arrived_s = arrived_s
+        self._request_id = request_id
         self._first_s: dict[int, float] = {}
         self._last_s: dict[int, float] = {}
         self._num_gaps: dict[int, int] = {}
+        self.write_s = 0.0
+        """Seconds in which writes after token 0 waited for the client."""
+        self.is_good: bool | None = None
+        """Whether both objectives were met; None until the answer is complete."""
 
     def token(self, choice: int) -> None:
         """Record that the next token of ``choice`` was handed over."""
@@ -297,10 +388,15 @@ class TokenTimer:
         if last_s is None:
             self._first_s[choice] = now_s
             self._num_gaps[choice] = 0
-            self._metrics.first_token(now_s - self._arrived_s)
+            self._metrics.first_token(now_s - self._arrived_s, self._request_id)
         else:
             self._num_gaps[choice] += 1
             self._metrics.gap(now_s - last_s)
+
+    def wrote(self, seconds: float) -> None:
+        """A write took ``seconds``."""
+        if self._first_s:
+            self.write_s += seconds
 
     @property
     def ttft_s(self) -> float | None:
@@ -310,18 +406,48 @@ class TokenTimer:
     @property
     def tpot_s(self) -> float | None:
         """Mean gap so far; None without one."""
-        gaps = self._num_gaps.items()
-        tpots_s = [(self._last_s[choice] - self._first_s[choice]) / num_gaps for choice, num_gaps in gaps if num_gaps]
-        return max(tpots_s, default=None)
+        return max((self._mean_gap_s(choice) for choice, num_gaps in self._num_gaps.items() if num_gaps), default=None)
+
+    def _mean_gap_s(self, choice: int) -> float:
+        return (self._last_s[choice] - self._first_s[choice]) / self._num_gaps[choice]
 
     def finished(self, journeys: Sequence[Journey]) -> None:
+        """The answer is complete; ``journeys`` are those of its prompts."""
         ttft_s = self.ttft_s
         assert ttft_s is not None
-        self._metrics.answered(
+        slowest_s, num_gaps, slowest_parts_s = 0.0, 0, {}
+        for choice, journey in zip(range(0, len(self._first_s), self._num_choices(journeys)), journeys, strict=False):
+            parts_s = self._measure(choice, journey)
+            if parts_s and self._mean_gap_s(choice) > slowest_s:
+                slowest_s, num_gaps, slowest_parts_s = self._mean_gap_s(choice), self._num_gaps[choice], parts_s
+        self.is_good = self._metrics.answered(
             ttft_s=ttft_s,
             tpot_s=self.tpot_s,
             duration_s=max(self._last_s.values()) - self._arrived_s,
             num_tokens=sum(1 + num_gaps for num_gaps in self._num_gaps.values()),
-            num_gaps=max(self._num_gaps.values()),
+            num_gaps=num_gaps,
             journeys=journeys,
+            tpot_parts_s=slowest_parts_s,
+            request_id=self._request_id,
         )
+
+    def _num_choices(self, journeys: Sequence[Journey]) -> int:
+        return max(1, len(self._first_s) // max(1, len(journeys)))
+
+    def _measure(self, choice: int, journey: Journey) -> dict[str, float]:
+        """Observe one prompt's first choice beside its predictions; returns the seconds after token 0 by cause."""
+        metrics, num_gaps, first_s = self._metrics, self._num_gaps[choice], self._first_s[choice]
+        if journey.token_s:
+            wait_s = max(0.0, first_s - journey.token_s)
+            metrics.phase_ended("first_write", wait_s)
+            journey.spent("first_write", wait_s, first_s)
+        if journey.predicted_ttft_s:
+            metrics.predicted_ttft_seconds.observe(journey.predicted_ttft_s)
+        if not num_gaps:
+            return {}
+        if journey.predicted_tpot_s:
+            metrics.predicted_tpot_seconds.observe(journey.predicted_tpot_s)
+        parts_s = tpot_parts_s(journey, self._last_s[choice] - first_s, self.write_s)
+        for part, seconds in parts_s.items():
+            metrics.tpot_part_seconds.labels(part).observe(seconds / num_gaps)
+        return parts_s

@@ -29,7 +29,7 @@ class RouterProcessConfig:
     admin_token: str = ""
     """Bearer token that the admin port requires; empty requires none."""
     open_metrics: bool = False
-    """Serve ``/metrics`` without the token."""
+    """Serve ``/metrics`` and ``/targets`` without the token."""
     keys_file: str = ""
     """File of API keys (`pdserve.router.http.keys`); empty serves everybody."""
     tls_certificate: str = ""

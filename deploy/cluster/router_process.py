@@ -63,7 +63,7 @@ class RouterProcess(SupervisedProcess):
         """Replace the router's list of workers; returns whether the router has accepted it."""
         try:
             body = to_plain(list(endpoints))
-            return self._http.put(f"{self.admin_url}/targets", json=body, headers=self._admin_headers()).is_success
+            return self._http.put(f"{self.admin_url}/workers", json=body, headers=self._admin_headers()).is_success
         except httpx.HTTPError:
             return False
 

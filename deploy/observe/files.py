@@ -7,7 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from pdserve.deploy.observe.dashboards import DASHBOARDS, dashboard_json
+from pdserve.deploy.observe.dashboards import DASHBOARDS
+from pdserve.deploy.observe.grafana import dashboard_json
 from pdserve.deploy.observe.rules import rule_file
 
 SCRAPE_INTERVAL = "5s"
@@ -27,14 +28,14 @@ def write_files(folder: Path, admin_url: str, token_file: str, prometheus_url: s
     """
     folder = folder.resolve()
     provisioning, boards = folder / "grafana" / "provisioning", folder / "grafana" / "dashboards"
+    login = {"authorization": {"type": "Bearer", "credentials_file": token_file}} if token_file else {}
+    discovery = {"url": f"{admin_url.rstrip('/')}/targets", "refresh_interval": "30s", **login}
     job = {
         "job_name": "pdserve",
         "scrape_interval": SCRAPE_INTERVAL,
-        "static_configs": [{"targets": [admin_url.partition("://")[2].rstrip("/")]}],
-        "authorization": {"type": "Bearer", "credentials_file": token_file},
+        "http_sd_configs": [discovery],
+        **login,
     }
-    if not token_file:
-        del job["authorization"]
     datasource = {"name": "pdserve", "type": "prometheus", "uid": "pdserve", "url": prometheus_url, "isDefault": True}
     provider = {"name": "pdserve", "type": "file", "folder": "pdserve", "options": {"path": str(boards)}}
     files = {

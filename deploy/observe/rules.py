@@ -61,7 +61,7 @@ ALERTS = (
     _burn("SloBudgetBurns", 1, "30m", "6h", "ticket"),
     Alert(
         name="RouterDown",
-        expr='up{job="pdserve"} == 0',
+        expr='up{job="pdserve"} == 0 or absent(up{job="pdserve"})',
         for_="1m",
         severity="page",
         impact="Prometheus cannot read the router: either no request is served, or nobody sees how.",
@@ -109,21 +109,25 @@ ALERTS = (
     ),
     Alert(
         name="KvPullsFail",
-        expr="sum(rate(pdserve_kv_transfer_failures_total[5m])) > "
-        "0.01 * sum(rate(pdserve_kv_transfer_seconds_count[5m]))",
+        expr='sum by (source, worker) (rate(pdserve_kv_link_pulls_total{result="failed"}[5m])) > '
+        "0.01 * sum by (source, worker) (rate(pdserve_kv_link_pulls_total[5m]))",
         for_="5m",
         severity="ticket",
-        impact="More than 1 % of pulls fail; each costs its request the time of another handoff or prefill.",
-        query="sum by (stage) (rate(pdserve_kv_transfer_failures_total[5m]))",
-        steps="As for *KvDoesNotMove*.",
+        impact="More than 1 % of pulls of one decode worker from one prefill worker fail; each costs its request the "
+        "time of another handoff or prefill.",
+        query='sum by (source, worker) (rate(pdserve_kv_link_pulls_total{result="failed"}[5m]))',
+        steps="Pulls of one worker from all sources fail: look at its host. Of all workers from one source: look at "
+        "that one. Of one pair: the network between their hosts. Then as for *KvDoesNotMove*.",
     ),
     Alert(
         name="ParkedPromptsExpire",
-        expr='sum(rate(pdserve_redispatches_total{reason="kv_unavailable"}[5m])) > 0.02',
+        expr='sum(rate(pdserve_redispatches_total{reason="expired"}[5m])) > 0.02 or '
+        "max(pdserve_oldest_handoff_seconds) > 15",
         for_="5m",
         severity="ticket",
-        impact="Prompts are thrown away before or while a decode worker pulls them, and computed again.",
-        query='pdserve_parked_sequences{role="prefill"}',
+        impact="Prompts wait for a decode worker for half of the time for which they are kept, or are thrown away and "
+        "computed again; their clients see one token and no more.",
+        query="max(pdserve_oldest_handoff_seconds)",
         steps="Decode has no room for what prefill makes: add decode workers, or move a prefill worker to decode. "
         "`pdserve plan --live` proposes a placement.",
     ),
@@ -180,12 +184,12 @@ ALERTS = (
     Alert(
         name="StepsSlowerThanPredicted",
         expr="sum by (role, kind) (rate(pdserve_step_seconds_sum[5m])) > "
-        "1.5 * sum by (role, kind) (rate(pdserve_predicted_step_seconds_total[5m]))",
+        "1.5 * sum by (role, kind) (rate(pdserve_predicted_step_seconds_sum[5m]))",
         for_="10m",
         severity="ticket",
         impact="The cost model is wrong for this hardware, so that placement and plans are, too.",
         query="sum by (worker, kind) (rate(pdserve_step_seconds_sum[5m])) / "
-        "sum by (worker, kind) (rate(pdserve_predicted_step_seconds_total[5m]))",
+        "sum by (worker, kind) (rate(pdserve_predicted_step_seconds_sum[5m]))",
         steps="One worker alone: its device is throttled or shared. All: measure a profile with `pdserve profile`.",
     ),
     Alert(
@@ -196,6 +200,16 @@ ALERTS = (
         impact="Most prompts find no worker that would meet their TTFT: placement only limits the damage.",
         query="sum by (role, expected) (rate(pdserve_placements_total[5m]))",
         steps="The load is beyond the cluster's goodput: add workers, or lower `router.max_queued_requests`.",
+    ),
+    Alert(
+        name="PlacementFallsBack",
+        expr="sum(rate(pdserve_placement_fallbacks_total[5m])) > 0.1 * sum(rate(pdserve_placements_total[5m]))",
+        for_="5m",
+        severity="ticket",
+        impact="More than one placement in ten had no free choice: requests go where they can, not where they should.",
+        query="sum by (reason) (rate(pdserve_placement_fallbacks_total[5m]))",
+        steps="`no_worker`, `no_prefill` and `no_decode`: workers are down, see `pdserve status`. `no_room`: as for "
+        "*DecodeKvFull*. `cut_off`: pulls fail, as for *KvPullsFail*.",
     ),
 )
 

@@ -99,6 +99,8 @@ class PullResult(NamedTuple):
     first_token: FirstToken | None = None
     """``None`` on failure."""
     transport: str = ""
+    source: str = ""
+    """Address that was pulled from; set by the live loop."""
     seconds: float = 0.0
     num_bytes: int = 0
 

@@ -144,6 +144,8 @@ class LiveLoop:
         self._send_order = send_order
         self._times = times
         self._emulated_pull_s = emulated_pull_s
+        self._pull_sources: dict[int, str] = {}
+        """Addresses by pull that has not ended."""
         self._turned_s = time.monotonic()
         self.drained = Event()
         """Set once a drain was requested and no work is left."""
@@ -176,9 +178,12 @@ class LiveLoop:
         """Send orders to the transfer process and everything else to the routers."""
         for order in report.orders:
             min_duration_s = 0.0
-            if isinstance(order, StartPullEvent) and self._emulated_pull_s is not None:
-                min_duration_s = self._emulated_pull_s(len(order.block_ids))
+            if isinstance(order, StartPullEvent):
+                self._pull_sources[order.pull_id] = order.source.address
+                if self._emulated_pull_s is not None:
+                    min_duration_s = self._emulated_pull_s(len(order.block_ids))
             self._send_order(order_to_proto(order, min_duration_s))
+        report.pulls = [pull._replace(source=self._pull_sources.pop(pull.pull_id, "")) for pull in report.pulls]
         report.load = self._loop.scheduler.load()
         report.cache = self._pool.take_cache_events()
         report.prefill_correction = self._times.prefill_correction

@@ -266,6 +266,7 @@ class WorkerService:
                     seconds=pull.seconds,
                     bytes=pull.num_bytes,
                     failure_stage=pull.failure_stage,
+                    source=pull.source,
                 )
             if has_cache:
                 frame.cache.stored.extend(report.cache.stored)

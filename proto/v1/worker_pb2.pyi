@@ -783,6 +783,7 @@ class Load(_message.Message):
     NUM_STARTED_TOKENS_FIELD_NUMBER: _builtins.int
     PREDICTED_STEP_S_FIELD_NUMBER: _builtins.int
     STEP_HAS_PREFILL_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_PARKED_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_parked: _builtins.int
@@ -814,6 +815,8 @@ class Load(_message.Message):
     """what the cost model had said of the step this frame reports"""
     step_has_prefill: _builtins.bool
     """whether one of its rows had several new tokens"""
+    num_blocks_parked: _builtins.int
+    """referenced blocks of parked prompts"""
     def __init__(
         self,
         *,
@@ -837,10 +840,11 @@ class Load(_message.Message):
         num_started_tokens: _builtins.int = ...,
         predicted_step_s: _builtins.float = ...,
         step_has_prefill: _builtins.bool = ...,
+        num_blocks_parked: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_correction", b"decode_correction", "draining", b"draining", "num_blocks_cached", b"num_blocks_cached", "num_blocks_free", b"num_blocks_free", "num_blocks_referenced", b"num_blocks_referenced", "num_context_tokens", b"num_context_tokens", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_started_tokens", b"num_started_tokens", "num_swap_ins", b"num_swap_ins", "num_swap_outs", b"num_swap_outs", "num_swap_slots_used", b"num_swap_slots_used", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "predicted_step_s", b"predicted_step_s", "prefill_correction", b"prefill_correction", "step_has_prefill", b"step_has_prefill", "step_s", b"step_s", "step_tokens", b"step_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_correction", b"decode_correction", "draining", b"draining", "num_blocks_cached", b"num_blocks_cached", "num_blocks_free", b"num_blocks_free", "num_blocks_parked", b"num_blocks_parked", "num_blocks_referenced", b"num_blocks_referenced", "num_context_tokens", b"num_context_tokens", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_started_tokens", b"num_started_tokens", "num_swap_ins", b"num_swap_ins", "num_swap_outs", b"num_swap_outs", "num_swap_slots_used", b"num_swap_slots_used", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "predicted_step_s", b"predicted_step_s", "prefill_correction", b"prefill_correction", "step_has_prefill", b"step_has_prefill", "step_s", b"step_s", "step_tokens", b"step_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -883,11 +887,14 @@ class TransferReport(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     FAILURE_STAGE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     seconds: _builtins.float
     bytes: _builtins.int
     failure_stage: _builtins.str
     """empty on success"""
+    source: _builtins.str
+    """address of the prefill worker's transfer process"""
     def __init__(
         self,
         *,
@@ -895,10 +902,11 @@ class TransferReport(_message.Message):
         seconds: _builtins.float = ...,
         bytes: _builtins.int = ...,
         failure_stage: _builtins.str = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "failure_stage", b"failure_stage", "seconds", b"seconds", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "failure_stage", b"failure_stage", "seconds", b"seconds", "source", b"source", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -203,6 +203,10 @@ class Cluster:
         if len(wanted) != len(listed):
             raise ValueError("two targets have the same worker_id; list each worker once")
         async with self._is_changing:
+            for worker_id, worker in self.workers.items():
+                wanted_epoch = wanted[worker_id].epoch if worker_id in wanted else worker.epoch
+                if wanted_epoch != worker.epoch:
+                    self.metrics.restarts.labels(worker.role.value).inc()
             gone = [worker for worker in self.workers.values() if wanted.get(worker.worker_id) != worker.endpoint]
             for worker in gone:
                 del self.workers[worker.worker_id]
@@ -235,6 +239,11 @@ class Cluster:
             raise SessionRefusedError(
                 f"its max_model_len {welcome.max_model_len} is below the cluster's {self._model.max_model_len}"
             )
+
+    def worker_at(self, kv_address: str) -> str:
+        """Id of the worker whose transfer process listens at ``kv_address``."""
+        ids = (worker.worker_id for worker in self.workers.values() if worker.kv_address == kv_address)
+        return next(ids, "unknown")
 
     def worker_lost(self, worker: RemoteWorker) -> None:
         """A worker's session broke; the cluster is unproven if that was the last worker of a phase."""

@@ -127,7 +127,8 @@ class RemoteWorker(Worker):
         self.is_draining = False
         self.cached_blocks.clear()
         self._announced.clear()
-        self.metrics.up.set(1)
+        cost = self._cluster.dispatcher.costs.get(self.role)
+        self.metrics.came_up(welcome, cost.hardware.price_per_hour_usd if cost else None)
         log.info("worker %s is up at %s", self.worker_id, self.endpoint.address)
         self._cluster.dispatcher.worker_up(self)
 
@@ -147,7 +148,7 @@ class RemoteWorker(Worker):
         if was_draining and not self.is_draining:
             dispatcher.worker_up(self)
         for report in frame.transfers:
-            self._cluster.metrics.observe_transfer(report)
+            self._cluster.metrics.observe_transfer(report, self._cluster.worker_at(report.source), self.worker_id)
         endings = []
         for message in frame.events:
             event = event_from_proto(message)
@@ -166,7 +167,7 @@ class RemoteWorker(Worker):
         """The stream broke; called exactly once per `session_opened` that returned."""
         if not self._is_closing:
             self._cluster.metrics.failed(f"{self.worker_id} was lost: {reason}")
-        self.metrics.up.set(0)
+        self.metrics.went_down()
         self._cluster.worker_lost(self)
 
     def _update_cached_blocks(self, events: worker_pb2.CacheEvents) -> None:

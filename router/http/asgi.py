@@ -23,7 +23,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, api_error
+from pdserve.router.http.errors import CLIENT_LEFT, MAX_NAME_CHARS, ApiError, api_error
 from pdserve.router.http.keys import Caller, KeyFile
 from pdserve.router.http.page import KEY_COOKIE, PAGE_PATHS
 from pdserve.router.http.request_log import RequestEntry, RequestLog
@@ -178,6 +178,9 @@ class EdgeMiddleware:
             if state["caller"] is not None:
                 entry.tenant = state["caller"].key.tenant
                 state["caller"].close()
+            is_good = entry.is_good(CLIENT_LEFT if status is None else status)
+            if is_good is not None:
+                self._metrics.tenant_served(entry.tenant, is_good=is_good)
             if self._request_log is not None and scope["method"] == "POST":
                 self._request_log.write(entry, status)
 

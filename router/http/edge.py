@@ -262,7 +262,7 @@ class Edge:
         """Run the answers and write them, whole or as a stream."""
         if request.state.caller is not None:
             request.state.caller.num_answered = lambda: sum(answer.num_completion_tokens for answer in answers)
-        timer = TokenTimer(self.metrics, request.state.arrived_s)
+        timer = TokenTimer(self.metrics, request.state.arrived_s, request.state.request_id)
         request.state.entry.answering(answers, timer)
         if body.stream:
             return EventStream(answers, writer, timer, shows_workers="x-show-workers" in request.headers)

@@ -56,6 +56,19 @@ class RequestEntry:
         self._answers: Sequence[Answer] = ()
         self._timer: TokenTimer | None = None
 
+    def is_good(self, status: int) -> bool | None:
+        """Whether both objectives were met; None for a request that ended otherwise by its sender's fault or wish."""
+        if self._timer is None:
+            return None
+        if self._timer.is_good is None and (status >= 500 or status == 429 or self._outcome is Outcome.FAILED):
+            return False
+        return self._timer.is_good
+
+    @property
+    def _outcome(self) -> Outcome:
+        outcomes = [each.outcome for each in self._answers]
+        return next((each for each in outcomes if each is not Outcome.FINISHED), Outcome.FINISHED)
+
     def answering(self, answers: Sequence[Answer], timer: TokenTimer) -> None:
         self._answers, self._timer = answers, timer
 
@@ -76,9 +89,7 @@ class RequestEntry:
             return fields
         journeys = [answer.journey for answer in self._answers]
         return fields | {
-            "outcome": next(
-                (each.outcome for each in self._answers if each.outcome is not Outcome.FINISHED), Outcome.FINISHED
-            ),
+            "outcome": self._outcome,
             "prompt_tokens": sum(len(answer.prompt_tokens) for answer in self._answers),
             "cached_tokens": sum(answer.num_cached_tokens for answer in self._answers),
             "completion_tokens": sum(answer.num_completion_tokens for answer in self._answers),

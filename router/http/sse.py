@@ -104,6 +104,7 @@ class EventStream(StreamingResponse):
     async def _write(self, send: Send, body: bytes, *, more_body: bool = True) -> None:
         self._writing_since_s = time.monotonic()
         await send({"type": "http.response.body", "body": body, "more_body": more_body})
+        self._timer.wrote(time.monotonic() - self._writing_since_s)
         self._writing_since_s = None
 
     async def _stall(self) -> None:

@@ -38,7 +38,7 @@ from pdserve.contracts.request import KvSource, Outcome, RequestState
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.placement import Arrival
 from pdserve.router.requests.policies import placement
-from pdserve.router.requests.policy import Costs, PromptBlocks
+from pdserve.router.requests.policy import Costs, PromptBlocks, WorkerSnapshot, shortfall
 from pdserve.router.requests.request import MIN_DURATION_S, Attempt, GenerationError, Request, RequestSpec
 
 log = logging.getLogger(__name__)
@@ -96,11 +96,17 @@ class DispatchObserver:
     def prompt_started(self, num_cached_tokens: int) -> None:
         """A worker began to compute a request's prompt."""
 
+    def pull_started(self, num_cached_tokens: int) -> None:
+        """A decode worker reserved blocks for a prompt of which it had ``num_cached_tokens``."""
+
+    def fell_back(self, reason: str) -> None:
+        """A decision had no free choice; `pdserve.router.metrics.FALLBACK_REASONS` lists the reasons."""
+
     def handoff_stalled(self, seconds: float) -> None:
         """Token 1 of an attempt with handoff arrived ``seconds`` after token 0."""
 
-    def retried(self, reason: str) -> None:
-        """An attempt was dispatched again, or bound to another decode worker."""
+    def retried(self, reason: str, num_tokens: int) -> None:
+        """An attempt was dispatched again, with ``num_tokens`` to compute again, or bound to another decode worker."""
 
     def ended(self, request: Request) -> None:
         """``request.outcome`` is set."""
@@ -122,6 +128,7 @@ class Dispatcher:
         self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(Outcome, 0))
         self.num_accepted = 0
         self.is_draining = False
+        self.costs = costs
         self._placement = placement(settings.policy, costs, tpot_slo_s=settings.tpot_slo_s)
         self._settings = settings
         self._now_s = now_s
@@ -150,6 +157,11 @@ class Dispatcher:
         """Attempts that no worker has taken."""
         return len(self._queued)
 
+    def oldest_handoff_s(self) -> float:
+        """Seconds since token 0 of the answer that waits longest for a decode worker to hold its prompt; 0 without."""
+        first_s = [each.first_token_s for each in self._attempts.values() if each.handoff and not each.has_joined]
+        return max((self._now_s() - token_s for token_s in first_s if token_s), default=0.0)
+
     # Requests
 
     def start(self, request: Request) -> None:
@@ -169,6 +181,9 @@ class Dispatcher:
         self._num_choices += spec.num_choices
         self.num_accepted += 1
         self._observer.accepted(spec)
+        now_s = self._now_s()
+        self._observer.phase_ended("tokenise", now_s - spec.arrived_s)
+        request.journey.spent("tokenise", now_s - spec.arrived_s, now_s)
         if spec.sampling.grammar is not None:  # decode workers compile it while the prompt is prefilled
             for worker in self.workers.values():
                 if worker.role is WorkerRole.DECODE:
@@ -301,9 +316,12 @@ class Dispatcher:
                 self._joined(attempt)
             case RequestEventKind.PREEMPTED:
                 attempt.state = RequestState.PREEMPTED
-                attempt.request.journey.num_preemptions += attempt.choice == 0
+                attempt.paused_s = self._now_s()
             case RequestEventKind.RESUMED:
                 attempt.state = RequestState.DECODING
+                if attempt.choice == 0 and attempt.paused_s:
+                    attempt.request.journey.preempted_s += self._now_s() - attempt.paused_s
+                attempt.paused_s = 0.0
             case RequestEventKind.RELEASED:
                 # A decode worker sends RELEASED when token 0 was the last; the prefill worker reports that too.
                 attempt.is_prefill_over |= worker is attempt.prefill
@@ -393,7 +411,7 @@ class Dispatcher:
         start_s = self._now_s()
         workers = [worker for worker in self.workers.values() if worker.takes_work]
         if not workers:
-            self._queued[attempt.request_id] = attempt
+            self._wait_for_worker(attempt)
             return
         spec = attempt.request.spec
         blocks = attempt.blocks(workers[0].block_size)
@@ -402,17 +420,21 @@ class Dispatcher:
         now_s = self._now_s()
         self._observer.routed(now_s - start_s)
         if choice is None:
-            self._queued[attempt.request_id] = attempt
+            self._wait_for_worker(attempt)
             return
         self._queued.pop(attempt.request_id, None)
         if attempt.number < 0 and attempt.choice == 0:
-            self._phase_ended(attempt, "queue", now_s - spec.arrived_s)
+            self._phase_ended(attempt, "queue", now_s - attempt.queued_s)
+            if choice.ttft_s:
+                attempt.request.journey.predicted_ttft_s = now_s - spec.arrived_s + choice.ttft_s
         ttft_slo_s = 0.0
         if arrival.wanted_s < inf:
             ttft_slo_s = LATE_S if choice.is_late else max(arrival.wanted_s - now_s, MIN_DURATION_S)
         self._placement.placed(arrival, choice)
         worker = self.workers[choice.worker_id]
         self._observer.placed(self._settings.policy, worker.role, is_late=choice.is_late)
+        if worker.role is WorkerRole.DECODE and all(each.role is not WorkerRole.PREFILL for each in workers):
+            self._observer.fell_back("no_prefill")
         attempt.submit(
             worker,
             handoff=choice.handoff,
@@ -421,6 +443,11 @@ class Dispatcher:
             deadline_s=self._deadline_s(attempt.request) - now_s,
             ttft_slo_s=ttft_slo_s,
         )
+
+    def _wait_for_worker(self, attempt: Attempt) -> None:
+        if attempt.request_id not in self._queued:
+            self._observer.fell_back("no_worker")
+        self._queued[attempt.request_id] = attempt
 
     def _arrival(self, attempt: Attempt, blocks: PromptBlocks, now_s: float) -> Arrival:
         spec, ttft_slo_s = attempt.request.spec, self._settings.ttft_slo_s
@@ -439,17 +466,23 @@ class Dispatcher:
             return
         start_s = self._now_s()
         blocks = attempt.blocks(prefill.block_size)
+        cut_off = self._cut_off_from(prefill)
         worker_id = self._placement.decode(
             self._arrival(attempt, blocks, start_s),
             [w.snapshot() for w in self.workers.values() if w.role is WorkerRole.DECODE and w.takes_work],
-            self._cut_off_from(prefill),
+            cut_off,
             prefill.host,
         )
         now_s = self._now_s()
         self._observer.routed(now_s - start_s)
         if worker_id is None:
+            self._observer.fell_back("no_decode")
             self._unbound[attempt.request_id] = attempt
             return
+        if worker_id in cut_off:
+            self._observer.fell_back("cut_off")
+        elif not _has_room(blocks, self.workers[worker_id].snapshot()):
+            self._observer.fell_back("no_room")
         self._unbound.pop(attempt.request_id, None)
         deadline_s = self._deadline_s(attempt.request) - now_s
         attempt.bind(self.workers[worker_id], num_blocks=blocks.num_blocks(), deadline_s=deadline_s)
@@ -514,13 +547,19 @@ class Dispatcher:
     def _phase_ended(self, attempt: Attempt, phase: str, seconds: float) -> None:
         self._observer.phase_ended(phase, seconds)
         if attempt.choice == 0:
-            attempt.request.journey.spent(phase, seconds)
+            attempt.request.journey.spent(phase, seconds, self._now_s())
 
     def _first_token(self, attempt: Attempt) -> None:
         now_s = self._now_s()
         attempt.awaits_first = False
+        journey = attempt.request.journey
         if not attempt.emitted:
             attempt.began_s = now_s
+            if attempt.choice == 0:
+                journey.token_s = now_s
+        elif attempt.choice == 0 and attempt.paused_s:
+            journey.lost_s += now_s - attempt.paused_s
+        attempt.paused_s = 0.0
         attempt.first_token_s = now_s
         if attempt.started_s:
             self._phase_ended(attempt, "prefill", now_s - attempt.started_s)
@@ -535,13 +574,19 @@ class Dispatcher:
         worker = attempt.decode or attempt.prefill
         assert worker is not None
         num_tokens = max(1, len(attempt.emitted))
-        self._placement.decoding(attempt.request_id, attempt.began_s, num_tokens, worker.snapshot())
+        snapshot = worker.snapshot()
+        self._placement.decoding(attempt.request_id, attempt.began_s, num_tokens, snapshot)
+        journey = attempt.request.journey
+        if attempt.choice == 0 and not journey.predicted_tpot_s:
+            step_s = self.costs[worker.role].decode_s(max(1, snapshot.num_decoding), snapshot.num_context_tokens)
+            journey.predicted_tpot_s = step_s * worker.decode_correction
 
     def _started(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
         worker.in_flight.remove(attempt.request_id)
         if worker is attempt.decode:
             attempt.has_reserved = True
             self._phase_ended(attempt, "decode_queue", event.waited_s)
+            self._observer.pull_started(event.num_cached_tokens)
             return
         attempt.started_s = self._now_s()
         self._phase_ended(attempt, "prefill_queue", event.waited_s)
@@ -582,7 +627,8 @@ class Dispatcher:
             self._cut_off_until_s[attempt.prefill, worker] = self._now_s() + self._settings.cut_off_s
             self._go_on_without(attempt, worker, "kv_unavailable", event.message)
         else:
-            self._retry(attempt, "kv_unavailable", event.message)
+            is_expired = worker is attempt.prefill
+            self._retry(attempt, "expired" if is_expired else "kv_unavailable", event.message)
 
     # Blame
 
@@ -629,7 +675,7 @@ class Dispatcher:
             return
         log.info("request %x, attempt %d is bound anew: %s (%s)", attempt.request_id, attempt.number, reason, message)
         attempt.unbind()
-        self._observer.retried("rebound")
+        self._observer.retried("rebound", 0)
         self._bind(attempt)
 
     def _retry(self, attempt: Attempt, reason: str, message: str) -> None:
@@ -640,10 +686,12 @@ class Dispatcher:
             self.fail(attempt.request, error)
             return
         self._placement.left(attempt.request_id, 0)
+        is_started = attempt.started_s > 0
         attempt.abandon()
-        self._observer.retried(reason)
+        num_tokens = len(attempt.request.spec.prompt_tokens) + len(attempt.emitted)
+        self._observer.retried(reason, num_tokens if is_started else 0)
         attempt.request.journey.num_retries += attempt.choice == 0
-        attempt.queued_s = self._now_s()
+        attempt.queued_s = attempt.paused_s = self._now_s()
         self._bind_others(attempt)
         self._place(attempt)
 
@@ -670,6 +718,11 @@ def _computed_by(worker: Worker, held: Iterable[Attempt]) -> set[Attempt]:
         num_tokens += attempt.blocks(worker.block_size).num_tokens
         computed.add(attempt)
     return computed
+
+
+def _has_room(blocks: PromptBlocks, worker: WorkerSnapshot) -> bool:
+    num_cached_blocks = blocks.num_cached_tokens(worker.cached_blocks) // blocks.block_size
+    return not shortfall(blocks, worker._replace(num_free_blocks=worker.num_free_blocks + num_cached_blocks))
 
 
 def _late_error() -> GenerationError:

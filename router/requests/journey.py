@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-TTFT_PHASES = ("queue", "prefill_queue", "prefill")
-"""Phases before token 0 (`pdserve.router.metrics.PHASES`)."""
-TTFT_CAUSES = (*TTFT_PHASES, "failover", "edge")
-"""``edge``: reading, tokenising and writing in the router."""
-TPOT_CAUSES = ("failover", "handoff", "preemption", "decode")
+TTFT_PHASES = ("tokenise", "queue", "prefill_queue", "prefill", "first_write")
+"""Phases before token 0 reaches the client (`pdserve.router.metrics.PHASES`)."""
+TTFT_CAUSES = (*TTFT_PHASES, "failover", "wire")
+"""``wire``: between router and worker, both ways."""
+TPOT_CAUSES = ("failover", "handoff", "preemption", "client", "decode")
+"""Parts of TPOT, too. ``client``: writes that waited for the client."""
+
+
+class Span(NamedTuple):
+    """A phase of one attempt."""
+
+    phase: str
+    end_s: float
+    """By the router's clock."""
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -19,13 +30,24 @@ class Journey:
     workers: list[str] = field(default_factory=list)
     """Ids of the workers that got a choice, in order."""
     phases_s: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    """Of each phase, in the order in which they ended."""
+    token_s: float = 0.0
+    """When token 0 arrived."""
     stall_s: float = 0.0
     """Token 0 to token 1, if a handoff was between them."""
+    preempted_s: float = 0.0
+    lost_s: float = 0.0
+    """Between the loss of an attempt that had tokens and the next token."""
     num_retries: int = 0
-    num_preemptions: int = 0
+    predicted_ttft_s: float = 0.0
+    """By the placement of the first attempt; 0 if its policy predicts nothing."""
+    predicted_tpot_s: float = 0.0
 
-    def spent(self, phase: str, seconds: float) -> None:
+    def spent(self, phase: str, seconds: float, now_s: float) -> None:
+        """``phase`` took the last ``seconds``."""
         self.phases_s[phase] = self.phases_s.get(phase, 0.0) + seconds
+        self.spans.append(Span(phase, now_s, seconds))
 
     @property
     def before_token_s(self) -> float:
@@ -36,15 +58,29 @@ def ttft_cause(journeys: Sequence[Journey], ttft_s: float) -> str:
     """The longest part of a missed TTFT, of several prompts that of the slowest."""
     journey = max(journeys, key=lambda each: each.before_token_s, default=Journey())
     parts = {phase: journey.phases_s.get(phase, 0.0) for phase in TTFT_PHASES}
-    parts["failover" if journey.num_retries else "edge"] = ttft_s - journey.before_token_s
+    parts["failover" if journey.num_retries else "wire"] = ttft_s - journey.before_token_s
     return max(parts, key=lambda part: parts[part])
 
 
-def tpot_cause(journeys: Sequence[Journey], tpot_s: float, num_gaps: int, slo_s: float) -> str:
-    """Why a mean of ``num_gaps`` gaps missed its objective: it is the handoff if the gaps without its stall meet it."""
-    journey = max(journeys, key=lambda each: (each.num_retries, each.stall_s), default=Journey())
-    if journey.num_retries:
-        return "failover"
-    if tpot_s * num_gaps - journey.stall_s <= slo_s * (num_gaps - 1):
-        return "handoff"
-    return "preemption" if journey.num_preemptions else "decode"
+def tpot_parts_s(journey: Journey, answer_s: float, write_s: float) -> dict[str, float]:
+    """Seconds from token 0 to the last token by cause.
+
+    Args:
+        answer_s: all of them.
+        write_s: those in which a write waited for the client.
+    """
+    parts_s = {
+        "failover": journey.lost_s,
+        "handoff": journey.stall_s,
+        "preemption": journey.preempted_s,
+        "client": min(write_s, answer_s),
+    }
+    return {**parts_s, "decode": max(0.0, answer_s - sum(parts_s.values()))}
+
+
+def tpot_cause(parts_s: Mapping[str, float], num_gaps: int, slo_s: float) -> str:
+    """Why a mean of ``num_gaps`` gaps missed its objective: the largest part without which it would have been met, or
+    the decode steps."""
+    answer_s = sum(parts_s.values())
+    enough = [part for part, seconds in parts_s.items() if part != "decode" and answer_s - seconds <= slo_s * num_gaps]
+    return max(enough, key=lambda part: parts_s[part], default="decode")

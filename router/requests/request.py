@@ -152,6 +152,8 @@ class Attempt:
     started_s: float = 0.0
     first_token_s: float = 0.0
     joined_s: float = 0.0
+    paused_s: float = 0.0
+    """When it was preempted, or lost after it had tokens; 0 while it goes on."""
     overtook: list[TokenEvent] = field(default_factory=list)
     """Tokens of the decode worker that arrived before the prefill worker's."""
     _sent: GenerationRequest | None = None

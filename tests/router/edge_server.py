@@ -216,7 +216,7 @@ class RecordingMetrics(RouterMetrics):
     def responded(self, route: str, code: int) -> None:
         self.responses.append((route, code))
 
-    def first_token(self, ttft_s: float) -> None:
+    def first_token(self, ttft_s: float, request_id: str = "") -> None:
         self.first_tokens_s.append(ttft_s)
 
     def gap(self, gap_s: float) -> None:
@@ -224,8 +224,9 @@ class RecordingMetrics(RouterMetrics):
 
     def answered(
         self, *, ttft_s: float, tpot_s: float | None, duration_s: float, num_tokens: int, **ignored: object
-    ) -> None:
+    ) -> bool:
         self.timings.append(AnswerTiming(ttft_s, tpot_s, duration_s, num_tokens))
+        return True
 
 
 @dataclass

@@ -46,15 +46,15 @@ def target(worker: ScriptedWorker) -> dict[str, object]:
 @with_workers("prefill-0", "decode-0")
 async def test_targets_are_put_whole(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig, admin_client(rig) as client:
-        assert (await client.get("/targets")).json() == []
-        put = await client.put("/targets", json=[target(p), target(d)])
+        assert (await client.get("/workers")).json() == []
+        put = await client.put("/workers", json=[target(p), target(d)])
         assert put.json() == [target(d), target(p)]
         await until(lambda: all(worker.is_up for worker in rig.cluster.workers.values()))
-        await client.put("/targets", json=[target(p)])
-        assert (await client.get("/targets")).json() == [target(p)]
+        await client.put("/workers", json=[target(p)])
+        assert (await client.get("/workers")).json() == [target(p)]
         assert rig.sample("pdserve_worker_up", worker="prefill-0", role="prefill") == 1
         assert "decode-0" not in (await client.get("/metrics")).text
-        await client.put("/targets", json=[target(p)])
+        await client.put("/workers", json=[target(p)])
         assert len(p.hellos) == 1
 
 
@@ -62,10 +62,10 @@ async def test_targets_are_put_whole(p: ScriptedWorker, d: ScriptedWorker) -> No
 async def test_bad_targets_are_named(p: ScriptedWorker) -> None:
     async with running_rig() as rig, admin_client(rig) as client:
         for wrong in ({"role": "chef"}, {"address": "nowhere"}, {"epoch": -1}, {"color": "red"}):
-            answer = await client.put("/targets", json=[{**target(p), **wrong}])
+            answer = await client.put("/workers", json=[{**target(p), **wrong}])
             assert answer.status_code == 422, wrong
             assert next(iter(wrong)) in answer.text
-        twice = await client.put("/targets", json=[target(p), target(p)])
+        twice = await client.put("/workers", json=[target(p), target(p)])
         assert twice.status_code == 400
         assert "same worker_id" in twice.text
         assert not rig.cluster.targets
@@ -155,7 +155,7 @@ async def test_decode_alone_is_not_ready(d: ScriptedWorker) -> None:
         assert not rig.cluster.is_ready
 
 
-ROUTES = (("GET", "/metrics"), ("GET", "/targets"), ("PUT", "/targets"), ("POST", "/drain"), ("GET", "/status"))
+ROUTES = (("GET", "/metrics"), ("GET", "/workers"), ("PUT", "/workers"), ("POST", "/drain"), ("GET", "/status"))
 TOKEN = {"Authorization": "Bearer secret"}
 
 

@@ -47,7 +47,7 @@ class RouterProcess:
 
     def put_targets(self, *workers: WorkerProcess) -> None:
         targets = [to_plain(worker.endpoint) for worker in workers]
-        httpx.put(f"{self.admin_url}/targets", json=targets).raise_for_status()
+        httpx.put(f"{self.admin_url}/workers", json=targets).raise_for_status()
 
     def wait_until_ready(self) -> None:
         wait_until(lambda: httpx.get(f"{self.url}/health", verify=False).status_code == 200, "a ready router")
@@ -110,11 +110,11 @@ def test_serves_drains_and_exits(checkpoint: Path, worker: WorkerProcess) -> Non
         answer = router.complete(5)
         assert answer.json()["usage"]["completion_tokens"] == 5, answer.text
         metrics = httpx.get(f"{router.admin_url}/metrics").text
-        assert 'pdserve_request_outcomes_total{outcome="finished"} 2.0' in metrics
-        assert 'pdserve_requests_total{code="200",route="/v1/completions"} 1.0' in metrics
-        assert "pdserve_ttft_seconds_count 1.0" in metrics
-        assert "pdserve_request_prompt_tokens_count 1.0" in metrics
-        assert "pdserve_request_output_tokens_sum 5.0" in metrics
+        assert 'pdserve_request_outcomes_total{outcome="finished"} 2\n' in metrics
+        assert 'pdserve_requests_total{route="/v1/completions",code="200"} 1\n' in metrics
+        assert "pdserve_ttft_seconds_count 1\n" in metrics
+        assert "pdserve_request_prompt_tokens_count 1\n" in metrics
+        assert "pdserve_request_output_tokens_sum 5.0\n" in metrics
 
         running: list[httpx.Response] = []
         client = threading.Thread(target=lambda: running.append(router.complete(200)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -10,7 +12,9 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.metrics import RouterMetrics, WorkerMetrics
+from pdserve.router import metrics as router_metrics
+from pdserve.router.exposition import OPEN_METRICS
+from pdserve.router.metrics import RouterMetrics, TokenTimer, WorkerMetrics
 from pdserve.router.requests.journey import Journey
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 from tests.router.rig import sample
@@ -33,7 +37,8 @@ def test_a_frame_becomes_the_workers_series() -> None:
     load = worker_pb2.Load(
         num_running=3,
         num_blocks_free=5,
-        num_blocks_referenced=7,
+        num_blocks_referenced=9,
+        num_blocks_parked=2,
         num_preemptions=2,
         num_swap_outs=2,
         num_swap_ins=1,
@@ -47,7 +52,7 @@ def test_a_frame_becomes_the_workers_series() -> None:
     assert sample(metrics, "pdserve_running_sequences", **labels) == 3
     assert sample(metrics, "pdserve_kv_blocks", state="referenced", **labels) == 7
     assert sample(metrics, "pdserve_step_seconds_count", kind="decode", **labels) == 2
-    assert sample(metrics, "pdserve_predicted_step_seconds_total", kind="decode", **labels) == 0.016
+    assert sample(metrics, "pdserve_predicted_step_seconds_sum", kind="decode", **labels) == 0.016
     assert sample(metrics, "pdserve_step_seconds_count", kind="prefill", **labels) == 0
     assert sample(metrics, "pdserve_step_tokens_sum", **labels) == 6
     assert sample(metrics, "pdserve_preemptions_total", **labels) == 2
@@ -57,15 +62,26 @@ def test_a_frame_becomes_the_workers_series() -> None:
     assert sample(metrics, "pdserve_step_seconds_count", kind="decode", **labels) == 2
     worker.observe(worker_pb2.Load(step_s=0.2, step_tokens=50, predicted_step_s=0.1, step_has_prefill=True))
     assert sample(metrics, "pdserve_step_seconds_sum", kind="prefill", **labels) == 0.2
-    assert sample(metrics, "pdserve_predicted_step_seconds_total", kind="prefill", **labels) == 0.1
+    assert sample(metrics, "pdserve_predicted_step_seconds_sum", kind="prefill", **labels) == 0.1
+    worker.came_up(worker_pb2.Welcome(tensor_parallel=2, max_batch_size=8, max_batch_tokens=512), 1.5)
+    assert sample(metrics, "pdserve_worker_ranks", **labels) == 2
+    assert sample(metrics, "pdserve_worker_usd_per_hour", **labels) == 3
+    assert sample(metrics, "pdserve_worker_limit", limit="tokens", **labels) == 512
+    worker.went_down()
+    assert sample(metrics, "pdserve_worker_up", **labels) == sample(metrics, "pdserve_worker_ranks", **labels) == 0
     worker.remove()
     assert "decode-0" not in metrics.render().decode()
 
 
 def test_pulls_that_fail_are_counted_by_stage() -> None:
     metrics = RouterMetrics()
-    metrics.observe_transfer(worker_pb2.TransferReport(transport="memfd", seconds=0.002, bytes=4096))
-    metrics.observe_transfer(worker_pb2.TransferReport(transport="memfd", failure_stage="verify"))
+    link = ("prefill-0", "decode-1")
+    metrics.observe_transfer(worker_pb2.TransferReport(transport="memfd", seconds=0.002, bytes=4096), *link)
+    metrics.observe_transfer(worker_pb2.TransferReport(transport="memfd", failure_stage="verify"), *link)
+    labels = {"source": "prefill-0", "worker": "decode-1"}
+    assert sample(metrics, "pdserve_kv_link_bytes_total", **labels) == 4096
+    assert sample(metrics, "pdserve_kv_link_pulls_total", result="done", **labels) == 1
+    assert sample(metrics, "pdserve_kv_link_pulls_total", result="failed", **labels) == 1
     assert sample(metrics, "pdserve_kv_transfer_seconds_count", transport="memfd") == 1
     assert sample(metrics, "pdserve_kv_transfer_bytes_sum", transport="memfd") == 4096
     assert sample(metrics, "pdserve_kv_transfer_failures_total", stage="verify") == 1
@@ -94,12 +110,50 @@ def test_the_slo_verdict_is_joint(ttft_s: float, tpot_s: float | None, verdict: 
 
 def test_misses_are_counted_by_cause() -> None:
     metrics = RouterMetrics(SloConfig(ttft_seconds=0.25, tpot_seconds=0.05))
-    journey = Journey(phases_s={"prefill_queue": 0.9}, num_preemptions=1)
+    journey, parts_s = Journey(phases_s={"prefill_queue": 0.9}), {"preemption": 0.03, "decode": 0.03}
     for ttft_s, tpot_s in ((1.0, 0.06), (1.0, 0.01), (0.1, None)):
-        metrics.answered(ttft_s=ttft_s, tpot_s=tpot_s, duration_s=2.0, num_tokens=2, num_gaps=1, journeys=[journey])
+        metrics.answered(
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+            duration_s=2.0,
+            num_tokens=2,
+            num_gaps=1,
+            journeys=[journey],
+            tpot_parts_s=parts_s,
+        )
     assert sample(metrics, "pdserve_slo_misses_total", objective="ttft", cause="prefill_queue") == 2
     assert sample(metrics, "pdserve_slo_misses_total", objective="tpot", cause="preemption") == 1
     assert sum(series.value for _, series in metrics.slo_misses.items()) == 3
+
+
+def test_links_beyond_the_bound_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_metrics, "MAX_LINKS", 2)
+    metrics = RouterMetrics()
+    for index in range(5):
+        report = worker_pb2.TransferReport(transport="grpc", seconds=0.1, bytes=1)
+        metrics.observe_transfer(report, "prefill-0", f"decode-{index}")
+    assert sample(metrics, "pdserve_kv_link_pulls_total", source="other", worker="other", result="done") == 3
+    assert len(list(metrics.link_bytes.items())) == 3
+
+
+def test_a_request_is_timed_beside_its_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = RouterMetrics(SloConfig(ttft_seconds=0.25, tpot_seconds=0.05))
+    clock = iter((10.2, 10.3, 10.4))
+    monkeypatch.setattr(router_metrics, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    timer = TokenTimer(metrics, 10.0, "id-1")
+    for _ in range(3):
+        timer.token(0)
+    journey = Journey(token_s=10.15, predicted_ttft_s=0.1, predicted_tpot_s=0.04, stall_s=0.06)
+    timer.finished([journey])
+    assert timer.is_good is False
+    assert sample(metrics, "pdserve_predicted_ttft_seconds_sum") == 0.1
+    assert sample(metrics, "pdserve_predicted_tpot_seconds_sum") == 0.04
+    assert sample(metrics, "pdserve_request_phase_seconds_sum", phase="first_write") == pytest.approx(0.05)
+    parts = {part: sample(metrics, "pdserve_tpot_part_seconds_sum", part=part) for part in ("handoff", "decode")}
+    assert parts == pytest.approx({"handoff": 0.03, "decode": 0.07})
+    assert sample(metrics, "pdserve_slo_misses_total", objective="tpot", cause="decode") == 1
+    assert [(each.phase, each.end_s) for each in journey.spans] == [("first_write", 10.2)]
+    assert 'request_id="id-1"' in metrics.render(OPEN_METRICS).decode()
 
 
 def test_failed_and_refused_requests_miss_both_objectives() -> None:

@@ -16,8 +16,9 @@ import yaml
 from pdserve.contracts import metrics
 from pdserve.contracts.metrics import Metric
 from pdserve.deploy.cli import run
-from pdserve.deploy.observe.dashboards import DASHBOARDS, Panel, dashboard_json
+from pdserve.deploy.observe.dashboards import DASHBOARDS
 from pdserve.deploy.observe.files import write_files
+from pdserve.deploy.observe.grafana import Panel, dashboard_json
 from pdserve.deploy.observe.rules import ALERTS, recording_rules, rule_file, runbook
 from pdserve.router import metrics as router_metrics
 
@@ -32,9 +33,12 @@ VALUES = {
     "phase": set(router_metrics.PHASES),
     "kind": set(router_metrics.STEP_KINDS),
     "stage": set(router_metrics.FAILURE_STAGES),
-    "reason": set(router_metrics.RETRY_REASONS),
+    "reason": {*router_metrics.RETRY_REASONS, *router_metrics.FALLBACK_REASONS},
+    "limit": {"sequences", "tokens"},
+    "result": {"done", "failed"},
+    "verdict": {"good", "bad"},
     "role": {"prefill", "decode", "mixed"},
-    "state": {"free", "cached", "referenced"},
+    "state": {"free", "cached", "referenced", "parked"},
     "expected": {"on_time", "late"},
     "objective": {"ttft", "tpot"},
     "ttft": {"met", "missed", "failed", "refused"},
@@ -130,8 +134,9 @@ def test_the_command_writes_what_both_programs_read(tmp_path: Path, capsys: pyte
     assert f"--config.file {out}/prometheus.yml" in capsys.readouterr().out
     config = yaml.safe_load((out / "prometheus.yml").read_text())
     [job] = config["scrape_configs"]
-    assert job["static_configs"] == [{"targets": ["10.0.0.1:9000"]}]
-    assert job["authorization"]["credentials_file"] == "/t"
+    [discovery] = job["http_sd_configs"]
+    assert discovery["url"] == "http://10.0.0.1:9000/targets"
+    assert discovery["authorization"]["credentials_file"] == job["authorization"]["credentials_file"] == "/t"
     [provider] = yaml.safe_load((out / "grafana/provisioning/dashboards/pdserve.yml").read_text())["providers"]
     boards = [json.loads(path.read_text()) for path in Path(provider["options"]["path"]).iterdir()]
     assert {board["uid"] for board in boards} == {dashboard.uid for dashboard in DASHBOARDS}
@@ -151,7 +156,7 @@ def test_prometheus_takes_the_files(tmp_path: Path) -> None:
         subprocess.run(["promtool", "check", "config", str(file)], check=True, capture_output=True)
 
 
-NUM_MINUTES = 120
+NUM_MINUTES = 30
 
 
 def at(value: float) -> str:
@@ -207,6 +212,10 @@ def pulls(per_minute: float, failures: float = 0) -> dict[str, str]:
     return {
         'pdserve_kv_transfer_seconds_count{transport="grpc"}': growing(per_minute),
         'pdserve_kv_transfer_failures_total{stage="copy"}': growing(failures),
+        **{
+            f'pdserve_kv_link_pulls_total{{source="p", worker="d", result="{result}"}}': growing(count)
+            for result, count in (("done", per_minute), ("failed", failures))
+        },
     }
 
 
@@ -214,7 +223,7 @@ def steps(seconds: float, predicted: float) -> dict[str, str]:
     labels = '{role="decode", kind="decode"}'
     return {
         f"pdserve_step_seconds_sum{labels}": growing(seconds),
-        f"pdserve_predicted_step_seconds_total{labels}": growing(predicted),
+        f"pdserve_predicted_step_seconds_sum{labels}": growing(predicted),
     }
 
 
@@ -225,13 +234,20 @@ def placements(late: float, on_time: float) -> dict[str, str]:
     }
 
 
+def fallbacks(per_minute: float) -> dict[str, str]:
+    return {
+        'pdserve_placement_fallbacks_total{reason="no_room"}': growing(per_minute),
+        'pdserve_placements_total{expected="on_time"}': growing(100),
+    }
+
+
 def preemptions(per_minute: float) -> dict[str, str]:
     return {"pdserve_preemptions_total": growing(per_minute), "pdserve_requests_accepted_total": growing(100)}
 
 
 WORKER = 'pdserve_worker_up{role="decode", worker="w"}'
 PARKED = {'pdserve_parked_sequences{role="prefill"}': at(3)}
-EXPIRED = 'pdserve_redispatches_total{reason="kv_unavailable"}'
+EXPIRED = 'pdserve_redispatches_total{reason="expired"}'
 WAIT = "pdserve_request_phase_seconds"
 IN_QUEUE = 'phase="prefill_queue", '
 
@@ -242,7 +258,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "RouterDown": ({'up{job="pdserve"}': at(0)}, {'up{job="pdserve"}': at(1)}),
     "NoPrefillWorker": (up(prefill=0, decode=1), up(prefill=0, mixed=1)),
     "NoDecodeWorker": (up(prefill=1, decode=0), up(prefill=1, decode=1)),
-    "WorkerFlaps": ({WORKER: "1 0 " * 60}, {WORKER: "1x60 0 1x60"}),
+    "WorkerFlaps": ({WORKER: "1 0 " * 15}, {WORKER: "1x15 0 1x15"}),
     "KvDoesNotMove": ({**PARKED, **pulls(0)}, {**PARKED, **pulls(9)}),
     "KvPullsFail": (pulls(100, failures=2), pulls(300, failures=2)),
     "ParkedPromptsExpire": ({EXPIRED: growing(3)}, {EXPIRED: growing(1)}),
@@ -255,6 +271,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "PromptsWait": (histogram(WAIT, 0.3, IN_QUEUE), histogram(WAIT, 0.1, IN_QUEUE)),
     "AnswersArePreempted": (preemptions(6), preemptions(4)),
     "StepsSlowerThanPredicted": (steps(30, predicted=15), steps(30, predicted=25)),
+    "PlacementFallsBack": (fallbacks(20), fallbacks(5)),
     "PromptsPlacedLate": (placements(late=60, on_time=20), placements(late=20, on_time=60)),
 }
 
@@ -291,6 +308,7 @@ def labels_of_result(name: str) -> dict[str, str]:
     """Labels that the expression of an alert keeps, for the series above."""
     kept = {
         "RouterDown": {"job": "pdserve"},
+        "KvPullsFail": {"source": "p", "worker": "d"},
         "WorkerFlaps": {"role": "decode", "worker": "w"},
         "StepsSlowerThanPredicted": {"role": "decode", "kind": "decode"},
     }

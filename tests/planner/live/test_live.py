@@ -6,6 +6,7 @@ import pytest
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.live.live import LiveError, observe
+from pdserve.proto.v1 import worker_pb2
 from pdserve.router.metrics import RouterMetrics, WorkerMetrics
 
 
@@ -15,8 +16,8 @@ class Router:
     def __init__(self) -> None:
         self.metrics = RouterMetrics(SloConfig(ttft_seconds=0.25, tpot_seconds=0.05))
         for index, role in enumerate((WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.DECODE)):
-            WorkerMetrics(self.metrics, f"worker-{index}", role).up.set(1)
-        WorkerMetrics(self.metrics, "lost", WorkerRole.DECODE).up.set(0)
+            WorkerMetrics(self.metrics, f"worker-{index}", role).came_up(worker_pb2.Welcome(), None)
+        WorkerMetrics(self.metrics, "lost", WorkerRole.DECODE).went_down()
 
     def serve(
         self, num_prompt_tokens: int, num_output_tokens: int, *, ttft_s: float = 0.1, num_cached: int = 0

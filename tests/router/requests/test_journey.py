@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.router.requests.journey import Journey, tpot_cause, ttft_cause
+from pdserve.router.requests.journey import Journey, tpot_cause, tpot_parts_s, ttft_cause
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,7 @@ from pdserve.router.requests.journey import Journey, tpot_cause, ttft_cause
         (Journey(phases_s={"queue": 0.6, "prefill_queue": 0.2, "prefill": 0.1}), "queue"),
         (Journey(phases_s={"queue": 0.1, "prefill_queue": 0.5, "prefill": 0.4, "decode": 9.0}), "prefill_queue"),
         (Journey(phases_s={"prefill_queue": 0.1, "prefill": 0.8}), "prefill"),
-        (Journey(phases_s={"queue": 0.01, "prefill": 0.2}), "edge"),
+        (Journey(phases_s={"queue": 0.01, "prefill": 0.2}), "wire"),
         (Journey(phases_s={"queue": 0.01, "prefill": 0.2}, num_retries=1), "failover"),
     ],
 )
@@ -24,17 +24,28 @@ def test_ttft_is_missed_by_its_longest_part(journey: Journey, cause: str) -> Non
 def test_the_slowest_of_several_prompts_counts() -> None:
     fast, slow = Journey(phases_s={"queue": 0.1}), Journey(phases_s={"prefill": 0.9})
     assert ttft_cause([fast, slow], 1.0) == "prefill"
-    assert ttft_cause([], 1.0) == "edge"
+    assert ttft_cause([], 1.0) == "wire"
+
+
+def test_the_parts_of_an_answer_are_all_of_it() -> None:
+    journey = Journey(stall_s=0.2, preempted_s=0.3, lost_s=0.1)
+    parts_s = tpot_parts_s(journey, 1.5, write_s=0.05)
+    assert parts_s == pytest.approx(
+        {"failover": 0.1, "handoff": 0.2, "preemption": 0.3, "client": 0.05, "decode": 0.85}
+    )
+    assert tpot_parts_s(journey, 0.4, write_s=9.0)["decode"] == 0
 
 
 @pytest.mark.parametrize(
-    ("journey", "cause"),
+    ("journey", "write_s", "cause"),
     [
-        (Journey(num_retries=1, stall_s=2.0, num_preemptions=1), "failover"),
-        (Journey(stall_s=0.9, num_preemptions=1), "handoff"),  # 10 gaps of 0.12 s, of which one is 0.9 s
-        (Journey(stall_s=0.2, num_preemptions=1), "preemption"),
-        (Journey(stall_s=0.2), "decode"),
+        (Journey(lost_s=0.9, stall_s=0.3), 0.0, "failover"),
+        (Journey(stall_s=0.3, preempted_s=0.2), 0.0, "handoff"),
+        (Journey(stall_s=0.1, preempted_s=0.3), 0.0, "preemption"),
+        (Journey(stall_s=0.1), 0.5, "client"),
+        (Journey(stall_s=0.1), 0.0, "decode"),
     ],
 )
-def test_tpot_is_missed_by_what_lengthened_it(journey: Journey, cause: str) -> None:
-    assert tpot_cause([journey], 0.12, 10, slo_s=0.1) == cause
+def test_tpot_is_missed_by_the_largest_part_that_is_enough(journey: Journey, write_s: float, cause: str) -> None:
+    """10 gaps of 0.12 s on average, of which 0.1 s would be met."""
+    assert tpot_cause(tpot_parts_s(journey, 1.2, write_s), 10, slo_s=0.1) == cause

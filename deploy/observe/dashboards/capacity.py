@@ -1,0 +1,126 @@
+"""Which phase is short, how full workers are, and whether predictions hold."""
+
+from __future__ import annotations
+
+from pdserve.deploy.observe.dashboards.shared import BUSY_PANEL, KV, PREDICTION, pair, quantiles
+from pdserve.deploy.observe.grafana import Dashboard, Panel, Row
+
+CAPACITY = Dashboard(
+    uid="pdserve-capacity",
+    title="pdserve: capacity and plan",
+    rows=(
+        Row(
+            title="Which phase is short?",
+            reading="Prefill busy and decode idle, or the reverse: `pdserve plan --live` proposes another placement.",
+            panels=(
+                BUSY_PANEL,
+                Panel(
+                    title="Busy by worker and kind of step",
+                    unit="percentunit",
+                    queries=(("sum by (worker, kind) (rate(pdserve_step_seconds_sum[5m]))", "{{worker}} {{kind}}"),),
+                    about="Steps with prompt tokens in them are `prefill`, all others `decode`.",
+                    is_stacked=True,
+                ),
+                KV,
+            ),
+        ),
+        Row(
+            title="What is there, and is it full?",
+            reading="Wanted workers are those that the deployment names now. Batches that are full to their limits, on "
+            "workers that are always busy, are saturated.",
+            panels=(
+                Panel(
+                    title="Workers wanted and ready",
+                    unit="short",
+                    queries=(
+                        ("count by (role) (pdserve_worker_up)", "{{role}} wanted"),
+                        ("sum by (role) (pdserve_worker_up)", "{{role}} ready"),
+                        ("sum by (role) (pdserve_worker_ranks)", "{{role}} ranks"),
+                    ),
+                    width=6,
+                ),
+                Panel(
+                    title="Batch",
+                    unit="percentunit",
+                    queries=(
+                        (
+                            "sum by (role) (pdserve_running_sequences) / "
+                            'sum by (role) (pdserve_worker_limit{limit="sequences"})',
+                            "{{role}}",
+                        ),
+                    ),
+                    about="Running sequences, of those that fit a batch.",
+                    width=6,
+                ),
+                Panel(
+                    title="Token budget of steps",
+                    unit="percentunit",
+                    queries=(
+                        (
+                            "sum by (role) (rate(pdserve_step_tokens_sum[5m])) / "
+                            "(sum by (role) (rate(pdserve_step_tokens_count[5m])) > 0) / "
+                            'avg by (role) (pdserve_worker_limit{limit="tokens"})',
+                            "{{role}}",
+                        ),
+                    ),
+                    about="Mean new tokens of a step, of `max_batch_tokens`.",
+                    width=6,
+                ),
+                Panel(
+                    title="Cost of a million output tokens",
+                    unit="currencyUSD",
+                    queries=(
+                        (
+                            "sum(pdserve_worker_usd_per_hour * pdserve_worker_up) / 3600 * 1e6 / "
+                            "(sum(rate(pdserve_output_tokens_total[5m])) > 0) > 0",
+                            "list price of devices",
+                        ),
+                    ),
+                    about="Empty where no price is known; a hardware file gives one (`price_per_hour_usd`).",
+                    width=6,
+                ),
+            ),
+        ),
+        Row(
+            title="Do predictions hold?",
+            reading="Plans and placements are as good as the cost model; `pdserve profile` measures this hardware, and "
+            "`pdserve plan --live` says what another placement would give.",
+            panels=(
+                PREDICTION,
+                pair("Steps", "step_seconds", by="kind"),
+                pair("TTFT", "ttft_seconds", about="As predicted when the prompt was placed, and as observed."),
+                pair("TPOT", "tpot_seconds", about="Predicted as one step of the batch that the answer joined."),
+            ),
+        ),
+        Row(
+            title="What do clients ask?",
+            reading="Lengths decide the placement: long prompts need prefill, long answers decode.",
+            panels=(
+                Panel(
+                    title="Prompt tokens of a request",
+                    width=6,
+                    unit="short",
+                    queries=quantiles("pdserve_request_prompt_tokens"),
+                ),
+                Panel(
+                    title="Answer tokens of a request",
+                    width=6,
+                    unit="short",
+                    queries=quantiles("pdserve_request_output_tokens"),
+                ),
+                Panel(
+                    title="Seconds of a request",
+                    unit="s",
+                    queries=quantiles("pdserve_request_seconds"),
+                    width=6,
+                ),
+                Panel(
+                    title="Output tokens per worker",
+                    unit="short",
+                    queries=(("sum(rate(pdserve_output_tokens_total[5m])) / sum(pdserve_worker_up)", "per second"),),
+                    width=6,
+                ),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,94 @@
+"""Handoffs: whether KV moves, at what cost, and what fails."""
+
+from __future__ import annotations
+
+from pdserve.deploy.observe.dashboards.shared import KV, PARKED, PULL_FAILURES, STALL, quantiles
+from pdserve.deploy.observe.grafana import Dashboard, Panel, Row
+
+KV_TRANSFER = Dashboard(
+    uid="pdserve-kv",
+    title="pdserve: KV transfer",
+    rows=(
+        Row(
+            title="Does KV move?",
+            reading="Bytes follow prompts that are prefilled apart from their decode worker, less what it caches. "
+            "Parked prompts without bytes: KV is stuck, or decode has no room.",
+            panels=(
+                Panel(
+                    title="Bytes",
+                    unit="Bps",
+                    queries=(("sum by (transport) (rate(pdserve_kv_transfer_bytes_sum[5m]))", "{{transport}}"),),
+                    width=6,
+                ),
+                Panel(
+                    title="Pulls",
+                    unit="cps",
+                    queries=(("sum by (transport) (rate(pdserve_kv_transfer_seconds_count[5m]))", "{{transport}}"),),
+                    width=6,
+                ),
+                PARKED,
+                Panel(
+                    title="Tokens that need not move",
+                    unit="short",
+                    queries=(("sum(rate(pdserve_cached_pull_tokens_total[5m]))", "cached where they decode"),),
+                    about="Tokens per second.",
+                    width=6,
+                ),
+            ),
+        ),
+        Row(
+            title="What does it cost?",
+            reading="The stall is what clients see of a handoff: choice of a decode worker, wait for blocks, and pull. "
+            "A link is a pair of workers.",
+            panels=(
+                Panel(
+                    title="Seconds of a pull",
+                    width=6,
+                    unit="s",
+                    queries=quantiles("pdserve_kv_transfer_seconds", by="transport"),
+                ),
+                Panel(
+                    title="Bytes of a pull",
+                    width=6,
+                    unit="bytes",
+                    queries=quantiles("pdserve_kv_transfer_bytes", by="transport"),
+                ),
+                Panel(
+                    title="Speed of the slowest links",
+                    unit="Bps",
+                    queries=(
+                        (
+                            "bottomk(5, sum by (source, worker) (rate(pdserve_kv_link_bytes_total[5m])) / "
+                            "(sum by (source, worker) (rate(pdserve_kv_link_seconds_total[5m])) > 0))",
+                            "{{source}} to {{worker}}",
+                        ),
+                    ),
+                    about="Bytes per second of pulling.",
+                    width=6,
+                ),
+                STALL,
+            ),
+        ),
+        Row(
+            title="What fails?",
+            reading="`connect` and `deadline` are the network, `refused` and `grant` a source that is gone, `verify` "
+            "damaged data, which is never decoded on.",
+            panels=(
+                PULL_FAILURES,
+                Panel(
+                    title="Failed pulls by link",
+                    unit="cps",
+                    queries=(
+                        (
+                            "topk(10, sum by (source, worker) "
+                            '(rate(pdserve_kv_link_pulls_total{result="failed"}[5m])))',
+                            "{{source}} to {{worker}}",
+                        ),
+                    ),
+                    about="One source: its host. One puller: its host. One pair: the network between them.",
+                ),
+                KV,
+            ),
+        ),
+    ),
+)
