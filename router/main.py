@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import uvicorn
@@ -53,6 +55,9 @@ KEEP_ALIVE_S = 65
 CLOSE_TIMEOUT_S = 5
 """Seconds for responses to reach their clients after the drain."""
 BACKLOG = 2048
+SWITCH_S = 0.001
+NUM_THREADS = 4
+"""For long prompts and large bodies."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,6 +89,9 @@ async def serve(config: RouterProcessConfig) -> int:
         ValueError: a port is taken, or a model folder, hardware name, file of API keys or log of requests is invalid.
     """
     stopped = asyncio.create_task(_stop_on_signals().wait())
+    # Threads that compute let the event loop go on after this long, each.
+    sys.setswitchinterval(SWITCH_S)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
     tokenizer = ChatTokenizer.from_folder(Path(config.model_path), TOOL_FORMATS.get(config.tool_format))
     costs = build_cost_models(config)
     # From the token, so that a restarted router finds the blocks that workers have cached.
@@ -118,6 +126,8 @@ async def serve(config: RouterProcessConfig) -> int:
         (_server(app, config.tls_certificate, config.tls_key), public),
         (_server(create_admin_app(cluster, config, costs, overview)), admin),
     ]
+    gc.collect()
+    gc.freeze()  # or full collections go through every module, and hold up every stream
     serving = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in servers]
     endless = (cluster.sweep_forever(), cluster.keep_proven(), overview.sample_forever())
     helpers = [asyncio.create_task(each) for each in endless]

@@ -144,6 +144,14 @@ class Cluster:
         self.dispatcher.start(stream)
         return stream
 
+    def check_room(self, num_choices: int) -> None:
+        """Check that a request would be accepted now.
+
+        Raises:
+            GenerationError: it would not (overload, drain).
+        """
+        self.dispatcher.check_room(num_choices)
+
     async def sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)

@@ -14,9 +14,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 
 from pdserve.router.cluster.cluster import Cluster
-from pdserve.router.http.asgi import EdgeMiddleware, JsonRoute
+from pdserve.router.http.asgi import EdgeMiddleware
 from pdserve.router.http.edge import Edge
 from pdserve.router.http.errors import ApiError, install_error_handlers
+from pdserve.router.http.json_body import JsonRoute
 from pdserve.router.http.keys import RATE_HEADERS, KeyFile
 from pdserve.router.http.page import add_page_routes
 from pdserve.router.http.request_log import RequestLog

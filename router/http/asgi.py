@@ -1,4 +1,4 @@
-"""HTTP input of the edge: strict JSON bodies, limits on size and time, and client disconnects.
+"""HTTP input of the edge: limits on size, time and memory, keys, and client disconnects.
 
 Starlette notices a disconnect only while it streams, and from ASGI 2.4 on only at the next write. A queued request
 writes nothing, so the edge listens for a disconnect once it has the request's body.
@@ -7,7 +7,6 @@ writes nothing, so the edge listens for a disconnect once it has the request's b
 from __future__ import annotations
 
 import asyncio
-import gc
 import re
 import time
 import uuid
@@ -16,58 +15,15 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-import msgspec
-from fastapi import Request, Response
-from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdserve.router.http.errors import CLIENT_LEFT, MAX_NAME_CHARS, ApiError, api_error
+from pdserve.router.http.errors import CLIENT_LEFT, ApiError, api_error
 from pdserve.router.http.keys import Caller, KeyFile
 from pdserve.router.http.page import KEY_COOKIE, PAGE_PATHS
 from pdserve.router.http.request_log import RequestEntry, RequestLog
 from pdserve.router.metrics import RouterMetrics
-
-MAX_MEMBERS = 256
-"""Of a body; both APIs have fewer than 100 fields."""
-_decode = msgspec.json.Decoder().decode
-
-
-class JsonRoute(APIRoute):
-    """Route that accepts only ``application/json``."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_json(request: Request) -> Response:
-            content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if content_type != "application/json":
-                shown = content_type[:MAX_NAME_CHARS] or "none"
-                raise ApiError(415, f"send the request with Content-Type: application/json; it was {shown}")
-            return await handle(_JsonRequest(request.scope, request.receive))
-
-        return handle_json
-
-
-class _JsonRequest(Request):
-    async def json(self) -> Any:
-        data = await self.body()
-        gc.disable()  # it would go through the millions of objects that a large body may make, again and again
-        try:
-            value = _decode(data)
-        except UnicodeDecodeError:
-            raise ApiError(400, "the request body is not UTF-8") from None
-        except msgspec.DecodeError as error:
-            raise ApiError(400, f"the request body is not JSON: {error}") from None
-        except RecursionError:
-            raise ApiError(400, "the request body is nested too deeply") from None
-        finally:
-            gc.enable()
-        if isinstance(value, dict) and len(value) > MAX_MEMBERS:
-            raise ApiError(400, f"the request body has {len(value)} members; send {MAX_MEMBERS} at most")
-        return value
-
 
 Sign = Callable[[], Coroutine[Any, Any, None]]
 
@@ -111,9 +67,50 @@ async def _expire_after(sign: Sign, scope: asyncio.Timeout) -> None:
 
 BODY_TIMEOUT_S = 60.0
 """Seconds from a request's headers to the end of its body."""
+MAX_HELD_BYTES = 2**30
+"""Of bodies and prompts of all requests together."""
+
+
+class Memory:
+    """What requests hold, counted so that it stays bounded."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """
+        Raises:
+            ApiError: it would be too much.
+        """
+        if self.num_bytes + num_bytes > self._max_bytes:
+            raise ApiError(429, "the router holds as many large requests as it can; try again", headers=_FULL)
+        self.num_bytes += num_bytes
+
+
+class Share:
+    """Memory of one request."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """
+        Raises:
+            ApiError: requests hold too much already.
+        """
+        self._memory.take(num_bytes)
+        self._num_bytes += num_bytes
+
+    def release(self) -> None:
+        self._memory.num_bytes -= self._num_bytes
+        self._num_bytes = 0
+
 
 _CLOSE = {"Connection": "close"}
 """The rest of the body is not read."""
+_FULL = {**_CLOSE, "Retry-After": "1"}
 
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """Id that a client may choose for its request."""
@@ -124,9 +121,9 @@ OPEN_PATHS = frozenset({"/live", *PAGE_PATHS})
 
 
 class EdgeMiddleware:
-    """Sets ``request_id``, ``arrived_s`` (`time.monotonic`), ``entry`` of the log and ``caller`` (None without keys) in
-    the request's state; returns ``X-Request-Id``. Refuses requests without a key of ``keys`` before anything of them is
-    read. Logs every POST at its end."""
+    """Sets in the request's state ``request_id``, ``arrived_s`` (`time.monotonic`), ``entry`` of the log, ``memory``
+    (its `Share`) and ``caller`` (None without keys); returns ``X-Request-Id``. Refuses requests without a key of
+    ``keys`` before anything of them is read. Logs every POST at its end."""
 
     def __init__(
         self,
@@ -141,6 +138,7 @@ class EdgeMiddleware:
         self._max_body_bytes = max_body_bytes
         self._keys = keys
         self._request_log = request_log
+        self._memory = Memory(MAX_HELD_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -152,7 +150,8 @@ class EdgeMiddleware:
         state = scope.setdefault("state", {})
         arrived_s = time.monotonic()
         entry = RequestEntry(request_id, scope["path"], arrived_s)
-        state.update(request_id=request_id, arrived_s=arrived_s, entry=entry, caller=None)
+        memory = Share(self._memory)
+        state.update(request_id=request_id, arrived_s=arrived_s, entry=entry, memory=memory, caller=None)
         status: int | None = None
 
         async def send_noted(message: Message) -> None:
@@ -169,12 +168,13 @@ class EdgeMiddleware:
         try:
             if self._keys is not None and scope["path"] not in OPEN_PATHS:
                 state["caller"] = _caller(self._keys, sent)
-            await self._app(scope, self._bounded(receive, sent), send_noted)
+            await self._app(scope, self._bounded(receive, sent, memory), send_noted)
         except Exception as error:
             if status is not None:
                 raise
             await api_error(error).response()(scope, receive, send_noted)
         finally:
+            memory.release()
             if state["caller"] is not None:
                 entry.tenant = state["caller"].key.tenant
                 state["caller"].close()
@@ -184,7 +184,7 @@ class EdgeMiddleware:
             if self._request_log is not None and scope["method"] == "POST":
                 self._request_log.write(entry, status)
 
-    def _bounded(self, receive: Receive, headers: Headers) -> Receive:
+    def _bounded(self, receive: Receive, headers: Headers, memory: Share) -> Receive:
         """``receive`` that refuses a body which is too large or does not arrive; a declared length is checked before
         reading."""
         length = headers.get("content-length", "")
@@ -205,6 +205,7 @@ class EdgeMiddleware:
                 refusal = f"the request body did not arrive within {BODY_TIMEOUT_S:g} s"
                 raise ApiError(408, refusal, headers=_CLOSE) from None
             num_bytes += len(message.get("body", b""))
+            memory.take(len(message.get("body", b"")))
             is_too_large = num_bytes > self._max_body_bytes
             if is_too_large:
                 raise self._too_large()

@@ -6,13 +6,15 @@ The former differ in how they read a prompt; `pdserve.router.http.writer` writes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from math import ceil
+from typing import TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -20,6 +22,7 @@ from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import ApiError
 from pdserve.router.http.grammars import after_reasoning, grammar_of
+from pdserve.router.http.json_body import LARGE_BYTES
 from pdserve.router.http.keys import Caller
 from pdserve.router.http.responses import ResponsesBody, ResponseWriter
 from pdserve.router.http.sampling import check_prompt_length, check_token_ids, sampling_params
@@ -39,13 +42,19 @@ from pdserve.router.text.answer import Answer, AnswerEnd, AnswerParts, AnswerTok
 from pdserve.router.text.answer_text import StopStrings
 from pdserve.router.text.chat_template import PromptEnd
 from pdserve.router.text.reasoning import CLOSING, OPENING, ReasoningParser
-from pdserve.router.text.tokenizer import ChatTokenizer
+from pdserve.router.text.tokenizer import ChatTokenizer, TooLongError
 from pdserve.router.text.tool_calls import ToolCallParser
+
+Result = TypeVar("Result")
 
 PIECE_TOKENS = 64
 """Tokens decoded together where no reader needs them one by one."""
 
 SALT_BYTES = 32
+TOKEN_BYTES = 40
+"""Memory of a prompt's token."""
+MAX_TOKENIZED_CHARS = 2**20
+"""Of a text for ``/tokenize``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,34 +78,34 @@ class Edge:
 
     async def create_response(self, body: ResponsesBody, request: Request) -> Response:
         """Answer as the responses API does."""
-        chat = body.as_chat()
+        chat = await self._aside(request, body.as_chat)
         answer = await self._chat(chat, request)
         writer = ResponseWriter(body, answer, request.state.request_id, self.served_name)
         return await self._respond(chat, request, [answer], writer)
 
     async def _chat(self, body: ChatBody, request: Request) -> Answer:
-        max_model_len = self._admit(body, request)
-        tools = tools_of(body, self.tokenizer.tool_format)
+        max_model_len = await self._admit(body, request)
+        tools = await self._aside(request, partial(tools_of, body, self.tokenizer.tool_format))
         if tools is not None:
             request.state.grammar = merged_grammar(body, request.state.grammar, tools.grammar)
-        text = self._chat_text(body, tools.offered if tools else ())
-        check_prompt_length(body, self.tokenizer.fewest_tokens(text), max_model_len, is_least=True)
+        text = await self._aside(request, partial(self._chat_text, body, tools.offered if tools else ()))
         reasoning = self._reasoning(body, text)
         if request.state.grammar is not None and reasoning is not None:
             request.state.grammar = after_reasoning(request.state.grammar, is_open=reasoning)
-        tokens = await self.tokenizer.encode_chat(text)
+        with _too_long(body, max_model_len):
+            tokens = await self.tokenizer.encode_chat(text, most_tokens=max_model_len)
         spec = self._spec(body, request, max_model_len, tokens)
         context = tokens if body.prompt_end is PromptEnd.LAST_MESSAGE else ()
         return self._answer(body, spec, context=context, new_parts=_parts(reasoning, tools))
 
     async def create_completion(self, body: CompletionBody, request: Request) -> Response:
         """Continue texts or token ids, one answer or more for each."""
-        max_model_len = self._admit(body, request)
+        max_model_len = await self._admit(body, request)
         answers: list[Answer] = []
         for prompt in body.prompt:
             if isinstance(prompt, str):
-                check_prompt_length(body, self.tokenizer.fewest_tokens(prompt), max_model_len, is_least=True)
-                tokens = await self.tokenizer.encode(prompt)
+                with _too_long(body, max_model_len):
+                    tokens = await self.tokenizer.encode(prompt, most_tokens=max_model_len)
             else:
                 tokens = prompt
             spec = self._spec(body, request, max_model_len, tokens)
@@ -106,26 +115,31 @@ class Edge:
         writer = AnswerWriter(self.tokenizer, body, answers, request.state.request_id, self.served_name)
         return await self._respond(body, request, answers, writer)
 
-    async def tokenize(self, body: TokenizeBody) -> JSONResponse:
+    async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
         """Token ids of a prompt, or of a chat as the model would be asked it."""
         body.check()
         self._check_model(body.model)
         if body.messages is not None:
-            tokens = await self.tokenizer.encode_chat(self._chat_text(body, body.tools or ()))
+            text = await self._aside(request, partial(self._chat_text, body, body.tools or ()))
         else:
-            add_special_tokens = body.add_special_tokens is not False
-            tokens = await self.tokenizer.encode(body.prompt or "", add_special_tokens=add_special_tokens)
+            text = body.prompt or ""
+        if len(text) > MAX_TOKENIZED_CHARS:
+            message = f"the text has {len(text)} characters; send {MAX_TOKENIZED_CHARS} at a time"
+            raise ApiError(400, message, param="prompt" if body.messages is None else "messages")
+        if body.messages is not None:
+            tokens = await self.tokenizer.encode_chat(text)
+        else:
+            tokens = await self.tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
         texts = None
         if body.return_token_strs:
             texts = await off_loop(len(tokens), lambda: list(map(self.tokenizer.token_text, tokens)))
-        return JSONResponse(
-            {
-                "count": len(tokens),
-                "max_model_len": self.cluster.max_model_len,
-                "tokens": tokens,
-                "token_strs": texts,
-            }
-        )
+        content = {
+            "count": len(tokens),
+            "max_model_len": self.cluster.max_model_len,
+            "tokens": tokens,
+            "token_strs": texts,
+        }
+        return Response(msgspec.json.encode(content), media_type="application/json")
 
     async def tokenizer_info(self) -> JSONResponse:
         """Chat template and special tokens, for clients that render chats themselves (vLLM)."""
@@ -140,16 +154,21 @@ class Edge:
         check_token_ids("tokens", body.tokens, self.tokenizer.vocab_size)
         return JSONResponse({"prompt": await off_loop(len(body.tokens), partial(self.tokenizer.decode, body.tokens))})
 
-    def _admit(self, body: GenerationBody, request: Request) -> int:
+    async def _aside(self, request: Request, work: Callable[[], Result]) -> Result:
+        """Return ``work()``, run in a thread if the body is large."""
+        return await off_loop(request.state.num_body_bytes, work, LARGE_BYTES)
+
+    async def _admit(self, body: GenerationBody, request: Request) -> int:
         """Check the request as far as possible before reading the prompt; return the model's maximum length."""
-        body.check()
-        request.state.grammar = grammar_of(body)
+        await self._aside(request, body.check)
+        request.state.grammar = await self._aside(request, partial(grammar_of, body))
         check_token_ids("logit_bias", map(int, body.logit_bias or ()), self.tokenizer.vocab_size)
         check_token_ids("stop_token_ids", body.stop_token_ids or (), self.tokenizer.vocab_size)
         self._check_model(body.model)
         max_model_len = self.cluster.max_model_len
         if max_model_len is None:
             raise ApiError(503, "no worker has joined the cluster yet; try again soon", headers={"Retry-After": "1"})
+        self.cluster.check_room(body.num_choices)
         if request.state.caller is not None:
             _admit_caller(request.state.caller, body)
         return max_model_len
@@ -185,6 +204,7 @@ class Edge:
         if not prompt_tokens:
             raise ApiError(400, "the prompt is empty; it needs one token at least", param=body.prompt_field)
         check_token_ids(body.prompt_field, prompt_tokens, self.tokenizer.vocab_size)
+        request.state.memory.take(len(prompt_tokens) * TOKEN_BYTES)
         caller: Caller | None = request.state.caller
         salt = body.cache_salt or ""
         if caller is not None:
@@ -273,6 +293,16 @@ class Edge:
                     writer.add(delta)
         timer.finished([answer.journey for answer in answers])
         return Response(await writer.whole(), media_type="application/json")
+
+
+@contextmanager
+def _too_long(body: GenerationBody, max_model_len: int) -> Iterator[None]:
+    """Refuse a prompt that the tokenizer found to be too long."""
+    try:
+        yield
+    except TooLongError as error:
+        check_prompt_length(body, error.num_tokens, max_model_len, is_least=True)
+        raise
 
 
 def _parts(reasoning: bool | None, tools: Tools | None) -> Callable[[], AnswerParts] | None:

@@ -76,11 +76,7 @@ def api_error(error: Exception) -> ApiError:
         case GenerationError():
             return ApiError(error.status, error.message, headers=_retry_after(error))
         case RequestValidationError():
-            first = error.errors()[0]
-            param = ".".join(str(part)[:MAX_NAME_CHARS] for part in first["loc"] if part != "body")
-            if not param:
-                return ApiError(400, "the request body must be a JSON object")
-            return ApiError(400, f"{param}: {first['msg']}", param=param)
+            return ApiError(400, "the request body must be a JSON object")  # it is empty
         case HTTPException():
             return ApiError(error.status_code, error.detail, headers=error.headers)
     logger.error("unexpected error in the HTTP edge", exc_info=error)

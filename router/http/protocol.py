@@ -20,6 +20,10 @@ HEAD_TIMEOUT_S = 30.0
 """Seconds from the first byte of a request, or from the connection for its first one, to the end of its headers."""
 
 
+MAX_CONNECTIONS = 4096
+"""Open at once; others are closed as they come."""
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     _head_deadline: asyncio.TimerHandle | None = None
     """Set while a head is awaited."""
@@ -29,6 +33,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Bytes received since the last such step."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= MAX_CONNECTIONS:
+            transport.abort()
+            return
         super().connection_made(transport)
         self._await_head()
 

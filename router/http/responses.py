@@ -13,6 +13,7 @@ import msgspec
 from pydantic import Field, ValidationError
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
+from pdserve.router.http.json_body import refusal_of
 from pdserve.router.http.schema import MAX_MESSAGES, Body, ChatBody
 from pdserve.router.http.unsupported_fields import RESPONSES, RESPONSES_REASONING, check_extra_fields
 from pdserve.router.text.answer import Answer, TextDelta
@@ -33,7 +34,7 @@ class ResponsesBody(Body):
     """Body of ``POST /v1/responses``."""
 
     model: str | None = None
-    input: str | Annotated[list[dict[str, object]], Field(max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[dict[str, object]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -71,9 +72,9 @@ class ResponsesBody(Body):
         try:
             return ChatBody.model_validate(fields)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])).replace("messages", "input", 1)
-            raise ApiError(400, f"{place}: {first['msg']}", param=place) from error
+            refusal = refusal_of(error)
+            place = (refusal.param or "").replace("messages", "input", 1)
+            raise ApiError(400, refusal.detail.replace(refusal.param or "", place, 1), param=place) from error
 
     def _messages(self) -> list[dict[str, object]]:
         messages: list[dict[str, object]] = []

@@ -44,6 +44,8 @@ def _as_list(value: object) -> object:
         return [value]
     if not isinstance(value, list):
         raise PydanticCustomError("stop", "Input should be a string or a list of strings")
+    if len(value) > MAX_STOP_STRINGS:
+        raise PydanticCustomError("stop", f"There may be {MAX_STOP_STRINGS} stop strings at most")
     return value
 
 
@@ -85,6 +87,12 @@ def _are_token_ids(values: list[object]) -> bool:
     return len(numbers) == len(values) and min(numbers) >= 0 and max(numbers) <= _MAX_TOKEN_ID
 
 
+def _bounded_biases(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise PydanticCustomError("logit_bias", f"There may be {MAX_BIASES} tokens at most")
+    return value
+
+
 def _biases(value: dict[str, float]) -> dict[str, float]:
     if len({int(token) for token in value}) < len(value):
         raise PydanticCustomError("logit_bias", "Each token id should be there once")
@@ -99,19 +107,25 @@ Prompts = Annotated[
 ]
 
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-StopStringList = Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_as_list)]
+StopStringList = Annotated[list[_StopString], BeforeValidator(_as_list)]
 
 _TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
-TokenIds = Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)]
+TokenIds = Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
 
 _TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 _Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
-LogitBias = Annotated[dict[_TokenIdText, _Bias], Field(max_length=MAX_BIASES), AfterValidator(_biases)]
+LogitBias = Annotated[dict[_TokenIdText, _Bias], BeforeValidator(_bounded_biases), AfterValidator(_biases)]
 
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Default ``max_tokens`` of a text completion, as at OpenAI."""
 
+MAX_DETOKENIZED = 2**17
+"""Tokens of a request to ``/detokenize``."""
+MAX_MEMBERS = 256
+"""Of an object; both APIs have fewer than 100 fields."""
+MAX_TOOLS = 128
+"""As at OpenAI."""
 MAX_MESSAGE_CALLS = 128
 """Maximum tool calls in one message."""
 MAX_MESSAGES = 2**14
@@ -126,6 +140,13 @@ class Body(BaseModel):
     """Object of a request, in which null is a field that was left out."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_members(cls, value: object) -> object:
+        if isinstance(value, dict) and len(value) > MAX_MEMBERS:
+            raise PydanticCustomError("members", f"There may be {MAX_MEMBERS} members at most")
+        return value
 
 
 class StreamOptions(Body):
@@ -275,7 +296,7 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: MessageText
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_MESSAGE_CALLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_MESSAGE_CALLS, fail_fast=True)] | None = None
     """Of an assistant."""
     tool_call_id: str | None = None
     """Call that a tool's message answers."""
@@ -299,6 +320,10 @@ class ChatMessage(Body):
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[dict[str, object]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class TemplatedBody(Body):
@@ -331,11 +356,11 @@ class ChatBody(GenerationBody, TemplatedBody):
 
     prompt_field = "messages"
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: _NumLogprobs | None = None
-    tools: list[dict[str, object]] | None = None
+    tools: Tools | None = None
     """Functions that the model may call; see `pdserve.router.http.tools`."""
     tool_choice: str | dict[str, object] | None = None
     parallel_tool_calls: bool | None = None
@@ -409,8 +434,8 @@ class TokenizeBody(TemplatedBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    tools: list[dict[str, object]] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     """With messages, as in a chat."""
     add_special_tokens: bool | None = None
     """Of a prompt, true by default; a chat template writes them itself."""
@@ -426,4 +451,4 @@ class DetokenizeBody(Body):
     """Body of ``POST /detokenize`` (vLLM)."""
 
     model: str | None = None
-    tokens: list[_TokenId]
+    tokens: Annotated[list[_TokenId], Field(max_length=MAX_DETOKENIZED, fail_fast=True)]

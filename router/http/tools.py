@@ -18,9 +18,6 @@ from pdserve.router.http.schema import ChatBody, TemplatedBody
 from pdserve.router.text.chat_template import ChatTemplate
 from pdserve.router.text.tool_calls import ToolFormat
 
-MAX_TOOLS = 128
-"""As at OpenAI."""
-
 _OWN_VARIABLES = frozenset({"add_generation_prompt", "messages", "tools"})
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
@@ -53,8 +50,6 @@ def tools_of(body: ChatBody, style: ToolFormat | None) -> Tools | None:
         ApiError: one is malformed, or ``style`` is None.
     """
     offered, choice = body.tools or [], body.tool_choice or "auto"
-    if len(offered) > MAX_TOOLS:
-        raise _refusal("tools", f"has {len(offered)} tools; {MAX_TOOLS} are supported")
     functions = {}
     for index, tool in enumerate(offered):
         function = _function(tool, f"tools.{index}")

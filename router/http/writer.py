@@ -253,6 +253,6 @@ MAX_INLINE_TOKENS = 256
 Result = TypeVar("Result")
 
 
-async def off_loop(num_tokens: int, work: Callable[[], Result]) -> Result:
-    """Return ``work()``, run in a thread if ``num_tokens`` is large."""
-    return work() if num_tokens <= MAX_INLINE_TOKENS else await asyncio.to_thread(work)
+async def off_loop(size: int, work: Callable[[], Result], most: int = MAX_INLINE_TOKENS) -> Result:
+    """Return ``work()``, run in a thread if its size, by default in tokens, is over ``most``."""
+    return work() if size <= most else await asyncio.to_thread(work)

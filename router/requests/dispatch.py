@@ -172,7 +172,7 @@ class Dispatcher:
         """
         spec = request.spec
         try:
-            self._admit(spec.num_choices)
+            self.check_room(spec.num_choices)
         except GenerationError as error:
             if error.status != 400:
                 self._observer.refused()
@@ -336,7 +336,11 @@ class Dispatcher:
 
     # Admission, launch and end
 
-    def _admit(self, num_choices: int) -> None:
+    def check_room(self, num_choices: int) -> None:
+        """
+        Raises:
+            GenerationError: a request for that many choices would be refused now.
+        """
         if self.is_draining:
             raise GenerationError(503, "the router is draining", retry_after_s=MIN_RETRY_AFTER_S)
         max_in_flight = self._settings.max_in_flight

@@ -23,6 +23,9 @@ from pdserve.router.text.tool_calls import ToolFormat, tool_format
 MAX_INLINE_CHARS = 4096
 """Longest text that is encoded faster than it is handed to a thread and back."""
 
+_CHARS_PER_TOKEN = 8
+"""More than usual texts have."""
+
 _CONTEXT_TOKENS = 8
 """Tokens before an answer that can change the text of its first token."""
 
@@ -34,6 +37,15 @@ _LITERAL = "\U0010ffff"
 
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 """Byte that is not a character, as sentencepiece writes it."""
+
+
+class TooLongError(ValueError):
+    """A text has more tokens than it may have."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"{num_tokens} tokens are too many")
+        self.num_tokens = num_tokens
+        """At least."""
 
 
 class ChatTokenizer:
@@ -60,7 +72,6 @@ class ChatTokenizer:
         self._special_ids = frozenset(token for token, content in added.items() if content.special)
         special_texts = sorted((each.content for each in added.values() if each.special), key=len, reverse=True)
         self._special_text = re.compile("|".join(map(re.escape, special_texts)) or "(?!)")
-        self._longest_token_chars = max(map(len, tokenizer.get_vocab()))
         self._bytes_of_token: dict[int, bytes] = {}
         decoders = _decoder_types(tokenizer)
         self._byte_of_char = _byte_level_alphabet() if "ByteLevel" in decoders else {}
@@ -137,27 +148,34 @@ class ChatTokenizer:
 
         return {key: each if key == "role" else marked(each) for key, each in value.items()}
 
-    def fewest_tokens(self, text: str) -> int:
-        """Lower bound on a text's tokens: none covers more characters than the longest in the vocabulary."""
-        return -(-len(text) // self._longest_token_chars)
+    async def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
+        """Token ids of a text; optionally with the special tokens that the tokenizer adds around it.
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; optionally with the special tokens that the tokenizer adds around it."""
+        Raises:
+            TooLongError: they are more than ``most_tokens``.
+        """
         if len(text) <= MAX_INLINE_CHARS:
             return self._encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(
+            self._encode, text, add_special_tokens=add_special_tokens, most_tokens=most_tokens
+        )
 
-    async def encode_chat(self, text: str) -> list[int]:
-        """Token ids of a `chat_text`."""
+    async def encode_chat(self, text: str, *, most_tokens: int | None = None) -> list[int]:
+        """Token ids of a `chat_text`.
+
+        Raises:
+            TooLongError: they are more than ``most_tokens``.
+        """
         if _LITERAL not in text:
-            return await self.encode(text, add_special_tokens=False)
-        return await asyncio.to_thread(self._encode_marked, text)
+            return await self.encode(text, add_special_tokens=False, most_tokens=most_tokens)
+        return await asyncio.to_thread(self._encode_marked, text, most_tokens)
 
-    def _encode_marked(self, text: str) -> list[int]:
+    def _encode_marked(self, text: str, most_tokens: int | None) -> list[int]:
         tokens: list[int] = []
         for index, part in enumerate(text.split(_LITERAL)):
             tokenizer = self._literal_tokenizer if index % 2 else self._tokenizer
-            tokens += tokenizer.encode(part, add_special_tokens=False).ids
+            left = None if most_tokens is None else most_tokens - len(tokens)
+            tokens += self._encode(part, add_special_tokens=False, most_tokens=left, tokenizer=tokenizer)
         return tokens
 
     @cached_property
@@ -210,13 +228,26 @@ class ChatTokenizer:
             return bytes([int(piece[3:5], 16)])
         return piece.replace(_SPACE, " ").encode()
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        most_tokens: int | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> list[int]:
+        tokenizer = tokenizer or self._tokenizer
         if len(text) <= MAX_INLINE_CHARS:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        else:  # encode_batch, even for one text, releases the GIL; encode does not
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        # A far too long text is refused by its beginning: all of it may take seconds
+        begin = len(text) if most_tokens is None else max(most_tokens * _CHARS_PER_TOKEN, MAX_INLINE_CHARS)
+        for piece in (text[:begin], text) if begin < len(text) else (text,):
+            # encode_batch, even for one text, releases the GIL; encode does not
+            (encoding,) = tokenizer.encode_batch_fast([piece], add_special_tokens=add_special_tokens)
+            if most_tokens is not None and len(encoding) > most_tokens:  # ids of all would be built at once
+                raise TooLongError(len(encoding))
+        return list(encoding.ids)
 
 
 def _decoder_types(tokenizer: Tokenizer) -> set[str]:

@@ -106,6 +106,10 @@ class ScriptedGenerator(Cluster):
         self.generations: list[ScriptedGeneration] = []
         self.started = threading.Event()
 
+    def check_room(self, num_choices: int) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
     def start(self, spec: RequestSpec) -> ScriptedGeneration:
         assert spec.arrived_s > 0
         if self.refusal is not None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from pdserve.router.http import protocol
 from tests.router.edge_server import EdgeServer, running_edge
 
 LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n"
@@ -123,3 +124,18 @@ def test_requests_in_one_piece_are_no_large_head(edge: EdgeServer) -> None:
             answers += part
         connection.sendall(b"\r\n")
         assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_connections_beyond_the_limit_are_closed(edge: EdgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with connect(edge) as first:
+        first.sendall(LIVE + b"\r\n")
+        assert read_answer(first).startswith(b"HTTP/1.1 200 ")
+        monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 1)
+        with connect(edge) as second:
+            assert read_to_end(second) == b""
+        first.sendall(LIVE + b"\r\n")
+        assert read_answer(first).startswith(b"HTTP/1.1 200 ")
+    monkeypatch.undo()
+    with connect(edge) as third:
+        third.sendall(LIVE + b"\r\n")
+        assert read_answer(third).startswith(b"HTTP/1.1 200 ")

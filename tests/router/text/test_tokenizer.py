@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from pdserve.model.weights import random_checkpoint
-from pdserve.router.text.tokenizer import MAX_INLINE_CHARS, ChatTokenizer
+from pdserve.router.text.tokenizer import MAX_INLINE_CHARS, ChatTokenizer, TooLongError
 from tests.router.small_tokenizers import (
     BOS,
     BOS_ID,
@@ -66,9 +66,16 @@ def test_long_texts_are_encoded_in_another_thread(tmp_path: Path) -> None:
     seen = []
 
     class Watched(ChatTokenizer):
-        def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        def _encode(
+            self,
+            text: str,
+            *,
+            add_special_tokens: bool,
+            most_tokens: int | None = None,
+            tokenizer: Tokenizer | None = None,
+        ) -> list[int]:
             seen.append(threading.current_thread() is threading.main_thread())
-            return super()._encode(text, add_special_tokens=add_special_tokens)
+            return super()._encode(text, add_special_tokens=add_special_tokens, tokenizer=tokenizer)
 
     write_tokenizer(tmp_path)
     tokenizer = Watched.from_folder(tmp_path)
@@ -97,13 +104,20 @@ def test_the_interpreter_serves_others_while_a_long_text_is_encoded(tmp_path: Pa
     assert tokens == byte_level_tokenizer().encode(text).ids
 
 
-@pytest.mark.parametrize("make", [byte_level_tokenizer, metaspace_tokenizer])
-@pytest.mark.parametrize("text", ["", "the" * 50, "worker router" * 20, "Größe 東京 🙂", " " * 99])
-def test_no_text_has_fewer_tokens_than_its_fewest(make: object, text: str) -> None:
-    assert callable(make)
-    model = make()
-    fewest = ChatTokenizer(model, None, model.get_vocab_size()).fewest_tokens(text)
-    assert len(text) // 20 <= fewest <= len(model.encode(text, add_special_tokens=False).ids)
+def test_texts_with_too_many_tokens_are_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    text = "the time to first token " * 2_000
+    tokens = asyncio.run(tokenizer.encode(text))
+    assert asyncio.run(tokenizer.encode(text, most_tokens=len(tokens))) == tokens
+    for most_tokens in (len(tokens) - 1, 100):
+        with pytest.raises(TooLongError) as raised:
+            asyncio.run(tokenizer.encode(text, most_tokens=most_tokens))
+        assert most_tokens < raised.value.num_tokens <= len(tokens)
+    assert raised.value.num_tokens < len(tokens) // 2, "all of it was encoded"
+    marked = tokenizer.chat_text([{"role": "user", "content": f"{EOS}{text}"}])
+    with pytest.raises(TooLongError):
+        asyncio.run(tokenizer.encode_chat(marked, most_tokens=100))
 
 
 @pytest.mark.parametrize("text", ["Größe 東京 🙂", "in the a."])
