@@ -124,7 +124,7 @@ def judge(folder: Path, windows: list[list[int]], name: str, settings: dict[str,
     )
     backend = choose_backend(config)
     memory = PoolMemory.create(backend.layout)
-    executor = backend.build_executor(memory).executor
+    (executor,) = backend.build_executors(memory).executors
     judged: list[TokenLogprobs] = []
     for first in track(range(0, len(windows), BATCH_WINDOWS), name, console=console):
         judged += _judge_batch(executor, windows[first : first + BATCH_WINDOWS])

@@ -43,6 +43,9 @@ class WorkerConfig:
     precision: Precision = field(default_factory=Precision)
     tensor_parallel: int = 1
     """Ranks that share every layer; on GPUs only one, unless emulated."""
+    pipeline_parallel: int = 1
+    """Stages that share the layers. The worker has as many micro-batches, each a worker of its own for the router;
+    blocks, batch slots and swap memory are divided among them."""
     device: str = "auto"
     """Device of weights and KV pool: ``cpu``, ``cuda`` (the first GPU that ``CUDA_VISIBLE_DEVICES`` shows), or ``auto``
     (``cuda`` if torch finds a GPU)."""
@@ -92,9 +95,10 @@ class WorkerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEndpoint:
-    """A running worker, as the supervisor reports it to the router."""
+    """A running worker, or a micro-batch of one, as the supervisor reports it to the router."""
 
     worker_id: str
+    """Of a micro-batch, that of the worker and a number: ``prefill-0.1``."""
     role: WorkerRole
     address: str
     """``host:port`` of the worker's gRPC service."""

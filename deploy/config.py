@@ -22,7 +22,7 @@ _NAME = "the deployment file"
 
 
 Use = Literal["serve", "emulate", "simulate"]
-"""Purpose of a deployment: emulation supports more than serving, and simulation more than emulation."""
+"""Purpose of a deployment: emulation and simulation support more than serving."""
 
 _ORIGIN = re.compile(r"\*|https?://[^/\s*]+")
 
@@ -97,7 +97,7 @@ def check_deployment(config: DeploymentConfig, *, use: Use = "serve") -> None:
 
 def _check_fit(config: DeploymentConfig, use: Use) -> None:
     for role in WorkerRole:
-        _check_phase(role.value, config.phase(role), use)
+        _check_phase(role.value, config.phase(role))
     if not config.mixed.replicas and not (config.prefill.replicas and config.decode.replicas):
         raise ConfigError(
             f"prefill.replicas is {config.prefill.replicas} and decode.replicas is {config.decode.replicas}; "
@@ -112,7 +112,9 @@ def _check_fit(config: DeploymentConfig, use: Use) -> None:
         raise ConfigError(
             "router.host is empty; write 127.0.0.1 for this machine only or 0.0.0.0 for every interface", "router.host"
         )
-    _supported_once("router.replicas", config.router.replicas)
+    if config.router.replicas != 1:
+        key = "router.replicas"
+        raise ConfigError(f"{key} is {config.router.replicas}; only 1 is supported today", key)
     for origin in config.router.cors_origins:
         if not _ORIGIN.fullmatch(origin):
             raise ConfigError(
@@ -122,14 +124,7 @@ def _check_fit(config: DeploymentConfig, use: Use) -> None:
             )
 
 
-def _check_phase(name: str, phase: PhaseConfig, use: Use) -> None:
-    if use != "simulate":
-        _supported_once(f"{name}.pipeline_parallel", phase.pipeline_parallel)
+def _check_phase(name: str, phase: PhaseConfig) -> None:
     if name == "prefill" and phase.swap_memory_bytes:
         key = "prefill.swap_memory"
         raise ConfigError(f"{key} is {phase.swap_memory}; prefill workers preempt nothing: leave it out", key)
-
-
-def _supported_once(key: str, value: int) -> None:
-    if value != 1:
-        raise ConfigError(f"{key} is {value}; only 1 is supported today", key)

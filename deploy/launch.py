@@ -55,7 +55,8 @@ class Launch:
 
     def num_ranks(self, role: WorkerRole) -> int:
         """Processes that share the cores of a worker."""
-        return 1 if self.emulate else self.config.phase(role).tensor_parallel
+        phase = self.config.phase(role)
+        return 1 if self.emulate else phase.tensor_parallel * phase.pipeline_parallel
 
     def device(self, cores: Sequence[int], num_ranks: int = 1) -> Hardware:
         """Device that a rank of a worker with ``cores`` computes on, or emulates. No ``cores``: all.
@@ -131,6 +132,7 @@ def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = ""
                 model_path=model.path,
                 precision=model.precision,
                 tensor_parallel=phase.tensor_parallel,
+                pipeline_parallel=phase.pipeline_parallel,
                 device=phase.device,
                 gpu_memory_utilization=phase.gpu_memory_utilization,
                 max_model_len=model.max_model_len,
@@ -199,6 +201,7 @@ def router_config(
         devices={role: device for role, cores, host in workers if (device := host.predicted_device(role, cores))},
         time_scale=launch.time_scale,
         tensor_parallel={role: launch.config.phase(role).tensor_parallel for role in launch.roles},
+        pipeline_parallel={role: launch.config.phase(role).pipeline_parallel for role in launch.roles},
         cores_per_rank=max(1, *(len(cores) // launch.num_ranks(role) for role, cores, _ in workers)),
         precision=model.precision,
         drain_timeout_s=launch.drain_timeout_s,

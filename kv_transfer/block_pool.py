@@ -32,10 +32,11 @@ class BlockPool:
         generations: MutableSequence[int] | None = None,
         *,
         caches_content: bool = True,
+        first_block: int = 0,
     ) -> None:
         """
         Args:
-            num_blocks: blocks of the KV tensor, ids ``0 .. num_blocks - 1``.
+            num_blocks: blocks of the KV tensor, ids ``first_block .. first_block + num_blocks - 1``.
             block_size: tokens per block.
             generations: one counter per block, raised whenever the block is about to hold other content. The memory
                 is shared with the transfer process, so that a puller detects a reused block.
@@ -49,12 +50,13 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.caches_content = caches_content
-        self._generations: MutableSequence[int] = [0] * num_blocks if generations is None else generations
-        assert len(self._generations) >= num_blocks, "one generation per block"
-        self._num_references = [0] * num_blocks
-        self._hashes: list[bytes | None] = [None] * num_blocks
+        end_block = first_block + num_blocks
+        self._generations: MutableSequence[int] = [0] * end_block if generations is None else generations
+        assert len(self._generations) >= end_block, "one generation per block"
+        self._num_references = [0] * end_block
+        self._hashes: list[bytes | None] = [None] * end_block
         self._block_by_hash: dict[bytes, int] = {}
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = list(range(end_block - 1, first_block - 1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_referenced = 0
         self._stored: dict[bytes, None] = {}

@@ -25,7 +25,7 @@ from pdserve.router.overview import Overview
 from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.requests.policy import Costs
 
-_WELCOME_FIELDS = ("hardware", "tensor_parallel", "dtype", "kv_dtype", "quantization")
+_WELCOME_FIELDS = ("hardware", "tensor_parallel", "pipeline_parallel", "dtype", "kv_dtype", "quantization")
 _LIMITS = ("max_model_len", "block_size", "num_blocks", "max_batch_tokens", "max_batch_size")
 """Fields of a worker's welcome, too."""
 

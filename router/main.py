@@ -161,8 +161,8 @@ def build_cost_models(config: RouterProcessConfig) -> Costs:
     costs = {}
     for role in WorkerRole:
         device = slowed(config.devices.get(role, catalogued), config.time_scale)
-        num_ranks = config.tensor_parallel.get(role, 1)
-        costs[role] = CostModel(shape, device, config.precision, num_ranks)
+        degrees = config.tensor_parallel.get(role, 1), config.pipeline_parallel.get(role, 1)
+        costs[role] = CostModel(shape, device, config.precision, *degrees)
     return costs
 
 

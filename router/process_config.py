@@ -58,7 +58,9 @@ class RouterProcessConfig:
     time_scale: float = 1.0
     """Factor by which an emulated worker's steps are slower than those of ``hardware``."""
     tensor_parallel: dict[WorkerRole, int] = field(default_factory=dict)
-    """Ranks of a worker by role, where more than one."""
+    """Tensor-parallel ranks of a worker by role, where more than one."""
+    pipeline_parallel: dict[WorkerRole, int] = field(default_factory=dict)
+    """Pipeline stages of a worker by role, where more than one."""
     precision: Precision = field(default_factory=Precision)
     drain_timeout_s: float = 30.0
     """Seconds for requests in flight to finish after SIGTERM."""

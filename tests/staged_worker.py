@@ -17,7 +17,7 @@ import torch
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.decode_worker import worker as decode_worker
 from pdserve.engine.scheduling.interface import Scheduler
-from pdserve.engine.worker.backend import Backend, BuiltExecutor, choose_backend
+from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend
 from pdserve.engine.worker.process import main
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.host_staging import HostStaging
@@ -53,12 +53,12 @@ def staged_backend(config: WorkerConfig) -> Backend:
     """As a worker chooses it, but for the memory of the pool."""
     backend = choose_backend(config)
 
-    def build_executor(memory: PoolMemory) -> BuiltExecutor:
+    def build_executors(memory: PoolMemory) -> BuiltExecutors:
         device = PoolMemory.create(backend.layout)
         blocks = torch.frombuffer(device.blocks, dtype=torch.uint8).view(backend.layout.num_blocks, -1)
-        return BuiltExecutor(backend.build_executor(device).executor, LateStaging(blocks, memory))
+        return BuiltExecutors(backend.build_executors(device).executors, LateStaging(blocks, memory))
 
-    return replace(backend, build_executor=build_executor)
+    return replace(backend, build_executors=build_executors)
 
 
 def build_scheduler(pool: BlockPool, backend: Backend, config: WorkerConfig) -> Scheduler:

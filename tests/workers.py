@@ -192,11 +192,12 @@ class WorkerProcess:
         with self.process.stdin as stdin:
             stdin.write(to_json(config) + "\n")
         self._stdout = self.process.stdout
-        line = self._stdout.readline()
-        if not line:
+        lines = [self._stdout.readline() for _ in range(config.pipeline_parallel)]
+        if not lines[0]:
             self.close()
-        assert line, f"the worker did not start: exit status {self.process.returncode}"
-        self.endpoint = from_json(WorkerEndpoint, line, "the endpoint")
+        assert lines[0], f"the worker did not start: exit status {self.process.returncode}"
+        self.endpoints = [from_json(WorkerEndpoint, line, "the endpoint") for line in lines]
+        self.endpoint = self.endpoints[0]
         self.cluster_token = config.cluster_token
 
     def __enter__(self) -> Self:
@@ -213,9 +214,15 @@ class WorkerProcess:
         self.process.wait()
         self._stdout.close()
 
-    def connect(self, *, router_id: str = "", epoch: int = 1, is_reading: bool = True) -> RouterClient:
+    def connect(
+        self, *, router_id: str = "", epoch: int = 1, is_reading: bool = True, micro_batch: int = 0
+    ) -> RouterClient:
         return RouterClient(
-            self.endpoint.address, router_id=router_id, epoch=epoch, token=self.cluster_token, is_reading=is_reading
+            self.endpoints[micro_batch].address,
+            router_id=router_id,
+            epoch=epoch,
+            token=self.cluster_token,
+            is_reading=is_reading,
         )
 
     def children(self) -> list[int]:

@@ -76,7 +76,7 @@ def worker_memory(config: WorkerConfig, model: DecoderConfig) -> WorkerMemory:
     cost = CostModel(model.shape, hardware("cpu"), config.precision)
     limits = model.limits(config.max_model_len)
     block_bytes = cost.kv_bytes_per_token * config.block_size
-    needed_bytes = -(-limits.max_model_len // config.block_size) * block_bytes
+    needed_bytes = -(-limits.max_model_len // config.block_size) * config.pipeline_parallel * block_bytes
     num_blocks = num_kv_blocks(config, limits, block_bytes, needed_bytes)
     num_slots = num_swap_slots(config, 0, block_bytes, sys.maxsize)
     weight_bytes = 0 if config.device == "cuda" else cost.weight_bytes

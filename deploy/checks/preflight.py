@@ -106,7 +106,7 @@ def check_cores(launch: Launch) -> None:
     if num_workers > _MAX_WORKERS_PER_CORE * num_cores:
         raise DeployError(
             f"{num_workers} workers, counting their ranks, are too many for {num_cores} cores; "
-            f"lower the replicas or tensor_parallel to {_MAX_WORKERS_PER_CORE * num_cores} in all"
+            f"lower the replicas, tensor_parallel or pipeline_parallel to {_MAX_WORKERS_PER_CORE * num_cores} in all"
         )
 
 

@@ -151,7 +151,7 @@ class Supervisor:
             self._reconcile_compiler(self._compiler)
         if self._router.state is ProcessState.UP:
             if self._are_targets_due:
-                endpoints = [worker.endpoint for worker in self._workers if worker.endpoint is not None]
+                endpoints = [endpoint for worker in self._workers for endpoint in worker.endpoints]
                 self._are_targets_due = not self._router.put_targets(endpoints)
             if not self._is_ready and self._router.is_ready():
                 with contextlib.suppress(DeployError):  # retried at the next tick

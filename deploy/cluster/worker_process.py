@@ -48,8 +48,8 @@ class WorkerProcess(SupervisedProcess):
         """
         super().__init__(config.worker_id)
         self.role = config.role
-        self.endpoint: WorkerEndpoint | None = None
-        """None unless the worker is up."""
+        self.endpoints: list[WorkerEndpoint] = []
+        """One of each micro-batch; none unless the worker is up."""
         self.process_id = 0
         """0 until known."""
         self._desk = desk
@@ -70,7 +70,7 @@ class WorkerProcess(SupervisedProcess):
 
     @property
     def address(self) -> str:
-        return self.endpoint.address if self.endpoint else ""
+        return ", ".join(endpoint.address for endpoint in self.endpoints)
 
     def stop(self) -> Future[Any] | None:
         """Ask the worker to release everything; returns what to wait for, ``None`` unless it is up."""
@@ -89,7 +89,8 @@ class WorkerProcess(SupervisedProcess):
     def clear(self) -> None:
         """Forget the actor after its Ray cluster ended; the next `check` starts another at once."""
         self.state = ProcessState.STOPPED
-        self.endpoint = self._actor = self._pending = self._log_path = None
+        self.endpoints = []
+        self._actor = self._pending = self._log_path = None
         self.process_id = 0
 
     def end(self) -> None:
@@ -129,7 +130,7 @@ class WorkerProcess(SupervisedProcess):
             self._log_path = self.host.log_path(self.process_id)
             self._call(lambda: actor.start.remote(), now_s)
             return False
-        self.endpoint = from_plain(WorkerEndpoint, answer, "the endpoint")
+        self.endpoints = [from_plain(WorkerEndpoint, each, "the endpoint") for each in answer]
         self._ping(now_s)
         return True
 

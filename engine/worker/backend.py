@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,15 +26,17 @@ from pdserve.engine.worker.pool_size import check_pool_fits, check_staging_fits,
 from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.model_hash import model_hash
-from pdserve.model.config.sharding import shard_of
+from pdserve.model.config.sharding import Place, shard_of
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import Hardware, hardware, slowed
+from pdserve.model.cost.stage import Stage
 from pdserve.model.executors.emulated import EmulatedExecutor
 from pdserve.model.sampling.grammars import GrammarMatchers
 from pdserve.model.weights.bytes import INT4_GROUP_INPUTS
 from pdserve.model.weights.files import check_weights
 
 if TYPE_CHECKING:  # it imports torch
+    from pdserve.kernels.cpu.ranks import RankMemory
     from pdserve.kv_transfer.host_staging import HostStaging
     from pdserve.model.decoder.ranks import Ranks
     from pdserve.model.executors.rank_model import RankModel
@@ -41,25 +44,26 @@ if TYPE_CHECKING:  # it imports torch
 _log = logging.getLogger(__name__)
 
 
-class BuiltExecutor(NamedTuple):
-    executor: Executor
+class BuiltExecutors(NamedTuple):
+    executors: list[Executor]
+    """One of each micro-batch."""
     staging: HostStaging | None = None
     """Copies blocks between a GPU pool and the memory the transfer process maps; ``None`` on a CPU."""
     followers: Followers | None = None
-    """Other ranks, to close after the executor."""
+    """Other ranks, to close after the executors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """Executor of a worker and the dimensions of its pool."""
+    """Executors of a worker and the dimensions of its pool, which micro-batches divide among them."""
 
     limits: ModelLimits
     layout: KvLayout
     cost: CostModel
     num_swap_slots: int
-    """Host slots for KV blocks of preempted sequences."""
+    """Host slots of each micro-batch for KV blocks of preempted sequences."""
     grammars: Grammars
-    build_executor: Callable[[PoolMemory], BuiltExecutor]
+    build_executors: Callable[[PoolMemory], BuiltExecutors]
     """Takes the memory mapped by the transfer process."""
     emulated_pull_s: Callable[[int], float] | None = None
     """Minimum duration of a pull of this many blocks, in seconds; ``None`` when nothing is emulated."""
@@ -74,7 +78,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     """Serve the checkpoint on this host's CPU or on a GPU."""
     folder = Path(config.model_path)
     model, limits = _model(config)
-    cost = CostModel(model.shape, _device(config), config.precision, config.tensor_parallel)
+    cost = CostModel(model.shape, _device(config), config.precision, config.tensor_parallel, config.pipeline_parallel)
     _check_groups(config, model)
     check_weights(folder, model.shape)
     content_hash = model_hash(folder, f"{model.layers} {config.precision.dtype} {config.precision.quantization}")
@@ -82,21 +86,20 @@ def _model_backend(config: WorkerConfig) -> Backend:
 
     from pdserve.engine.worker.model_device import CPU, build_pool, check_kv_dtype, choose_device, kv_memory_of
     from pdserve.kernels.cpu.build import load_library
-    from pdserve.kernels.cpu.ranks import create_memory
     from pdserve.kernels.cpu.threads import use_cores
     from pdserve.kv_transfer.host_staging import HostStaging
     from pdserve.model.decoder.ranks import ONE_RANK
     from pdserve.model.executors.model import ModelExecutor
 
     device = choose_device(config.device)
-    if config.tensor_parallel > 1 and load_library() is None:
+    num_ranks = config.tensor_parallel * config.pipeline_parallel
+    degrees = f"tensor_parallel is {config.tensor_parallel} and pipeline_parallel {config.pipeline_parallel}"
+    if num_ranks > 1 and load_library() is None:
+        raise ValueError(f"{degrees}, which needs compiled kernels: install g++, or set both to 1")
+    if device != CPU and num_ranks > 1:
         raise ValueError(
-            f"tensor_parallel is {config.tensor_parallel}, which needs compiled kernels: install g++, or set it to 1"
-        )
-    if device != CPU and config.tensor_parallel > 1:
-        raise ValueError(
-            f"tensor_parallel is {config.tensor_parallel}, which is computed on CPUs or emulated, not on GPUs yet: set "
-            "it to 1, or device to cpu"
+            f"{degrees}; more than one rank is computed on CPUs or emulated, not on GPUs yet: set both to 1, or device "
+            "to cpu"
         )
     check_kv_dtype(device, cost.kv_dtype)
     memory = kv_memory_of(device, config, cost, available_memory_bytes())
@@ -105,18 +108,19 @@ def _model_backend(config: WorkerConfig) -> Backend:
     check_pool_fits(num_blocks * block_bytes, memory.max_bytes)
     if device != CPU:
         check_staging_fits(num_blocks * block_bytes, memory.host_bytes)
-    num_slots = num_swap_slots(config, num_blocks, block_bytes, memory.host_bytes - num_blocks * block_bytes)
+    swap_bytes = memory.host_bytes - num_blocks * block_bytes
+    num_slots = num_swap_slots(config, num_blocks, block_bytes, swap_bytes) // config.pipeline_parallel
     layout = model.kv_layout(num_blocks, config.block_size, cost.kv_dtype, content_hash)
     grammars = Grammars(folder, limits)
 
-    def build_executor(memory: PoolMemory) -> BuiltExecutor:
+    def build_executors(memory: PoolMemory) -> BuiltExecutors:
         followers, ranks = None, ONE_RANK
-        if config.tensor_parallel > 1:
-            followers = Followers(config, memory, create_memory(config.tensor_parallel), on_loss=_end_worker)
-            ranks = _ranks(followers.shared_fd, 0, config.tensor_parallel)
+        if num_ranks > 1:
+            followers = Followers(config, memory, _rank_memory(config, model).create(), on_loss=_end_worker)
+            ranks = _ranks(config, model, followers.shared_fd, 0)
         if device == CPU:
             use_cores(_rank_cores(config, 0))
-        pool = build_pool(device, memory, shard_of(model.shape, 0, config.tensor_parallel).kv_heads)
+        pool = build_pool(device, memory, shard_of(model.shape, ranks.place).kv_heads)
         executor = ModelExecutor(
             folder=folder,
             config=model,
@@ -132,10 +136,12 @@ def _model_backend(config: WorkerConfig) -> Backend:
         )
         if followers is not None:
             followers.wait_until_ready()
+            others = range(1, config.pipeline_parallel)
+            more = [executor.for_micro_batch(number, _matchers(grammars, limits)) for number in others]
+            return BuiltExecutors([executor, *more], followers=followers)
         if device == CPU:
-            whole = _lending_cores(executor, config) if config.core_board else executor
-            return BuiltExecutor(whole, followers=followers)
-        return BuiltExecutor(executor, HostStaging(pool.blocks, memory))
+            return BuiltExecutors([_lending_cores(executor, config) if config.core_board else executor])
+        return BuiltExecutors([executor], HostStaging(pool.blocks, memory))
 
     return Backend(
         limits=limits,
@@ -143,7 +149,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
         cost=cost,
         num_swap_slots=num_slots,
         grammars=grammars,
-        build_executor=build_executor,
+        build_executors=build_executors,
     )
 
 
@@ -173,14 +179,27 @@ def _check_groups(config: WorkerConfig, model: DecoderConfig) -> None:
 
 def _rank_cores(config: WorkerConfig, rank: int) -> tuple[int, ...]:
     cores = config.cpu_cores or sorted(os.sched_getaffinity(0))
-    return rank_cores(cores, rank, config.tensor_parallel)
+    return rank_cores(cores, rank, 1 if config.emulate else config.tensor_parallel * config.pipeline_parallel)
 
 
-def _ranks(shared_fd: int, rank: int, num_ranks: int) -> Ranks:
-    from pdserve.kernels.cpu.ranks import SharedMemory
+def _rank_memory(config: WorkerConfig, model: DecoderConfig) -> RankMemory:
+    """Memory of the worker's ranks, with room for the activations of the largest step."""
+    from pdserve.kernels.cpu.ranks import RankMemory
+
+    message_bytes = (config.max_batch_tokens + config.max_batch_size) * model.shape.hidden_size * 4  # float32
+    return RankMemory(config.tensor_parallel, config.pipeline_parallel, message_bytes)
+
+
+def _ranks(config: WorkerConfig, model: DecoderConfig, shared_fd: int, rank: int) -> Ranks:
     from pdserve.model.decoder.ranks import Ranks
 
-    return Ranks(SharedMemory(shared_fd, rank, num_ranks), rank, num_ranks)
+    memory = _rank_memory(config, model)
+    place = Place.of(rank, config.tensor_parallel, config.pipeline_parallel)
+    return Ranks(
+        place,
+        memory.group(shared_fd, place.stage, place.tensor_rank) if config.tensor_parallel > 1 else None,
+        partial(memory.channel, shared_fd) if config.pipeline_parallel > 1 else None,
+    )
 
 
 def build_follower(config: WorkerConfig, memory: PoolMemory, shared_fd: int, rank: int) -> RankModel:
@@ -198,13 +217,14 @@ def build_follower(config: WorkerConfig, memory: PoolMemory, shared_fd: int, ran
 
     model, _ = _model(config)
     use_cores(_rank_cores(config, rank))
+    ranks = _ranks(config, model, shared_fd, rank)
     return RankModel(
         folder=Path(config.model_path),
         config=model,
         layout=memory.layout,
-        pool=build_pool(CPU, memory, shard_of(model.shape, rank, config.tensor_parallel).kv_heads),
+        pool=build_pool(CPU, memory, shard_of(model.shape, ranks.place).kv_heads),
         precision=config.precision,
-        ranks=_ranks(shared_fd, rank, config.tensor_parallel),
+        ranks=ranks,
     )
 
 
@@ -230,14 +250,15 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
         _device(config) if is_instant else slowed(_device(config), config.time_scale),
         config.precision,
         config.tensor_parallel,
+        config.pipeline_parallel,
     )
     max_blocks = cost.max_kv_blocks(
         config.block_size, max_batch_tokens=config.max_batch_tokens, max_batch_size=config.max_batch_size
     )
     if max_blocks == 0:
         raise ValueError(
-            f"the model's {cost.weight_bytes} bytes of weights leave no memory for KV on {config.tensor_parallel} x "
-            f"{cost.hardware.name}: "
+            f"the model's {cost.weight_bytes} bytes of weights leave no memory for KV on "
+            f"{config.tensor_parallel * config.pipeline_parallel} x {cost.hardware.name}: "
             f"emulate a larger GPU or serve a smaller model"
         )
     block_bytes = cost.kv_bytes_per_token * config.block_size
@@ -253,22 +274,28 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
 
     grammars = Grammars(Path(config.model_path), limits)
     # The emulated host has all the memory requested.
-    num_slots = num_swap_slots(config, layout.num_blocks, block_bytes, sys.maxsize)
+    num_slots = num_swap_slots(config, layout.num_blocks, block_bytes, sys.maxsize) // config.pipeline_parallel
 
-    def build_executor(memory: PoolMemory) -> BuiltExecutor:
-        executor = EmulatedExecutor(
-            layout=layout,
-            pool=memory.blocks,
-            vocab_size=limits.vocab_size,
-            eos_token_ids=limits.eos_token_ids,
-            cost=cost,
-            time_scale=0.0 if is_instant else 1.0,
-            num_swap_slots=num_slots,
-            # In real time the step's CPU time counts; the last cached token is checked anyway.
-            check_context=is_instant,
-            matchers=_matchers(grammars, limits),
-        )
-        return BuiltExecutor(executor)
+    def build_executors(memory: PoolMemory) -> BuiltExecutors:
+        stage = Stage(config.pipeline_parallel)
+        executors: list[Executor] = [
+            EmulatedExecutor(
+                layout=layout,
+                pool=memory.blocks,
+                vocab_size=limits.vocab_size,
+                eos_token_ids=limits.eos_token_ids,
+                cost=cost,
+                time_scale=0.0 if is_instant else 1.0,
+                pipeline_depth=cost.pipeline_depth,
+                stage=stage,
+                num_swap_slots=num_slots,
+                # In real time the step's CPU time counts; the last cached token is checked anyway.
+                check_context=is_instant,
+                matchers=_matchers(grammars, limits),
+            )
+            for _ in range(config.pipeline_parallel)
+        ]
+        return BuiltExecutors(executors)
 
     def emulated_pull_s(num_blocks: int) -> float:
         return 0.0 if is_instant else cost.transfer_s(num_blocks * config.block_size, same_host=True)
@@ -279,7 +306,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
         cost=cost,
         num_swap_slots=num_slots,
         grammars=grammars,
-        build_executor=build_executor,
+        build_executors=build_executors,
         emulated_pull_s=emulated_pull_s,
     )
 

@@ -1,4 +1,4 @@
-"""A rank of a tensor-parallel worker other than its leader: computes the steps that the leader sends.
+"""A rank of a worker other than its leader: computes the steps that the leader sends.
 
 Started by `pdserve.engine.worker.followers` with descriptors of its two sockets, of the KV pool and of the memory that
 the ranks share. Ends with its leader, or when the leader closes the socket of steps. Keeps no state of requests: only

@@ -1,8 +1,9 @@
-"""The other ranks of a tensor-parallel worker, as its leader sees them: processes that compute the steps it sends.
+"""The other ranks of a worker, as its leader sees them: processes that compute the steps it sends.
 
-The leader is the worker itself, rank 0: it alone has sessions, scheduler and block pool. A follower is a child process
-on the same host (`pdserve.engine.worker.follower`) with its share of the weights. It maps the worker's KV pool and
-computes the KV of its heads there, so block tables, prefix cache, swapping and transfers know nothing of ranks.
+The leader is the worker itself, rank 0: it alone has sessions, schedulers and block pools. A follower is a child
+process on the same host (`pdserve.engine.worker.follower`) with its share of the weights. It maps the worker's KV pool
+and computes the KV of its layers and heads there, so block tables, prefix cache, swapping and transfers know nothing of
+ranks.
 
 Each follower has two socket pairs, which no other process can open: one for steps, one for its pulse. A step is a
 32-bit length, then the words of a `pdserve.model.executors.rank_model.PackedStep`. The ranks exchange tensors through
@@ -52,7 +53,7 @@ class FollowerConfig:
 
     worker: WorkerConfig
     layout: KvLayout
-    """Of the worker's pool, with the heads of all ranks."""
+    """Of the worker's pool, with the layers and heads of all ranks."""
     rank: int
     parent_pid: int
     """Process id of the leader, with which the follower dies."""
@@ -66,7 +67,7 @@ def rank_cores(cores: Sequence[int], rank: int, num_ranks: int) -> tuple[int, ..
 
 
 class Followers:
-    """Ranks 1, 2, ... of a worker. Any thread may call `close`, and one thread everything else."""
+    """Ranks 1, 2, ... of a worker. Any thread may call `close`, and one thread at a time everything else."""
 
     def __init__(
         self, config: WorkerConfig, memory: PoolMemory, shared_fd: int, on_loss: Callable[[str], None]
@@ -87,7 +88,7 @@ class Followers:
                 FollowerConfig(worker=config, layout=memory.layout, rank=rank, parent_pid=os.getpid()),
                 (memory.fd, shared_fd),
             )
-            for rank in range(1, config.tensor_parallel)
+            for rank in range(1, config.tensor_parallel * config.pipeline_parallel)
         ]
         self._watch = threading.Thread(target=self._watch_pulses, name="rank-pulse", daemon=True)
 

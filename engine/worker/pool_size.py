@@ -82,13 +82,15 @@ def kv_memory_on_gpu(
 
 
 def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, auto_bytes: int) -> int:
-    """Blocks of the worker's pool: ``num_kv_blocks``, else from ``kv_memory_bytes``, else automatic.
+    """Blocks of the worker's pool, all micro-batches together: ``num_kv_blocks``, else from ``kv_memory_bytes``, else
+    automatic.
 
     An automatic pool takes as many blocks as ``auto_bytes`` holds, at most those of ``max_batch_size`` sequences of
     the model's length.
 
     Raises:
-        ValueError: one sequence of the model's length would not fit, or a block holds no token.
+        ValueError: one sequence of the model's length would not fit into a micro-batch's share, or a block holds no
+            token.
     """
     if config.block_size < 1:
         raise ValueError(f"block_size {config.block_size} must be 1 or more")
@@ -99,10 +101,13 @@ def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, a
         num_blocks, knob = config.kv_memory_bytes // block_bytes, "kv_memory"
     else:
         num_blocks, knob = min(auto_bytes // block_bytes, config.max_batch_size * num_needed), "kv_memory"
-    if num_blocks < num_needed:
+    if num_blocks // config.pipeline_parallel < num_needed:
+        num_needed *= config.pipeline_parallel
+        each = f" in each of its {config.pipeline_parallel} micro-batches" if config.pipeline_parallel > 1 else ""
         raise ValueError(
             f"the KV pool of {num_blocks} blocks does not hold one sequence of max_model_len {limits.max_model_len} "
-            f"tokens: raise {knob} to {num_needed} blocks ({num_needed * block_bytes} bytes), or lower max_model_len"
+            f"tokens{each}: raise {knob} to {num_needed} blocks ({num_needed * block_bytes} bytes), or lower "
+            "max_model_len"
         )
     return num_blocks
 

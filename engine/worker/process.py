@@ -4,7 +4,7 @@
 deployment decorates it with ``ray.remote``, ``num_cpus=0`` and a ``max_concurrency`` of at least 2, so that
 `WorkerActor.ping` answers while `WorkerActor.drain` waits.
 
-`main` prints one JSON line with the endpoint and serves. SIGTERM or SIGINT drains and exits 0. A second signal, or a
+`main` prints each endpoint as a line of JSON and serves. SIGTERM or SIGINT drains and exits 0. A second signal, or a
 drain that times out, drops running requests and exits 1, as does a dead step loop.
 """
 
@@ -44,14 +44,14 @@ class WorkerActor:
     def process_id(self) -> int:
         return os.getpid()
 
-    def start(self) -> dict[str, Any]:
-        """Serve; returns the fields of the `WorkerEndpoint`.
+    def start(self) -> list[dict[str, Any]]:
+        """Serve; returns the fields of each `WorkerEndpoint`.
 
         Raises:
             ValueError: the configuration cannot be served; the message names the remedy.
         """
-        endpoint: dict[str, Any] = to_plain(self._worker.start())
-        return endpoint
+        endpoints: list[dict[str, Any]] = to_plain(self._worker.start())
+        return endpoints
 
     def ping(self) -> int:
         """The worker's epoch.
@@ -81,11 +81,11 @@ def main(scheduler_factory: SchedulerFactory, prog: str, argv: Sequence[str] | N
     stop_signals = _catch_stop_signals()
     try:
         worker = EngineWorker(_read_config(arguments.config), scheduler_factory)
-        endpoint = worker.start()
+        endpoints = worker.start()
     except (ValueError, RuntimeError, OSError) as error:
         sys.stderr.write(f"{prog}: {' '.join(str(error).split())}\n")
         return 1
-    sys.stdout.write(to_json(endpoint) + "\n")
+    sys.stdout.write("".join(f"{to_json(endpoint)}\n" for endpoint in endpoints))
     sys.stdout.flush()
     stop_signals.get()
     is_drained = worker.drain(arguments.drain_timeout_s)

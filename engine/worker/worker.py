@@ -3,6 +3,10 @@
 Used by the process entry (`pdserve.engine.worker.process`) and by the Ray actors, which pass the scheduler of their
 phase. Everything is built on the step loop's thread, which is pinned to the worker's cores before it imports torch.
 
+A pipeline-parallel worker has as many *micro-batches* as stages, each with its share of the pool's blocks, and a
+scheduler, executor, step loop, thread and service of its own: while one micro-batch's step is in the second stage, the
+next one's is in the first. The router sees each as a worker. They share the KV memory and the transfer process.
+
 The transfer process is never restarted alone. It holds the state of offered prompts and running pulls, so the worker
 ends when it dies, and the supervisor starts both again under a new epoch.
 """
@@ -13,25 +17,27 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, MutableSequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
-from pdserve.contracts.step import ModelLimits
-from pdserve.engine.scheduling.interface import Scheduler
+from pdserve.contracts.step import Executor, ModelLimits
+from pdserve.engine.scheduling.interface import PullResult, Scheduler
 from pdserve.engine.worker.backend import Backend, choose_backend
 from pdserve.engine.worker.live_loop import Inbox, LiveLoop, message_from_proto
-from pdserve.engine.worker.loop import GrammarCompiled, StartDrain, StepTimes
+from pdserve.engine.worker.loop import GrammarCompiled, Message, StartDrain, StepTimes
 from pdserve.engine.worker.service import WorkerService
 from pdserve.engine.worker.staged_transfer import StagedTransfer
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1 import worker_pb2
-from pdserve.proto.v1.transfer_pb2 import TransferToEngine
+from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, TransferToEngine
 
 if TYPE_CHECKING:  # it imports torch
     from pdserve.kv_transfer.host_staging import HostStaging
@@ -42,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 SchedulerFactory = Callable[[BlockPool, Backend, WorkerConfig], Scheduler]
-"""Builds the scheduler of a phase over a worker's pool."""
+"""Builds the scheduler of a phase over the pool of a worker, or of a micro-batch."""
 
 
 def end_process() -> None:
@@ -57,21 +63,22 @@ class EngineWorker:
     def __init__(self, config: WorkerConfig, scheduler_factory: SchedulerFactory) -> None:
         self._config = config
         self._scheduler_factory = scheduler_factory
-        self._inbox = Inbox()
+        self._inboxes = [Inbox() for _ in range(config.pipeline_parallel)]
+        """One of each micro-batch."""
         self._epoch = secrets.randbits(63)
-        self._loop: LiveLoop | None = None
-        self._endpoint: Future[WorkerEndpoint] = Future()
+        self._loops: list[LiveLoop] = []
+        self._endpoints: Future[list[WorkerEndpoint]] = Future()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
-    def start(self) -> WorkerEndpoint:
-        """Build everything and serve; returns once sessions can be opened.
+    def start(self) -> list[WorkerEndpoint]:
+        """Build everything and serve; returns the endpoint of each micro-batch once sessions can be opened.
 
         Raises:
             ValueError: the configuration cannot be served; the message names the remedy.
             RuntimeError: the transfer process does not start.
         """
         self._thread.start()
-        return self._endpoint.result()
+        return self._endpoints.result()
 
     @property
     def epoch(self) -> int:
@@ -79,42 +86,62 @@ class EngineWorker:
         return self._epoch
 
     def is_healthy(self) -> bool:
-        """Whether the step loop turns."""
-        return self._thread.is_alive() and self._loop is not None and self._loop.is_healthy()
+        """Whether every step loop turns."""
+        return self._thread.is_alive() and bool(self._loops) and all(loop.is_healthy() for loop in self._loops)
 
     def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for running ones; returns whether they finished in time."""
-        assert self._loop is not None, "start comes first"
-        self._inbox.put(StartDrain())
-        return self._loop.drained.wait(timeout_s)
+        assert self._loops, "start comes first"
+        for inbox in self._inboxes:
+            inbox.put(StartDrain())
+        deadline_s = time.monotonic() + timeout_s
+        return all(loop.drained.wait(deadline_s - time.monotonic()) for loop in self._loops)
 
     def stop(self) -> None:
         """Stop the loop, the service and the transfer process; running requests are dropped."""
-        self._inbox.stop()
+        self._stop_loops()
         self._thread.join(STOP_TIMEOUT_S)
+
+    def _stop_loops(self, failure: str = "") -> None:
+        for inbox in self._inboxes:
+            inbox.stop(failure)
 
     def _run(self) -> None:
         with ExitStack() as stack:
             try:
-                loop, address = self._build(stack)
+                loops, addresses = self._build(stack)
             except BaseException as error:
-                self._endpoint.set_exception(error)
+                self._endpoints.set_exception(error)
                 return
-            self._loop = loop
-            config = self._config
-            self._endpoint.set_result(
-                WorkerEndpoint(worker_id=config.worker_id, role=config.role, address=address, epoch=self._epoch)
+            self._loops = loops
+            threads = [
+                threading.Thread(target=self._run_loop, args=(loop,), name=f"step-loop-{index}", daemon=True)
+                for index, loop in enumerate(loops[1:], 1)
+            ]
+            for thread in threads:
+                thread.start()
+            role, epoch = self._config.role, self._epoch
+            self._endpoints.set_result(
+                [
+                    WorkerEndpoint(worker_id=worker_id, role=role, address=address, epoch=epoch)
+                    for worker_id, address in addresses.items()
+                ]
             )
-            try:
-                loop.run()
-            except BaseException:
-                _log.critical("the step loop of %s died", self._config.worker_id, exc_info=True)
-                end_process()
+            self._run_loop(loops[0])
+            for thread in threads:
+                thread.join()
 
-    def _build(self, stack: ExitStack) -> tuple[LiveLoop, str]:
+    def _run_loop(self, loop: LiveLoop) -> None:
+        try:
+            loop.run()
+        except BaseException:
+            _log.critical("the step loop of %s died", self._config.worker_id, exc_info=True)
+            end_process()
+
+    def _build(self, stack: ExitStack) -> tuple[list[LiveLoop], dict[str, str]]:
         """Assemble the worker on its loop's thread. ``stack`` tears it down in reverse order.
 
-        Returns the loop, ready to run, and the ``host:port`` of the service.
+        Returns the loop of each micro-batch, ready to run, and by its id the ``host:port`` of its service.
         """
         config = self._config
         if config.cpu_cores:
@@ -122,40 +149,78 @@ class EngineWorker:
         backend = choose_backend(config)
         memory = PoolMemory.create(backend.layout)
         stack.callback(memory.close)
-        grammars = backend.grammars
-        grammars.on_compiled = lambda grammar: self._inbox.put(GrammarCompiled(grammar))
-        stack.callback(grammars.close)
-        executor, staging, followers = backend.build_executor(memory)
-        if followers is not None:
-            stack.callback(followers.close)
-        stack.callback(executor.close)
-        transfer = self._start_transfer(memory, staging, backend.limits)
+        backend.grammars.on_compiled = lambda grammar: self._put_to_all(GrammarCompiled(grammar))
+        stack.callback(backend.grammars.close)
+        built = backend.build_executors(memory)
+        if built.followers is not None:
+            stack.callback(built.followers.close)
+        for executor in built.executors:
+            stack.callback(executor.close)
+        transfer = self._start_transfer(memory, built.staging, backend.limits)
         stack.callback(transfer.close)
+        loops, addresses = [], {}
+        for index, executor in enumerate(built.executors):
+            own = micro_batch_config(config, index)
+            loop, service = self._build_loop(own, index, backend, memory, executor, transfer)
+            loops.append(loop)
+            addresses[own.worker_id] = service.start()
+            stack.callback(service.stop)
+        return loops, addresses
+
+    def _build_loop(
+        self,
+        config: WorkerConfig,
+        index: int,
+        backend: Backend,
+        memory: PoolMemory,
+        executor: Executor,
+        transfer: TransferProcess | StagedTransfer,
+    ) -> tuple[LiveLoop, WorkerService]:
+        """Build the loop and service of a micro-batch with its own ``config``."""
+        num_blocks = backend.layout.num_blocks // config.pipeline_parallel
         # typeshed does not count a memoryview as a MutableSequence.
         generations = cast(MutableSequence[int], memory.generations)
-        pool = BlockPool(backend.layout.num_blocks, config.block_size, generations)
+        pool = BlockPool(num_blocks, config.block_size, generations, first_block=index * num_blocks)
         service = WorkerService(
             config,
             backend.limits,
-            self._welcome(backend, transfer.address),
-            self._inbox,
+            self._welcome(config, backend, num_blocks, transfer.address),
+            self._inboxes[index],
             is_healthy=self.is_healthy,
-            announce=grammars.find,
+            announce=backend.grammars.find,
         )
         loop = LiveLoop(
             scheduler=self._scheduler_factory(pool, backend, config),
             pool=pool,
             executor=executor,
-            inbox=self._inbox,
+            inbox=self._inboxes[index],
             sink=service,
-            send_order=transfer.send,
+            send_order=lambda order: transfer.send(self._numbered(order, index)),
             times=StepTimes(backend.cost),
-            grammars=grammars,
+            grammars=backend.grammars,
             emulated_pull_s=backend.emulated_pull_s,
         )
-        address = service.start()
-        stack.callback(service.stop)
-        return loop, address
+        return loop, service
+
+    def _put_to_all(self, message: Message) -> None:
+        for inbox in self._inboxes:
+            inbox.put(message)
+
+    def _numbered(self, order: EngineToTransfer, index: int) -> EngineToTransfer:
+        """Make the ids of pulls distinct between the micro-batches, which share a transfer process."""
+        kind = order.WhichOneof("body")
+        if kind in ("start_pull", "abort_pull"):
+            pull = getattr(order, kind)
+            pull.pull_id = pull.pull_id * len(self._inboxes) + index
+        return order
+
+    def _received(self, message: Message) -> None:
+        """Pass on a message of the transfer process. Only one micro-batch knows a handle; the others ignore it."""
+        if isinstance(message, PullResult):
+            pull_id, index = divmod(message.pull_id, len(self._inboxes))
+            self._inboxes[index].put(message._replace(pull_id=pull_id))
+        else:
+            self._put_to_all(message)
 
     def _start_transfer(
         self, memory: PoolMemory, staging: HostStaging | None, limits: ModelLimits
@@ -163,7 +228,7 @@ class EngineWorker:
         config = self._config
 
         def on_message(message: TransferToEngine) -> None:
-            self._inbox.put(message_from_proto(message, limits))
+            self._received(message_from_proto(message, limits))
 
         start = partial(
             TransferProcess.start,
@@ -174,16 +239,15 @@ class EngineWorker:
             tls=config.tls,
             transport=config.transport,
             cpu_cores=config.transfer_cpu_cores,
-            on_death=lambda: self._inbox.stop("the transfer process died"),
+            on_death=lambda: self._stop_loops("the transfer process died"),
         )
         if staging is None:
             return start(on_message=on_message)
         return StagedTransfer(
-            staging, start, on_message, on_failure=lambda: self._inbox.stop("host staging of the KV pool died")
+            staging, start, on_message, on_failure=lambda: self._stop_loops("host staging of the KV pool died")
         )
 
-    def _welcome(self, backend: Backend, kv_address: str) -> worker_pb2.Welcome:
-        config = self._config
+    def _welcome(self, config: WorkerConfig, backend: Backend, num_blocks: int, kv_address: str) -> worker_pb2.Welcome:
         return worker_pb2.Welcome(
             worker_id=config.worker_id,
             worker_epoch=self._epoch,
@@ -192,12 +256,22 @@ class EngineWorker:
             model_hash=backend.layout.model_hash,
             max_model_len=backend.limits.max_model_len,
             block_size=config.block_size,
-            num_blocks=backend.layout.num_blocks,
+            num_blocks=num_blocks,
             max_batch_tokens=config.max_batch_tokens,
             max_batch_size=config.max_batch_size,
             hardware=backend.cost.hardware.name,
             tensor_parallel=config.tensor_parallel,
+            pipeline_parallel=config.pipeline_parallel,
             dtype=config.precision.dtype,
             kv_dtype=config.precision.kv_dtype,
             quantization=config.precision.quantization,
         )
+
+
+def micro_batch_config(config: WorkerConfig, index: int) -> WorkerConfig:
+    """Configuration of one of a worker's micro-batches: the worker's own if it is the only one."""
+    count = config.pipeline_parallel
+    if count == 1:
+        return config
+    max_batch_size = max(1, config.max_batch_size // count)
+    return replace(config, worker_id=f"{config.worker_id}.{index}", max_batch_size=max_batch_size)

@@ -1,7 +1,8 @@
-"""What each of several tensor-parallel ranks holds of a model (Shoeybi et al. 2019, Megatron-LM).
+"""What each of a worker's ranks holds of a model (Shoeybi et al. 2019, Megatron-LM; Narayanan et al. 2021).
 
-Ranks share heads, MLP features and vocabulary rows; norms are on every rank. With fewer KV heads than ranks, several
-ranks hold the same KV head. Pure; asked by the readers of weights, the engine and the cost model.
+Pipeline stages share the layers. The tensor-parallel ranks of a stage share heads, MLP features and vocabulary rows;
+norms are on every rank of the stage. With fewer KV heads than ranks, several ranks hold the same KV head. Pure; asked
+by the readers of weights, the engine and the cost model.
 """
 
 from __future__ import annotations
@@ -11,30 +12,63 @@ from typing import NamedTuple
 from pdserve.model.config.shape import ModelShape
 
 
-class Shard(NamedTuple):
-    """One rank's share. Ranges count in the whole model."""
+class Place(NamedTuple):
+    """A rank's place among the ranks of a worker. The default is one rank alone."""
 
+    tensor_rank: int = 0
+    """Among the ranks that share its stage."""
+    tensor_parallel: int = 1
+    stage: int = 0
+    pipeline_parallel: int = 1
+
+    @classmethod
+    def of(cls, rank: int, tensor_parallel: int, pipeline_parallel: int) -> Place:
+        """Place of rank 0, 1, ...: the ranks of the first stage come first. Rank 0 is the leader."""
+        stage, tensor_rank = divmod(rank, tensor_parallel)
+        return cls(tensor_rank, tensor_parallel, stage, pipeline_parallel)
+
+    @property
+    def rank(self) -> int:
+        return self.stage * self.tensor_parallel + self.tensor_rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage + 1 == self.pipeline_parallel
+
+
+class Shard(NamedTuple):
+    """One rank's share. Ranges count in the whole model. The first stage has the embedding table, too, the last one the
+    final norm and the output projection."""
+
+    layers: range
     heads: range
     """Query heads."""
     kv_heads: range
     features: range
     """Of the MLP."""
     vocabulary: range
-    """Rows of both tables. All ranks but the last have as many."""
+    """Rows of both tables. All ranks of a stage but the last have as many."""
 
 
-def shard_of(shape: ModelShape, rank: int, num_ranks: int) -> Shard:
-    """Share of one of ``num_ranks`` ranks.
+def shard_of(shape: ModelShape, place: Place) -> Shard:
+    """Share of the rank at ``place``.
 
     Raises:
         ValueError: as `check_divides`.
     """
-    check_divides(shape, num_ranks)
-    assert 0 <= rank < num_ranks, (rank, num_ranks)
+    rank, num_ranks = place.tensor_rank, place.tensor_parallel
+    check_divides(shape, num_ranks, place.pipeline_parallel)
+    assert 0 <= rank < num_ranks, place
+    assert 0 <= place.stage < place.pipeline_parallel, place
     num_kv_heads = max(1, shape.num_kv_heads // num_ranks)
     first_kv_head = rank * shape.num_kv_heads // num_ranks
     num_rows = -(-shape.vocab_size // num_ranks)
     return Shard(
+        layers=_part(shape.num_layers, place.stage, place.pipeline_parallel),
         heads=_part(shape.num_heads, rank, num_ranks),
         kv_heads=range(first_kv_head, first_kv_head + num_kv_heads),
         features=_part(shape.intermediate_size, rank, num_ranks),
@@ -42,8 +76,8 @@ def shard_of(shape: ModelShape, rank: int, num_ranks: int) -> Shard:
     )
 
 
-def check_divides(shape: ModelShape, num_ranks: int) -> None:
-    """Check that ``num_ranks`` ranks can share the model.
+def check_divides(shape: ModelShape, num_ranks: int, num_stages: int = 1) -> None:
+    """Check that ``num_stages`` stages of ``num_ranks`` ranks can share the model.
 
     Raises:
         ValueError: they cannot; the message names the remedy.
@@ -59,6 +93,8 @@ def check_divides(shape: ModelShape, num_ranks: int) -> None:
         raise ValueError(
             f"tensor_parallel {num_ranks} does not divide the MLP's {shape.intermediate_size} features; use a divisor"
         )
+    if num_stages < 1 or shape.num_layers % num_stages:
+        raise ValueError(f"pipeline_parallel {num_stages} does not divide {shape.num_layers} layers; use a divisor")
 
 
 def _part(count: int, rank: int, num_ranks: int) -> range:

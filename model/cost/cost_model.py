@@ -103,7 +103,7 @@ class CostModel:
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
     ) -> None:
-        _check_divides(shape, tensor_parallel, pipeline_parallel)
+        check_divides(shape, tensor_parallel, pipeline_parallel)
         dtype = precision.dtype
         if dtype not in MODEL_DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of a model; use one of {', '.join(MODEL_DTYPES)}")
@@ -114,6 +114,9 @@ class CostModel:
         hardware.check_reads(self.kv_dtype)
         self.tensor_parallel = tensor_parallel
         self.pipeline_parallel = pipeline_parallel
+        self.pipeline_depth = hardware.pipeline_depth if pipeline_parallel == 1 else 1
+        """Steps that a step loop submits before it reads the first result. A pipeline has one for each of its
+        micro-batches, because the first stage needs the tokens that the last one samples."""
         self._weights = weights = weight_bytes(shape, dtype, precision.quantization)
         self.weight_bytes = weights.total
         """Weights of the whole model, summed over ranks."""
@@ -336,14 +339,6 @@ class _Memo(dict[int, float]):
         if count <= _MAX_REMEMBERED:
             self[count] = value
         return value
-
-
-def _check_divides(shape: ModelShape, tensor_parallel: int, pipeline_parallel: int) -> None:
-    check_divides(shape, tensor_parallel)
-    if pipeline_parallel < 1 or shape.num_layers % pipeline_parallel:
-        raise ValueError(
-            f"pipeline_parallel {pipeline_parallel} does not divide {shape.num_layers} layers; use a divisor"
-        )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -39,7 +39,8 @@ class Decoder:
         """Load the checkpoint in ``folder``; only the matrices of layers are quantised.
 
         Args:
-            ranks: share the model. All must call `forward` and `logits` for the same batches.
+            ranks: share the model. All must call `forward` for the same batches, and the ranks of the last stage, which
+                computes them, and the leader `logits`.
 
         Raises:
             ValueError: the weights are unusable or do not match ``config``.
@@ -59,21 +60,28 @@ class Decoder:
             for rope in {layer.rope for layer in config.layers}
         }
         self._ranks = ranks
-        shard = shard_of(config.shape, ranks.rank, ranks.num_ranks)
-        self._num_heads, self._vocabulary = len(shard.heads), shard.vocabulary
-        self._weights = load_decoder_weights(folder, config, precision, kernels, ranks.rank, ranks.num_ranks)
+        self._shard = shard_of(config.shape, ranks.place)
+        self._weights = load_decoder_weights(folder, config, precision, kernels, ranks.place)
 
     @torch.inference_mode()
     def forward(
-        self, tokens_T: torch.Tensor, kv_pool: KvPool, metadata: AttentionMetadata, wanted_B: torch.Tensor | None = None
+        self,
+        tokens_T: torch.Tensor,
+        kv_pool: KvPool,
+        metadata: AttentionMetadata,
+        wanted_B: torch.Tensor | None = None,
+        micro_batch: int = 0,
     ) -> torch.Tensor:
         """Write the KV of every new token and return last hidden states, ``[B, E]``, for `logits`.
+
+        A stage before the last one sends its activations on, and returns ``[B, 0]``.
 
         Args:
             tokens_T: token ids, on any device, like the rest of the batch.
             kv_pool: written in place.
             metadata: rows of the batch and their KV.
             wanted_B: indices into ``tokens_T`` of the tokens to return, in any order; by default all.
+            micro_batch: of the pipeline.
         """
         metadata = metadata.to(self._kernels.device)
         tokens_T = tokens_T.to(self._kernels.device)
@@ -81,34 +89,49 @@ class Decoder:
             rope: rope_angles(metadata.positions, inv_freq_C, rope.attention_factor)
             for rope, inv_freq_C in self._inv_freqs_C.items()
         }
-        x_TE = self._embed(tokens_T).to(self._activation_dtype) * self._embedding_scale
-        for index, layer in enumerate(self._weights.layers):
+        if self._weights.embedding is None:
+            x_TE = self._ranks.receive(
+                (len(tokens_T), self._config.shape.hidden_size), self._activation_dtype, micro_batch
+            )
+        else:
+            x_TE = self._embed(self._weights.embedding, tokens_T).to(self._activation_dtype) * self._embedding_scale
+        for index, layer in zip(self._shard.layers, self._weights.layers, strict=True):
             rope = self._config.layers[index].rope
             self._add_attention(index, layer, x_TE, angles[rope], kv_pool, metadata)
             for some_TE in torch.split(x_TE, self._kernels.mlp_rows or len(x_TE)):
                 self._add_mlp(layer, some_TE)
+        if self._weights.norm is None:
+            self._ranks.send(x_TE, micro_batch)
+            return x_TE.new_empty(len(tokens_T if wanted_B is None else wanted_B), 0)
         x_BE = x_TE if wanted_B is None else x_TE[wanted_B.to(x_TE.device)]
         return self._normalise(x_BE, self._weights.norm)
 
     @torch.inference_mode()
-    def logits(self, x_BE: torch.Tensor, out_BV: torch.Tensor | None = None) -> torch.Tensor:
+    def logits(self, x_BE: torch.Tensor, out_BV: torch.Tensor | None = None, micro_batch: int = 0) -> torch.Tensor:
         """Logits of `forward`'s hidden states: float32 ``[B, V]``.
 
         Args:
             out_BV: receives the logits and is returned.
+            micro_batch: of the pipeline, whose last stage sends them to the leader.
         """
-        logits_BV = self._ranks.gather_columns(self._weights.lm_head(x_BE), self._config.shape.vocab_size)
+        vocab_size, softcap = self._config.shape.vocab_size, self._config.logit_softcap
+        if self._weights.lm_head is None:
+            return self._ranks.receive((len(x_BE), vocab_size), torch.float32, micro_batch)
+        logits_BV = self._ranks.gather_columns(self._weights.lm_head(x_BE), vocab_size)
         logits_BV = logits_BV.float() if out_BV is None else out_BV.copy_(logits_BV)
-        softcap = self._config.logit_softcap
-        return logits_BV.div_(softcap).tanh_().mul_(softcap) if softcap else logits_BV
+        if softcap:
+            logits_BV.div_(softcap).tanh_().mul_(softcap)
+        if self._weights.embedding is None:
+            self._ranks.send(logits_BV, micro_batch)
+        return logits_BV
 
-    def _embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
+    def _embed(self, table: Linear, tokens_T: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding table: ``[T, E]``."""
-        if self._ranks.num_ranks == 1:
-            return self._weights.embedding.rows(tokens_T)
-        rows_T = tokens_T - self._vocabulary.start
-        is_mine_T = (rows_T >= 0) & (rows_T < len(self._vocabulary))
-        x_TE = self._weights.embedding.rows(rows_T.where(is_mine_T, 0)) * is_mine_T[:, None]
+        if self._ranks.place.tensor_parallel == 1:
+            return table.rows(tokens_T)
+        rows_T = tokens_T - self._shard.vocabulary.start
+        is_mine_T = (rows_T >= 0) & (rows_T < len(self._shard.vocabulary))
+        x_TE = table.rows(rows_T.where(is_mine_T, 0)) * is_mine_T[:, None]
         return self._ranks.sum_(x_TE)
 
     def _add_attention(
@@ -123,7 +146,7 @@ class Decoder:
         qkv_TF = layer.qkv(self._normalise(x_TE, layer.attention_norm))
         qkv_TMD = qkv_TF.view(len(x_TE), -1, self._config.shape.head_dim)
         self._kernels.rope_and_write_kv(qkv_TMD, angles.cos, angles.sin, kv_pool, index, metadata, layer.qk_norm)
-        q_TND = qkv_TMD[:, : self._num_heads]
+        q_TND = qkv_TMD[:, : len(self._shard.heads)]
         o_TND = self._kernels.paged_attention(q_TND, kv_pool, index, metadata, self._rules[index])
         self._add_product(x_TE, layer.output, o_TND.flatten(1), layer.attention_post_norm)
 
@@ -136,7 +159,7 @@ class Decoder:
         self, x_TE: torch.Tensor, linear: Linear, in_TF: torch.Tensor, post_norm_E: torch.Tensor | None
     ) -> None:
         """Add to ``x_TE`` in place the output of attention or MLP."""
-        if post_norm_E is None and self._ranks.num_ranks == 1:
+        if post_norm_E is None and self._ranks.place.tensor_parallel == 1:
             linear(in_TF, x_TE)
         else:
             x_TE += self._normalise(self._ranks.sum_(linear(in_TF)), post_norm_E)

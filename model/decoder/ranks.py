@@ -1,20 +1,25 @@
-"""The tensor-parallel ranks of a model, as its decoder sees them: this process's place, and collectives.
+"""The ranks of a worker, as the decoder of one sees them: its place, collectives within its stage, and messages.
 
-All ranks call the same collectives in the same order. One rank pays for none.
+The ranks of a stage call the same collectives in the same order. A rank receives the activations of a micro-batch from
+the rank of the stage before, and the leader, rank 0, the logits from the last stage. One rank alone pays for none.
 
 Shape suffixes: B rows, C columns of a rank, V columns of all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch.nn.functional import pad
 
+from pdserve.model.config.sharding import Place
+
 
 class Collectives(Protocol):
-    """Exchanges tensors between ranks; every rank gets the same bits. `pdserve.kernels.cpu.ranks` does on CPUs."""
+    """Exchanges tensors between the ranks of a stage; every rank gets the same bits. `pdserve.kernels.cpu.ranks` does
+    on CPUs."""
 
     def sum_(self, x: torch.Tensor) -> None:
         """Replace ``x``, contiguous, by its sum over the ranks."""
@@ -25,30 +30,58 @@ class Collectives(Protocol):
         ...
 
 
+class Channel(Protocol):
+    """Passes tensors from one rank to another, in order. `pdserve.kernels.cpu.ranks` does on CPUs."""
+
+    def send(self, x: torch.Tensor) -> None:
+        """Send ``x``, contiguous; waits until the tensor before has been received."""
+        ...
+
+    def receive(self, x: torch.Tensor) -> None:
+        """Wait for a tensor of the size of ``x``, contiguous, and copy it there."""
+        ...
+
+
 class Ranks:
     """The ranks of one model. The default is one rank alone."""
 
-    def __init__(self, collectives: Collectives | None = None, rank: int = 0, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        place: Place = Place(),  # noqa: B008  # immutable
+        collectives: Collectives | None = None,
+        channel: Callable[[int, int], Channel] | None = None,
+    ) -> None:
+        """
+        Args:
+            place: of this process.
+            collectives: of its stage; ``None`` if it is alone there.
+            channel: returns the channel of messages to a rank for a micro-batch; ``None`` without a pipeline.
+        """
+        self.place = place
         self._collectives = collectives
-        self.rank = rank
-        """0 is the leader."""
-        self.num_ranks = num_ranks
+        self._inputs, self._outputs = [], []
+        if channel is not None:
+            next_rank = 0 if place.is_last_stage else place.rank + place.tensor_parallel
+            self._inputs, self._outputs = (
+                [channel(rank, micro_batch) for micro_batch in range(place.pipeline_parallel)]
+                for rank in (place.rank, next_rank)
+            )
 
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
-        """Replace ``x``, contiguous, by its sum over the ranks, and return it."""
+        """Replace ``x``, contiguous, by its sum over the ranks of the stage, and return it."""
         if self._collectives is not None:
             self._collectives.sum_(x)
         return x
 
     def gather_columns(self, part_BC: torch.Tensor, num_columns: int) -> torch.Tensor:
-        """Join the ranks' columns: ``[B, num_columns]``, on every rank.
+        """Join the columns of the stage's ranks: ``[B, num_columns]``, on each of them.
 
         Args:
             part_BC: this rank's columns; all ranks but the last have as many.
         """
         if self._collectives is None:
             return part_BC
-        width = -(-num_columns // self.num_ranks)
+        width = -(-num_columns // self.place.tensor_parallel)
         parts_RBC = self._collectives.gather(pad(part_BC, (0, width - part_BC.shape[1])).contiguous())
         return parts_RBC.transpose(0, 1).flatten(1)[:, :num_columns].contiguous()
 
@@ -56,6 +89,18 @@ class Ranks:
         """Replace ``x``, contiguous, by the leader's."""
         if self._collectives is not None:
             x.copy_(self._collectives.gather(x)[0])
+
+    def send(self, x: torch.Tensor, micro_batch: int) -> None:
+        """Send ``x``, contiguous, to the next stage, or from the last one to the leader. The ranks of a stage have
+        equal tensors: each sends to its like in the next stage, and one to the leader."""
+        if not (self.place.is_last_stage and self.place.tensor_rank):
+            self._outputs[micro_batch].send(x)
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, micro_batch: int) -> torch.Tensor:
+        """Wait for the next tensor of ``micro_batch``, from the stage before or, on the leader, from the last one."""
+        x = torch.empty(shape, dtype=dtype)
+        self._inputs[micro_batch].receive(x)
+        return x
 
 
 ONE_RANK = Ranks()

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import SampledToken, StepBatch, StepHandle, StepOutput, StepRow, TokenLogprobs
 from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.stage import Stage
 from pdserve.model.executors.block_copies import copy_blocks
 from pdserve.model.executors.hash_chain import (
     INVERSE_STRIDE,
@@ -50,6 +51,7 @@ class EmulatedExecutor:
         cost: predicts the duration of a step; required if ``time_scale`` is not 0.
         time_scale: factor on the durations that ``cost`` predicts; 0 is instantaneous.
         pipeline_depth: 1 or 2.
+        stage: first stage of the worker's pipeline, which the executors of its micro-batches share.
         num_swap_slots: host slots for blocks of preempted sequences.
         check_context: verify all cached tokens of every row at every step, not only the last one; emulation of large
             batches disables it to save time.
@@ -70,6 +72,7 @@ class EmulatedExecutor:
         cost: CostModel | None = None,
         time_scale: float = 0.0,
         pipeline_depth: int = 2,
+        stage: Stage | None = None,
         num_swap_slots: int = 0,
         check_context: bool = True,
         matchers: GrammarMatchers | None = None,
@@ -87,6 +90,7 @@ class EmulatedExecutor:
         self._cost = cost
         self._time_scale = time_scale
         self._pipeline_depth = pipeline_depth
+        self._stage = stage or Stage(1)
         self._check_context = check_context
         self._matchers = matchers
         self._previous: list[SampledToken | None] = []
@@ -97,9 +101,10 @@ class EmulatedExecutor:
         return self._pipeline_depth
 
     def submit(self, batch: StepBatch) -> StepHandle:
-        """Compute the step now. Its modelled time starts when the previous step ends; ``result`` waits for its end."""
+        """Compute the step now. Its modelled time starts when the previous step has ended and the stage is free;
+        ``result`` waits for its end."""
         duration_s = self._duration_s(batch)
-        self._free_at_s = max(time.monotonic(), self._free_at_s) + duration_s
+        self._free_at_s = self._stage.enter(max(time.monotonic(), self._free_at_s), duration_s) + duration_s
         copy_blocks(batch, self._blocks, self._slots, np.copyto)
         try:
             sampled = self._compute(batch.rows)

@@ -4,8 +4,9 @@ The engine's step loop submits batches. One H2D copy carries all inputs of a ste
 tokens; the next step reads tokens that the scheduler does not know yet from the device. On a GPU, two steps are in
 flight; on a CPU, a step is computed when `ModelExecutor.submit` returns. Decode-only batches replay captured steps
 (`pdserve.model.executors.decode_graphs`); others launch kernel by kernel. Receives block tables, never touches the
-block pool's bookkeeping. The caller sets thread counts. With several tensor-parallel ranks this one leads: the others
-compute the steps that it sends (`pdserve.model.executors.rank_model`).
+block pool's bookkeeping. The caller sets thread counts. With several ranks this one leads: the others compute the steps
+that it sends (`pdserve.model.executors.rank_model`). A pipeline has an executor for each micro-batch, each on a thread
+of its own; they take turns in the leader's stage.
 
 Shape suffixes: B rows that a step samples.
 """
@@ -13,8 +14,11 @@ Shape suffixes: B rows that a step samples.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from functools import partial
 from math import isfinite
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +64,10 @@ class _LaunchedStep:
         self.logprobs: dict[int, TokenLogprobs] = {}
         """Keyed by index in the sampled tokens."""
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+
+    def begin(self, started: Event) -> None:
+        """Count the step's duration from now on."""
+        self._started = started
 
     def end(self, ended: Event, fetched_B2: torch.Tensor | None) -> None:
         """Mark the step as completely launched.
@@ -168,6 +176,17 @@ class ModelExecutor:
         )
         self._sampler = Sampler(select_sampling_kernels(pool.values.device), matchers)
         self._previous: _LaunchedStep | None = None
+        self._micro_batch = 0
+        self._turn = Lock()
+        """Held in the leader's stage of a pipeline, so that all ranks compute the steps in the same order."""
+
+    def for_micro_batch(self, number: int, matchers: GrammarMatchers | None) -> ModelExecutor:
+        """Executor of another micro-batch of the pipeline, for another thread; shares model and pool with this one."""
+        other = copy(self)
+        other._micro_batch = number
+        other._slots = swap_slots(len(self._slots), self._blocks)
+        other._sampler = Sampler(select_sampling_kernels(self._blocks.device), matchers)
+        return other
 
     @property
     def pipeline_depth(self) -> int:
@@ -199,24 +218,30 @@ class ModelExecutor:
         sampling = [rows[index] for index in outputs.sampling]
         draws = plan_draws(sampling, self._vocab_size)
         packed = self._pack(rows, outputs, previous, draws.words)
-        if self._send is not None:
-            self._send(packed)
         try:
-            computed = model.compute(packed)
+            with self._turn:
+                if model.place.pipeline_parallel > 1:
+                    step.begin(model.queue.event())
+                if self._send is not None:
+                    self._send(packed)
+                begun = model.begin(packed)
+            computed = model.end(packed, begun)
+            logits_of = partial(model.logits, micro_batch=self._micro_batch)
             for index, hidden_TE in zip(outputs.asking, computed.prompts, strict=True):
                 row = rows[index]
                 step.prompt_logprobs[index] = logprobs_in_pieces(
-                    model.logits, hidden_TE, row.prompt_targets, row.num_prompt_logprobs
+                    logits_of, hidden_TE, row.prompt_targets, row.num_prompt_logprobs
                 )
         except Exception as error:
-            if model.num_ranks == 1:
+            if model.place.num_ranks == 1:
                 raise
             raise RankLostError(f"the ranks are out of step: {error}") from error
         if not sampling:
             return None
         assert computed.logits is not None
         assert computed.best is not None
-        token_B = model.sampled_R[: len(sampling)]
+        assert computed.tokens is not None
+        token_B = computed.tokens
 
         def previous_token(row: int) -> int:
             assert previous is not None
@@ -226,7 +251,7 @@ class ModelExecutor:
         best_B, step.logprobs = self._sampler.sample(
             computed.logits, computed.best, token_B, sampling, draws, words, previous_token
         )
-        model.share_tokens(len(sampling))
+        model.share_tokens(token_B)
         return model.queue.fetch(torch.stack((token_B.int(), best_B.view(torch.int32)), dim=1))
 
     def _pack(
@@ -251,6 +276,7 @@ class ModelExecutor:
             is_decode=outputs.is_decode,
             has_late_tokens=max(previous_indices) >= 0,
             is_captured=padding is not None,
+            micro_batch=self._micro_batch,
         )
 
 

@@ -1,8 +1,9 @@
 """One rank's share of a model on its device: computes steps as the leader packed them.
 
-Every rank has a `RankModel`. The leader's belongs to a `pdserve.model.executors.model.ModelExecutor`, which packs the
-steps, sends each to the other ranks, and samples. The others call `RankModel.follow`. All launch the same operations in
-the same order, because collectives meet only so. A worker of one rank is its own leader.
+Every rank has a `RankModel`. The leader's belongs to a `pdserve.model.executors.model.ModelExecutor`, or to one for
+each micro-batch of a pipeline, which packs the steps, sends each to the other ranks, and samples. The others call
+`RankModel.follow`. The ranks of a stage launch the same operations in the same order, because collectives meet only so,
+and all stages take the steps in the same order. A worker of one rank is its own leader.
 
 Shape suffixes: R rows that a captured step may sample, B rows that a step samples, V vocabulary, E hidden size, T some
 tokens.
@@ -32,7 +33,7 @@ from pdserve.model.executors.step_inputs import StepShape, StepTensors
 from pdserve.model.sampling.logprobs import pieces_of
 from pdserve.model.sampling.sampling import likeliest
 
-_NUM_COUNTS = 10
+_NUM_COUNTS = 11
 """Words of an encoded step before the lengths of its prompts."""
 
 
@@ -51,20 +52,41 @@ class PackedStep(NamedTuple):
     has_late_tokens: bool
     """Some tokens are in `RankModel.sampled_R`."""
     is_captured: bool
+    micro_batch: int = 0
+    """Of the pipeline."""
 
     def encode(self) -> npt.NDArray[np.int32]:
         """The step as words for `decode`."""
         lengths = self.prompt_lengths
         flags = (self.is_decode, self.has_late_tokens, self.is_captured)
-        counts = (*self.shape, self.num_sampling, *flags, len(lengths), *lengths)
+        counts = (*self.shape, self.num_sampling, *flags, self.micro_batch, len(lengths), *lengths)
         return np.concatenate((np.array(counts, np.int32), self.words))
 
     @classmethod
     def decode(cls, encoded: npt.NDArray[np.int32]) -> PackedStep:
-        *shape, num_sampling, is_decode, has_late_tokens, is_captured, num_prompts = encoded[:_NUM_COUNTS].tolist()
+        *shape, num_sampling, is_decode, has_late_tokens, is_captured, micro_batch, num_prompts = encoded[
+            :_NUM_COUNTS
+        ].tolist()
         lengths, words = np.split(encoded[_NUM_COUNTS:], [num_prompts])
-        flags = map(bool, (is_decode, has_late_tokens, is_captured))
-        return cls(words, StepShape(*shape), num_sampling, tuple(lengths.tolist()), *flags)
+        return cls(
+            words=words,
+            shape=StepShape(*shape),
+            num_sampling=num_sampling,
+            prompt_lengths=tuple(lengths.tolist()),
+            is_decode=bool(is_decode),
+            has_late_tokens=bool(has_late_tokens),
+            is_captured=bool(is_captured),
+            micro_batch=micro_batch,
+        )
+
+
+class Begun(NamedTuple):
+    """A step after the forward pass of this rank's layers."""
+
+    inputs: torch.Tensor
+    """The step's words."""
+    hidden: torch.Tensor
+    """As `pdserve.model.decoder.decoder.Decoder.forward` returns them."""
 
 
 class Computed(NamedTuple):
@@ -75,7 +97,9 @@ class Computed(NamedTuple):
     logits: torch.Tensor | None
     """float32 ``[B, V]``, of sampling rows; None if no row samples."""
     best: torch.Tensor | None
-    """``[B]``: highest logit of each; `RankModel.sampled_R` has the likeliest tokens."""
+    """``[B]``: highest logit of each."""
+    tokens: torch.Tensor | None
+    """``[B]``, likeliest tokens. Where the next step may take them from the device, a view of `RankModel.sampled_R`."""
     prompts: list[torch.Tensor]
     """Hidden states ``[T, E]`` of each row that requests prompt log probabilities, for `RankModel.logits`."""
 
@@ -106,12 +130,12 @@ class RankModel:
         Raises:
             ValueError: unusable weights, or weights that do not match ``config``.
         """
-        shard = shard_of(config.shape, ranks.rank, ranks.num_ranks)
+        shard = shard_of(config.shape, ranks.place)
         assert pool.shape == (layout.num_blocks, len(shard.kv_heads), *layout.shape[2:]), f"{pool.shape} for {layout}"
         device, kernels = pool.values.device, select_kernels(pool)
         self._pool = pool
         self._ranks = ranks
-        self.num_ranks = ranks.num_ranks
+        self.place = ranks.place
         self._model = Decoder(folder, config, precision, kernels, ranks)
         self.logits = self._model.logits
         self.queue = select_queue(device)
@@ -140,41 +164,62 @@ class RankModel:
         has_room = num_rows <= len(self._captured_R) and self.sampled_R is self._captured_R
         return self._graphs.padding(num_rows) if self._graphs is not None and has_room and is_decode else None
 
-    def compute(self, step: PackedStep) -> Computed:
-        """Launch the forward pass; write the KV of its tokens."""
+    def begin(self, step: PackedStep) -> Begun | None:
+        """Launch the forward pass of this rank's layers; write the KV of its tokens. None for a captured step."""
         if step.is_captured:
-            assert self._graphs is not None
-            logits_BV, best_B = self._graphs.run(step.words, step.shape.num_rows)
-            return Computed(self._graphs.inputs, logits_BV, best_B, [])
+            return None
         inputs = self.queue.put(step.words)
         tensors = StepTensors.of(inputs, step.shape)
         wanted = None if step.is_decode else tensors.outputs
         tokens_T = tensors.known_tokens(self.sampled_R) if step.has_late_tokens else tensors.tokens.long()
-        hidden_OE = self._model.forward(tokens_T, self._pool, tensors.metadata, wanted)
-        hidden_BE, *prompts = torch.split(hidden_OE, [step.num_sampling, *step.prompt_lengths])
-        if not step.num_sampling:
-            return Computed(inputs, None, None, prompts)
-        logits_BV = self.logits(hidden_BE)
-        best_B, self.sampled_R = likeliest(logits_BV)
-        if len(self.sampled_R) <= len(self._captured_R):
-            self._captured_R[: len(self.sampled_R)] = self.sampled_R
-            self.sampled_R = self._captured_R
-        return Computed(inputs, logits_BV, best_B, prompts)
+        return Begun(inputs, self._model.forward(tokens_T, self._pool, tensors.metadata, wanted, step.micro_batch))
 
-    def share_tokens(self, num_sampled: int) -> None:
-        """Give all ranks the tokens that the leader sampled, where the next step takes them from `sampled_R`."""
+    def end(self, step: PackedStep, begun: Begun | None) -> Computed:
+        """Launch what follows `begin`. On the leader of a pipeline, wait for it."""
+        if begun is None:
+            assert self._graphs is not None
+            logits_BV, best_B = self._graphs.run(step.words, step.shape.num_rows)
+            return Computed(self._graphs.inputs, logits_BV, best_B, self.sampled_R[: step.num_sampling], [])
+        hidden_BE, *prompts = torch.split(begun.hidden, [step.num_sampling, *step.prompt_lengths])
+        if not step.num_sampling:
+            if not prompts:
+                self._confirm(step.micro_batch)
+            return Computed(begun.inputs, None, None, None, prompts)
+        logits_BV = self.logits(hidden_BE, micro_batch=step.micro_batch)
+        best_B, tokens_B = likeliest(logits_BV)
+        if self.place.pipeline_parallel > 1:  # the micro-batches' threads share this object
+            return Computed(begun.inputs, logits_BV, best_B, tokens_B, prompts)
+        self.sampled_R = tokens_B
+        if len(tokens_B) <= len(self._captured_R):
+            self._captured_R[: len(tokens_B)] = tokens_B
+            self.sampled_R = self._captured_R
+        return Computed(begun.inputs, logits_BV, best_B, self.sampled_R[: step.num_sampling], prompts)
+
+    def _confirm(self, micro_batch: int) -> None:
+        """Let the leader know that every stage has computed a step without outputs."""
+        if self.place.pipeline_parallel > 1:
+            if self.place.is_last_stage:
+                self._ranks.send(torch.zeros(1), micro_batch)
+            else:
+                self._ranks.receive((1,), torch.float32, micro_batch)
+
+    def share_tokens(self, tokens_B: torch.Tensor) -> None:
+        """Give all ranks the tokens that the leader sampled, where the next step takes them from the device."""
         if self.queue.pipeline_depth > 1:
-            self._ranks.copy_leaders_(self.sampled_R[:num_sampled])
+            self._ranks.copy_leaders_(tokens_B)
 
     @torch.inference_mode()
     def follow(self, step: PackedStep) -> None:
         """Launch a step of the leader's on another rank."""
-        computed = self.compute(step)
+        begun = self.begin(step)
+        if not self.place.is_last_stage:
+            return
+        computed = self.end(step, begun)
         for hidden_TE in computed.prompts:
             for piece_TE in pieces_of(hidden_TE):
-                self.logits(piece_TE)
-        if step.num_sampling:
-            self.share_tokens(step.num_sampling)
+                self.logits(piece_TE, micro_batch=step.micro_batch)
+        if computed.tokens is not None:
+            self.share_tokens(computed.tokens)
 
 
 def can_capture(kernels: DecoderKernels) -> bool:

@@ -26,7 +26,7 @@ from pdserve.kernels.operations import DecoderKernels, Linear, QkNorm
 from pdserve.kernels.torch.dense import matrix_dtype
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.shape import ModelShape
-from pdserve.model.config.sharding import shard_of
+from pdserve.model.config.sharding import Place, shard_of
 from pdserve.model.weights.bytes import weight_bytes
 from pdserve.model.weights.files import check_weights, norm_names, shard_paths
 
@@ -51,12 +51,14 @@ class LayerWeights:
 
 
 class DecoderWeights(NamedTuple):
-    embedding: Linear
+    """Of a rank; None where its pipeline stage has none."""
+
+    embedding: Linear | None
     """``[V, E]``."""
     layers: list[LayerWeights]
-    norm: torch.Tensor
-    lm_head: Linear
-    """``[V, E]``; the embedding itself if they are tied."""
+    norm: torch.Tensor | None
+    lm_head: Linear | None
+    """``[V, E]``; the embedding itself if they are tied and on the same rank."""
 
 
 def load_decoder_weights(
@@ -64,19 +66,18 @@ def load_decoder_weights(
     config: DecoderConfig,
     precision: Precision,
     kernels: DecoderKernels,
-    rank: int = 0,
-    num_ranks: int = 1,
+    place: Place = Place(),  # noqa: B008  # immutable
 ) -> DecoderWeights:
     """Read one rank's share of the checkpoint in ``folder`` and pack it for ``kernels``.
 
-    Quantises the matrices of the layers, not the tables; `pdserve.model.weights.bytes` says why. The ranks' products
-    with ``output`` and ``down`` add up to the whole; rank 0 adds the bias.
+    Quantises the matrices of the layers, not the tables; `pdserve.model.weights.bytes` says why. The products of a
+    stage's ranks with ``output`` and ``down`` add up to the whole; the first of them adds the bias.
 
     Raises:
         ValueError: the weights are unusable or do not match ``config``.
     """
     shape = config.shape
-    shard = shard_of(shape, rank, num_ranks)
+    shard = shard_of(shape, place)
     heads, kv_heads = (_scaled(part, shape.head_dim) for part in (shard.heads, shard.kv_heads))
     dtype = getattr(torch, precision.dtype)
     check_weights(folder, shape)
@@ -98,8 +99,8 @@ def load_decoder_weights(
 
         def summed(name: str, inputs: range, has_bias: bool) -> Linear:
             """Pack a projection of the rank's inputs, whose product is added to those of the other ranks."""
-            bias = read(f"{name}_proj.bias") if has_bias and rank == 0 else None
-            kept = inputs if num_ranks > 1 else None
+            bias = read(f"{name}_proj.bias") if has_bias and place.tensor_rank == 0 else None
+            kept = inputs if place.tensor_parallel > 1 else None
             return kernels.pack_linear(read(f"{name}_proj.weight"), bias, precision.quantization, kept)
 
         def table(name: str) -> Linear:
@@ -118,12 +119,17 @@ def load_decoder_weights(
                 **{field: norm(prefix + name) for field, name in norm_names(shape).items()},
             )
 
-        embedding = table("model.embed_tokens")
+        def output_table(embedding: Linear | None) -> Linear:
+            if not shape.tie_word_embeddings:
+                return table("lm_head")
+            return embedding or table("model.embed_tokens")
+
+        embedding = table("model.embed_tokens") if place.stage == 0 else None
         weights = DecoderWeights(
             embedding=embedding,
-            layers=[layer(f"model.layers.{index}.") for index in range(shape.num_layers)],
-            norm=norm("model.norm"),
-            lm_head=embedding if shape.tie_word_embeddings else table("lm_head"),
+            layers=[layer(f"model.layers.{index}.") for index in shard.layers],
+            norm=norm("model.norm") if place.is_last_stage else None,
+            lm_head=output_table(embedding) if place.is_last_stage else None,
         )
     _return_freed_memory()
     return weights

@@ -7,8 +7,8 @@ Parses data that the caller fetched. Used by `pdserve plan --live`, with `pdserv
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -32,13 +32,14 @@ _MIN_CACHED_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningWorker:
-    """One worker that is up."""
+    """One worker that is up; all micro-batches of it together."""
 
     worker_id: str
     role: WorkerRole
     host: str
     hardware: str
     tensor_parallel: int
+    pipeline_parallel: int
     precision: Precision
     max_model_len: int
     block_size: int
@@ -70,7 +71,7 @@ def running_cluster(status: Mapping[str, Any]) -> RunningCluster:
         LiveError: it is not a router's status, no worker is up, or their models differ.
     """
     try:
-        workers = tuple(_worker(each) for each in status["workers"] if each["up"])
+        workers = _joined([_worker(each) for each in status["workers"] if each["up"]])
         slo = from_plain(SloConfig, status["slo"], "the status")
         devices = read_value(dict[WorkerRole, Hardware], status["devices"], "the status", "devices")
         path, name = str(status["model"]["path"]), str(status["model"]["name"])
@@ -109,6 +110,7 @@ def _worker(status: Mapping[str, Any]) -> RunningWorker:
         host=str(status["address"]).rpartition(":")[0],
         hardware=str(status["hardware"]),
         tensor_parallel=int(status["tensor_parallel"]),
+        pipeline_parallel=int(status["pipeline_parallel"]),
         precision=from_plain(Precision, {name: status[name] for name in to_plain(Precision())}, "the status"),
         max_model_len=int(limits["max_model_len"]),
         block_size=int(limits["block_size"]),
@@ -117,6 +119,18 @@ def _worker(status: Mapping[str, Any]) -> RunningWorker:
         max_batch_size=int(limits["max_batch_size"]),
         num_requests=sum(int(load[name]) for name in ("num_running", "num_waiting", "num_parked")),
         num_cached_blocks=int(load["num_blocks_cached"]) + int(load["num_blocks_referenced"]),
+    )
+
+
+def _joined(micro_batches: Iterable[RunningWorker]) -> tuple[RunningWorker, ...]:
+    """The workers of ``micro_batches``, whose ids are those of the workers and a number."""
+    parts: dict[str, list[RunningWorker]] = {}
+    for each in micro_batches:
+        parts.setdefault(each.worker_id.partition(".")[0], []).append(each)
+    summed = ("num_kv_blocks", "max_batch_size", "num_requests", "num_cached_blocks")
+    return tuple(
+        replace(some[0], worker_id=worker_id, **{name: sum(getattr(each, name) for each in some) for name in summed})
+        for worker_id, some in parts.items()
     )
 
 
@@ -152,7 +166,10 @@ def _pool(
 ) -> Pool | None:
     if not workers:
         return None
-    kinds = {(each.hardware, each.tensor_parallel, each.max_batch_tokens, each.max_batch_size) for each in workers}
+    kinds = {
+        (each.hardware, each.tensor_parallel, each.pipeline_parallel, each.max_batch_tokens, each.max_batch_size)
+        for each in workers
+    }
     if len(kinds) > 1:
         raise LiveError(f"the {role.value} workers differ: {sorted(kinds)}; a placement has one kind per role")
     first = workers[0]
@@ -161,6 +178,7 @@ def _pool(
         replicas=len(workers),
         hardware=device(first),
         tensor_parallel=first.tensor_parallel,
+        pipeline_parallel=first.pipeline_parallel,
         max_batch_tokens=first.max_batch_tokens,
         max_batch_size=first.max_batch_size,
         num_kv_blocks=min(each.num_kv_blocks for each in workers),

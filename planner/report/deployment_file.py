@@ -70,10 +70,7 @@ def problems(layout: Layout, model: PlannedModel) -> list[str]:
     if model.precision.quantization == "fp8" and not found:
         found.append("fp8 weights cannot be computed with yet")
     if any(pool.devices_per_worker > 1 for pool in layout.pools):
-        found.append(
-            "tensor_parallel above 1 is computed on CPUs or emulated, not on GPUs yet, and pipeline_parallel above 1 "
-            "nowhere"
-        )
+        found.append("tensor_parallel or pipeline_parallel above 1 is computed on CPUs or emulated, not on GPUs yet")
     return found
 
 

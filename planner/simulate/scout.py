@@ -290,7 +290,7 @@ def _workers(
                 worker["max_batch_tokens"], worker["max_batch_size"] = pool.max_batch_tokens, max_batch_size
                 worker["num_blocks"] = worker["num_free"] = num_blocks
                 worker["num_swap_slots"] = int(num_blocks * AUTO_SWAP_SHARE)
-                worker["depth"] = pool.hardware.pipeline_depth
+                worker["depth"] = cost.pipeline_depth
                 worker["num_stages"], worker["first_of_pipeline"] = num_stages, first
                 worker["decode_token_s"] = cost.decode_token_s
                 worker["near_block_s"] = cost.transfer_s(model.block_size, same_host=True)

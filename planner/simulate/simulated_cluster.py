@@ -1,8 +1,7 @@
 """Workers of a simulated placement: step loop, scheduler and block pool of each, behind the dispatcher's interface.
 
-Built for `pdserve.planner.simulate.simulator`. A pipeline-parallel worker has as many *micro-batches* as stages, each
-with its share of blocks and batch slots: while one micro-batch's step is in the second stage, the next one's is in the
-first.
+Built for `pdserve.planner.simulate.simulator`. A pipeline-parallel worker has as many *micro-batches* as stages, as in
+`pdserve.engine.worker.worker`.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ from pdserve.engine.worker.loop import AddRequest, CancelRequest, PrepareRequest
 from pdserve.engine.worker.pool_size import AUTO_SWAP_SHARE
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.stage import Stage
 from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
 from pdserve.planner.simulate.event_queue import EventQueue
-from pdserve.planner.simulate.simulated_worker import AS_PREDICTED, SimulatedWorker, Stage, StepCorrections, WorkerSink
+from pdserve.planner.simulate.simulated_worker import AS_PREDICTED, SimulatedWorker, StepCorrections, WorkerSink
 from pdserve.planner.simulate.simulation import WorkerUse
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 from pdserve.router.cluster.worker import Worker
@@ -176,7 +176,7 @@ class ClusterBuilder:
             stage=stage,
             queue=self.queue,
             sink=self.sink,
-            pipeline_depth=pool.hardware.pipeline_depth,
+            pipeline_depth=self.costs[pool.role].pipeline_depth,
             turn_s=self.turn_s,
             corrections=self.corrections.get(pool.role, (AS_PREDICTED,)),
         )

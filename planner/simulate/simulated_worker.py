@@ -27,6 +27,7 @@ from pdserve.engine.scheduling.interface import Scheduler
 from pdserve.engine.worker.loop import Message, StepLoop, StepReport, Wait
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.stage import Stage
 from pdserve.planner.simulate.event_queue import EventQueue
 
 _TOKEN_0 = SampledToken(0, None)
@@ -103,22 +104,6 @@ class _SteadyRun(NamedTuple):
         while self.end_s(num_turns) < instant_s:
             num_turns += 1
         return num_turns
-
-
-class Stage:
-    """The first stage of a pipeline; its micro-batches take turns."""
-
-    def __init__(self, num_stages: int) -> None:
-        self._num_stages = num_stages
-        self._free_at_s = 0.0
-
-    def enter(self, from_s: float, step_s: float) -> float:
-        """Start of a step that is ready at ``from_s``."""
-        if self._num_stages == 1:
-            return from_s
-        begins_s = max(from_s, self._free_at_s)
-        self._free_at_s = begins_s + step_s / self._num_stages
-        return begins_s
 
 
 class SimulatedWorker:

@@ -121,14 +121,6 @@ def test_each_mistake_gets_one_line_that_names_it(document: str, said: str) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_served_may_be_tensor_parallel_and_what_is_simulated_both() -> None:
-    wide, deep = {"decode": {"tensor_parallel": 2}}, {"decode": {"pipeline_parallel": 2}}
-    assert parse_deployment(wide, use="serve").decode.tensor_parallel == 2
-    assert parse_deployment({**wide, "prefill": deep["decode"]}, use="simulate").prefill.pipeline_parallel == 2
-    with pytest.raises(ConfigError, match=r"decode.pipeline_parallel is 2; only 1 is supported today"):
-        parse_deployment(deep, use="emulate")
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [

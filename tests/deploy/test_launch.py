@@ -53,10 +53,16 @@ def test_each_worker_gets_its_phase_and_its_cores() -> None:
 
 
 def test_degrees_go_to_the_workers_and_the_router() -> None:
-    wide = parse_deployment({"decode": {"tensor_parallel": 4}}, use="emulate")
+    degrees = {"prefill": {"pipeline_parallel": 2}, "decode": {"tensor_parallel": 4}}
+    wide = parse_deployment(degrees, use="emulate")
     launch = Launch(config=wide, emulate="a100", cores=EIGHT)
     configs = worker_configs(launch, "secret", BOARD)
     assert [config.tensor_parallel for config in configs] == [1, 4]
+    assert [config.pipeline_parallel for config in configs] == [2, 1]
+    assert router_config(launch, "secret").pipeline_parallel == {
+        WorkerRole.PREFILL: 2,
+        WorkerRole.DECODE: 1,
+    }
     assert router_config(launch, "secret").tensor_parallel == {
         WorkerRole.PREFILL: 1,
         WorkerRole.DECODE: 4,

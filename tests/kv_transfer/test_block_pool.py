@@ -198,9 +198,10 @@ def test_the_integrity_check_sees_damage(damage: Callable[[BlockPool], None]) ->
 class PoolMachine(RuleBasedStateMachine):
     """Random owners of random chains, checked against the last known content of each block."""
 
-    @initialize(num_blocks=st.integers(1, 12))
-    def start(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+    @initialize(num_blocks=st.integers(1, 12), first_block=st.integers(0, 3))
+    def start(self, num_blocks: int, first_block: int) -> None:
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE, first_block=first_block)
+        self.ids = range(first_block, first_block + num_blocks)
         self.owners: list[list[int]] = []
         self.content: dict[int, bytes] = {}
         self.reported: set[bytes] = set()
@@ -217,6 +218,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.share(matched)
         new = self.pool.allocate(num_new)
         assert set(new).isdisjoint(block for owned in self.owners for block in owned)
+        assert set(new) <= set(self.ids)
         for block, block_hash in zip(new, hashes[len(matched) :], strict=True):
             self.content[block] = block_hash
             self.pool.register([block], [block_hash])

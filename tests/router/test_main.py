@@ -180,11 +180,13 @@ def test_each_role_is_predicted_by_its_own_devices(checkpoint: Path) -> None:
         cores_per_rank=2,
         devices={WorkerRole.DECODE: slow},
         tensor_parallel={WorkerRole.DECODE: 2},
+        pipeline_parallel={WorkerRole.PREFILL: 2},
     )
     costs = build_cost_models(config)
     assert costs[WorkerRole.DECODE].decode_s(1, 1) > 5.0
     assert costs[WorkerRole.PREFILL].hardware == hardware("cpu", num_cores=2)
     assert [costs[role].tensor_parallel for role in (WorkerRole.PREFILL, WorkerRole.DECODE)] == [1, 2]
+    assert [costs[role].pipeline_parallel for role in (WorkerRole.PREFILL, WorkerRole.DECODE)] == [2, 1]
 
 
 def test_the_configuration_survives_json_and_unknown_keys_do_not() -> None:

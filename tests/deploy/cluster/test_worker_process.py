@@ -36,7 +36,7 @@ class EchoWorker:
     def process_id(self) -> int:
         return os.getpid()
 
-    def start(self) -> dict[str, Any]:
+    def start(self) -> list[dict[str, Any]]:
         if self.config["model_path"] == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(60)  # another thread may take the signal first
@@ -45,12 +45,13 @@ class EchoWorker:
         if self.config["model_path"] == "broken":
             logging.getLogger("engine").critical("the step loop died", exc_info=RuntimeError("weights are NaN"))
             os._exit(1)
-        return {
+        endpoint = {
             "worker_id": self.config["worker_id"],
             "role": self.config["role"],
             "address": "127.0.0.1:9",
             "epoch": self.epoch,
         }
+        return [endpoint]
 
     def ping(self) -> int:
         if Path(self.config["model_path"]).exists():
@@ -88,8 +89,8 @@ def state_of(worker: WorkerProcess) -> ProcessState:
 
 
 def endpoint_of(worker: WorkerProcess) -> WorkerEndpoint:
-    assert worker.endpoint is not None
-    return worker.endpoint
+    (endpoint,) = worker.endpoints
+    return endpoint
 
 
 def run_until(worker: WorkerProcess, condition: Callable[[], bool], timeout_s: float = 60) -> None:
@@ -106,7 +107,7 @@ def test_a_killed_worker_is_replaced_with_a_fresh_epoch() -> None:
     first = endpoint_of(worker)
     os.kill(worker.process_id, signal.SIGKILL)
     run_until(worker, lambda: worker.num_failures == 1)
-    assert worker.endpoint is None
+    assert not worker.endpoints
     run_until(worker, lambda: worker.state is ProcessState.UP)
     second = endpoint_of(worker)
     assert second.worker_id == first.worker_id

@@ -222,18 +222,29 @@ def test_emulated_ranks_share_the_work(config: WorkerConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "quantization", "reason"),
+    ("num_ranks", "num_stages", "quantization", "reason"),
     [
-        (3, "none", "tensor_parallel 3 does not divide 4 heads and 2 KV heads"),
+        (3, 1, "none", "tensor_parallel 3 does not divide 4 heads and 2 KV heads"),
         (
             2,
+            1,
             "int4",
             "tensor_parallel 2 divides the 32 inputs of the heads within groups of 128",
         ),
+        (1, 5, "none", "pipeline_parallel 5 does not divide 2 layers"),
     ],
 )
 def test_ranks_that_cannot_share_the_model_are_refused(
-    config: WorkerConfig, num_ranks: int, quantization: str, reason: str
+    config: WorkerConfig, num_ranks: int, num_stages: int, quantization: str, reason: str
 ) -> None:
+    divided = replace(config, tensor_parallel=num_ranks, pipeline_parallel=num_stages)
     with pytest.raises(ValueError, match=reason):
-        choose_backend(replace(with_precision(config, quantization=quantization), tensor_parallel=num_ranks))
+        choose_backend(with_precision(divided, quantization=quantization))
+
+
+def test_every_micro_batch_holds_a_sequence_of_the_models_length(config: WorkerConfig) -> None:
+    staged = replace(config, pipeline_parallel=2, max_model_len=64, num_kv_blocks=7)
+    with pytest.raises(ValueError, match=r"in each of its 2 micro-batches: raise num_kv_blocks to 8 blocks"):
+        choose_backend(staged)
+    backend = choose_backend(replace(staged, num_kv_blocks=8, role=WorkerRole.DECODE, emulate="h100-sxm"))
+    assert (backend.layout.num_blocks, backend.num_swap_slots, backend.cost.pipeline_depth) == (8, 1, 1)

@@ -1,9 +1,11 @@
-"""Tensor-parallel workers as processes: same tokens for any degrees, and no rank outlives another."""
+"""Workers of several ranks as processes: same tokens for any degrees, and no rank outlives another."""
 
 from __future__ import annotations
 
 import os
 import signal
+from contextlib import ExitStack
+from itertools import cycle
 from pathlib import Path
 
 import psutil
@@ -17,6 +19,9 @@ from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from tests.workers import WorkerProcess, hand_off, wait_until
 
 VOCAB_SIZE = 211
+
+Degrees = tuple[int, int]
+"""Tensor-parallel ranks, and pipeline stages."""
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +37,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def config(folder: Path, role: WorkerRole, num_ranks: int, transport: str = "auto") -> WorkerConfig:
+def config(folder: Path, role: WorkerRole, degrees: Degrees, transport: str = "auto") -> WorkerConfig:
     return WorkerConfig(
         worker_id=f"{role.value}-0",
         role=role,
         model_path=str(folder),
         precision=Precision(dtype="float32", quantization="int8", kv_dtype="int8"),
-        tensor_parallel=num_ranks,
+        tensor_parallel=degrees[0],
+        pipeline_parallel=degrees[1],
         max_model_len=256,
-        num_kv_blocks=24,
+        num_kv_blocks=24 * degrees[1],
         max_batch_tokens=64,
         swap_memory_bytes=1 << 20,
         transport=transport,
@@ -67,42 +73,51 @@ def make_requests() -> list[GenerationRequest]:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> list[list[int]]:
-    with WorkerProcess(config(checkpoint, WorkerRole.MIXED, 1)) as worker, worker.connect() as router:
+    with WorkerProcess(config(checkpoint, WorkerRole.MIXED, (1, 1))) as worker, worker.connect() as router:
         for request in make_requests():
             router.submit(request)
         return [router.wait_for_answer(request.request_id) for request in make_requests()]
 
 
-@pytest.mark.parametrize(("prefill_ranks", "decode_ranks", "transport"), [(2, 1, "memfd"), (1, 2, "grpc")])
+@pytest.mark.parametrize(
+    ("prefill_degrees", "decode_degrees", "transport"),
+    [((2, 1), (1, 2), "memfd"), ((1, 2), (2, 1), "grpc"), ((2, 2), (1, 1), "memfd")],
+)
 def test_any_degree_hands_off_to_any_other(
-    checkpoint: Path, expected: list[list[int]], prefill_ranks: int, decode_ranks: int, transport: str
+    checkpoint: Path, expected: list[list[int]], prefill_degrees: Degrees, decode_degrees: Degrees, transport: str
 ) -> None:
     with (
-        WorkerProcess(config(checkpoint, WorkerRole.PREFILL, prefill_ranks, transport)) as prefill_worker,
-        WorkerProcess(config(checkpoint, WorkerRole.DECODE, decode_ranks, transport)) as decode_worker,
-        prefill_worker.connect() as prefill,
-        decode_worker.connect() as decode,
+        WorkerProcess(config(checkpoint, WorkerRole.PREFILL, prefill_degrees, transport)) as prefill_worker,
+        WorkerProcess(config(checkpoint, WorkerRole.DECODE, decode_degrees, transport)) as decode_worker,
+        ExitStack() as stack,
     ):
-        assert [hand_off(prefill, decode, request) for request in make_requests()] == expected
-        prefill.wait_until_free()
-        decode.wait_until_free()
+        prefills, decodes = (
+            [stack.enter_context(worker.connect(micro_batch=index)) for index in range(len(worker.endpoints))]
+            for worker in (prefill_worker, decode_worker)
+        )
+        turns = zip(cycle(prefills), cycle(decodes), make_requests(), strict=False)
+        assert [hand_off(prefill, decode, request) for prefill, decode, request in turns] == expected
+        for router in prefills + decodes:
+            router.wait_until_free()
 
 
-def test_a_worker_ends_with_any_of_its_ranks(checkpoint: Path, expected: list[list[int]]) -> None:
-    for number in (signal.SIGKILL, signal.SIGSTOP):
-        with WorkerProcess(config(checkpoint, WorkerRole.MIXED, 2)) as worker, worker.connect() as router:
-            for request in make_requests():
-                router.submit(request)
-            assert router.wait_for_answer(0) == expected[0]
-            (follower,) = followers_of(worker)
-            children = worker.children()
-            os.kill(follower, number)
-            assert worker.process.wait(10 * SILENCE_S) == 1
-            wait_until_ended(children)
+@pytest.mark.parametrize(("number", "degrees"), [(signal.SIGKILL, (1, 2)), (signal.SIGSTOP, (2, 1))])
+def test_a_worker_ends_with_any_of_its_ranks(
+    checkpoint: Path, expected: list[list[int]], number: signal.Signals, degrees: Degrees
+) -> None:
+    with WorkerProcess(config(checkpoint, WorkerRole.MIXED, degrees)) as worker, worker.connect() as router:
+        for request in make_requests():
+            router.submit(request)
+        assert router.wait_for_answer(0) == expected[0]
+        (follower,) = followers_of(worker)
+        children = worker.children()
+        os.kill(follower, number)
+        assert worker.process.wait(10 * SILENCE_S) == 1
+        wait_until_ended(children)
 
 
 def test_ranks_end_with_their_leader(checkpoint: Path) -> None:
-    with WorkerProcess(config(checkpoint, WorkerRole.MIXED, 2)) as worker:
+    with WorkerProcess(config(checkpoint, WorkerRole.MIXED, (2, 1))) as worker:
         children = worker.children()
         worker.process.kill()
         wait_until_ended(children)

@@ -29,7 +29,8 @@ def start_actor(worker_class: type, config: WorkerConfig) -> tuple[Any, RouterCl
     import ray
 
     actor = ray.remote(worker_class).options(num_cpus=0, max_concurrency=2).remote(to_plain(config))
-    endpoint = from_plain(WorkerEndpoint, ray.get(actor.start.remote()), "the endpoint")
+    (started,) = ray.get(actor.start.remote())
+    endpoint = from_plain(WorkerEndpoint, started, "the endpoint")
     assert ray.get(actor.ping.remote()) == endpoint.epoch
     assert (endpoint.worker_id, endpoint.role) == (config.worker_id, config.role)
     return actor, RouterClient(endpoint.address, token=config.cluster_token)

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import grpc
@@ -122,6 +124,28 @@ def test_a_handoff_streams_the_tokens_of_the_oracle(checkpoint: Path, transport:
         for worker in (prefill_worker, decode_worker):
             worker.process.send_signal(signal.SIGTERM)
             assert worker.process.wait(10) == 0
+
+
+def test_every_micro_batch_hands_off_to_every_other(checkpoint: Path) -> None:
+    prefill_config, decode_config = (
+        emulated_config(checkpoint, role, pipeline_parallel=2) for role in (WorkerRole.PREFILL, WorkerRole.DECODE)
+    )
+    with (
+        WorkerProcess(prefill_config) as prefill_worker,
+        WorkerProcess(decode_config) as decode_worker,
+        ExitStack() as stack,
+    ):
+        prefills, decodes = (
+            [stack.enter_context(worker.connect(micro_batch=index)) for index in range(2)]
+            for worker in (prefill_worker, decode_worker)
+        )
+        for n, (prefill, decode) in enumerate(product(prefills, decodes)):
+            request = a_request(n, num_prompt=70 + 40 * n, max_tokens=30, seed=n)
+            assert hand_off(prefill, decode, request) == oracle(request)
+        for index, router in enumerate(prefills + decodes):
+            router.wait_until_free()
+            assert router.welcome.worker_id == f"{'decode' if index > 1 else 'prefill'}-0.{index % 2}"
+            assert (router.welcome.num_blocks, router.welcome.pipeline_parallel) == (64, 2)
 
 
 @pytest.mark.parametrize("transport", ["memfd", "grpc"])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.model.config.shape import ModelShape
-from pdserve.model.config.sharding import shard_of
+from pdserve.model.config.sharding import Place, shard_of
 
 SHAPE = ModelShape(
     num_layers=2,
@@ -33,7 +33,7 @@ def test_ranks_share_everything(num_ranks: int, num_kv_heads: int, group: int, v
     if num_heads % num_ranks:
         return
     shape = replace(SHAPE, num_heads=num_heads, num_kv_heads=num_kv_heads, vocab_size=vocab_size)
-    shards = [shard_of(shape, rank, num_ranks) for rank in range(num_ranks)]
+    shards = [shard_of(shape, Place(rank, num_ranks)) for rank in range(num_ranks)]
     for parts, count in (
         ([shard.heads for shard in shards], num_heads),
         ([shard.features for shard in shards], shape.intermediate_size),
@@ -46,6 +46,26 @@ def test_ranks_share_everything(num_ranks: int, num_kv_heads: int, group: int, v
         assert len(shard.heads) % len(shard.kv_heads) == 0
 
 
+@given(
+    tensor_parallel=st.sampled_from((1, 2, 4)),
+    pipeline_parallel=st.sampled_from((1, 2, 3, 4)),
+    layers_each=st.integers(1, 5),
+)
+def test_stages_share_the_layers_and_ranks_of_a_stage_everything_else(
+    tensor_parallel: int, pipeline_parallel: int, layers_each: int
+) -> None:
+    shape = replace(SHAPE, num_layers=pipeline_parallel * layers_each)
+    places = [Place.of(rank, tensor_parallel, pipeline_parallel) for rank in range(tensor_parallel * pipeline_parallel)]
+    assert [place.rank for place in places] == list(range(places[0].num_ranks))
+    assert [place.is_last_stage for place in places].count(True) == tensor_parallel
+    shards = [shard_of(shape, place) for place in places]
+    layers = [index for shard in shards[::tensor_parallel] for index in shard.layers]
+    assert layers == list(range(shape.num_layers))
+    for place, shard in zip(places, shards, strict=True):
+        alone = shard_of(shape, Place(place.tensor_rank, tensor_parallel))
+        assert shard == alone._replace(layers=shards[place.stage * tensor_parallel].layers)
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "reason"),
     [
@@ -56,9 +76,14 @@ def test_ranks_share_everything(num_ranks: int, num_kv_heads: int, group: int, v
 )
 def test_what_does_not_divide_is_refused(num_ranks: int, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        shard_of(SHAPE, 0, num_ranks)
+        shard_of(SHAPE, Place(0, num_ranks))
 
 
 def test_features_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="tensor_parallel 8 does not divide the MLP's 100 features; use a divisor"):
-        shard_of(replace(SHAPE, intermediate_size=100), 0, 8)
+        shard_of(replace(SHAPE, intermediate_size=100), Place(0, 8))
+
+
+def test_layers_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="pipeline_parallel 3 does not divide 2 layers; use a divisor"):
+        shard_of(SHAPE, Place(pipeline_parallel=3))

@@ -18,6 +18,7 @@ from pdserve.contracts.step import BlockCopy, SampledToken, StepBatch, StepOutpu
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
+from pdserve.model.cost.stage import Stage
 from pdserve.model.executors.emulated import EmulatedExecutor
 from pdserve.model.executors.hash_chain import ROOT_STATE, HashVocabulary, link, linked_token, mix64
 from tests.expected_tokens import expected_tokens
@@ -360,6 +361,28 @@ def test_steps_last_as_the_cost_model_says_one_after_the_other() -> None:
     assert outputs[0].duration_s == pytest.approx(0.2)
     assert outputs[1].duration_s == pytest.approx(scale * cost.decode_s(1, len(PROMPT)))
     executor.close()
+
+
+def test_micro_batches_enter_the_first_stage_in_turns() -> None:
+    cost = a_cost_model()
+    stage, scale = Stage(2), 0.2 / cost.prefill_s(len(PROMPT))
+    executors = [
+        EmulatedExecutor(
+            layout=LAYOUT,
+            pool=memoryview(bytearray(LAYOUT.pool_bytes)),
+            vocab_size=VOCAB_SIZE,
+            cost=cost,
+            time_scale=scale,
+            pipeline_depth=1,
+            stage=stage,
+        )
+        for _ in range(2)
+    ]
+    start_s = time.monotonic()
+    handles = [executor.submit(StepBatch(step_id=0, rows=[row(PROMPT)])) for executor in executors]
+    for handle, end_s in zip(handles, (0.2, 0.3), strict=True):
+        assert handle.result().duration_s == pytest.approx(0.2)
+        assert time.monotonic() - start_s >= end_s
 
 
 def test_copies_to_the_host_and_back_last_as_the_cost_model_says() -> None:

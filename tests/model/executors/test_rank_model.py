@@ -6,7 +6,9 @@ import os
 import queue
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,10 @@ from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepOutput, StepRow
-from pdserve.kernels.cpu.ranks import SharedMemory, create_memory
+from pdserve.kernels.cpu.ranks import RankMemory
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.model.config.decoder_config import DecoderConfig
-from pdserve.model.config.sharding import shard_of
+from pdserve.model.config.sharding import Place, shard_of
 from pdserve.model.decoder.ranks import Ranks
 from pdserve.model.executors import rank_model
 from pdserve.model.executors.model import ModelExecutor
@@ -38,32 +40,45 @@ SAMPLING = [
     SamplingParams(temperature=0.9, seed=3, repetition_penalty=1.3, frequency_penalty=0.4),
 ]
 NUM_STEPS = 8
+NUM_BLOCKS = 24
+"""Of each micro-batch."""
 
 
 @contextmanager
 def running_ranks(
-    folder: Path, num_ranks: int, precision: Precision, *, kv_dtype: str = "float32", max_captured_rows: int = 0
+    folder: Path,
+    num_ranks: int,
+    precision: Precision,
+    *,
+    num_stages: int = 1,
+    kv_dtype: str = "float32",
+    max_captured_rows: int = 0,
 ) -> Iterator[tuple[ModelExecutor, KvPool]]:
-    """The executor of ``num_ranks`` ranks, each in a thread, and the pool that they share."""
+    """The executor of ``num_stages`` stages of ``num_ranks`` ranks, each in a thread, and the pool that they share."""
     config = DecoderConfig.from_folder(folder)
-    layout: KvLayout = config.kv_layout(24, 8, kv_dtype, "hash")
+    layout: KvLayout = config.kv_layout(num_stages * NUM_BLOCKS, 8, kv_dtype, "hash")
     memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8)
-    shared_fd = create_memory(num_ranks)
-    steps: list[queue.SimpleQueue[PackedStep | None]] = [queue.SimpleQueue() for _ in range(1, num_ranks)]
+    rank_memory = RankMemory(num_ranks, num_stages, 1 << 18)
+    shared_fd = rank_memory.create()
+    num_ranks_in_all = num_ranks * num_stages
+    steps: list[queue.SimpleQueue[PackedStep | None]] = [queue.SimpleQueue() for _ in range(1, num_ranks_in_all)]
     failures: list[BaseException] = []
 
     def pool_of(rank: int) -> KvPool:
-        heads = shard_of(config.shape, rank, num_ranks).kv_heads
+        heads = shard_of(config.shape, Place.of(rank, num_ranks, num_stages)).kv_heads
         return KvPool(memory, layout.shape, getattr(torch, kv_dtype), heads)
 
     def arguments(rank: int) -> dict[str, object]:
+        place = Place.of(rank, num_ranks, num_stages)
+        group = rank_memory.group(shared_fd, place.stage, place.tensor_rank) if num_ranks > 1 else None
+        channel = partial(rank_memory.channel, shared_fd) if num_stages > 1 else None
         return {
             "folder": folder,
             "config": config,
             "layout": layout,
             "pool": pool_of(rank),
             "precision": precision,
-            "ranks": Ranks(SharedMemory(shared_fd, rank, num_ranks), rank, num_ranks),
+            "ranks": Ranks(place, group, channel),
             "max_captured_rows": max_captured_rows,
         }
 
@@ -79,7 +94,7 @@ def running_ranks(
         for each in steps:
             each.put(step)
 
-    threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(1, num_ranks)]
+    threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(1, num_ranks_in_all)]
     for thread in threads:
         thread.start()
     yield ModelExecutor(**arguments(0), send=send), pool_of(0)  # type: ignore[arg-type]
@@ -91,15 +106,16 @@ def running_ranks(
     assert not failures
 
 
-def answer(executor: ModelExecutor) -> list[StepOutput]:
+def answer(executor: ModelExecutor, micro_batch: int = 0) -> list[StepOutput]:
     """Prefill in two steps, then decode; row 0 requests prompt log probabilities, row 2 has penalties."""
     depth = executor.pipeline_depth
+    tables = [[micro_batch * NUM_BLOCKS + block for block in table] for table in TABLES]
     first = [
         StepRow(
             sequence_id=index,
             tokens=prompt if index else prompt[:4],
             cached_length=0,
-            block_table=TABLES[index],
+            block_table=tables[index],
             sample=SAMPLING[index] if index else None,
             sample_position=len(prompt),
             history=prompt if SAMPLING[index].has_penalties else (),
@@ -127,7 +143,7 @@ def answer(executor: ModelExecutor) -> list[StepOutput]:
                     tokens=() if is_late else tokens,
                     previous_row=index if is_late else -1,
                     cached_length=cached,
-                    block_table=TABLES[index],
+                    block_table=tables[index],
                     sample=SAMPLING[index],
                     sample_position=cached + (1 if is_late else len(tokens)),
                     history=known[index].copy() if SAMPLING[index].has_penalties else (),
@@ -160,14 +176,50 @@ def assert_equal(outputs: list[StepOutput], expected: list[StepOutput]) -> None:
         assert probabilities == pytest.approx(wanted, abs=1e-4)
 
 
+def answer_twice(executor: ModelExecutor) -> list[list[StepOutput]]:
+    """`answer` of two micro-batches at the same time."""
+    with ThreadPoolExecutor(2) as threads:
+        executors = executor, executor.for_micro_batch(1, None)
+        return list(threads.map(answer, executors, range(2)))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
     folder = write_family(tmp_path, family)
-    results = []
-    for num_ranks in (1, 2):
-        with running_ranks(folder, num_ranks, Precision(dtype="float32")) as (executor, _):
-            results.append(answer(executor))
-    assert_equal(results[1], results[0])
+    with running_ranks(folder, 1, Precision(dtype="float32")) as (executor, _):
+        expected = answer(executor)
+    with running_ranks(folder, 2, Precision(dtype="float32")) as (executor, _):
+        assert_equal(answer(executor), expected)
+    num_stages = DecoderConfig.from_folder(folder).shape.num_layers
+    with running_ranks(folder, 1, Precision(dtype="float32"), num_stages=num_stages) as (executor, _):
+        for outputs in answer_twice(executor):
+            assert_equal(outputs, expected)
+
+
+@pytest.mark.parametrize(("quantization", "kv_dtype"), [("none", "float32"), ("int8", "int8")])
+def test_stages_of_several_ranks_write_the_kv_of_one(quantization: str, kv_dtype: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, tie_word_embeddings=quantization == "none")
+    precision = Precision(dtype="float32", quantization=quantization)
+    with running_ranks(folder, 1, precision, kv_dtype=kv_dtype) as (executor, pool):
+        expected, one = answer(executor), pool.blocks.clone()
+    with running_ranks(folder, 2, precision, num_stages=2, kv_dtype=kv_dtype) as (executor, pool):
+        for micro_batch, outputs in enumerate(answer_twice(executor)):
+            assert_equal(outputs, expected)
+            if kv_dtype == "float32":
+                blocks = pool.blocks[micro_batch * NUM_BLOCKS :][:NUM_BLOCKS]
+                torch.testing.assert_close(blocks.view(torch.float32), one.view(torch.float32), atol=1e-4, rtol=1e-4)
+
+
+def test_a_step_is_over_once_the_last_stage_has_computed_it(tmp_path: Path) -> None:
+    """A chunk that samples nothing, whose KV another worker may pull at once."""
+    folder = write_checkpoint(tmp_path)
+    chunk = StepRow(sequence_id=0, tokens=PROMPTS[0], cached_length=0, block_table=[3, 4], sample=None)
+    with running_ranks(folder, 1, Precision(dtype="float32"), num_stages=2) as (executor, pool):
+        for step_id in range(20):
+            pool.blocks.zero_()
+            executor.submit(StepBatch(step_id=step_id, rows=[chunk])).result()
+            first = pool.blocks[3].view(torch.float32).view(pool.shape[1:])
+            assert first.abs().amin(-1).all(), "every layer has keys and values of eight tokens"
 
 
 @pytest.mark.parametrize(("quantization", "kv_dtype"), [("none", "float32"), ("int8", "int8")])
@@ -222,6 +274,7 @@ def test_an_encoded_step_is_the_same_step() -> None:
         is_decode=False,
         has_late_tokens=True,
         is_captured=False,
+        micro_batch=9,
     )
     decoded = PackedStep.decode(step.encode())
     assert decoded.words.tolist() == words.tolist()

@@ -41,6 +41,9 @@ def test_weight_bytes_are_those_that_are_held(tmp_path: Path, dtype: str, quanti
     folder = write_family(tmp_path, family)
     config = DecoderConfig.from_folder(folder)
     weights = load_decoder_weights(folder, config, Precision(dtype=dtype, quantization=quantization), CPU_KERNELS)
+    assert weights.embedding is not None
+    assert weights.lm_head is not None
+    assert weights.norm is not None
     held = {id(linear): linear.num_bytes for linear in (weights.embedding, weights.lm_head)}
     num_bytes = sum(held.values()) + sum(
         linear.num_bytes for layer in weights.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)

@@ -23,6 +23,7 @@ def a_worker(role: WorkerRole, num_requests: int = 10, num_cached_blocks: int = 
         host="10.0.0.1",
         hardware="h100-sxm",
         tensor_parallel=1,
+        pipeline_parallel=1,
         precision=Precision(dtype="bfloat16"),
         max_model_len=8192,
         block_size=16,

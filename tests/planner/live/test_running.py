@@ -40,6 +40,7 @@ def status_of(worker_id: str, role: str, **changes: object) -> dict[str, object]
         "up": True,
         "hardware": "h100-sxm",
         "tensor_parallel": 1,
+        "pipeline_parallel": 1,
         "dtype": "bfloat16",
         "kv_dtype": "auto",
         "quantization": "none",
@@ -90,6 +91,7 @@ def test_workers_that_are_up_are_read() -> None:
             host="10.0.0.1",
             hardware="h100-sxm",
             tensor_parallel=1,
+            pipeline_parallel=1,
             precision=Precision(dtype="bfloat16"),
             max_model_len=8192,
             block_size=16,
@@ -161,6 +163,18 @@ def test_the_layout_is_that_of_the_workers() -> None:
     assert (layout.decode.num_kv_blocks, layout.num_hosts) == (900, 1)
     (supply,) = supplies(layout, workers)
     assert (supply.hardware.name, supply.num_nodes, supply.devices_per_node) == ("h100-sxm", 1, 5)
+
+
+def test_micro_batches_of_a_pipeline_are_one_worker() -> None:
+    staged = [status_of(f"d-{n // 2}.{n % 2}", "decode", pipeline_parallel=2) for n in range(4)]
+    workers = cluster(status_of("p", "prefill"), *staged)
+    assert [each.worker_id for each in workers] == ["p", "d-0", "d-1"]
+    layout = running_layout(workers, named)
+    assert str(layout) == "1 x P(TP1) + 2 x D(TP1 PP2)"
+    assert layout.decode is not None
+    assert (layout.decode.num_kv_blocks, layout.decode.max_batch_size) == (2000, 512)
+    (supply,) = supplies(layout, workers)
+    assert supply.num_nodes * supply.devices_per_node == 5
 
 
 def test_workers_of_two_hosts_make_two_nodes() -> None:

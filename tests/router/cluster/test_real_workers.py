@@ -36,20 +36,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-def start_worker(checkpoint: Path, worker_id: str, time_scale: float) -> WorkerProcess:
+def start_worker(checkpoint: Path, worker_id: str, time_scale: float, num_stages: int = 1) -> WorkerProcess:
     role = WorkerRole(worker_id.split("-")[0])
-    return WorkerProcess(
-        emulated_config(checkpoint, role, worker_id=worker_id, time_scale=time_scale, num_kv_blocks=512)
-    )
+    fields = {"worker_id": worker_id, "pipeline_parallel": num_stages, "num_kv_blocks": 512}
+    return WorkerProcess(emulated_config(checkpoint, role, time_scale=time_scale, **fields))
 
 
 @asynccontextmanager
 async def running_cluster(
-    checkpoint: Path, *names: str, time_scale: float = 0.0, **settings: float
+    checkpoint: Path, *names: str, time_scale: float = 0.0, num_stages: int = 1, **settings: float
 ) -> AsyncIterator[tuple[Rig, dict[str, WorkerProcess]]]:
     """Run a rig over worker processes; every KV block must be free within 2 s of exit."""
     async with AsyncExitStack() as stack:
-        workers = {name: stack.enter_context(start_worker(checkpoint, name, time_scale)) for name in names}
+        workers = {name: stack.enter_context(start_worker(checkpoint, name, time_scale, num_stages)) for name in names}
         rig = await stack.enter_async_context(running_rig(cluster_token=TOKEN, **settings))
         await put_targets(rig, workers)
         yield rig, workers
@@ -58,7 +57,7 @@ async def running_cluster(
 
 
 async def put_targets(rig: Rig, workers: dict[str, WorkerProcess]) -> None:
-    await rig.cluster.set_targets([worker.endpoint for worker in workers.values()])
+    await rig.cluster.set_targets([endpoint for worker in workers.values() for endpoint in worker.endpoints])
     await until(lambda: all(worker.takes_work for worker in rig.cluster.workers.values()))
 
 
@@ -105,13 +104,19 @@ def has_begun(stream: TokenStream) -> bool:
 
 
 @pytest.mark.parametrize(
-    "names",
-    [("prefill-0", "decode-0"), ("prefill-0", "prefill-1", "decode-0", "decode-1"), ("mixed-0",)],
-    ids=["1P+1D", "2P+2D", "mixed"],
+    ("names", "num_stages"),
+    [
+        (("prefill-0", "decode-0"), 1),
+        (("prefill-0", "prefill-1", "decode-0", "decode-1"), 1),
+        (("mixed-0",), 1),
+        (("prefill-0", "decode-0"), 2),
+    ],
+    ids=["1P+1D", "2P+2D", "mixed", "1P+1D of 2 stages"],
 )
-def test_every_topology_gives_the_same_tokens(checkpoint: Path, names: tuple[str, ...]) -> None:
+def test_every_topology_gives_the_same_tokens(checkpoint: Path, names: tuple[str, ...], num_stages: int) -> None:
     async def run() -> None:
-        async with running_cluster(checkpoint, *names) as (rig, _):
+        async with running_cluster(checkpoint, *names, num_stages=num_stages) as (rig, _):
+            assert len(rig.cluster.workers) == num_stages * len(names)
             await check_streams(rig, checkpoint)
             assert rig.sample("pdserve_redispatches_total", reason="worker_lost") == 0
             handed_off = rig.sample("pdserve_handoff_stall_seconds_count")
