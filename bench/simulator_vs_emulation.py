@@ -1,14 +1,15 @@
 """Accuracy of the simulator on a live cluster: the same requests, simulated and on a cluster of emulated GPUs.
 
     python -m pdserve.bench.simulator_vs_emulation [--replicas 1] [--colocated] [--workload lognormal]
+                                                   [--prefill TENSOR PIPELINE] [--decode TENSOR PIPELINE]
                                                    [--time-scale 10] [--requests 240] [--json FILE]
 
 `pdserve up --emulate` runs every part of a cluster except the arithmetic: steps and transfers last as long as the cost
 model predicts, times the time scale, which makes the host's own work relatively small. An open-loop generator measures
 at the client, at seven rates up to 0.9 of saturation and at two beyond it; `pdserve.planner.simulate.simulator` gets
 the same requests and the same cost model. Up to 0.9, joint attainment must agree within 2 points, and p50 / p90 of TTFT
-and TPOT within 5 %; beyond it only attainment. Saturation is the rate of a simulated closed loop with more requests
-than slots.
+and TPOT within 5 %; beyond it only attainment. The goodput of both is interpolated between the rates. Saturation is the
+rate of a simulated closed loop with more requests than slots.
 
 The time of HTTP, gRPC and step loops is measured once, on other requests at a lower rate, and becomes the simulator's
 `Overheads`. A run fails if the router or the generator used more than 70 % of a core, if the generator was late, or if
@@ -21,9 +22,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -86,11 +88,29 @@ the others is in it."""
 NUM_WARM, NUM_PROBES = 20, 150
 
 
-def placement(gpu: str, replicas: int, *, is_colocated: bool = False) -> Layout:
-    """As many prefill as decode workers, or that many mixed ones; one device each."""
+def placement(
+    gpu: str,
+    replicas: int,
+    *,
+    is_colocated: bool = False,
+    prefill_degrees: Sequence[int] = (1, 1),
+    decode_degrees: Sequence[int] = (1, 1),
+) -> Layout:
+    """As many prefill as decode workers, or that many mixed ones of one device each. Degrees are tensor- and
+    pipeline-parallel."""
     prefill, decode, mixed = (
-        Pool(role=role, replicas=replicas, hardware=hardware(gpu))
-        for role in (WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.MIXED)
+        Pool(
+            role=role,
+            replicas=replicas,
+            hardware=hardware(gpu),
+            tensor_parallel=degrees[0],
+            pipeline_parallel=degrees[1],
+        )
+        for role, degrees in (
+            (WorkerRole.PREFILL, prefill_degrees),
+            (WorkerRole.DECODE, decode_degrees),
+            (WorkerRole.MIXED, (1, 1)),
+        )
     )
     return Layout(mixed=mixed) if is_colocated else Layout(prefill=prefill, decode=decode)
 
@@ -129,7 +149,14 @@ def emulated_cluster(layout: Layout, slo: SloConfig, gpu: str, time_scale: float
             "model": {"path": str(folder), "dtype": MODEL.precision.dtype, "max_model_len": MODEL.max_model_len},
             "slo": {"ttft_seconds": slo.ttft_seconds * time_scale, "tpot_seconds": slo.tpot_seconds * time_scale},
             **{role.value: {"replicas": 0} for role in WorkerRole},
-            **{pool.role.value: {"replicas": pool.replicas} for pool in layout.pools},
+            **{
+                pool.role.value: {
+                    "replicas": pool.replicas,
+                    "tensor_parallel": pool.tensor_parallel,
+                    "pipeline_parallel": pool.pipeline_parallel,
+                }
+                for pool in layout.pools
+            },
         }
         with running_cluster(deployment, "--emulate", gpu, "--time-scale", str(time_scale)) as cluster:
             yield cluster
@@ -221,6 +248,16 @@ def compare(
     return results, {"saturation_rate": saturation_rate, **overheads_s}
 
 
+def interpolated_goodput(results: Sequence[Mapping[str, Any]], source: str) -> float | None:
+    """Rate per second at which ``source``, "measured" or "simulated", falls below the objectives' attainment; None if
+    it does so between no two rates."""
+    points = [(result["rate"], result["agreement"][source]["attainment"]) for result in results]
+    for (rate, share), (next_rate, next_share) in reversed(list(pairwise(points))):
+        if share >= SLO.attainment > next_share:
+            return float(rate + (next_rate - rate) * (share - SLO.attainment) / (share - next_share))
+    return None
+
+
 def _line(result: dict[str, Any]) -> str:
     agreement = result["agreement"]
     errors = "  ".join(
@@ -239,6 +276,15 @@ def main() -> int:
     parser = script_parser(__doc__)
     parser.add_argument("--replicas", type=int, default=1, help="prefill workers, and as many decode workers")
     parser.add_argument("--colocated", action="store_true", help="mixed workers instead")
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}",
+            type=int,
+            nargs=2,
+            default=(1, 1),
+            metavar=("TENSOR", "PIPELINE"),
+            help=f"degrees of {role} workers",
+        )
     parser.add_argument(
         "--workload", choices=[LOGNORMAL.name, *PRESETS], default=LOGNORMAL.name, help="kind of traffic"
     )
@@ -255,7 +301,13 @@ def main() -> int:
         help="rates, as shares of the one at saturation",
     )
     arguments = parser.parse_args()
-    layout = placement(arguments.gpu, arguments.replicas, is_colocated=arguments.colocated)
+    layout = placement(
+        arguments.gpu,
+        arguments.replicas,
+        is_colocated=arguments.colocated,
+        prefill_degrees=arguments.prefill,
+        decode_degrees=arguments.decode,
+    )
     results, figures = compare(layout, arguments, Console(stderr=True))
     failures = [line for result in results for line in (*result["failures"], *result["invalid"])]
     document = {
@@ -268,6 +320,7 @@ def main() -> int:
         "seed": arguments.seed,
         "slo": {"ttft_seconds": SLO.ttft_seconds, "tpot_seconds": SLO.tpot_seconds},
         **{name: round(value, 6) for name, value in figures.items()},
+        "goodput": {source: interpolated_goodput(results, source) for source in ("measured", "simulated")},
         "rates": results,
         "agrees": not failures,
     }
