@@ -249,8 +249,10 @@ class Cluster:
             )
 
     def worker_at(self, kv_address: str) -> str:
-        """Id of the worker whose transfer process listens at ``kv_address``."""
-        ids = (worker.worker_id for worker in self.workers.values() if worker.kv_address == kv_address)
+        """Id of the worker whose transfer process listens at ``kv_address``; its micro-batches share it."""
+        ids = (
+            worker.worker_id.partition(".")[0] for worker in self.workers.values() if worker.kv_address == kv_address
+        )
         return next(ids, "unknown")
 
     def worker_lost(self, worker: RemoteWorker) -> None:
