@@ -58,11 +58,15 @@ def read_planned_model(
 def _check_is_planned(values: Mapping[str, object]) -> None:
     """Raise ValueError for a config that would be planned as another model."""
     families = {**FAMILIES, **PLANNED_FAMILIES}
-    if values.get("architectures") and find_family(values, families) is None:
-        known = ", ".join(sorted(families))
+    architectures, kind = values.get("architectures"), str(values.get("model_type", ""))
+    is_known = find_family(values, families) is not None
+    if not architectures:
+        is_known = any(name.lower().startswith(kind.replace("_", "")) for name in families)
+    if not is_known:
+        found = f"architectures {architectures} are" if architectures else f"model_type {kind} is"
         raise ValueError(
-            f"architectures {values['architectures']} are not known; plan for one of {known}, or write "
-            "LlamaForCausalLM in a copy of the file if the layers are Llama's"
+            f"{found} not known; plan for one of {', '.join(sorted(families))}, or write LlamaForCausalLM as "
+            "architectures of a copy of the file if the layers are Llama's"
         )
     num_heads, num_kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
     if isinstance(num_heads, int) and isinstance(num_kv_heads, int) and num_kv_heads > 0 and num_heads % num_kv_heads:
@@ -85,8 +89,10 @@ def _checkpoint_quantization(values: Mapping[str, object]) -> str:
         ValueError: a method that is not known.
     """
     config = values.get("quantization_config")
-    if not isinstance(config, Mapping):
+    if not config:
         return "none"
+    if not isinstance(config, Mapping):
+        raise ValueError(f"quantization_config must be an object, not {config!r}; download it again")
     method = config.get("quant_method")
     kind: tuple[object, object] = "int", config.get("bits")  # gptq, awq
     if method in ("fp8", "fbgemm_fp8"):

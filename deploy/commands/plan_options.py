@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -226,13 +227,17 @@ def console() -> Console:
 
 def check_writable(*paths: Path | None) -> None:
     """Raise `ConfigError` for a file that cannot be written, before anything long begins."""
-    for path in paths:
-        if path is None or str(path) == "-":
-            continue
+    files = [path for path in paths if path is not None and str(path) != "-"]
+    for path in files:
         folder = path.resolve().parent
-        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-            problem = "is a folder" if path.is_dir() else "cannot be written" if folder.is_dir() else "has no folder"
-            raise ConfigError(f"{path} {problem}: name another file")
+        if [each.resolve() for each in files].count(path.resolve()) > 1:
+            raise ConfigError(f"{path} is named for two outputs: name another file")
+        if path.is_dir() or not folder.is_dir():
+            raise ConfigError(f"{path} {'is a folder' if path.is_dir() else 'has no folder'}: name another file")
+        try:
+            path.open("ab").close() if path.exists() else TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written ({error.strerror}): name another file") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -13,7 +13,14 @@ from typing import NamedTuple
 import yaml
 
 from pdserve.contracts.codec import to_plain
-from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig, SloConfig
+from pdserve.contracts.deployment import (
+    PLANNED_POLICY,
+    DeploymentConfig,
+    ModelConfig,
+    PhaseConfig,
+    RouterConfig,
+    SloConfig,
+)
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner import wording
@@ -58,6 +65,7 @@ def deployment_of(layout: Layout, model: PlannedModel, slo: SloConfig, model_pat
             block_size=model.block_size,
         ),
         slo=slo,
+        router=RouterConfig(policy=PLANNED_POLICY),
         prefill=phases.get(WorkerRole.PREFILL, none),
         decode=phases.get(WorkerRole.DECODE, none),
         mixed=phases.get(WorkerRole.MIXED, none),
@@ -180,6 +188,7 @@ def _predictions(plan: Plan, candidate: Candidate) -> Iterator[str]:
 def _sections(config: DeploymentConfig) -> Iterator[tuple[str, dict[str, object]]]:
     yield "model", to_plain(dataclasses.replace(config.model, served_name=""))
     yield "slo", to_plain(config.slo)
+    yield "router", {"policy": config.router.policy}
     for role in WorkerRole:
         phase: PhaseConfig = config.phase(role)
         planned = _PLANNED_KEYS if phase.replicas else ("replicas",)

@@ -213,7 +213,8 @@ def find_best(
 
     @cache
     def goodput(index: int) -> Goodput:
-        return find_goodput(runner, trials[index], start_rate, step=_JUDGE_STEP, tolerance=tolerance)
+        step = _JUDGE_STEP if len(trials) > 1 else 0.0
+        return find_goodput(runner, trials[index], start_rate, step=step, tolerance=tolerance)
 
     best = first
     while True:

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing import active_children, connection, get_context, parent_process
 from types import TracebackType
 from typing import Self, TypeVar
@@ -61,17 +61,19 @@ class ProcessPool:
         Raises:
             ValueError: a layout cannot run.
         """
-        if self._executor is None:
-            results = []
-            for num_done, job in enumerate(jobs, 1):
-                results.append(job(self._runner))
-                done(num_done)
-            return results
-        futures = [self._executor.submit(_carry_out, job) for job in jobs]
+        futures = [self.submit(job) for job in jobs]
         for num_done, future in enumerate(as_completed(futures), 1):
             future.result()
             done(num_done)
         return [future.result() for future in futures]
+
+    def submit(self, job: Job[Result]) -> Future[Result]:
+        """Start ``job`` once a process is free; without other processes, carry it out now."""
+        if self._executor is not None:
+            return self._executor.submit(_carry_out, job)
+        future = Future[Result]()
+        future.set_result(job(self._runner))
+        return future
 
 
 _runner_of_process: list[Runner] = []

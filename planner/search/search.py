@@ -22,6 +22,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from statistics import geometric_mean
@@ -38,7 +39,6 @@ from pdserve.planner.search.plan import Candidate, Objective, Plan, Question, Sc
 from pdserve.planner.search.process_pool import Job, ProcessPool
 from pdserve.planner.search.ranking import Entry, Ranking, best_of_kinds, of_both_kinds
 from pdserve.planner.search.sensitivity import SensitivityAnalysis
-from pdserve.planner.simulate.attainment import Attainment
 from pdserve.planner.wording import rate as rate_words
 from pdserve.planner.wording import share
 
@@ -78,9 +78,9 @@ def find_plan(
     report(0.0, "listing layouts")
     _check_prices(question)
     model, effort = question.model, question.effort
-    report(0.01, "loading the scout (the first time compiles it, in a minute)")
-    _load_scout()
     with ProcessPool(workload, num_processes or len(os.sched_getaffinity(0))) as pool:
+        report(0.01, "loading the scout (the first time compiles it, in a minute)")
+        _load_scout()
         enumeration = enumerate_layouts(question)
         drawn = workload.draw(_NUM_SAMPLED, effort.seeds[0], max_model_len=model.max_model_len)
         demand = Demand.of(drawn.at_rate(1.0), block_size=model.block_size, max_model_len=model.max_model_len)
@@ -104,7 +104,7 @@ def find_plan(
 
 
 def _load_scout() -> None:
-    """Before the processes of the pool start, so that they find it compiled."""
+    """Before the processes of the pool do, so that they find it compiled."""
     try:
         from pdserve.planner.simulate.scout import load_scout
     except ModuleNotFoundError as error:
@@ -182,12 +182,39 @@ class _Search:
             raise nothing_met(self._question, self._simulated())
 
     def _screen(self, entries: Sequence[Entry], low: float, high: float) -> None:
-        is_tuned = not self._question.space.mixed_batch_tokens
-        whole = [entry for entry in entries if not (is_tuned and entry.layout.is_colocated)]
-        for entry, goodput in zip(whole, self._goodputs(whole, low, (low + high) / 2, "screening"), strict=True):
-            entry.screened = goodput
-        self._tune([entry for entry in entries if entry not in whole], (low + high) / 2, high)
+        """Simulate layouts briefly, colocated ones with the chunk budget of the highest goodput."""
+        variants = [self._variants(entry.layout) for entry in entries]
+        jobs = [
+            partial(
+                find_best,
+                trials=[self._trial(layout) for layout in layouts],
+                first=layouts.index(entry.layout),
+                start_rate=entry.rate,
+                tolerance=_SCREEN_TOLERANCE if len(layouts) == 1 else self._question.effort.tolerance,
+            )
+            for entry, layouts in zip(entries, variants, strict=True)
+        ]
+        known = {entry.layout for entry in self._simulated()}
+        for entry, layouts, (best, goodput) in zip(
+            entries, variants, self._run(jobs, low, high, "screening"), strict=True
+        ):
+            entry.layout, entry.screened = layouts[best], goodput
+            entry.estimate = self._estimator.estimate(entry.layout)
+            self._num_requests += goodput.num_requests
+            if entry.layout in known:
+                self._entries.remove(entry)
+            known.add(entry.layout)
         self._correct_estimates(entries)
+
+    def _variants(self, layout: Layout) -> list[Layout]:
+        """A colocated layout with chunk budgets of powers of two that hold a decode batch and whose steps leave room
+        for KV; any other one alone."""
+        pool, model = layout.mixed, self._question.model
+        if pool is None or self._question.space.mixed_batch_tokens:
+            return [layout]
+        powers = range(pool.max_batch_size.bit_length(), _MOST_CHUNK_TOKENS.bit_length())
+        tuned = [replace(pool, max_batch_tokens=2**power) for power in powers]
+        return [replace(layout, mixed=each) for each in tuned if fits(each, model, each.cost(model))]
 
     def _correct_estimates(self, screened: Sequence[Entry]) -> None:
         """Scale the estimates of either kind by its simulated ratios. Pipelines have ratios of their own once one was
@@ -222,11 +249,7 @@ class _Search:
         while rest and not self._is_served(self._finalists()):
             reach = self._ranking.within_reach(self._ranking.ranked(rest), _SCREEN_OPTIMISM)
             chosen = of_both_kinds(reach, self._question.effort.num_finalists)
-            for entry, goodput in zip(
-                chosen, self._goodputs(chosen, 0.45, 0.7, "finalists", is_final=True), strict=True
-            ):
-                entry.final = goodput
-            self._judge()
+            self._simulate_finalists(chosen)
             rest = [entry for entry in rest if entry not in chosen and self._ranking.serves(entry.rate)]
             if not rest and not self._is_served(self._finalists()):
                 rest = self._screened_further()
@@ -236,59 +259,33 @@ class _Search:
         if not self._is_served(finalists):
             raise too_slow(self._question, finalists)
 
-    def _tune(self, entries: Sequence[Entry], low: float, high: float) -> None:
-        """Screen colocated layouts, each with the chunk budget of the highest goodput."""
-        variants = [list(self._with_chunks(entry)) for entry in entries]
-        jobs = [
-            partial(
-                find_best,
-                trials=[self._trial(layout) for layout in layouts],
-                first=layouts.index(entry.layout),
-                start_rate=entry.rate,
-                tolerance=self._question.effort.tolerance,
-            )
-            for entry, layouts in zip(entries, variants, strict=True)
-        ]
-        for entry, layouts, (best, goodput) in zip(
-            entries, variants, self._run(jobs, low, high, "chunk budgets"), strict=True
-        ):
-            entry.layout, entry.estimate, entry.screened = (
-                layouts[best],
-                self._estimator.estimate(layouts[best]),
-                goodput,
-            )
-            self._num_requests += goodput.num_requests
-        known = {entry.layout for entry in self._simulated() if entry not in entries}
-        for entry in entries:
-            if entry.layout in known:
-                self._entries.remove(entry)
-            known.add(entry.layout)
-
-    def _with_chunks(self, entry: Entry) -> Iterator[Layout]:
-        """``entry`` with chunk budgets of powers of two that hold a decode batch, and whose steps leave room for KV."""
-        pool, model = entry.layout.mixed, self._question.model
-        assert pool is not None
-        for power in range(pool.max_batch_size.bit_length(), _MOST_CHUNK_TOKENS.bit_length()):
-            tuned = replace(pool, max_batch_tokens=2**power)
-            if fits(tuned, model, tuned.cost(model)):
-                yield replace(entry.layout, mixed=tuned)
-
-    def _judge(self) -> None:
-        """Let the judge serve the best finalist of either kind, until it agrees with both or has replaced them."""
-        while True:
-            best = best_of_kinds(self._ranking.ranked(self._finalists())).values()
-            unjudged = [entry for entry in best if entry.rate and entry not in self._judged]
-            if not unjudged:
-                return
-            jobs: list[Job[Goodput]] = [
-                partial(confirmed, trial=self._judge_trial(entry), scouted=entry.final)
-                for entry in unjudged
-                if entry.final is not None
-            ]
-            for entry, goodput in zip(unjudged, self._run(jobs, 0.7, 0.85, "judging"), strict=True):
+    def _simulate_finalists(self, chosen: Sequence[Entry]) -> None:
+        """Find the goodput of the finalists by the scout, and let the judge serve the best of either kind, until it
+        agrees with both or has replaced them. While it serves one kind's, the scout continues with the other kind."""
+        judged: list[tuple[Entry, Future[Goodput]]] = []
+        for is_colocated, low, high in ((False, 0.35, 0.5), (True, 0.5, 0.65)):
+            of_kind = [entry for entry in chosen if entry.layout.is_colocated is is_colocated]
+            for entry, goodput in zip(of_kind, self._goodputs(of_kind, low, high, "finalists"), strict=True):
+                entry.final = goodput
+            judged += self._start_judging(is_colocated)
+        self._report(0.65, "judging")
+        while judged:
+            for entry, future in judged:
+                goodput = future.result()
                 self._note_difference(entry, goodput)
                 entry.final = goodput
-                self._judged.append(entry)
+            judged = [*self._start_judging(False), *self._start_judging(True)]
+
+    def _start_judging(self, is_colocated: bool) -> Iterator[tuple[Entry, Future[Goodput]]]:
+        """The best finalist of a kind and its coming result, unless the judge has served it."""
+        best = best_of_kinds(self._ranking.ranked(self._finalists())).get(is_colocated)
+        if best is not None and best.rate and best not in self._judged:
+            assert best.final is not None
+            self._judged.append(best)
+            yield (
+                best,
+                self._pool.submit(partial(confirmed, trial=self._judge_trial(best.layout), scouted=best.final)),
+            )
 
     def _note_difference(self, entry: Entry, judged: Goodput) -> None:
         scouted = entry.final
@@ -302,10 +299,10 @@ class _Search:
                 "judge's figures count."
             )
 
-    def _judge_trial(self, entry: Entry) -> Trial:
+    def _judge_trial(self, layout: Layout) -> Trial:
         effort = self._question.effort
         return replace(
-            self._trial(entry.layout),
+            self._trial(layout),
             num_requests=self._limited(effort.judge_requests),
             seeds=(effort.seeds[-1] + 1,),
             is_scouted=False,
@@ -328,12 +325,14 @@ class _Search:
         winner = finalists[0]
         asked_rate = self._question.rate if self._question.objective.has_rate else winner.rate
         analysis = SensitivityAnalysis(self._trial(winner.layout, is_final=True), winner.rate)
-        losers: list[Job[Attainment]] = [
-            partial(Runner.attainment, trial=self._trial(entry.layout, is_final=True), rate=asked_rate)
+        losers = [
+            self._pool.submit(
+                partial(Runner.attainment, trial=self._trial(entry.layout, is_final=True), rate=asked_rate)
+            )
             for entry in finalists[1:]
         ]
-        seen = self._run(losers, 0.85, 0.9, "losers")
         analysed = self._run(analysis.jobs, 0.9, 1.0, "saturation and sensitivity")
+        seen = [future.result() for future in losers]
         self._num_requests += sum(each.num_requests for each in seen) + sum(each.num_requests for each in analysed)
         saturation_rate, sensitivity = analysis.results(analysed)
         assembled: list[Candidate] = []
@@ -400,17 +399,14 @@ class _Search:
         most = self._question.effort.most_requests
         return num_requests if most is None else min(num_requests, most)
 
-    def _goodputs(
-        self, entries: Sequence[Entry], low: float, high: float, what: str, *, is_final: bool = False
-    ) -> list[Goodput]:
-        """Goodput of each layout, by the scout."""
-        tolerance = self._question.effort.tolerance if is_final else _SCREEN_TOLERANCE
+    def _goodputs(self, entries: Sequence[Entry], low: float, high: float, what: str) -> list[Goodput]:
+        """Goodput of each finalist, by the scout."""
         jobs: list[Job[Goodput]] = [
             partial(
                 find_goodput,
-                trial=self._trial(entry.layout, is_final=is_final),
+                trial=self._trial(entry.layout, is_final=True),
                 start_rate=entry.rate,
-                tolerance=tolerance,
+                tolerance=self._question.effort.tolerance,
             )
             for entry in entries
         ]

@@ -68,8 +68,9 @@ class VirtualWorker(Worker):
         """Pulls from another host."""
         self._block_pool = block_pool
         self._queue = queue
-        self._num_turns_seen = -1
-        """The engine's turn at the last `load`: the load changes only at turns."""
+        self._seen: tuple[int, ...] = ()
+        """What the last snapshot was made of: the load changes only at turns, and with requests in flight."""
+        self._snapshot: WorkerSnapshot
 
     def submit(self, request: GenerationRequest) -> None:
         self.engine.receive(AddRequest(_key(request), request, self._queue.now_s))
@@ -81,14 +82,16 @@ class VirtualWorker(Worker):
         self.engine.receive(CancelRequest(RequestKey(0, request_id, attempt)))
 
     def snapshot(self) -> WorkerSnapshot:
-        engine = self.engine
-        if self._num_turns_seen != engine.num_turns:
-            self._num_turns_seen = engine.num_turns
+        engine, sent = self.engine, self.in_flight
+        seen = engine.num_turns, sent.num_prefill_tokens, sent.num_context_tokens, sent.num_blocks, sent.num_decodes
+        if seen != self._seen:
+            self._seen = seen
             self.load = engine.load()
             self.prefill_correction = engine.corrections.prefill
             self.decode_correction = engine.corrections.decode
             self.num_steps = engine.num_steps
-        snapshot = super().snapshot()
+            self._snapshot = super().snapshot()
+        snapshot = self._snapshot
         num_steps, num_tokens, num_blocks = engine.run_growth()
         if num_steps:
             return snapshot._replace(

@@ -63,6 +63,8 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
     ("changes", "problem"),
     [
         ({"architectures": ["MambaForCausalLM"]}, r"\['MambaForCausalLM'\] are not known; plan for one of Gemma2For"),
+        ({"architectures": [], "model_type": "mamba"}, "model_type mamba is not known; plan for one of Gemma2For"),
+        ({"quantization_config": ["fp8"]}, r"quantization_config must be an object, not \['fp8'\]; download it again"),
         ({"quantization_config": {"quant_method": "hqq"}}, r"is not known \(hqq\): give --quantization fp8, int8 or"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, r"is not known \(gptq\): give --quant"),
         ({"num_key_value_heads": 5}, "num_key_value_heads 5 does not divide num_attention_heads 32"),

@@ -177,6 +177,12 @@ def test_a_rate_gets_the_fewest_gpus(capsys: pytest.CaptureFixture[str], tmp_pat
         (["--gpu", "h100", "--engine", "triton"], 2, "unknown engine 'triton'; use one of pdserve, vllm"),
         (["--gpu", "h100", "--output", "/absent/x.yaml"], 2, "/absent/x.yaml has no folder: name another file"),
         (["--gpu", "h100", "--report", "/tmp"], 2, "/tmp is a folder: name another file"),
+        (
+            ["--gpu", "h100", "--report", "/proc/x.html"],
+            2,
+            "/proc/x.html cannot be written (No such file or directory)",
+        ),
+        (["--gpu", "h100", "--output", "x", "--json", "./x"], 2, "x is named for two outputs: name another file"),
         (["--gpu", "h100", "--model", "/absent"], 1, "no model at /absent; give --model a folder"),
         (["--gpu", "h100", "--max-model-len", "200", *SHORT], 2, "exceed max_model_len 200: raise it"),
         (["--gpu", "h100", *SMALLEST, *SHORT, "--rate", "1e6"], 1, "the fleet serves "),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
+from pdserve.contracts.deployment import PLANNED_POLICY, DeploymentConfig, PhaseConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.deploy.config import read_deployment
@@ -39,7 +39,7 @@ def test_what_is_written_can_be_served(tmp_path: Path, rank: int) -> None:
     candidate = a_plan().candidates[rank]
     config = read_deployment(written(candidate, tmp_path))
     assert config == deployment_of(candidate.layout, MODEL, SLO, "/models/llama")
-    assert (config.model.path, config.slo) == ("/models/llama", SLO)
+    assert (config.model.path, config.slo, config.router.policy) == ("/models/llama", SLO, PLANNED_POLICY)
     assert config.prefill.replicas + config.decode.replicas == (0 if candidate.layout.is_colocated else 2)
 
 
