@@ -246,6 +246,7 @@ def key(
     max_tokens: Annotated[int, typer.Option(min=0, help="Tokens of one answer; 0: no limit.")] = 0,
     requests_per_minute: Annotated[int, typer.Option(min=0, help="0: no limit.")] = 0,
     tokens_per_minute: Annotated[int, typer.Option(min=0, help="Of prompts and answers; 0: no limit.")] = 0,
+    grammars_per_minute: Annotated[int, typer.Option(min=0, help="New schemas, patterns, ...; 0: no limit.")] = 0,
 ) -> int:
     """Make an API key and print it, once; the file has only its hash. Remove its line to revoke it."""
     from pdserve.router.http.keys import add_key
@@ -259,6 +260,7 @@ def key(
             max_tokens=max_tokens,
             requests_per_minute=requests_per_minute,
             tokens_per_minute=tokens_per_minute,
+            grammars_per_minute=grammars_per_minute,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -208,6 +208,11 @@ class Edge:
         caller: Caller | None = request.state.caller
         salt = body.cache_salt or ""
         if caller is not None:
+            grammar = request.state.grammar
+            if grammar is not None and (wait_s := caller.grammars.spend(grammar)):
+                limit = caller.key.grammars_per_minute
+                message = f"this API key may request {limit} new structures a minute; wait {wait_s:.1f} s"
+                raise ApiError(429, message, headers={"Retry-After": str(ceil(wait_s))})
             caller.spend(tokens=len(prompt_tokens))
             cache_salt = caller.cache_salt(salt)
         else:

@@ -13,15 +13,16 @@ import os
 import re
 import secrets
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pdserve.contracts.codec import between, from_json, to_json
 from pdserve.contracts.errors import ConfigError
+from pdserve.contracts.request import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class ApiKey:
     requests_per_minute: _Limit = 0
     tokens_per_minute: _Limit = 0
     """Of prompts and answers. What a request takes is known at its end, so a minute may be overspent once."""
+    grammars_per_minute: _Limit = 0
+    """Structures that the key has not requested lately; each takes a worker up to a second to compile."""
 
     def __post_init__(self) -> None:
         # Messages have no values: somebody may have written a key in the wrong place.
@@ -111,6 +114,9 @@ def read_keys(path: Path) -> dict[str, ApiKey]:
     return keys
 
 
+MAX_KNOWN_GRAMMARS = 256
+"""Of a key: about as many as a worker keeps."""
+
 RATE_HEADERS = tuple(
     f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
 )
@@ -156,6 +162,8 @@ class KeyFile:
         self._in_flight: Counter[str] = Counter()
         self._budgets: dict[tuple[str, str], Budget] = {}
         """By id of key, and what of."""
+        self._grammars: dict[str, OrderedDict[Grammar, None]] = {}
+        """Requested lately, by id of key."""
         _, self._nobody = make_key("nobody")
 
     def caller(self, text: str) -> Caller | None:
@@ -168,7 +176,9 @@ class KeyFile:
             return None
         limits = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
         budgets = {of: self._budget(key.id, of, limit) for of, limit in limits.items() if limit}
-        return Caller(key, self._cache_secret, self._in_flight, budgets)
+        of_grammars = key.grammars_per_minute and self._budget(key.id, "grammars", key.grammars_per_minute)
+        known = self._grammars.setdefault(key.id, OrderedDict())
+        return Caller(key, self._cache_secret, self._in_flight, budgets, GrammarLimit(of_grammars or None, known))
 
     def _budget(self, key_id: str, of: str, per_minute: int) -> Budget:
         budget = self._budgets.get((key_id, of))
@@ -187,13 +197,43 @@ class KeyFile:
             logger.error("%s. The API keys read before stay valid.", error)
 
 
+class GrammarLimit(NamedTuple):
+    """New grammars of a key."""
+
+    budget: Budget | None
+    """None without a limit."""
+    known: OrderedDict[Grammar, None]
+
+    def spend(self, grammar: Grammar) -> float:
+        """Count a request for ``grammar``; return the seconds until a new one is allowed, 0 if it is."""
+        if self.budget is None:
+            return 0
+        now_s = time.monotonic()
+        if grammar in self.known:
+            self.known.move_to_end(grammar)
+            return 0
+        if wait_s := self.budget.seconds_until(1, now_s):
+            return wait_s
+        self.budget.spend(1, now_s)
+        self.known[grammar] = None
+        if len(self.known) > MAX_KNOWN_GRAMMARS:
+            self.known.popitem(last=False)
+        return 0
+
+
 class Caller:
     """Sender of one request. `close` ends its use of the key."""
 
     def __init__(
-        self, key: ApiKey, cache_secret: bytes, in_flight: Counter[str], budgets: Mapping[str, Budget]
+        self,
+        key: ApiKey,
+        cache_secret: bytes,
+        in_flight: Counter[str],
+        budgets: Mapping[str, Budget],
+        grammars: GrammarLimit,
     ) -> None:
         self.key = key
+        self.grammars = grammars
         self._budgets = budgets
         """Of ``requests`` and ``tokens``, as far as they are limited."""
         self._cache_secret = cache_secret

@@ -171,12 +171,7 @@ class Dispatcher:
             GenerationError: refused at once (overload, drain).
         """
         spec = request.spec
-        try:
-            self.check_room(spec.num_choices)
-        except GenerationError as error:
-            if error.status != 400:
-                self._observer.refused()
-            raise
+        self.check_room(spec.num_choices)
         self._requests[request] = None
         self._num_choices += spec.num_choices
         self.num_accepted += 1
@@ -337,11 +332,13 @@ class Dispatcher:
     # Admission, launch and end
 
     def check_room(self, num_choices: int) -> None:
-        """
+        """Check that a request for that many choices would be accepted now; count one that would not.
+
         Raises:
-            GenerationError: a request for that many choices would be refused now.
+            GenerationError: it would not.
         """
         if self.is_draining:
+            self._observer.refused()
             raise GenerationError(503, "the router is draining", retry_after_s=MIN_RETRY_AFTER_S)
         max_in_flight = self._settings.max_in_flight
         if num_choices > max_in_flight:
@@ -349,6 +346,7 @@ class Dispatcher:
                 400, f"{num_choices} choices are more than this router takes at once: {max_in_flight}"
             )
         if self._num_choices + num_choices > max_in_flight:
+            self._observer.refused()
             wait_s = min(max(self._mean_request_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
             raise GenerationError(429, f"{self._num_choices} answers are in flight already", retry_after_s=wait_s)
 

@@ -242,6 +242,20 @@ def test_requests_of_a_minute_are_limited(server: KeyedServer) -> None:
     assert "x-ratelimit-limit-requests" not in server.post().headers
 
 
+def test_new_grammars_of_a_minute_are_limited(server: KeyedServer) -> None:
+    key = add_key(server.path, "team-b", grammars_per_minute=2)
+
+    def status(pattern: str) -> int:
+        return server.post(key, structured_outputs={"regex": pattern}).status_code
+
+    assert [status(pattern) for pattern in ("a", "b", "a", "c", "b")] == [200, 200, 200, 429, 200]
+    refusal = server.post(key, response_format={"type": "json_object"})
+    assert "2 new structures a minute" in refusal.json()["error"]["message"]
+    assert 1 <= int(refusal.headers["retry-after"]) <= 30
+    assert server.post(key).status_code == 200
+    assert server.post(structured_outputs={"regex": "c"}).status_code == 200, "another key"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_of_a_minute_count_prompts_and_answers(server: KeyedServer, stream: bool) -> None:
     key = add_key(server.path, "team-b", tokens_per_minute=100)
