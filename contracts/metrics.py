@@ -131,6 +131,7 @@ ROUTE_SECONDS = Metric("histogram", "pdserve_route_decision_seconds", "Time to c
 
 # Workers, as each frame reports them to the router
 WORKER_UP = Metric("gauge", "pdserve_worker_up", "1 while the session with the worker stands.", ("worker", "role"))
+READY_WORKERS = Metric("gauge", "pdserve_ready_workers", "Workers of a role that are up.", ("role",))
 WORKER_RANKS = Metric("gauge", "pdserve_worker_ranks", "Ranks of the worker; 0 while it is down.", ("worker", "role"))
 WORKER_LIMITS = Metric(
     "gauge", "pdserve_worker_limit", "Sequences and new tokens of a step at most.", ("worker", "role", "limit")

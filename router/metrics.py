@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from pdserve.contracts import metrics
@@ -16,6 +17,7 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
+from pdserve.router.cluster.worker import Worker
 from pdserve.router.exposition import TEXT, Counter, Family, Gauge, Histogram, Registry, Series
 from pdserve.router.requests.dispatch import Dispatcher, DispatchObserver
 from pdserve.router.requests.journey import TPOT_CAUSES, TTFT_CAUSES, Journey, tpot_cause, tpot_parts_s, ttft_cause
@@ -75,7 +77,6 @@ class WorkerMetrics:
             self._series.append((family, labels))
             return family.labels(*labels)
 
-        self.worker_id = worker_id
         self._limits = {
             "sequences": series(metrics.worker_limits, "sequences"),
             "tokens": series(metrics.worker_limits, "tokens"),
@@ -104,7 +105,7 @@ class WorkerMetrics:
 
     def came_up(self, welcome: worker_pb2.Welcome, usd_per_hour: float | None) -> None:
         """``usd_per_hour``: price of one rank's device, if known."""
-        num_ranks = welcome.tensor_parallel or 1
+        num_ranks = (welcome.tensor_parallel or 1) * (welcome.pipeline_parallel or 1)
         self._up.set(1)
         self._ranks.set(num_ranks)
         self._price.set(0.0 if usd_per_hour is None else num_ranks * usd_per_hour)
@@ -172,6 +173,7 @@ class RouterMetrics(DispatchObserver):
         self.placements = registry.counter(metrics.PLACEMENTS)
         self.route_seconds = registry.histogram(metrics.ROUTE_SECONDS).labels()
         self.worker_up = registry.gauge(metrics.WORKER_UP)
+        self.ready_workers = registry.gauge(metrics.READY_WORKERS)
         self.worker_ranks = registry.gauge(metrics.WORKER_RANKS)
         self.worker_limits = registry.gauge(metrics.WORKER_LIMITS)
         self.worker_price = registry.gauge(metrics.WORKER_PRICE)
@@ -222,6 +224,9 @@ class RouterMetrics(DispatchObserver):
 
     def track(self, dispatcher: Dispatcher) -> None:
         """Read the dispatcher's gauges at every scrape."""
+        for role in WorkerRole:
+            workers = partial(_count, dispatcher.workers, role)
+            self.ready_workers.labels(role.value).set_function(workers)
         self.oldest_handoff_seconds.set_function(dispatcher.oldest_handoff_s)
         self.in_flight.set_function(lambda: dispatcher.num_in_flight)
         self.queued.set_function(lambda: dispatcher.num_queued)
@@ -358,6 +363,10 @@ class RouterMetrics(DispatchObserver):
     def render(self, content_type: str = TEXT) -> bytes:
         """Exposition text of `/metrics`."""
         return self.registry.render(content_type)
+
+
+def _count(workers: Mapping[str, Worker], role: WorkerRole) -> int:
+    return sum(worker.role is role for worker in workers.values())
 
 
 def _verdict(measured_s: float, slo_s: float) -> str:

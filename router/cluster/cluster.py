@@ -117,6 +117,8 @@ class Cluster:
         """Identity towards workers, constant for the life of the process."""
         self.workers: dict[str, RemoteWorker] = {}
         """All targets, up or not, by id."""
+        self._epochs: dict[str, int] = {}
+        """Last known, of every worker that there ever was: a worker leaves the targets before it comes back."""
         self._model: worker_pb2.Welcome | None = None
         self._is_proven = False
         """A round trip through both phases has succeeded since both were last up."""
@@ -211,10 +213,6 @@ class Cluster:
         if len(wanted) != len(listed):
             raise ValueError("two targets have the same worker_id; list each worker once")
         async with self._is_changing:
-            for worker_id, worker in self.workers.items():
-                wanted_epoch = wanted[worker_id].epoch if worker_id in wanted else worker.epoch
-                if wanted_epoch != worker.epoch:
-                    self.metrics.restarts.labels(worker.role.value).inc()
             gone = [worker for worker in self.workers.values() if wanted.get(worker.worker_id) != worker.endpoint]
             for worker in gone:
                 del self.workers[worker.worker_id]
@@ -222,6 +220,9 @@ class Cluster:
             for worker in gone:
                 worker.metrics.remove()
             for endpoint in wanted.values():
+                if self._epochs.get(endpoint.worker_id, endpoint.epoch) != endpoint.epoch:
+                    self.metrics.restarts.labels(endpoint.role.value).inc()
+                self._epochs[endpoint.worker_id] = endpoint.epoch
                 if endpoint.worker_id not in self.workers:
                     self.workers[endpoint.worker_id] = worker = RemoteWorker(endpoint, self)
                     worker.start()

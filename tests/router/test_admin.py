@@ -56,6 +56,12 @@ async def test_targets_are_put_whole(p: ScriptedWorker, d: ScriptedWorker) -> No
         assert "decode-0" not in (await client.get("/metrics")).text
         await client.put("/workers", json=[target(p)])
         assert len(p.hellos) == 1
+        assert rig.sample("pdserve_ready_workers", role="decode") == 0
+        assert rig.sample("pdserve_worker_restarts_total", role="decode") == 0
+        await client.put("/workers", json=[target(p), {**target(d), "epoch": d.endpoint.epoch + 1}])
+        assert rig.sample("pdserve_worker_restarts_total", role="decode") == 1
+        discovered = (await client.get("/targets")).json()
+        assert discovered == [{"targets": ["127.0.0.1:9"], "labels": {"__meta_pdserve_model": SERVED.served_name}}]
 
 
 @with_workers("prefill-0")

@@ -26,15 +26,14 @@ CAPACITY = Dashboard(
         ),
         Row(
             title="What is there, and is it full?",
-            reading="Wanted workers are those that the deployment names now. Batches that are full to their limits, on "
-            "workers that are always busy, are saturated.",
+            reading="Batches that are full to their limits, on workers that are always busy, are saturated.",
             panels=(
                 Panel(
-                    title="Workers wanted and ready",
+                    title="Workers ready, and most in an hour",
                     unit="short",
                     queries=(
-                        ("count by (role) (pdserve_worker_up)", "{{role}} wanted"),
-                        ("sum by (role) (pdserve_worker_up)", "{{role}} ready"),
+                        ("max by (role) (max_over_time(pdserve_ready_workers[1h]))", "{{role}} in the last hour"),
+                        ("sum by (role) (pdserve_ready_workers)", "{{role}} ready"),
                         ("sum by (role) (pdserve_worker_ranks)", "{{role}} ranks"),
                     ),
                     width=6,

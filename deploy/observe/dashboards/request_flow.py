@@ -169,7 +169,7 @@ REQUEST_FLOW = Dashboard(
                     title="Workers",
                     unit="short",
                     queries=(
-                        ("sum by (role) (pdserve_worker_up)", "{{role}} up"),
+                        ("sum by (role) (pdserve_ready_workers)", "{{role}} up"),
                         ("sum by (role) (increase(pdserve_worker_restarts_total[5m]))", "{{role}} restarted"),
                     ),
                 ),

@@ -185,8 +185,8 @@ def verdicts(num_met: int, num_missed: int) -> dict[str, str]:
 
 
 def up(**workers: float) -> dict[str, str]:
-    """Whether a worker of each role is up."""
-    return {f'pdserve_worker_up{{role="{role}", worker="w"}}': at(value) for role, value in workers.items()}
+    """Workers of each role that are up."""
+    return {f'pdserve_ready_workers{{role="{role}"}}': at(value) for role, value in workers.items()}
 
 
 def busy(prefill: float, decode: float) -> dict[str, str]:
@@ -309,7 +309,7 @@ def labels_of_result(name: str) -> dict[str, str]:
     kept = {
         "RouterDown": {"job": "pdserve"},
         "KvPullsFail": {"source": "p", "worker": "d"},
-        "WorkerFlaps": {"role": "decode", "worker": "w"},
+        "WorkerFlaps": {"role": "decode"},
         "StepsSlowerThanPredicted": {"role": "decode", "kind": "decode"},
     }
     return kept.get(name, {})

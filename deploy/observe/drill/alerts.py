@@ -1,0 +1,188 @@
+"""Each alert, made to fire by its fault on a live cluster, with windows and delays that are shorter by `SPEED`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import psutil
+
+from pdserve.bench.cluster import RunningCluster
+from pdserve.deploy.observe.drill.live import (
+    emulated_cluster,
+    load,
+    processes,
+    running_prometheus,
+)
+from pdserve.deploy.observe.drill.pictures import draw_all
+from pdserve.deploy.observe.rules import ALERTS
+
+SPEED = 20.0
+TIMEOUT_S = 75.0
+PORT = 9391
+SLO = {"ttft_seconds": 0.5, "tpot_seconds": 0.05}
+
+Fault = Callable[[RunningCluster, Event], None]
+"""Goes wrong until the event is set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A cluster, its load, and what goes wrong."""
+
+    what: str
+    alerts: tuple[str, ...]
+    deployment: dict[str, Any] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    rate: float = 4.0
+    num_prompt_tokens: int = 500
+    num_output_tokens: int = 40
+    fault: Fault | None = None
+
+
+def _paused(mark: str, on_s: float, off_s: float) -> Fault:
+    """Processes with ``mark`` in their command line stand still for ``on_s``, again and again."""
+
+    def fault(cluster: RunningCluster, end: Event) -> None:
+        while not end.is_set():
+            _send(cluster, mark, signal.SIGSTOP)
+            end.wait(on_s)
+            _send(cluster, mark, signal.SIGCONT)
+            end.wait(off_s)
+
+    return fault
+
+
+def _killed(mark: str, every_s: float) -> Fault:
+    def fault(cluster: RunningCluster, end: Event) -> None:
+        while not end.wait(every_s):
+            _send(cluster, mark, signal.SIGKILL)
+
+    return fault
+
+
+@contextmanager
+def _happening(fault: Fault | None, cluster: RunningCluster) -> Iterator[None]:
+    end = Event()
+    thread = Thread(target=fault or (lambda cluster, end: None), args=(cluster, end))
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def _send(cluster: RunningCluster, mark: str, number: signal.Signals) -> None:
+    for process in processes(cluster, mark):
+        try:
+            process.send_signal(number)
+        except psutil.Error:
+            continue  # it has just ended
+
+
+_ONE_EACH = {"slo": SLO, "prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+CASES = (
+    Case(
+        what="objectives that no request can meet",
+        alerts=("SloBudgetBurnsFast", "SloBudgetBurns", "PromptsPlacedLate", "PromptsWait"),
+        deployment={**_ONE_EACH, "slo": {"ttft_seconds": 0.001, "tpot_seconds": 0.001}},
+    ),
+    Case(
+        what="long prompts at twice the rate that prefill can serve",
+        alerts=("PrefillBusierThanDecode", "PromptsWait", "PromptsPlacedLate", "SloBudgetBurnsFast"),
+        deployment=_ONE_EACH,
+        options=("--time-scale", "4"),
+        rate=3.0,
+        num_prompt_tokens=4000,
+        num_output_tokens=2,
+    ),
+    Case(
+        what="long answers, and a KV pool of decode that holds few of them",
+        alerts=("DecodeKvFull", "AnswersArePreempted", "KvDoesNotMove", "ParkedPromptsExpire", "PlacementFallsBack"),
+        deployment={**_ONE_EACH, "decode": {"replicas": 1, "kv_memory": "512MiB", "swap_memory": 0}},
+        options=("--time-scale", "4"),
+        rate=1.0,
+        num_prompt_tokens=900,
+        num_output_tokens=2000,
+    ),
+    Case(
+        what="long answers to short prompts, on a decode worker too slow for the objective",
+        alerts=("DecodeBusierThanPrefill",),
+        deployment={**_ONE_EACH, "slo": {"ttft_seconds": 0.5, "tpot_seconds": 0.02}},
+        options=("--time-scale", "4"),
+        rate=2.0,
+        num_prompt_tokens=30,
+        num_output_tokens=500,
+    ),
+    Case(
+        what="workers that stand still half of the time",
+        alerts=("StepsSlowerThanPredicted",),
+        deployment=_ONE_EACH,
+        options=("--time-scale", "4"),
+        fault=_paused("Worker.", 0.1, 0.1),
+    ),
+    Case(
+        what="a prefill worker that stands still",
+        alerts=("NoPrefillWorker", "WorkerFlaps"),
+        deployment=_ONE_EACH,
+        fault=_paused("PrefillWorker", 8.0, 2.0),
+    ),
+    Case(
+        what="a decode worker that stands still",
+        alerts=("NoDecodeWorker",),
+        deployment=_ONE_EACH,
+        fault=_paused("DecodeWorker", 9.0, 2.0),
+    ),
+    Case(
+        what="transfer processes that are killed",
+        alerts=("KvPullsFail",),
+        deployment=_ONE_EACH,
+        fault=_killed("transfer_process", 1.0),
+    ),
+    Case(
+        what="a router that stands still",
+        alerts=("RouterDown",),
+        deployment=_ONE_EACH,
+        fault=_paused("pdserve.router", 9.0, 5.0),
+    ),
+)
+
+
+def fire_alerts(only: str, pictures: Path | None) -> tuple[dict[str, Any], bool]:
+    """Returns seconds until each alert fired by case, and whether every alert did."""
+    fired: dict[str, str] = {}
+    for case in CASES:
+        if not only or only in case.alerts:
+            for name, after_s in _play(case, pictures).items():
+                fired.setdefault(name, f"{after_s:.0f} s after: {case.what}")
+                sys.stderr.write(f"{name}: fired {fired[name]}\n")
+    wanted = {only} if only else {alert.name for alert in ALERTS}
+    missing = sorted(wanted - set(fired))
+    return {"speed": SPEED, "fired": fired, "not_fired": missing}, not missing
+
+
+def _play(case: Case, pictures: Path | None) -> dict[str, float]:
+    """Seconds from the fault until each alert fired."""
+    fired: dict[str, float] = {}
+    sys.stderr.write(f"{case.what}\n")
+    with ExitStack() as stack:
+        cluster = stack.enter_context(emulated_cluster(case.deployment, *case.options))
+        prometheus = stack.enter_context(running_prometheus(cluster.admin_url, PORT, speed=SPEED))
+        stack.enter_context(load(cluster, case.rate, case.num_prompt_tokens, case.num_output_tokens))
+        stack.enter_context(_happening(case.fault, cluster))
+        began_s = time.time()
+        while time.time() - began_s < TIMEOUT_S and not set(case.alerts) <= set(fired):
+            for name in prometheus.firing() & set(case.alerts):
+                fired.setdefault(name, time.time() - began_s)
+            time.sleep(0.5)
+        if pictures:
+            draw_all(prometheus, pictures / case.what.replace(" ", "-"), began_s - 10, time.time())
+    return fired
