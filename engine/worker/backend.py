@@ -179,7 +179,7 @@ def _check_groups(config: WorkerConfig, model: DecoderConfig) -> None:
 
 def _rank_cores(config: WorkerConfig, rank: int) -> tuple[int, ...]:
     cores = config.cpu_cores or sorted(os.sched_getaffinity(0))
-    return rank_cores(cores, rank, 1 if config.emulate else config.tensor_parallel * config.pipeline_parallel)
+    return rank_cores(cores, rank, config.tensor_parallel * config.pipeline_parallel)
 
 
 def _rank_memory(config: WorkerConfig, model: DecoderConfig) -> RankMemory:

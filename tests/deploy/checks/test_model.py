@@ -141,6 +141,14 @@ def test_a_pool_that_holds_no_sequence_is_refused(whole: Path, launch_emulate: s
     assert "raise kv_memory to" in said
 
 
+@pytest.mark.parametrize("launch_emulate", ["", "h100-sxm"])
+def test_degrees_that_do_not_divide_the_model_are_refused(whole: Path, launch_emulate: str) -> None:
+    config = DeploymentConfig(decode=PhaseConfig(pipeline_parallel=5))
+    said = refusal(Launch(config=config, emulate=launch_emulate), whole)
+    assert said.startswith("decode-0: pipeline_parallel 5 does not divide ")
+    assert said.endswith("layers; use a divisor")
+
+
 def test_what_does_not_fit_into_memory_is_refused(whole: Path) -> None:
     assert "2 workers need" in refusal(replace(LAUNCH, memory_bytes=2**20), whole)
 
