@@ -2,6 +2,8 @@
 
     python -m pdserve.bench.policies [--only NAME] [--policies A,B] [--requests N] [--seeds N] [--json FILE]
 
+`goodput+refuse` is `goodput` that refuses what would meet its objectives nowhere (`slo.when_hopeless`).
+
 Six settings in which some resource binds, and a control in which none does, on 6 to 10 H100 with Llama-3-8B. Every
 policy serves the same requests at the same rates.
 """
@@ -17,7 +19,7 @@ from rich.table import Table
 
 from pdserve.bench.models import LLAMA_3_8B
 from pdserve.bench.script import publish, script_parser
-from pdserve.contracts.deployment import POLICIES, SloConfig
+from pdserve.contracts.deployment import DEFAULT_POLICY, POLICIES, SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, Pool
@@ -34,7 +36,9 @@ BETWEEN_HOSTS = replace(H100, network_bandwidth=3e9)
 NUM_KV_BLOCKS = 6000
 """Of a small KV pool: 96,000 tokens."""
 MAX_IN_FLIGHT = 8192
-"""Policies are compared, not admission."""
+"""Policies are compared, not this bound."""
+REFUSING = "+refuse"
+CASES = (*POLICIES, DEFAULT_POLICY + REFUSING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,15 +152,16 @@ SETTINGS = (
 
 
 def attainment(setting: Setting, policy: str, rate: float, num_requests: int, seed: int) -> float:
-    """Share of all requests that met both objectives."""
+    """Share of all requests, refused ones included, that met both objectives."""
+    slo = replace(setting.slo, when_hopeless="refuse") if policy.endswith(REFUSING) else setting.slo
     sample = setting.workload.draw(num_requests, seed, max_model_len=LLAMA_3_8B.max_model_len)
     times = simulate(
         LLAMA_3_8B,
         setting.layout,
         sample.at_rate(rate),
-        slo=setting.slo,
+        slo=slo,
         max_in_flight=MAX_IN_FLIGHT,
-        policy=policy,
+        policy=policy.removesuffix(REFUSING),
     ).times
     met = (times.ttft_s <= setting.ttft_s) & (times.tpot_s <= setting.tpot_s)
     return float(np.mean(met & ~times.is_rejected))
@@ -165,15 +170,15 @@ def attainment(setting: Setting, policy: str, rate: float, num_requests: int, se
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--only", default="", help="settings whose name contains this")
-    parser.add_argument("--policies", default=",".join(POLICIES), help="policies, separated by commas")
+    parser.add_argument("--policies", default=",".join(CASES), help="policies, separated by commas")
     parser.add_argument("--requests", type=int, default=4000, help="requests per run")
     parser.add_argument("--seeds", type=int, default=5, help="runs for each setting, policy and rate")
     parser.add_argument("--first-seed", type=int, default=0, help="seed of the first run")
     arguments = parser.parse_args()
     policies = arguments.policies.split(",")
-    unknown = [policy for policy in policies if policy not in POLICIES]
+    unknown = [policy for policy in policies if policy not in CASES]
     if unknown:
-        parser.error(f"--policies names {', '.join(unknown)}: use some of {', '.join(POLICIES)}")
+        parser.error(f"--policies names {', '.join(unknown)}: use some of {', '.join(CASES)}")
     table = Table("setting", "requests/s", *policies, box=None)
     records: list[dict[str, Any]] = []
     for setting in SETTINGS:

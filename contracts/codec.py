@@ -121,7 +121,10 @@ def read_fields(kind: type, value: object, name: str, key: str = "") -> dict[str
             read[field] = read_value(types[field], item, name, below)
         elif item is not None:  # absent keys keep the section's defaults
             given = read_fields(type(default), item, name, below)
-            read[field] = dataclasses.replace(typing.cast(Any, default), **given)
+            try:
+                read[field] = dataclasses.replace(typing.cast(Any, default), **given)
+            except ValueError as error:
+                raise ConfigError(f"{below}: {error}", below) from error
     return read
 
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pdserve.contracts.codec import Positive, Rule, Share, between, one_of
+from pdserve.contracts.codec import NotNegative, Positive, Rule, Share, between, one_of
 from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.placement import DEVICE_SETTINGS, TlsFiles, WorkerRole
 from pdserve.contracts.precision import Dtype, KvDtype, Precision, Quantization
@@ -85,13 +85,43 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SloConfig:
-    """Latency objectives that goodput counts against."""
+class Tier:
+    """Latency objectives of a class of requests, and what they are worth."""
+
+    ttft_seconds: Positive
+    tpot_seconds: Positive
+    weight: NotNegative = 1.0
+    """Worth of a request that meets both, beside those of other tiers; 0: it is served with what others leave."""
+    when_hopeless: Annotated[str, one_of("last", "refuse")] = "last"
+    """A request that would meet its objectives on no worker is served behind those that would (``last``), or gets a 429
+    with ``Retry-After`` (``refuse``)."""
+
+
+DEFAULT_TIER = "default"
+_TIER_NAME = re.compile("[a-z0-9_-]{1,32}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloConfig(Tier):
+    """Latency objectives that goodput counts against: those of requests without a tier, and tiers by name."""
 
     ttft_seconds: Positive = 0.25
     tpot_seconds: Positive = 0.05
     attainment: Share = 0.9
     """Share of requests that should meet both."""
+    tiers: dict[str, Tier] = field(default_factory=dict)
+    """Chosen by API key, or by a request's ``service_tier`` among those of its key."""
+
+    def __post_init__(self) -> None:
+        for name in self.tiers:
+            if not _TIER_NAME.fullmatch(name) or name in (DEFAULT_TIER, "auto"):
+                raise ValueError(
+                    f"tiers has {name!r}; name tiers with up to 32 of a-z, 0-9, _ and -, and not {DEFAULT_TIER} or auto"
+                )
+
+    def tier(self, name: str) -> Tier:
+        """Tier of that name; `DEFAULT_TIER` is this one."""
+        return self if name == DEFAULT_TIER else self.tiers[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +203,8 @@ class RouterConfig:
     policy: Policy = DEFAULT_POLICY
     """Chooses the workers of each request: ``goodput``, ``least-time``, or a baseline to compare with."""
     max_queued_requests: Annotated[int, between(1, 2**20)] = 1024
-    """Upper limit of unfinished answers (a request for n counts n times); further requests get a 429."""
+    """Upper limit of unfinished answers (a request for n counts n times); further requests get a 429. With API keys a
+    tenant may have as many as are free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,7 +105,7 @@ SLO_REQUESTS = Metric(
     "counter",
     "pdserve_slo_requests",
     "Requests by SLO verdict: met, missed, or none of a one-token answer; failed and refused ones met neither.",
-    ("ttft", "tpot"),
+    ("tier", "ttft", "tpot"),
 )
 SLO_MISSES = Metric(
     "counter",

@@ -247,6 +247,9 @@ def key(
     requests_per_minute: Annotated[int, typer.Option(min=0, help="0: no limit.")] = 0,
     tokens_per_minute: Annotated[int, typer.Option(min=0, help="Of prompts and answers; 0: no limit.")] = 0,
     grammars_per_minute: Annotated[int, typer.Option(min=0, help="New schemas, patterns, ...; 0: no limit.")] = 0,
+    tier: Annotated[
+        list[str] | None, typer.Option(help="Tier of slo.tiers that it may ask for, the usual one first. Repeatable.")
+    ] = None,
 ) -> int:
     """Make an API key and print it, once; the file has only its hash. Remove its line to revoke it."""
     from pdserve.router.http.keys import add_key
@@ -261,6 +264,7 @@ def key(
             requests_per_minute=requests_per_minute,
             tokens_per_minute=tokens_per_minute,
             grammars_per_minute=grammars_per_minute,
+            tiers=tuple(tier or ()),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -28,6 +28,7 @@ import uvloop
 from fastapi import FastAPI
 
 from pdserve.contracts.codec import from_json
+from pdserve.contracts.deployment import DEFAULT_TIER
 from pdserve.contracts.placement import WorkerRole
 from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.model.config.decoder_config import DecoderConfig
@@ -96,7 +97,8 @@ async def serve(config: RouterProcessConfig) -> int:
     costs = build_cost_models(config)
     # From the token, so that a restarted router finds the blocks that workers have cached.
     cache_secret = config.cluster_token.encode() or secrets.token_bytes(32)
-    keys = KeyFile(Path(config.keys_file), cache_secret) if config.keys_file else None
+    tiers = (DEFAULT_TIER, *config.slo.tiers)
+    keys = KeyFile(Path(config.keys_file), cache_secret, tiers) if config.keys_file else None
     request_log = RequestLog(Path(config.request_log)) if config.request_log else None
     public = listen(config.host, config.port, "router.port")
     admin = listen(config.admin_host, config.admin_port, "router.admin_port")
@@ -105,8 +107,7 @@ async def serve(config: RouterProcessConfig) -> int:
     settings = DispatchSettings(
         policy=config.policy,
         max_in_flight=config.max_queued_requests,
-        ttft_slo_s=config.slo.ttft_seconds,
-        tpot_slo_s=config.slo.tpot_seconds,
+        slo=config.slo,
     )
     dispatcher = Dispatcher(costs, settings, time.monotonic, metrics)
     metrics.track(dispatcher)

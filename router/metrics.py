@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pdserve.contracts import metrics
-from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.deployment import DEFAULT_TIER, SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
@@ -209,11 +209,12 @@ class RouterMetrics(DispatchObserver):
             self.tenant_requests.labels(NO_TENANT, verdict)
         for role in WorkerRole:
             self.restarts.labels(role.value)
-        for ttft in ("met", "missed"):
-            for tpot in ("met", "missed", "none"):
-                self.slo_requests.labels(ttft, tpot)
-        for verdict in ("failed", "refused"):
-            self.slo_requests.labels(verdict, verdict)
+        for tier in (DEFAULT_TIER, *self._slo.tiers):
+            for ttft in ("met", "missed"):
+                for tpot in ("met", "missed", "none"):
+                    self.slo_requests.labels(tier, ttft, tpot)
+            for verdict in ("failed", "refused"):
+                self.slo_requests.labels(tier, verdict, verdict)
         for objective, causes in (("ttft", TTFT_CAUSES), ("tpot", TPOT_CAUSES)):
             for cause in causes:
                 self.slo_misses.labels(objective, cause)
@@ -237,8 +238,8 @@ class RouterMetrics(DispatchObserver):
         if not spec.is_probe:
             self.request_prompt_tokens.observe(len(spec.prompt_tokens))
 
-    def refused(self) -> None:
-        self.slo_requests.labels("refused", "refused").inc()
+    def refused(self, tier: str) -> None:
+        self.slo_requests.labels(tier, "refused", "refused").inc()
 
     def placed(self, policy: str, role: WorkerRole, *, is_late: bool) -> None:
         self.placements.labels(policy, role.value, "late" if is_late else "on_time").inc()
@@ -271,7 +272,7 @@ class RouterMetrics(DispatchObserver):
         self.outcomes.labels(request.outcome.value).inc()
         error = request.error
         if error is not None and error.status != 400 and not request.spec.is_probe:
-            self.slo_requests.labels("failed", "failed").inc()
+            self.slo_requests.labels(request.spec.tier, "failed", "failed").inc()
             self.failed(f"{error.status}: {error.message}")
 
     def failed(self, text: str) -> None:
@@ -332,6 +333,7 @@ class RouterMetrics(DispatchObserver):
         journeys: Sequence[Journey] = (),
         tpot_parts_s: Mapping[str, float] | None = None,
         request_id: str = "",
+        tier: str = DEFAULT_TIER,
     ) -> bool:
         """An answer is complete. Counts the SLO verdict: ``met`` or ``missed``, or ``none`` for the TPOT of a one-token
         answer, and why an objective was missed. Not called if the client left or the generation failed, which `ended`
@@ -342,21 +344,23 @@ class RouterMetrics(DispatchObserver):
             journeys: of each prompt.
             tpot_parts_s: seconds of its slowest answer after token 0, by cause.
             request_id: the exemplar of its bucket.
+            tier: name of its objectives.
 
         Returns: whether both objectives were met.
         """
+        slo = self._slo.tier(tier)
         self.request_seconds.observe(duration_s)
         self.request_output_tokens.observe(num_tokens)
         tpot = "none"
         if tpot_s is not None:
             self.tpot_seconds.observe(tpot_s, request_id)
-            tpot = _verdict(tpot_s, self._slo.tpot_seconds)
-        ttft = _verdict(ttft_s, self._slo.ttft_seconds)
-        self.slo_requests.labels(ttft, tpot).inc()
+            tpot = _verdict(tpot_s, slo.tpot_seconds)
+        ttft = _verdict(ttft_s, slo.ttft_seconds)
+        self.slo_requests.labels(tier, ttft, tpot).inc()
         if ttft == "missed":
             self.slo_misses.labels("ttft", ttft_cause(journeys, ttft_s)).inc()
         if tpot == "missed":
-            cause = tpot_cause(tpot_parts_s or {}, num_gaps, self._slo.tpot_seconds)
+            cause = tpot_cause(tpot_parts_s or {}, num_gaps, slo.tpot_seconds)
             self.slo_misses.labels("tpot", cause).inc()
         return "missed" not in (ttft, tpot)
 
@@ -376,9 +380,16 @@ def _verdict(measured_s: float, slo_s: float) -> str:
 class TokenTimer:
     """Times the choices of one request, each with its own token 0 and gaps; the slowest count for the request."""
 
-    def __init__(self, metrics: RouterMetrics, arrived_s: float, request_id: str = "") -> None:
-        """``arrived_s``: `time.monotonic` at arrival of the request."""
+    def __init__(
+        self, metrics: RouterMetrics, arrived_s: float, request_id: str = "", *, tier: str = DEFAULT_TIER
+    ) -> None:
+        """
+        Args:
+            arrived_s: `time.monotonic` at arrival of the request.
+            tier: name of its objectives.
+        """
         self._metrics = metrics
+        self._tier = tier
         self._arrived_s = arrived_s
         self._request_id = request_id
         self._first_s: dict[int, float] = {}
@@ -438,6 +449,7 @@ class TokenTimer:
             journeys=journeys,
             tpot_parts_s=slowest_parts_s,
             request_id=self._request_id,
+            tier=self._tier,
         )
 
     def _num_choices(self, journeys: Sequence[Journey]) -> int:

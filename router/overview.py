@@ -81,7 +81,7 @@ class Overview:
                 metrics.accepted_requests.value,
                 metrics.output_tokens.value,
                 sum(value for _, value in verdicts),
-                sum(value for (ttft, tpot), value in verdicts if ttft == "met" and tpot in ("met", "none")),
+                sum(value for (_, ttft, tpot), value in verdicts if ttft == "met" and tpot in ("met", "none")),
                 array("d", accumulate(metrics.ttft_seconds.counts)),
                 array("d", accumulate(metrics.tpot_seconds.counts)),
                 {(objective, cause): series.value for (objective, cause), series in metrics.slo_misses.items()},

@@ -96,9 +96,7 @@ def simulate(
     Raises:
         ValueError: the model does not fit, or does not divide by the layout's degrees.
     """
-    settings = DispatchSettings(
-        policy=policy, max_in_flight=max_in_flight, ttft_slo_s=slo.ttft_seconds, tpot_slo_s=slo.tpot_seconds
-    )
+    settings = DispatchSettings(policy=policy, max_in_flight=max_in_flight, slo=slo)
     run = _Simulator(
         model, layout, requests, settings, overheads or Overheads(), concurrency, cost_of, corrections or {}
     )
@@ -129,6 +127,8 @@ class _Request(Request):
                 arrived_s=record.arrived_s,
                 uses_cache=run.is_sharing,
                 block_hashes=prompt.block_hashes,
+                tenant=simulated.tenant,
+                tier=simulated.tier,
             )
         )
         self.simulated = simulated

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from pdserve.contracts.deployment import DEFAULT_TIER
+
 
 class Segment(NamedTuple):
     """A named run of prompt tokens: prompts that begin with the same segments share their KV."""
@@ -30,6 +32,10 @@ class SimulatedRequest:
     follow_up: SimulatedRequest | None = None
     """Next turn of the conversation. Its prompt is this prompt, this answer, and its own ``segments``, which hold the
     new message alone; its ``num_prompt_tokens`` count all of them."""
+    tenant: str = ""
+    """Sender, among whom the router is fair."""
+    tier: str = DEFAULT_TIER
+    """Name of its objectives in ``slo``."""
 
     def turns(self) -> Iterator[SimulatedRequest]:
         """This request and all follow-ups, in order."""

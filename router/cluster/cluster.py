@@ -134,6 +134,11 @@ class Cluster:
         """Maximum tokens of prompt and answer together; ``None`` until the first worker has connected."""
         return None if self._model is None else self._model.max_model_len
 
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the deployment's tiers, the default one first."""
+        return self.dispatcher.tiers
+
     # Requests
 
     def start(self, spec: RequestSpec) -> TokenStream:
@@ -146,13 +151,13 @@ class Cluster:
         self.dispatcher.start(stream)
         return stream
 
-    def check_room(self, num_choices: int) -> None:
+    def check_room(self, num_choices: int, *, tenant: str, tier: str) -> None:
         """Check that a request would be accepted now.
 
         Raises:
             GenerationError: it would not (overload, drain).
         """
-        self.dispatcher.check_room(num_choices)
+        self.dispatcher.check_room(num_choices, tenant=tenant, tier=tier)
 
     async def sweep_forever(self) -> None:
         while True:

@@ -18,6 +18,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pdserve.contracts.deployment import DEFAULT_TIER
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import ApiError
@@ -168,10 +169,26 @@ class Edge:
         max_model_len = self.cluster.max_model_len
         if max_model_len is None:
             raise ApiError(503, "no worker has joined the cluster yet; try again soon", headers={"Retry-After": "1"})
-        self.cluster.check_room(body.num_choices)
-        if request.state.caller is not None:
-            _admit_caller(request.state.caller, body)
+        caller: Caller | None = request.state.caller
+        request.state.tier = tier = self._tier(body, caller)
+        tenant = "" if caller is None else caller.key.tenant
+        self.cluster.check_room(body.num_answers, tenant=tenant, tier=tier)
+        if caller is not None:
+            _admit_caller(caller, body)
         return max_model_len
+
+    def _tier(self, body: GenerationBody, caller: Caller | None) -> str:
+        """Tier that the request names, or that of its key."""
+        tiers = self.cluster.tiers
+        allowed = tiers if caller is None else caller.key.tiers or (DEFAULT_TIER,)
+        if len(tiers) == 1 or body.service_tier in (None, "auto"):
+            return allowed[0]
+        if body.service_tier not in allowed:
+            message = (
+                f"service_tier {body.service_tier!r} is not open to this request; use {', '.join(allowed)} or auto"
+            )
+            raise ApiError(400, message, param="service_tier")
+        return body.service_tier
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.served_name):
@@ -229,6 +246,8 @@ class Edge:
             arrived_s=request.state.arrived_s,
             num_choices=body.num_choices,
             cache_salt=cache_salt,
+            tenant="" if caller is None else caller.key.tenant,
+            tier=request.state.tier,
         )
 
     def _answer(
@@ -287,7 +306,7 @@ class Edge:
         """Run the answers and write them, whole or as a stream."""
         if request.state.caller is not None:
             request.state.caller.num_answered = lambda: sum(answer.num_completion_tokens for answer in answers)
-        timer = TokenTimer(self.metrics, request.state.arrived_s, request.state.request_id)
+        timer = TokenTimer(self.metrics, request.state.arrived_s, request.state.request_id, tier=request.state.tier)
         request.state.entry.answering(answers, timer)
         if body.stream:
             return EventStream(answers, writer, timer, shows_workers="x-show-workers" in request.headers)

@@ -14,13 +14,14 @@ import re
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from pdserve.contracts.codec import between, from_json, to_json
+from pdserve.contracts.deployment import DEFAULT_TIER
 from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.request import Grammar
 
@@ -50,6 +51,9 @@ class ApiKey:
     """Of prompts and answers. What a request takes is known at its end, so a minute may be overspent once."""
     grammars_per_minute: _Limit = 0
     """Structures that the key has not requested lately; each takes a worker up to a second to compile."""
+    tiers: tuple[str, ...] = ()
+    """Tiers of ``slo.tiers`` that its requests may name; the first is that of requests which name none. Empty is the
+    default tier alone."""
 
     def __post_init__(self) -> None:
         # Messages have no values: somebody may have written a key in the wrong place.
@@ -63,17 +67,18 @@ class ApiKey:
         return hmac.compare_digest(_hash(secret, self.salt).encode(), self.hash.encode())
 
 
-def make_key(tenant: str, **limits: int) -> tuple[str, ApiKey]:
+def make_key(tenant: str, *, tiers: tuple[str, ...] = (), **limits: int) -> tuple[str, ApiKey]:
     """A new key, and its line without it.
 
     Raises:
         ValueError: ``tenant`` is not a name.
     """
     secret, key_id, salt = secrets.token_urlsafe(32), secrets.token_hex(6), secrets.token_hex(16)
-    return f"pd-{key_id}-{secret}", ApiKey(tenant=tenant, id=key_id, salt=salt, hash=_hash(secret, salt), **limits)
+    key = ApiKey(tenant=tenant, id=key_id, salt=salt, hash=_hash(secret, salt), tiers=tiers, **limits)
+    return f"pd-{key_id}-{secret}", key
 
 
-def add_key(path: Path, tenant: str, **limits: int) -> str:
+def add_key(path: Path, tenant: str, *, tiers: tuple[str, ...] = (), **limits: int) -> str:
     """Add a new key to the file, which is made if absent; returns the key.
 
     Raises:
@@ -81,7 +86,7 @@ def add_key(path: Path, tenant: str, **limits: int) -> str:
     """
     if path.exists():
         read_keys(path)
-    text, key = make_key(tenant, **limits)
+    text, key = make_key(tenant, tiers=tiers, **limits)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         with open(descriptor, "r+b", buffering=0) as file:
@@ -146,18 +151,20 @@ class Budget:
 class KeyFile:
     """Keys of a file, read again when it changes. A file that becomes unreadable changes nothing, and is logged."""
 
-    def __init__(self, path: Path, cache_secret: bytes) -> None:
+    def __init__(self, path: Path, cache_secret: bytes, tiers: Collection[str] = (DEFAULT_TIER,)) -> None:
         """Read the file.
 
         Args:
             cache_secret: without it nobody can compute block hashes of a tenant.
+            tiers: names that keys may have.
 
         Raises:
             ConfigError: the file cannot be read.
         """
         self._path = path
         self._stamp = _stamp(path)
-        self._keys = read_keys(path)
+        self._tiers = tiers
+        self._keys = self._read()
         self._cache_secret = cache_secret
         self._in_flight: Counter[str] = Counter()
         self._budgets: dict[tuple[str, str], Budget] = {}
@@ -186,13 +193,24 @@ class KeyFile:
             budget = self._budgets[key_id, of] = Budget(per_minute, time.monotonic())
         return budget
 
+    def _read(self) -> dict[str, ApiKey]:
+        keys = read_keys(self._path)
+        for key in keys.values():
+            for tier in key.tiers:
+                if tier not in self._tiers:
+                    tiers = ", ".join(self._tiers)
+                    raise ConfigError(
+                        f"{self._path}: the key {key.id} of {key.tenant} has the tier {tier!r}; slo has only {tiers}"
+                    )
+        return keys
+
     def _refresh(self) -> None:
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return
         self._stamp = stamp
         try:
-            self._keys = read_keys(self._path)
+            self._keys = self._read()
         except ConfigError as error:
             logger.error("%s. The API keys read before stay valid.", error)
 

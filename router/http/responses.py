@@ -22,6 +22,7 @@ from pdserve.router.text.tool_calls import CallDelta
 _encode = msgspec.json.Encoder().encode
 _SAME_FIELDS = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "chat_template_kwargs", "cache_salt", "seed",
+    "service_tier",
 )  # fmt: skip
 """Fields that mean the same in a chat."""
 
@@ -51,6 +52,7 @@ class ResponsesBody(Body):
     reasoning: Reasoning | None = None
     chat_template_kwargs: dict[str, object] | None = None
     cache_salt: str | None = None
+    service_tier: str | None = None
 
     def as_chat(self) -> ChatBody:
         """The same request as a chat.

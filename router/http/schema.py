@@ -191,6 +191,8 @@ class GenerationBody(Body):
     """Return log probabilities of the prompt's tokens, and of this many alternatives to each (vLLM)."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    service_tier: Annotated[str, Field(max_length=64)] | None = None
+    """Objectives of the request (``slo.tiers`` of the deployment); ``auto`` takes those of its key."""
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     """Requests share prefix-cache blocks only with requests of the same salt (vLLM)."""
     response_format: dict[str, object] | None = None

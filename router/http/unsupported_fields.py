@@ -51,7 +51,7 @@ CHAT_MESSAGE: Neutral = {"audio": (), "function_call": ()}
 
 _LABELS = frozenset({
     "annotations", "metadata", "parallel_tool_calls", "prompt_cache_key", "refusal", "safety_identifier",
-    "service_tier", "user",
+    "user",
 })  # fmt: skip
 """Fields that describe a request or its sender and change no answer."""
 

@@ -23,8 +23,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
-from pdserve.contracts.deployment import DEFAULT_POLICY, Policy
+from pdserve.contracts.deployment import DEFAULT_POLICY, DEFAULT_TIER, Policy, SloConfig
 from pdserve.contracts.events import (
     PromptLogprobsEvent,
     RefusalCode,
@@ -38,7 +39,7 @@ from pdserve.contracts.request import KvSource, Outcome, RequestState
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.placement import Arrival
 from pdserve.router.requests.policies import placement
-from pdserve.router.requests.policy import Costs, PromptBlocks, WorkerSnapshot, shortfall
+from pdserve.router.requests.policy import Costs, PrefillChoice, PromptBlocks, WorkerSnapshot, shortfall
 from pdserve.router.requests.request import MIN_DURATION_S, Attempt, GenerationError, Request, RequestSpec
 
 log = logging.getLogger(__name__)
@@ -49,9 +50,8 @@ MAX_ATTEMPTS = 8
 """Maximum dispatches of one choice, whatever the cause."""
 MAX_LOSSES = 2
 """Lost workers in a row after which a choice that they computed is a suspect."""
-LATE_S = 20.0
-"""TTFT objective sent for a late request, which orders it behind others for that long."""
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
+NO_OBJECTIVES = SloConfig(ttft_seconds=0.0, tpot_seconds=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +60,8 @@ class DispatchSettings:
     """Name of the placement policy."""
     max_in_flight: int = 1024
     """Maximum choices accepted and not ended: a request for n answers counts as n requests."""
-    ttft_slo_s: float = 0.0
-    """TTFT objective in seconds; 0 for none."""
-    tpot_slo_s: float = 0.0
-    """TPOT objective in seconds for sequences that decode where a decode worker prefills; 0 forbids prefill there."""
+    slo: SloConfig = NO_OBJECTIVES
+    """Tiers; an objective of 0 is none. Without one for TPOT, decode workers prefill nothing."""
     deadline_s: float = 600.0
     """Seconds from arrival until a request is given up."""
     worker_wait_s: float = 60.0
@@ -81,8 +79,8 @@ class DispatchObserver:
     def accepted(self, spec: RequestSpec) -> None:
         """A request was admitted."""
 
-    def refused(self) -> None:
-        """A request was refused for lack of room."""
+    def refused(self, tier: str) -> None:
+        """A request was refused for lack of room, or because it would meet its objectives on no worker."""
 
     def placed(self, policy: str, role: WorkerRole, *, is_late: bool) -> None:
         """A prompt was sent to a worker; ``is_late`` if its TTFT objective was expected to be missed."""
@@ -129,7 +127,8 @@ class Dispatcher:
         self.num_accepted = 0
         self.is_draining = False
         self.costs = costs
-        self._placement = placement(settings.policy, costs, tpot_slo_s=settings.tpot_slo_s)
+        tiers = [settings.slo, *settings.slo.tiers.values()]
+        self._placement = placement(settings.policy, costs, tpot_slo_s=min(tier.tpot_seconds for tier in tiers))
         self._settings = settings
         self._now_s = now_s
         self._observer = observer or DispatchObserver()
@@ -145,7 +144,8 @@ class Dispatcher:
         self._cut_off_until_s: dict[tuple[Worker, Worker], float] = {}
         """End of each cut-off by (prefill worker, decode worker); a replaced worker is another key and starts clean."""
         self._request_ids = itertools.count(1)
-        self._num_choices = 0
+        self._num_choices: Counter[str] = Counter()
+        """In flight, by tenant."""
         self._mean_request_s = MIN_RETRY_AFTER_S
 
     @property
@@ -156,6 +156,11 @@ class Dispatcher:
     def num_queued(self) -> int:
         """Attempts that no worker has taken."""
         return len(self._queued)
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the tiers, the default one first."""
+        return DEFAULT_TIER, *self._settings.slo.tiers
 
     def oldest_handoff_s(self) -> float:
         """Seconds since token 0 of the answer that waits longest for a decode worker to hold its prompt; 0 without."""
@@ -171,9 +176,15 @@ class Dispatcher:
             GenerationError: refused at once (overload, drain).
         """
         spec = request.spec
-        self.check_room(spec.num_choices)
+        self.check_room(spec.num_choices, tenant=spec.tenant, tier=spec.tier)
+        attempt = Attempt(request, 0, next(self._request_ids), self._now_s())
+        decision = self._decide(attempt)
+        if decision is not None and decision.choice.retry_after_s:
+            self._observer.refused(spec.tier)
+            message = f"no worker would meet the objectives of tier {spec.tier} for this request now"
+            raise GenerationError(429, message, retry_after_s=max(decision.choice.retry_after_s, MIN_RETRY_AFTER_S))
         self._requests[request] = None
-        self._num_choices += spec.num_choices
+        self._num_choices[spec.tenant] += spec.num_choices
         self.num_accepted += 1
         self._observer.accepted(spec)
         now_s = self._now_s()
@@ -183,7 +194,7 @@ class Dispatcher:
             for worker in self.workers.values():
                 if worker.role is WorkerRole.DECODE:
                     worker.announce(spec.sampling.grammar)
-        self._launch(request, 0)
+        self._launch(attempt, decision)
 
     def finish(self, request: Request, choice: int) -> None:
         """Finish ``choice`` early because a stop string was found. After its last choice the request is FINISHED.
@@ -331,36 +342,44 @@ class Dispatcher:
 
     # Admission, launch and end
 
-    def check_room(self, num_choices: int) -> None:
-        """Check that a request for that many choices would be accepted now; count one that would not.
+    def check_room(self, num_choices: int, *, tenant: str = "", tier: str = DEFAULT_TIER) -> None:
+        """Check that a request for that many choices would be accepted now; count one that would not. A tenant may
+        hold as many choices as are free, so that there is always room for others.
 
         Raises:
-            GenerationError: it would not.
+            GenerationError: it would not (overload, drain).
         """
         if self.is_draining:
-            self._observer.refused()
+            self._observer.refused(tier)
             raise GenerationError(503, "the router is draining", retry_after_s=MIN_RETRY_AFTER_S)
         max_in_flight = self._settings.max_in_flight
         if num_choices > max_in_flight:
             raise GenerationError(
                 400, f"{num_choices} choices are more than this router takes at once: {max_in_flight}"
             )
-        if self._num_choices + num_choices > max_in_flight:
-            self._observer.refused()
+        num_in_flight = self._num_choices.total()
+        num_free, num_held = max_in_flight - num_in_flight, self._num_choices[tenant]
+        message = ""
+        if num_choices > num_free:
+            message = f"{num_in_flight} answers are in flight already"
+        elif tenant and num_held and num_held + num_choices > num_free:
+            message = f"{num_held} answers of this tenant are in flight already; the rest is for others"
+        if message:
+            self._observer.refused(tier)
             wait_s = min(max(self._mean_request_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
-            raise GenerationError(429, f"{self._num_choices} answers are in flight already", retry_after_s=wait_s)
+            raise GenerationError(429, message, retry_after_s=wait_s)
 
-    def _launch(self, request: Request, choice: int) -> None:
-        attempt = Attempt(request, choice, next(self._request_ids), self._now_s())
-        request.attempts[choice] = attempt
+    def _launch(self, attempt: Attempt, decision: _Decision | None) -> None:
+        attempt.request.attempts[attempt.choice] = attempt
         self._attempts[attempt.request_id] = attempt
-        self._place(attempt)
+        self._send(attempt, decision)
 
     def _launch_waiting(self, request: Request) -> None:
         """Launch the remaining choices: choice 0 has computed the prompt or is over."""
         waiting, request.waiting_choices = request.waiting_choices, []
         for choice in waiting:
-            self._launch(request, choice)
+            attempt = Attempt(request, choice, next(self._request_ids), self._now_s())
+            self._launch(attempt, self._decide(attempt))
 
     def _end_choice(self, attempt: Attempt, finisher: Worker | None = None) -> None:
         """End a complete choice; ``finisher`` sent its last token."""
@@ -383,7 +402,10 @@ class Dispatcher:
         request.attempts.clear()
         request.waiting_choices.clear()
         del self._requests[request]
-        self._num_choices -= request.spec.num_choices
+        spec = request.spec
+        self._num_choices[spec.tenant] -= spec.num_choices
+        if not self._num_choices[spec.tenant]:
+            del self._num_choices[spec.tenant]
         self.outcomes[outcome] += 1
         if outcome is Outcome.FINISHED:
             self._mean_request_s += 0.1 * (self._now_s() - request.spec.arrived_s - self._mean_request_s)
@@ -410,38 +432,45 @@ class Dispatcher:
         if self._awaits_trial(attempt):
             self._queued[attempt.request_id] = attempt
             return
+        self._send(attempt, self._decide(attempt))
+
+    def _decide(self, attempt: Attempt) -> _Decision | None:
+        """Choice of the policy; ``None`` if no worker can start."""
         start_s = self._now_s()
         workers = [worker for worker in self.workers.values() if worker.takes_work]
         if not workers:
-            self._wait_for_worker(attempt)
-            return
-        spec = attempt.request.spec
+            return None
         blocks = attempt.blocks(workers[0].block_size)
         arrival = self._arrival(attempt, blocks, start_s)
         choice = self._placement.prefill(arrival, [worker.snapshot() for worker in workers])
-        now_s = self._now_s()
-        self._observer.routed(now_s - start_s)
-        if choice is None:
+        self._observer.routed(self._now_s() - start_s)
+        return None if choice is None else _Decision(arrival, choice)
+
+    def _send(self, attempt: Attempt, decision: _Decision | None) -> None:
+        """Send the attempt to the worker chosen, or queue it."""
+        if decision is None:
             self._wait_for_worker(attempt)
             return
         self._queued.pop(attempt.request_id, None)
+        arrival, choice = decision
+        now_s = self._now_s()
         if attempt.number < 0 and attempt.choice == 0:
             self._phase_ended(attempt, "queue", now_s - attempt.queued_s)
             if choice.ttft_s:
-                attempt.request.journey.predicted_ttft_s = now_s - spec.arrived_s + choice.ttft_s
-        ttft_slo_s = 0.0
-        if arrival.wanted_s < inf:
-            ttft_slo_s = LATE_S if choice.is_late else max(arrival.wanted_s - now_s, MIN_DURATION_S)
+                arrived_s = attempt.request.spec.arrived_s
+                attempt.request.journey.predicted_ttft_s = now_s - arrived_s + choice.ttft_s
+        ttft_slo_s = max(choice.due_s - now_s, MIN_DURATION_S) if choice.due_s < inf else 0.0
         self._placement.placed(arrival, choice)
         worker = self.workers[choice.worker_id]
         self._observer.placed(self._settings.policy, worker.role, is_late=choice.is_late)
-        if worker.role is WorkerRole.DECODE and all(each.role is not WorkerRole.PREFILL for each in workers):
+        roles = [each.role for each in self.workers.values() if each.takes_work]
+        if worker.role is WorkerRole.DECODE and WorkerRole.PREFILL not in roles:
             self._observer.fell_back("no_prefill")
         attempt.submit(
             worker,
             handoff=choice.handoff,
             num_cached_tokens=choice.num_cached_tokens,
-            num_blocks=blocks.num_blocks(),
+            num_blocks=arrival.blocks.num_blocks(),
             deadline_s=self._deadline_s(attempt.request) - now_s,
             ttft_slo_s=ttft_slo_s,
         )
@@ -452,9 +481,21 @@ class Dispatcher:
         self._queued[attempt.request_id] = attempt
 
     def _arrival(self, attempt: Attempt, blocks: PromptBlocks, now_s: float) -> Arrival:
-        spec, ttft_slo_s = attempt.request.spec, self._settings.ttft_slo_s
-        wanted_s = spec.arrived_s + ttft_slo_s if ttft_slo_s > 0 and not attempt.emitted else inf
-        return Arrival(attempt.request_id, blocks, now_s, wanted_s, spec.is_probe)
+        spec = attempt.request.spec
+        tier = self._settings.slo.tier(spec.tier)
+        has_objective = tier.ttft_seconds > 0 and not attempt.emitted
+        return Arrival(
+            request_id=attempt.request_id,
+            blocks=blocks,
+            now_s=now_s,
+            wanted_s=spec.arrived_s + tier.ttft_seconds if has_objective else inf,
+            is_probe=spec.is_probe,
+            tpot_slo_s=tier.tpot_seconds,
+            weight=tier.weight,
+            # What was accepted is served.
+            may_refuse=tier.when_hopeless == "refuse" and attempt.request not in self._requests and not spec.is_probe,
+            share=f"{spec.tenant}/{spec.tier}",
+        )
 
     def _bind(self, attempt: Attempt) -> None:
         """Bind the attempt to the decode worker chosen by the policy. It stays parked while choice 0 pulls the prompt,
@@ -706,6 +747,11 @@ class Dispatcher:
         if attempt.number + 1 >= MAX_ATTEMPTS:
             return GenerationError(503, f"gave up after {MAX_ATTEMPTS} attempts", retry_after_s=MIN_RETRY_AFTER_S)
         return None
+
+
+class _Decision(NamedTuple):
+    arrival: Arrival
+    choice: PrefillChoice
 
 
 def _computed_by(worker: Worker, held: Iterable[Attempt]) -> set[Attempt]:

@@ -3,17 +3,23 @@
 A choice earns the chance that the request meets TTFT and TPOT there, and pays for the misses that it causes: to the
 answers that decode there, whose steps get longer, and to the prompts that will arrive behind it, by a price per second
 of prefill. A prompt that has no chance to meet TTFT, or less than its seconds cost others, is *late*: it runs
-behind all that still have one.
+behind all that still have one. A request that would earn nothing anywhere is refused, if its tier says so.
 
-It keeps a ledger of its own requests: prompts that were placed as late, and answers that decode, as columns of numpy
-arrays, so that a decision takes a fixed number of array operations.
+Prompts are due in the order in which their objectives end, each share (a tenant's requests of one tier) behind its own
+work: one that sends more than the others gets no more of the workers. With one share, that is the order of arrival.
+
+It keeps a ledger of its own requests: prompts that wait, in the order of workers, and answers that decode, as columns
+of numpy arrays, so that a decision takes a fixed number of array operations.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from math import exp, inf
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +50,10 @@ MIN_CHANCE = 0.05
 """A prompt whose chance to meet TTFT, less what its seconds cost others, is below this everywhere is late."""
 PRICE_MEMORY_S = 2.0
 """Time after which the harm of a placement counts 1 / e for the price."""
+LATE_S = 20.0
+"""Seconds after which a late prompt is due: it runs behind others for that long."""
+MAX_BOOKED_S = 60.0
+"""Refused requests are asked to come back within this."""
 MAX_MEAN_STEP = 0.75
 """Mean step, prefills included, up to which a decode worker prefills, as a share of the TPOT objective."""
 PRIOR_TOKENS, PRIOR_ANSWERS = 200, 20.0
@@ -63,10 +73,10 @@ class Goodput(Placement):
         super().__init__(costs, tpot_slo_s=tpot_slo_s)
         self._lengths = _Lengths()
         self._answers = _Answers()
-        self._late: dict[str, dict[int, int]] = {}
-        """Tokens of late prompts, by worker and request."""
-        self._wanted_s: dict[int, float] = {}
-        """Instant at which token 0 is due, by request; in the past, infinitely, for late ones."""
+        self._prompts = _Prompts()
+        self._requests: dict[int, _Request] = {}
+        self._booked_s = 0.0
+        """Instant by which the backlog is gone, with all that was refused before."""
         self._harm, self._harm_s = 0.0, 0.0
         """Misses per second of delay, summed over recent placements, and the instant of the sum."""
 
@@ -91,36 +101,42 @@ class Goodput(Placement):
             seconds = self.costs[worker.role].prefill_s(blocks.num_tokens - num, num)
             own_s[worker.worker_id] = seconds * worker.prefill_correction
         stalls_s = {worker.worker_id: own_s[worker.worker_id] for worker, handoff in candidates if not handoff}
-        gains = _Gains(self, blocks, decoders, now_s, stalls_s)
+        gains = _Gains(self, arrival, decoders, stalls_s)
         handed_off = max(
-            (gains.of(worker, 1.0) for worker in decoders if worker.role is WorkerRole.DECODE), default=0.0
+            (gains.of(worker, arrival.weight) for worker in decoders if worker.role is WorkerRole.DECODE), default=0.0
         )
         price = self._price(now_s) / len(candidates)
-        best, late, most = (inf, inf, True, _NO_CHOICE, 0.0), (inf, _NO_CHOICE), 0.0
+        best, late, most = (inf, inf, True, _NO_CHOICE, 0.0), (inf, _NO_CHOICE), -inf
         for worker, handoff in candidates:
             cost = self.costs[worker.role]
             num_cached = cached[worker.worker_id]
-            num_late = sum(self._late.get(worker.worker_id, {}).values())
-            ahead = worker._replace(num_waiting_tokens=max(0, worker.num_waiting_tokens - num_late))
+            due_s = arrival.wanted_s + self._prompts.seconds(worker.worker_id, arrival.share)
+            num_behind = self._prompts.num_tokens_after(worker.worker_id, due_s)
+            ahead = worker._replace(num_waiting_tokens=max(0, worker.num_waiting_tokens - num_behind))
             ttft_s = predict_ttft_s(ahead, blocks.num_tokens, num_cached, cost)
             spread_s = max(MIN_TTFT_SPREAD_S, TTFT_SPREAD * ttft_s)
             chance = _chance((slack_s - ttft_s) / spread_s)
-            choice = PrefillChoice(worker.worker_id, handoff, ttft_s, num_cached)
+            choice = PrefillChoice(
+                worker.worker_id, handoff, ttft_s, num_cached, own_s=own_s[worker.worker_id], due_s=due_s
+            )
             # The harm of decoding remains if TTFT is missed.
             kept = handed_off - (1 - chance) * max(0.0, handed_off)
-            gain = kept if handoff else gains.of(worker, chance, is_local=True)
+            gain = kept if handoff else gains.of(worker, arrival.weight * chance, is_local=True)
             toll = price * own_s[worker.worker_id] * ttft_s
-            most = max(most, chance - toll)
+            most = max(most, arrival.weight * chance - toll)
             scale_s = max(slack_s, ttft_s) if slack_s < inf else 1.0
             gain -= toll + SLACK_VALUE * ttft_s / scale_s
-            best = min(
-                best, (-gain, ttft_s, worker.role is WorkerRole.DECODE, choice, chance * (1 - chance) / spread_s)
-            )
+            harm = arrival.weight * chance * (1 - chance) / spread_s
+            best = min(best, (-gain, ttft_s, worker.role is WorkerRole.DECODE, choice, harm))
             if handoff or not can_hand_off:
                 late = min(late, (predict_ttft_s(worker, blocks.num_tokens, num_cached, cost), choice))
-        *_, choice, harm = best
-        if most < MIN_CHANCE and not arrival.is_probe:
-            return late[1]._replace(is_late=True)
+        loss, *_, choice, harm = best
+        least = MIN_CHANCE * arrival.weight
+        if arrival.may_refuse and -loss < least:
+            spacing_s = min(own_s.values()) / len(candidates)
+            return choice._replace(retry_after_s=self._book(now_s, late[0], max(spacing_s, gains.spacing_s())))
+        if most < least and not arrival.is_probe:
+            return late[1]._replace(is_late=True, due_s=now_s + LATE_S)
         self._harm += harm
         if not choice.handoff:
             self._prefilled_s[choice.worker_id] = (
@@ -136,8 +152,9 @@ class Goodput(Placement):
         if not workers:
             return None
         blocks, cost = arrival.blocks, self.costs[WorkerRole.DECODE]
-        gains = _Gains(self, blocks, workers, arrival.now_s)
-        weight = float(self._wanted_s.get(arrival.request_id, inf) >= arrival.now_s)
+        gains = _Gains(self, arrival, workers)
+        is_in_time = self._wanted_s(arrival.request_id) >= arrival.now_s
+        weight = arrival.weight * is_in_time
         options = []
         for worker in workers:
             num_to_pull = blocks.num_tokens - blocks.num_cached_tokens(worker.cached_blocks)
@@ -150,29 +167,40 @@ class Goodput(Placement):
     # What became of them
 
     def placed(self, arrival: Arrival, choice: PrefillChoice) -> None:
-        self._wanted_s[arrival.request_id] = -inf if choice.is_late else arrival.wanted_s
-        if choice.is_late:
-            num_new = arrival.blocks.num_tokens - choice.num_cached_tokens
-            self._late.setdefault(choice.worker_id, {})[arrival.request_id] = num_new
+        wanted_s = -inf if choice.is_late else arrival.wanted_s
+        self._requests[arrival.request_id] = _Request(wanted_s, arrival.tpot_slo_s or LENIENT_TPOT_S, arrival.weight)
+        num_new = arrival.blocks.num_tokens - choice.num_cached_tokens
+        share = None if choice.is_late else arrival.share
+        self._prompts.add(arrival.request_id, choice.worker_id, choice.due_s, num_new, share, choice.own_s)
 
     def prefilled(self, request_id: int, worker_id: str) -> None:
-        self._late.get(worker_id, {}).pop(request_id, None)
+        self._prompts.remove(request_id)
 
     def decoding(self, request_id: int, began_s: float, num_tokens: int, worker: WorkerSnapshot) -> None:
-        if began_s <= self._wanted_s.get(request_id, inf):  # another miss costs a late one nothing
-            self._answers.add(request_id, worker.worker_id, began_s, num_tokens - worker.num_steps)
+        request = self._requests.get(request_id, _Request(inf, self.tpot_slo_s or LENIENT_TPOT_S, 1.0))
+        if began_s <= request.wanted_s:  # another miss costs a late one nothing
+            self._answers.add(request_id, worker.worker_id, began_s, num_tokens - worker.num_steps, request)
             self._lengths.changed(self._answers)
 
     def left(self, request_id: int, num_tokens: int) -> None:
         self._answers.remove(request_id)
-        self._wanted_s.pop(request_id, None)
-        for prompts in self._late.values():
-            prompts.pop(request_id, None)
+        self._requests.pop(request_id, None)
+        self._prompts.remove(request_id)
         if num_tokens:
             self._lengths.add(num_tokens)
             self._lengths.changed(self._answers)
 
     # Parts
+
+    def _wanted_s(self, request_id: int) -> float:
+        request = self._requests.get(request_id)
+        return inf if request is None else request.wanted_s
+
+    def _book(self, now_s: float, backlog_s: float, spacing_s: float) -> float:
+        """Seconds after which a refused request would find the backlog gone: refused ones are asked back one by one,
+        ``spacing_s`` apart."""
+        self._booked_s = min(max(self._booked_s, now_s + backlog_s) + spacing_s, now_s + MAX_BOOKED_S)
+        return self._booked_s - now_s
 
     def _lacking(self, blocks: PromptBlocks, worker: WorkerSnapshot) -> int:
         """Blocks and batch slots that ``worker`` lacks; blocks in its cache are shared, not allocated."""
@@ -208,19 +236,92 @@ class Goodput(Placement):
 _NO_CHOICE = PrefillChoice("", False, 0.0, 0)
 
 
+class _Request(NamedTuple):
+    wanted_s: float
+    """Instant at which token 0 is due; in the past, infinitely, for late ones."""
+    tpot_slo_s: float
+    weight: float
+
+
+class _Prompt(NamedTuple):
+    """A prompt that waits on a worker, or is computed there; in the order of workers."""
+
+    due_s: float
+    request_id: int
+    num_tokens: int
+    worker_id: str
+    share: str | None
+    """None for a late one."""
+    own_us: int
+
+
+class _Prompts:
+    """Prompts that the last chunk has not been planned of, in the order of each worker."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, _Prompt] = {}
+        self._in_time: dict[str, list[_Prompt]] = {}
+        """By worker, in order."""
+        self._num_late_tokens: Counter[str] = Counter()
+        self._shares_us: Counter[tuple[str, str]] = Counter()
+        """Predicted microseconds by worker and share: whole numbers, whose sum returns to 0."""
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def add(
+        self, request_id: int, worker_id: str, due_s: float, num_tokens: int, share: str | None, own_s: float
+    ) -> None:
+        self.remove(request_id)
+        prompt = _Prompt(due_s, request_id, num_tokens, worker_id, share, int(own_s * 1e6))
+        self._prompts[request_id] = prompt
+        if share is None:
+            self._num_late_tokens[worker_id] += num_tokens
+        else:
+            insort(self._in_time.setdefault(worker_id, []), prompt)
+            self._shares_us[worker_id, share] += prompt.own_us
+
+    def remove(self, request_id: int) -> None:
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is None:
+            return
+        worker_id, share = prompt.worker_id, prompt.share
+        if share is None:
+            self._num_late_tokens[worker_id] -= prompt.num_tokens
+        else:
+            in_time = self._in_time[worker_id]
+            del in_time[bisect_left(in_time, prompt)]
+            self._shares_us[worker_id, share] -= prompt.own_us
+            if not self._shares_us[worker_id, share]:
+                del self._shares_us[worker_id, share]
+
+    def seconds(self, worker_id: str, share: str) -> float:
+        """Predicted seconds of the prompts of a share that wait on a worker."""
+        return self._shares_us[worker_id, share] / 1e6
+
+    def num_tokens_after(self, worker_id: str, due_s: float) -> int:
+        """Tokens of the prompts on a worker that run after one due at ``due_s``."""
+        num_tokens = self._num_late_tokens[worker_id]
+        for prompt in reversed(self._in_time.get(worker_id, ())):
+            if prompt.due_s <= due_s:
+                break
+            num_tokens += prompt.num_tokens
+        return num_tokens
+
+
 class _Gains:
     """Gains of one prompt on decode and mixed workers: its own chance, less the misses of answers there."""
 
     def __init__(
         self,
         policy: Goodput,
-        blocks: PromptBlocks,
+        arrival: Arrival,
         workers: Sequence[WorkerSnapshot],
-        now_s: float,
         stalls_s: Mapping[str, float] | None = None,
     ) -> None:
         """``stalls_s``: seconds that a prefill of the prompt would delay the answers on each worker that may do it."""
-        self._tpot_slo_s = policy.tpot_slo_s or LENIENT_TPOT_S
+        blocks = arrival.blocks
+        self._tpot_slo_s = arrival.tpot_slo_s or LENIENT_TPOT_S
         self._length = policy._lengths.remaining(0)
         answers = policy._answers
         rows = [answers.row(worker.worker_id) for worker in workers]
@@ -235,9 +336,14 @@ class _Gains:
         self._after_s = {worker.worker_id: float(after_s[row]) for worker, row in zip(workers, rows, strict=True)}
         self._rows = dict(zip([worker.worker_id for worker in workers], rows, strict=True))
         answers.num_steps = num_steps
-        self._row, self._slack, self._steps, self._per_s = answers.slack(now_s, self._tpot_slo_s, policy._lengths)
+        self._row, self._weight, self._slack, self._steps, self._per_s = answers.slack(arrival.now_s, policy._lengths)
         kept = self._met(before_s)
         self._harm = kept - self._met(after_s)
+        self._ends_per_s = sum(
+            worker.num_decoding / (self._length * before)
+            for worker, row in zip(workers, rows, strict=True)
+            if (before := before_s[row])
+        )
         if stalls_s:
             stall_s = np.zeros(num_rows)
             for worker_id, seconds in stalls_s.items():
@@ -245,11 +351,15 @@ class _Gains:
             self._slack -= self._per_s * stall_s[self._row]
             self._local_harm = kept - self._met(after_s)
 
+    def spacing_s(self) -> float:
+        """Seconds between two ends of answers on all workers; 0 if none decodes."""
+        return 1 / self._ends_per_s if self._ends_per_s else 0.0
+
     def _met(self, step_s: FloatArray) -> FloatArray:
-        """Expected answers that meet TPOT, by row, if steps take ``step_s``."""
+        """Expected worth of the answers that meet TPOT, by row, if steps take ``step_s``."""
         row = self._row
-        chance = 1 / (1 + np.exp(np.minimum(self._steps * step_s[row] - self._slack, 50.0)))
-        return np.bincount(row, chance, len(step_s)).astype(np.float64, copy=False)
+        worth = self._weight / (1 + np.exp(np.minimum(self._steps * step_s[row] - self._slack, 50.0)))
+        return np.bincount(row, worth, len(step_s)).astype(np.float64, copy=False)
 
     def of(self, worker: WorkerSnapshot, weight: float, *, is_local: bool = False, own_stall_s: float = 0.0) -> float:
         """Gain on ``worker``.
@@ -277,6 +387,8 @@ class _Answers:
         self._began_s = np.zeros(256)
         self._base = np.zeros(256)
         """Tokens so far less the worker's steps so far."""
+        self._tpot_slo_s = np.zeros(256)
+        self._weight = np.zeros(256)
         self.num_steps = np.zeros(0)
         """Steps so far by row, as last seen; rows may have been added since."""
 
@@ -288,15 +400,19 @@ class _Answers:
         """Number of the worker."""
         return self._rows.setdefault(worker_id, len(self._rows))
 
-    def add(self, request_id: int, worker_id: str, began_s: float, base: float) -> None:
+    def add(self, request_id: int, worker_id: str, began_s: float, base: float, request: _Request) -> None:
         self.remove(request_id)
         index = self._index[request_id] = len(self._ids)
         self._ids.append(request_id)
         if index == len(self._row):
-            self._row, self._began_s, self._base = (
-                np.concatenate([column, np.zeros_like(column)]) for column in (self._row, self._began_s, self._base)
+            self._row, self._began_s, self._base, self._tpot_slo_s, self._weight = (
+                np.concatenate([column, np.zeros_like(column)]) for column in self._columns()
             )
         self._row[index], self._began_s[index], self._base[index] = self.row(worker_id), began_s, base
+        self._tpot_slo_s[index], self._weight[index] = request.tpot_slo_s, request.weight
+
+    def _columns(self) -> tuple[npt.NDArray[np.int64 | np.float64], ...]:
+        return self._row, self._began_s, self._base, self._tpot_slo_s, self._weight
 
     def remove(self, request_id: int) -> None:
         """Remove the answer, if it is there; the last one takes its place."""
@@ -306,7 +422,7 @@ class _Answers:
         last = self._ids.pop()
         if last != request_id:
             self._ids[index], self._index[last] = last, index
-            for column in (self._row, self._began_s, self._base):
+            for column in self._columns():
                 column[index] = column[len(self._ids)]
 
     def num_tokens(self) -> IntArray:
@@ -316,17 +432,15 @@ class _Answers:
         num_tokens: IntArray = np.clip(self._base[: len(row)] + num_steps[row], 1.0, MAX_LENGTH).astype(np.int64)
         return num_tokens
 
-    def slack(
-        self, now_s: float, tpot_slo_s: float, lengths: _Lengths
-    ) -> tuple[IntArray, FloatArray, FloatArray, FloatArray]:
-        """Per answer: row, slack in units of the error, the same per second of mean step, and per second of stall."""
+    def slack(self, now_s: float, lengths: _Lengths) -> tuple[IntArray, FloatArray, FloatArray, FloatArray, FloatArray]:
+        """Per answer: row, weight, slack in units of the error, the same per second of mean step, and of stall."""
         num = len(self._ids)
-        row, num_tokens = self._row[:num], self.num_tokens()
+        row, num_tokens, tpot_slo_s = self._row[:num], self.num_tokens(), self._tpot_slo_s[:num]
         remaining = lengths.table[num_tokens]
         total = num_tokens + remaining
         per_s = 1 / (total * (tpot_slo_s * TPOT_SPREAD))
         slack = (tpot_slo_s * total - (now_s - self._began_s[:num])) * per_s
-        return row, slack, remaining * per_s, per_s
+        return row, self._weight[:num], slack, remaining * per_s, per_s
 
 
 class _Lengths:

@@ -40,13 +40,21 @@ class Arrival(NamedTuple):
     """Instant at which token 0 is due; infinite if it has no objective, or is out already."""
     is_probe: bool = False
     """Health probe: to be handed off if that is possible."""
+    tpot_slo_s: float = 0.0
+    """TPOT objective; 0 for none."""
+    weight: float = 1.0
+    """Worth of meeting both objectives."""
+    may_refuse: bool = False
+    """Refuse it if it would meet its objectives nowhere."""
+    share: str = ""
+    """Prompts of one share wait behind each other, those of several side by side: its tenant and tier."""
 
 
 class Placement:
     """Decides; the base class ignores what is reported."""
 
     def __init__(self, costs: Costs, *, tpot_slo_s: float = 0.0) -> None:
-        """``tpot_slo_s``: TPOT objective; 0 for none."""
+        """``tpot_slo_s``: the tightest TPOT objective of any request; 0 for none."""
         self.costs = costs
         self.tpot_slo_s = tpot_slo_s
 
@@ -84,7 +92,8 @@ class LeastTime(Placement):
 
     def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
         tpot_slo_s = 0.0 if arrival.is_probe else self.tpot_slo_s
-        return choose_prefill(arrival.blocks, workers, self.costs, tpot_slo_s=tpot_slo_s)
+        choice = choose_prefill(arrival.blocks, workers, self.costs, tpot_slo_s=tpot_slo_s)
+        return None if choice is None else choice._replace(due_s=arrival.wanted_s)
 
     def decode(
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
@@ -103,7 +112,7 @@ class _Baseline(Placement):
             return None
         chosen = self._pick(arrival.blocks, candidates, _prompts)
         num_cached = arrival.blocks.num_cached_tokens(chosen.cached_blocks)
-        return PrefillChoice(chosen.worker_id, handoffs[chosen.worker_id], 0.0, num_cached)
+        return PrefillChoice(chosen.worker_id, handoffs[chosen.worker_id], 0.0, num_cached, due_s=arrival.wanted_s)
 
     def decode(
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str

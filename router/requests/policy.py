@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import takewhile
+from math import inf
 from typing import NamedTuple
 
 from pdserve.contracts.block_hash import block_hash, root_hash
@@ -114,6 +115,12 @@ class PrefillChoice(NamedTuple):
     """Expected prefix-cache hit."""
     is_late: bool = False
     """It cannot meet its TTFT objective, or not without harm: it runs behind prompts that can."""
+    own_s: float = 0.0
+    """Predicted seconds of its own tokens."""
+    due_s: float = inf
+    """Instant by which workers order prompts; infinite for none."""
+    retry_after_s: float = 0.0
+    """Above 0: the request is refused, and may be served after so many seconds."""
 
 
 class DecodeChoice(NamedTuple):

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from pdserve.contracts.deployment import DEFAULT_TIER
 from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import GenerationRequest, KvSource, Outcome, RequestState, SamplingParams
 from pdserve.contracts.step import TokenLogprobs
@@ -57,6 +58,10 @@ class RequestSpec:
     """False: no other prompt shares a prefix, so prefix caches are not consulted."""
     block_hashes: tuple[bytes, ...] = ()
     """Hashes of the leading full blocks, if known: for simulated requests."""
+    tenant: str = ""
+    """Whose request it is; empty if keys are not asked for."""
+    tier: str = DEFAULT_TIER
+    """Name of its objectives in the deployment's ``slo``."""
     is_probe: bool = False
     """Health probe of both phases: never prefilled on a decode worker while a prefill worker is up."""
 

@@ -18,3 +18,9 @@ def test_goodput_serves_more_at_the_cliff() -> None:
     (prefixes,) = [setting for setting in SETTINGS if setting.workload.name == "prefixes"]
     least_time, goodput = (attainment(prefixes, policy, 110.0, 250, 0) for policy in ("least-time", "goodput"))
     assert goodput > least_time + 0.05
+
+
+def test_refusing_what_is_hopeless_serves_more() -> None:
+    (bound,) = [setting for setting in SETTINGS if setting.workload.name == "decode-bound"]
+    late, refused = (attainment(bound, policy, 200.0, 1500, 0) for policy in ("goodput", "goodput+refuse"))
+    assert refused > late + 0.1

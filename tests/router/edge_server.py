@@ -44,6 +44,7 @@ class ScriptedGeneration(TokenStream):
     cache_salt: bytes
     script: Script
     num_choices: int = 1
+    tier: str = ""
     num_cached_tokens: int = 0
     cancels: list[bool] = field(default_factory=list)
     """One entry for each `finish` (true) and `cancel` (false) before the end."""
@@ -99,6 +100,7 @@ class ScriptedGenerator(Cluster):
 
     is_ready = True
     max_model_len: int | None = MAX_MODEL_LEN
+    tiers = ("default", "fast", "bulk")
 
     def __init__(self) -> None:
         self.script: Script = saying([], FinishReason.STOP)
@@ -106,7 +108,7 @@ class ScriptedGenerator(Cluster):
         self.generations: list[ScriptedGeneration] = []
         self.started = threading.Event()
 
-    def check_room(self, num_choices: int) -> None:
+    def check_room(self, num_choices: int, *, tenant: str, tier: str) -> None:
         if self.refusal is not None:
             raise self.refusal
 
@@ -115,7 +117,7 @@ class ScriptedGenerator(Cluster):
         if self.refusal is not None:
             raise self.refusal
         generation = ScriptedGeneration(
-            list(spec.prompt_tokens), spec.sampling, spec.cache_salt, self.script, spec.num_choices
+            list(spec.prompt_tokens), spec.sampling, spec.cache_salt, self.script, spec.num_choices, spec.tier
         )
         self.generations.append(generation)
         self.started.set()

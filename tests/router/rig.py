@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.events import RequestEventKind
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
@@ -98,7 +99,7 @@ class Rig:
 
 @asynccontextmanager
 async def running_rig(
-    *, stall_timeout_s: float = STALL_TIMEOUT_S, cluster_token: str = "", **settings: float | str
+    *, stall_timeout_s: float = STALL_TIMEOUT_S, cluster_token: str = "", **settings: float | str | SloConfig
 ) -> AsyncIterator[Rig]:
     """Run a dispatcher with its sweep; every request must have an outcome when the test exits."""
     metrics = RouterMetrics()

@@ -102,7 +102,7 @@ def test_the_slo_verdict_is_joint(ttft_s: float, tpot_s: float | None, verdict: 
     metrics.first_token(ttft_s)
     metrics.gap(0.01)
     metrics.answered(ttft_s=ttft_s, tpot_s=tpot_s, duration_s=1.0, num_tokens=2)
-    assert sample(metrics, "pdserve_slo_requests_total", ttft=verdict[0], tpot=verdict[1]) == 1
+    assert sample(metrics, "pdserve_slo_requests_total", tier="default", ttft=verdict[0], tpot=verdict[1]) == 1
     assert sample(metrics, "pdserve_output_tokens_total") == 2
     assert sample(metrics, "pdserve_requests_total", route="/v1/completions", code="200") == 1
     assert sample(metrics, "pdserve_tpot_seconds_count") == (0 if tpot_s is None else 1)
@@ -162,9 +162,9 @@ def test_failed_and_refused_requests_miss_both_objectives() -> None:
         request = Request(RequestSpec(prompt_tokens=(1,), sampling=SamplingParams(), arrived_s=0.0))
         request.outcome, request.error = Outcome.FAILED, GenerationError(status, "no")
         metrics.ended(request)
-    metrics.refused()
-    assert sample(metrics, "pdserve_slo_requests_total", ttft="failed", tpot="failed") == 1
-    assert sample(metrics, "pdserve_slo_requests_total", ttft="refused", tpot="refused") == 1
+    metrics.refused("default")
+    assert sample(metrics, "pdserve_slo_requests_total", tier="default", ttft="failed", tpot="failed") == 1
+    assert sample(metrics, "pdserve_slo_requests_total", tier="default", ttft="refused", tpot="refused") == 1
 
 
 def test_objectives_and_placements_are_reported() -> None:

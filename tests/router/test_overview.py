@@ -63,7 +63,7 @@ def test_goodput_and_attainment_count_failures() -> None:
         overview.sample(0.0)
         assert last(overview)["attainment"] is None
         for ttft, tpot, count in (("met", "met", 6), ("met", "none", 1), ("missed", "met", 2), ("failed", "failed", 1)):
-            metrics.slo_requests.labels(ttft, tpot).inc(count)
+            metrics.slo_requests.labels("default", ttft, tpot).inc(count)
         metrics.output_tokens.inc(500)
         metrics.slo_misses.labels("ttft", "queue").inc()
         metrics.slo_misses.labels("tpot", "decode").inc(2)

@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from pdserve.contracts.block_hash import block_hashes
+from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome, RequestState, SamplingParams
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.router.cluster.cluster import TokenStream
+from pdserve.router.requests.dispatch import NO_OBJECTIVES
 from pdserve.router.requests.request import RequestSpec
 from tests.expected_tokens import expected_tokens
 from tests.router.rig import Rig, attempt_of, read_all, read_choices, read_some, running_rig
@@ -44,12 +46,12 @@ def start_worker(checkpoint: Path, worker_id: str, time_scale: float, num_stages
 
 @asynccontextmanager
 async def running_cluster(
-    checkpoint: Path, *names: str, time_scale: float = 0.0, num_stages: int = 1, **settings: float
+    checkpoint: Path, *names: str, time_scale: float = 0.0, num_stages: int = 1, slo: SloConfig = NO_OBJECTIVES
 ) -> AsyncIterator[tuple[Rig, dict[str, WorkerProcess]]]:
     """Run a rig over worker processes; every KV block must be free within 2 s of exit."""
     async with AsyncExitStack() as stack:
         workers = {name: stack.enter_context(start_worker(checkpoint, name, time_scale, num_stages)) for name in names}
-        rig = await stack.enter_async_context(running_rig(cluster_token=TOKEN, **settings))
+        rig = await stack.enter_async_context(running_rig(cluster_token=TOKEN, slo=slo))
         await put_targets(rig, workers)
         yield rig, workers
         await until(lambda: rig.dispatcher.num_in_flight == 0, 2.0)
@@ -259,7 +261,9 @@ def test_a_chat_finds_its_earlier_answers(checkpoint: Path) -> None:
     """Only the decode worker caches them, so the next turns are prefilled there; another tenant's are not."""
 
     async def run() -> None:
-        async with running_cluster(checkpoint, "prefill-0", "decode-0", time_scale=1.0, tpot_slo_s=1.0) as (rig, _):
+        async with running_cluster(
+            checkpoint, "prefill-0", "decode-0", time_scale=1.0, slo=SloConfig(ttft_seconds=0.0, tpot_seconds=1.0)
+        ) as (rig, _):
             history: list[int] = []
             for turn in range(3):
                 text = history + [6 + (7 * turn + position) % 500 for position in range(70)]

@@ -16,7 +16,7 @@ import pytest
 
 from pdserve.contracts.errors import ConfigError
 from pdserve.router.http.keys import Budget, KeyFile, add_key, read_keys
-from tests.router.edge_server import MODEL, EdgeServer, running_edge, saying, stuck_after
+from tests.router.edge_server import MODEL, EdgeServer, ScriptedGenerator, running_edge, saying, stuck_after
 
 SECRET = b"of the server"
 PROMPT = "the time is"
@@ -43,7 +43,7 @@ class KeyedServer:
 def server(tmp_path: Path) -> Iterator[KeyedServer]:
     path = tmp_path / "keys.jsonl"
     key = add_key(path, "team-a", max_in_flight=4, max_n=3, max_tokens=5)
-    with running_edge(KeyFile(path, SECRET)) as edge:
+    with running_edge(KeyFile(path, SECRET, ScriptedGenerator.tiers)) as edge:
         edge.generator.script = saying([7] * 100)
         yield KeyedServer(edge, path, key)
 
@@ -195,6 +195,7 @@ def test_the_file_has_no_key_and_is_private(server: KeyedServer) -> None:
         ({"hash": "pd-secret"}, "line 1: id, salt and hash must be as pdserve key wrote them"),
         ({"max_n": -1}, "max_n is -1; write a whole number from 0"),
         ({"max_nn": 1}, "did you mean 'max_n'"),
+        ({"tiers": ["gold"]}, "of team-a has the tier 'gold'; slo has only default"),
     ],
 )
 def test_a_broken_line_is_named_without_its_secrets(tmp_path: Path, change: dict[str, object], said: str) -> None:
@@ -204,8 +205,27 @@ def test_a_broken_line_is_named_without_its_secrets(tmp_path: Path, change: dict
     with pytest.raises(ConfigError, match=said) as raised:
         KeyFile(path, SECRET)
     assert "pd-secret" not in str(raised.value)
+
+
+def test_no_key_is_added_to_a_broken_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys.jsonl"
+    path.write_text("{}\n")
     with pytest.raises(ConfigError):
         add_key(path, "team-b")
+
+
+def test_a_key_has_the_tiers_of_its_line(server: KeyedServer) -> None:
+    """The first of them, unless the request names another one; a key without any is in the default tier."""
+    assert server.post().status_code == 200
+    assert server.edge.generator.last.tier == "default"
+    key = add_key(server.path, "team-b", tiers=("bulk", "fast"))
+    for named, tier in ((None, "bulk"), ("auto", "bulk"), ("fast", "fast")):
+        assert server.post(key, service_tier=named).status_code == 200
+        assert server.edge.generator.last.tier == tier
+    for caller, tiers in ((key, "bulk, fast"), ("", "default")):
+        error = server.post(caller, service_tier="gold").json()["error"]
+        assert error["param"] == "service_tier"
+        assert f"use {tiers} or auto" in error["message"]
 
 
 def test_two_lines_of_one_id_are_refused(tmp_path: Path) -> None:

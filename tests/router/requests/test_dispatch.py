@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from pdserve.contracts.block_hash import block_hashes
+from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.events import RefusalCode, RequestEventKind
 from pdserve.contracts.request import Outcome, RequestState, SamplingParams
 from pdserve.proto.v1 import worker_pb2
@@ -378,7 +379,7 @@ async def cache(rig: Rig, worker: ScriptedWorker, tokens: Sequence[int]) -> None
 
 @with_workers("prefill-0", "decode-0")
 async def test_a_turn_is_prefilled_where_its_history_is(p: ScriptedWorker, d: ScriptedWorker) -> None:
-    async with running_rig(tpot_slo_s=1.0) as rig:
+    async with running_rig(slo=SloConfig(ttft_seconds=0.0, tpot_seconds=1.0)) as rig:
         await rig.up(p, d)
         await cache(rig, d, range(400))
         stream = rig.start(range(420), max_tokens=2)
@@ -402,7 +403,7 @@ async def test_a_turn_is_prefilled_where_its_history_is(p: ScriptedWorker, d: Sc
 
 @with_workers("prefill-0", "decode-0")
 async def test_turns_that_come_at_once_take_no_batch_slot_twice(p: ScriptedWorker, d: ScriptedWorker) -> None:
-    async with running_rig(tpot_slo_s=10.0, policy="least-time") as rig:
+    async with running_rig(slo=SloConfig(ttft_seconds=0.0, tpot_seconds=10.0), policy="least-time") as rig:
         await rig.up(p, d)
         await cache(rig, d, range(60))
         streams = [rig.start(range(62)) for _ in range(20)]

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
+from contextlib import suppress
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from pdserve.contracts.deployment import SloConfig, Tier
 from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import (
@@ -20,6 +25,7 @@ from pdserve.contracts.request import (
 )
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.dispatch import Dispatcher, DispatchObserver, DispatchSettings
+from pdserve.router.requests.goodput import LATE_S
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 from tests.router.rig import COST
 
@@ -67,24 +73,34 @@ class Clock:
 class Observer(DispatchObserver):
     def __init__(self) -> None:
         self.num_refused = 0
+        self.refused_tiers: list[str] = []
         self.placements: list[tuple[str, WorkerRole, bool]] = []
 
-    def refused(self) -> None:
+    def refused(self, tier: str) -> None:
         self.num_refused += 1
+        self.refused_tiers.append(tier)
 
     def placed(self, policy: str, role: WorkerRole, *, is_late: bool) -> None:
         self.placements.append((policy, role, is_late))
 
 
+SLO = SloConfig(ttft_seconds=0.5, tpot_seconds=0.0)
+
+
 class Core:
     """Dispatcher of one prefill and two decode workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, slo: SloConfig = SLO, *, max_in_flight: int = 4) -> None:
         self.clock = Clock()
-        settings = DispatchSettings(max_in_flight=4, ttft_slo_s=0.5, deadline_s=10.0, new_wait_s=1.0)
+        dispatch = DispatchSettings(
+            max_in_flight=max_in_flight,
+            slo=slo,
+            deadline_s=10.0,
+            new_wait_s=1.0,
+        )
         self.observer = Observer()
         self.dispatcher = Dispatcher(
-            dict.fromkeys(WorkerRole, COST), settings, lambda: self.clock.now_s, observer=self.observer
+            dict.fromkeys(WorkerRole, COST), dispatch, lambda: self.clock.now_s, observer=self.observer
         )
         self.prefill = RecordingWorker("prefill-0", WorkerRole.PREFILL)
         self.decodes = [RecordingWorker(f"decode-{n}", WorkerRole.DECODE) for n in range(2)]
@@ -93,10 +109,16 @@ class Core:
         for worker in (self.prefill, *self.decodes):
             self.dispatcher.worker_up(worker)
 
-    def start(self, num_choices: int = 1) -> ReadRequest:
-        sampling = SamplingParams(max_tokens=100)
+    def start(
+        self, num_choices: int = 1, *, tenant: str = "", tier: str = "default", waited_s: float = 0.0
+    ) -> ReadRequest:
         spec = RequestSpec(
-            prompt_tokens=(1, 2, 3, 4, 5), sampling=sampling, arrived_s=self.clock.now_s, num_choices=num_choices
+            prompt_tokens=(1, 2, 3, 4, 5),
+            sampling=SamplingParams(max_tokens=100),
+            arrived_s=self.clock.now_s - waited_s,
+            num_choices=num_choices,
+            tenant=tenant,
+            tier=tier,
         )
         request = ReadRequest(spec)
         self.dispatcher.start(request)
@@ -208,6 +230,54 @@ def test_what_is_in_flight_is_bounded() -> None:
     assert core.observer.num_refused == 1, "a request that fits no router is the client's error"
     core.dispatcher.cancel(first)
     core.start(num_choices=4)
+
+
+def test_what_would_meet_its_objectives_nowhere_is_refused_if_its_tier_says_so() -> None:
+    fast, slow = (Tier(ttft_seconds=0.5, tpot_seconds=1.0, when_hopeless=when) for when in ("refuse", "last"))
+    core = Core(SloConfig(tiers={"fast": fast, "slow": slow}))
+    core.clock.now_s = 1.0
+    waiting = core.start(tier="fast", waited_s=0.9)
+    core.all_up()
+    assert waiting.outcome is None, "what was accepted is served"
+    with pytest.raises(GenerationError) as caught:
+        core.start(tier="fast", waited_s=0.9)
+    assert caught.value.status == 429
+    assert caught.value.retry_after_s == 1.0
+    assert core.observer.refused_tiers == ["fast"]
+    core.start(tier="slow", waited_s=0.9)
+    assert [request.ttft_slo_s for request in core.prefill.submitted] == [LATE_S, LATE_S]
+    assert core.dispatcher.num_accepted == core.dispatcher.num_in_flight == 2
+
+
+def test_a_tenant_may_hold_as_many_choices_as_are_free() -> None:
+    """Eight requests of n = 128 would take all of 1,024."""
+    core = Core(max_in_flight=1024)
+    held = [core.start(128, tenant="a") for _ in range(4)]
+    with pytest.raises(GenerationError, match="512 answers of this tenant are in flight"):
+        core.start(128, tenant="a")
+    core.start(256, tenant="b")
+    core.start(256)
+    core.dispatcher.cancel(held[0])
+    with pytest.raises(GenerationError, match="384 answers of this tenant"):
+        core.start(tenant="a")
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9), st.booleans()), max_size=30))
+def test_places_are_counted_by_tenant(arrivals: list[tuple[str, int, bool]]) -> None:
+    core = Core(max_in_flight=20)
+    core.all_up()
+    open_requests: list[ReadRequest] = []
+    for tenant, num_choices, ends_one in arrivals:
+        with suppress(GenerationError):
+            open_requests.append(core.start(num_choices, tenant=tenant))
+        if ends_one and open_requests:
+            core.dispatcher.cancel(open_requests.pop(0))
+        held = Counter[str]()
+        for request in open_requests:
+            held[request.spec.tenant] += request.spec.num_choices
+        assert core.dispatcher._num_choices == held
+        assert held.total() <= 20
+        assert core.dispatcher.num_accepted == sum(core.dispatcher.outcomes.values()) + len(open_requests)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,23 @@ from __future__ import annotations
 from math import inf
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.placement import WorkerRole
-from pdserve.router.requests.goodput import MAX_LENGTH, PRIOR_TOKENS, Goodput, _Answers, _Lengths
+from pdserve.router.requests.goodput import (
+    MAX_BOOKED_S,
+    MAX_LENGTH,
+    PRIOR_TOKENS,
+    Goodput,
+    _Answers,
+    _Lengths,
+    _Prompts,
+    _Request,
+)
 from pdserve.router.requests.placement import Arrival
-from pdserve.router.requests.policy import PrefillChoice, PromptBlocks, WorkerSnapshot
+from pdserve.router.requests.policy import PrefillChoice, PromptBlocks, WorkerSnapshot, predict_ttft_s
 from tests.router.requests.test_policy import BLOCK_SIZE, COST, COSTS, worker
 
 P0, P1 = worker("prefill-0"), worker("prefill-1")
@@ -141,7 +152,7 @@ def test_lengths_are_learned() -> None:
 def test_answers_that_run_lengthen_what_is_expected() -> None:
     lengths, answers = _Lengths(), _Answers()
     for request_id in range(1000):
-        answers.add(request_id, "decode-0", 0.0, 400)
+        answers.add(request_id, "decode-0", 0.0, 400, _Request(0.0, 0.05, 1.0))
         lengths.changed(answers)
     assert lengths.remaining(0) > 400 + PRIOR_TOKENS / 2
     assert lengths.remaining(400) == pytest.approx(PRIOR_TOKENS, rel=0.1), "nothing is known of what follows"
@@ -154,17 +165,114 @@ def test_the_ledger_forgets_what_has_left() -> None:
         policy.decoding(number, -inf, 1, D0)
     for number in range(600):
         policy.left(number, 10)
-    assert not policy._wanted_s
-    assert not any(policy._late.values())
+    assert not policy._requests
+    assert not policy._prompts
     assert not policy._answers._ids
 
 
 def test_a_decode_worker_prefills_only_while_its_mean_step_meets_tpot() -> None:
     """With a long queue on the prefill worker, all prompts would go to the decode worker, and its answers miss TPOT."""
     policy = Goodput(COSTS, tpot_slo_s=0.02)
-    queue = P0._replace(num_waiting_tokens=20_000)
+    queue = P0._replace(num_waiting_tokens=40_000)
     busy = D0._replace(num_decoding=8, num_context_tokens=8000)
     chosen = [placed(policy, arrival(number, 2000, ttft_s=2.0), queue, busy).worker_id for number in range(60)]
     num_local = chosen.count("decode-0")
     assert 0 < num_local * COST.prefill_s(2000, 0) < 2.2
     assert set(chosen[num_local:]) == {"prefill-0"}
+
+
+def test_what_would_earn_nothing_anywhere_is_refused_if_that_is_wished() -> None:
+    """Refused ones are asked back when the backlog is gone, one after the other."""
+    full, queue = D0._replace(num_free_blocks=0), P0._replace(num_waiting_tokens=40_000)
+    one = arrival(1)._replace(may_refuse=True, tpot_slo_s=0.05)
+    for waiting, wait_s in (
+        (queue, predict_ttft_s(queue, 100, 0, COST)),
+        (queue._replace(num_waiting_tokens=10**7), 0),
+    ):
+        policy = Goodput(COSTS, tpot_slo_s=0.05)
+        first, second = (policy.prefill(one, [waiting, full]) for _ in range(2))
+        assert first is not None
+        assert second is not None
+        own_s = COST.prefill_s(100, 0)
+        assert first.retry_after_s == pytest.approx(wait_s + own_s if wait_s else MAX_BOOKED_S)
+        assert second.retry_after_s == pytest.approx(wait_s + 2 * own_s if wait_s else MAX_BOOKED_S)
+        assert placed(policy, one._replace(may_refuse=False), waiting, full).is_late
+        assert not placed(policy, one, P0, full).retry_after_s
+
+
+def test_a_request_is_refused_if_answers_that_it_would_delay_are_worth_more() -> None:
+    before_s, after_s = COST.decode_s(16, 16_000), COST.decode_s(17, 24_000)
+    policy = Goodput(COSTS, tpot_slo_s=1.2 * after_s)
+    late_s = policy._lengths.remaining(100) * (policy.tpot_slo_s - (before_s + after_s) / 2)
+    tight = with_answers(policy, D0._replace(num_free_blocks=600), 16, late_s=late_s)
+    one = arrival(1, 8000)._replace(may_refuse=True, tpot_slo_s=policy.tpot_slo_s)
+    assert placed(policy, one, P0, tight).retry_after_s > 0
+    assert not placed(policy, one._replace(weight=100.0), P0, tight).retry_after_s, "of a tier that is worth more"
+    assert not placed(policy, one, P0, tight, D1).retry_after_s
+
+
+def test_a_prompt_of_no_worth_delays_no_other() -> None:
+    policy = Goodput(COSTS)
+    for number in range(20):
+        placed(policy, arrival(number, 1000, ttft_s=COST.prefill_s(1000, 0)), P0, D0)
+    assert placed(policy, arrival(30, 1000, ttft_s=60.0)._replace(weight=0.0), P0, D0).is_late
+    assert not placed(policy, arrival(31, 1000, ttft_s=60.0), P0, D0).is_late
+
+
+def test_a_share_waits_behind_its_own_work() -> None:
+    """A tenant that has sent 20 prompts does not delay the first one of another, who would wait behind a third's."""
+    policy, num_waiting = Goodput(COSTS), 0
+    for number in range(20):
+        placed(policy, arrival(number, 1000)._replace(share="a"), P0._replace(num_waiting_tokens=num_waiting), D0)
+        num_waiting += 1000
+    queue = P0._replace(num_waiting_tokens=num_waiting)
+    other, same = (policy.prefill(arrival(30, 1000)._replace(share=share), [queue, D0]) for share in "ba")
+    assert other is not None
+    assert same is not None
+    assert other.ttft_s == predict_ttft_s(P0._replace(num_waiting_tokens=1000), 1000, 0, COST)
+    assert same.ttft_s == predict_ttft_s(queue, 1000, 0, COST)
+    for number in range(20):
+        policy.prefilled(number, "prefill-0")
+    assert placed(policy, arrival(31, 1000)._replace(share="a"), P0, D0).due_s == TTFT_S
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 99), st.sampled_from(["a", "b", None]))))
+def test_the_queue_of_a_worker_equals_a_recount(prompts: list[tuple[int, int, str | None]]) -> None:
+    queue, held = _Prompts(), dict[int, tuple[float, int, str | None]]()
+    for number, (due_s, num_tokens, share) in enumerate(prompts):
+        queue.add(number % 9, "prefill-0", due_s, num_tokens, share, num_tokens / 7)
+        held[number % 9] = float(due_s), num_tokens, share
+        if number % 4 == 3:
+            queue.remove(number % 5)
+            held.pop(number % 5, None)
+        for limit_s in range(6):
+            after = sum(num for due_s, num, share in held.values() if share is None or due_s > limit_s)
+            assert queue.num_tokens_after("prefill-0", limit_s) == after
+        for each in "ab":
+            seconds = sum(num / 7 for _, num, share in held.values() if share == each)
+            assert queue.seconds("prefill-0", each) == pytest.approx(seconds, abs=1e-4)
+    for number in range(9):
+        queue.remove(number)
+    assert not len(queue)
+    assert not queue._shares_us
+    assert queue.num_tokens_after("prefill-0", -1.0) == 0
+
+
+@given(st.lists(st.tuples(st.floats(0, 0.1), st.integers(1, 4000), st.booleans()), max_size=20))
+def test_the_same_events_give_the_same_decisions(events: list[tuple[float, int, bool]]) -> None:
+    def decide() -> list[PrefillChoice | None]:
+        policy, now_s, choices = Goodput(COSTS, tpot_slo_s=0.03), 0.0, list[PrefillChoice | None]()
+        for number, (gap_s, num_tokens, ends) in enumerate(events):
+            now_s += gap_s
+            one = arrival(number, num_tokens, now_s=now_s)._replace(may_refuse=number % 3 == 0, share=str(number % 2))
+            queue = P0._replace(num_waiting_tokens=number * 500)
+            choices.append(choice := policy.prefill(one, [queue, P1, D0]))
+            if choice is not None and not choice.retry_after_s:
+                policy.placed(one, choice)
+                policy.prefilled(number, choice.worker_id)
+                policy.decoding(number, now_s, 1, D0)
+                if ends:
+                    policy.left(number, 5)
+        return choices
+
+    assert decide() == decide()
