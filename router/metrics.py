@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from pdserve.contracts import metrics
 from pdserve.contracts.deployment import DEFAULT_TIER, SloConfig
@@ -18,7 +19,6 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.worker import Worker
-from pdserve.router.exposition import TEXT, Counter, Family, Gauge, Histogram, Registry, Series
 from pdserve.router.requests.dispatch import Dispatcher, DispatchObserver
 from pdserve.router.requests.journey import TPOT_CAUSES, TTFT_CAUSES, Journey, tpot_cause, tpot_parts_s, ttft_cause
 from pdserve.router.requests.request import Request, RequestSpec
@@ -54,6 +54,7 @@ STEP_KINDS = ("decode", "prefill")
 """Steps whose rows have one new token each, and steps in which some have more."""
 
 
+MAX_EXEMPLAR_CHARS = 100
 MAX_FAILURES = 20
 
 
@@ -66,13 +67,16 @@ class Failure(NamedTuple):
     times: int
 
 
+Family = TypeVar("Family", Counter, Gauge, Histogram)
+
+
 class WorkerMetrics:
     """Series of one worker. Labels are resolved once, because every frame writes them."""
 
     def __init__(self, metrics: RouterMetrics, worker_id: str, role: WorkerRole) -> None:
-        self._series: list[tuple[Family[Counter] | Family[Gauge] | Family[Histogram], tuple[str, ...]]] = []
+        self._series: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
 
-        def series(family: Family[Series], *more_labels: str) -> Series:
+        def series(family: Family, *more_labels: str) -> Family:
             labels = (worker_id, role.value, *more_labels)
             self._series.append((family, labels))
             return family.labels(*labels)
@@ -138,62 +142,70 @@ class RouterMetrics(DispatchObserver):
     """Every metric family of the router process; counts the events of the dispatcher and the HTTP edge."""
 
     def __init__(self, slo: SloConfig | None = None) -> None:
-        self.registry = registry = Registry()
+        # They would double the number of series, and nothing reads them.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = registry = CollectorRegistry()
+        self._dispatcher: Dispatcher | None = None
         self._slo = slo or SloConfig()
         self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
         """Requests that failed and workers that were lost, in words, the newest last."""
 
-        self.requests = registry.counter(metrics.REQUESTS)
-        self.outcomes = registry.counter(metrics.OUTCOMES)
-        self.accepted_requests = registry.counter(metrics.ACCEPTED).labels()
-        self.in_flight = registry.gauge(metrics.IN_FLIGHT).labels()
-        self.queued = registry.gauge(metrics.QUEUED).labels()
-        self.request_seconds = registry.histogram(metrics.REQUEST_SECONDS).labels()
-        self.ttft_seconds = registry.histogram(metrics.TTFT_SECONDS).labels()
-        self.tpot_seconds = registry.histogram(metrics.TPOT_SECONDS).labels()
-        self.itl_seconds = registry.histogram(metrics.ITL_SECONDS).labels()
-        self.handoff_stall_seconds = registry.histogram(metrics.HANDOFF_STALL_SECONDS).labels()
-        self.predicted_ttft_seconds = registry.histogram(metrics.PREDICTED_TTFT_SECONDS).labels()
-        self.predicted_tpot_seconds = registry.histogram(metrics.PREDICTED_TPOT_SECONDS).labels()
-        self.tpot_part_seconds = registry.histogram(metrics.TPOT_PART_SECONDS)
-        self.phase_seconds = registry.histogram(metrics.PHASE_SECONDS)
-        self.prompt_tokens = registry.counter(metrics.PROMPT_TOKENS).labels()
-        self.cached_prompt_tokens = registry.counter(metrics.CACHED_PROMPT_TOKENS).labels()
-        self.cached_pull_tokens = registry.counter(metrics.CACHED_PULL_TOKENS).labels()
-        self.output_tokens = registry.counter(metrics.OUTPUT_TOKENS).labels()
-        self.request_prompt_tokens = registry.histogram(metrics.REQUEST_PROMPT_TOKENS).labels()
-        self.request_output_tokens = registry.histogram(metrics.REQUEST_OUTPUT_TOKENS).labels()
-        self.redispatches = registry.counter(metrics.REDISPATCHES)
-        self.replayed_tokens = registry.counter(metrics.REPLAYED_TOKENS)
-        self.oldest_handoff_seconds = registry.gauge(metrics.OLDEST_HANDOFF_SECONDS).labels()
-        self.slo_requests = registry.counter(metrics.SLO_REQUESTS)
-        self.slo_misses = registry.counter(metrics.SLO_MISSES)
-        self.tenant_requests = registry.counter(metrics.TENANT_REQUESTS)
-        self.fallbacks = registry.counter(metrics.FALLBACKS)
-        self.placements = registry.counter(metrics.PLACEMENTS)
-        self.route_seconds = registry.histogram(metrics.ROUTE_SECONDS).labels()
-        self.worker_up = registry.gauge(metrics.WORKER_UP)
-        self.ready_workers = registry.gauge(metrics.READY_WORKERS)
-        self.worker_ranks = registry.gauge(metrics.WORKER_RANKS)
-        self.worker_limits = registry.gauge(metrics.WORKER_LIMITS)
-        self.worker_price = registry.gauge(metrics.WORKER_PRICE)
-        self.restarts = registry.counter(metrics.RESTARTS)
-        self.step_seconds = registry.histogram(metrics.STEP_SECONDS)
-        self.predicted_step_seconds = registry.histogram(metrics.PREDICTED_STEP_SECONDS)
-        self.step_tokens = registry.histogram(metrics.STEP_TOKENS)
-        self.running = registry.gauge(metrics.RUNNING)
-        self.waiting = registry.gauge(metrics.WAITING)
-        self.parked = registry.gauge(metrics.PARKED)
-        self.kv_blocks = registry.gauge(metrics.KV_BLOCKS)
-        self.preemptions = registry.counter(metrics.PREEMPTIONS)
-        self.swap_outs = registry.counter(metrics.SWAP_OUTS)
-        self.swap_ins = registry.counter(metrics.SWAP_INS)
-        self.transfer_seconds = registry.histogram(metrics.TRANSFER_SECONDS)
-        self.transfer_bytes = registry.histogram(metrics.TRANSFER_BYTES)
-        self.transfer_failures = registry.counter(metrics.TRANSFER_FAILURES)
-        self.link_pulls = registry.counter(metrics.LINK_PULLS)
-        self.link_bytes = registry.counter(metrics.LINK_BYTES)
-        self.link_seconds = registry.counter(metrics.LINK_SECONDS)
+        def family(kind: type[Family], metric: metrics.Metric) -> Family:
+            assert metric.kind == kind.__name__.lower()
+            options: dict[str, Any] = {"buckets": metric.buckets} if metric.buckets else {}
+            return kind(metric.name, metric.help, metric.labels, registry=registry, **options)
+
+        self.requests = family(Counter, metrics.REQUESTS)
+        self.outcomes = family(Counter, metrics.OUTCOMES)
+        self.accepted_requests = family(Counter, metrics.ACCEPTED)
+        self.in_flight = family(Gauge, metrics.IN_FLIGHT)
+        self.queued = family(Gauge, metrics.QUEUED)
+        self.request_seconds = family(Histogram, metrics.REQUEST_SECONDS)
+        self.ttft_seconds = family(Histogram, metrics.TTFT_SECONDS)
+        self.tpot_seconds = family(Histogram, metrics.TPOT_SECONDS)
+        self.itl_seconds = family(Histogram, metrics.ITL_SECONDS)
+        self.handoff_stall_seconds = family(Histogram, metrics.HANDOFF_STALL_SECONDS)
+        self.predicted_ttft_seconds = family(Histogram, metrics.PREDICTED_TTFT_SECONDS)
+        self.predicted_tpot_seconds = family(Histogram, metrics.PREDICTED_TPOT_SECONDS)
+        self.tpot_part_seconds = family(Histogram, metrics.TPOT_PART_SECONDS)
+        self.phase_seconds = family(Histogram, metrics.PHASE_SECONDS)
+        self.prompt_tokens = family(Counter, metrics.PROMPT_TOKENS)
+        self.cached_prompt_tokens = family(Counter, metrics.CACHED_PROMPT_TOKENS)
+        self.cached_pull_tokens = family(Counter, metrics.CACHED_PULL_TOKENS)
+        self.output_tokens = family(Counter, metrics.OUTPUT_TOKENS)
+        self.request_prompt_tokens = family(Histogram, metrics.REQUEST_PROMPT_TOKENS)
+        self.request_output_tokens = family(Histogram, metrics.REQUEST_OUTPUT_TOKENS)
+        self.redispatches = family(Counter, metrics.REDISPATCHES)
+        self.replayed_tokens = family(Counter, metrics.REPLAYED_TOKENS)
+        self.oldest_handoff_seconds = family(Gauge, metrics.OLDEST_HANDOFF_SECONDS)
+        self.slo_requests = family(Counter, metrics.SLO_REQUESTS)
+        self.slo_misses = family(Counter, metrics.SLO_MISSES)
+        self.tenant_requests = family(Counter, metrics.TENANT_REQUESTS)
+        self.fallbacks = family(Counter, metrics.FALLBACKS)
+        self.placements = family(Counter, metrics.PLACEMENTS)
+        self.route_seconds = family(Histogram, metrics.ROUTE_SECONDS)
+        self.worker_up = family(Gauge, metrics.WORKER_UP)
+        self.ready_workers = family(Gauge, metrics.READY_WORKERS)
+        self.worker_ranks = family(Gauge, metrics.WORKER_RANKS)
+        self.worker_limits = family(Gauge, metrics.WORKER_LIMITS)
+        self.worker_price = family(Gauge, metrics.WORKER_PRICE)
+        self.restarts = family(Counter, metrics.RESTARTS)
+        self.step_seconds = family(Histogram, metrics.STEP_SECONDS)
+        self.predicted_step_seconds = family(Histogram, metrics.PREDICTED_STEP_SECONDS)
+        self.step_tokens = family(Histogram, metrics.STEP_TOKENS)
+        self.running = family(Gauge, metrics.RUNNING)
+        self.waiting = family(Gauge, metrics.WAITING)
+        self.parked = family(Gauge, metrics.PARKED)
+        self.kv_blocks = family(Gauge, metrics.KV_BLOCKS)
+        self.preemptions = family(Counter, metrics.PREEMPTIONS)
+        self.swap_outs = family(Counter, metrics.SWAP_OUTS)
+        self.swap_ins = family(Counter, metrics.SWAP_INS)
+        self.transfer_seconds = family(Histogram, metrics.TRANSFER_SECONDS)
+        self.transfer_bytes = family(Histogram, metrics.TRANSFER_BYTES)
+        self.transfer_failures = family(Counter, metrics.TRANSFER_FAILURES)
+        self.link_pulls = family(Counter, metrics.LINK_PULLS)
+        self.link_bytes = family(Counter, metrics.LINK_BYTES)
+        self.link_seconds = family(Counter, metrics.LINK_SECONDS)
         self._links: set[tuple[str, str]] = set()
         # A series that appears with its first event has no rate before the second.
         for outcome in Outcome:
@@ -218,19 +230,14 @@ class RouterMetrics(DispatchObserver):
         for objective, causes in (("ttft", TTFT_CAUSES), ("tpot", TPOT_CAUSES)):
             for cause in causes:
                 self.slo_misses.labels(objective, cause)
-        slo_seconds = registry.gauge(metrics.SLO_SECONDS)
+        slo_seconds = family(Gauge, metrics.SLO_SECONDS)
         slo_seconds.labels("ttft").set(self._slo.ttft_seconds)
         slo_seconds.labels("tpot").set(self._slo.tpot_seconds)
-        registry.gauge(metrics.SLO_ATTAINMENT).labels().set(self._slo.attainment)
+        family(Gauge, metrics.SLO_ATTAINMENT).set(self._slo.attainment)
 
     def track(self, dispatcher: Dispatcher) -> None:
         """Read the dispatcher's gauges at every scrape."""
-        for role in WorkerRole:
-            workers = partial(_count, dispatcher.workers, role)
-            self.ready_workers.labels(role.value).set_function(workers)
-        self.oldest_handoff_seconds.set_function(dispatcher.oldest_handoff_s)
-        self.in_flight.set_function(lambda: dispatcher.num_in_flight)
-        self.queued.set_function(lambda: dispatcher.num_queued)
+        self._dispatcher = dispatcher
 
     def accepted(self, spec: RequestSpec) -> None:
         self.accepted_requests.inc()
@@ -314,7 +321,7 @@ class RouterMetrics(DispatchObserver):
         self.tenant_requests.labels(tenant or NO_TENANT, "good" if is_good else "bad").inc()
 
     def first_token(self, ttft_s: float, request_id: str = "") -> None:
-        self.ttft_seconds.observe(ttft_s, request_id)
+        self.ttft_seconds.observe(ttft_s, _exemplar(request_id))
         self.output_tokens.inc()
 
     def gap(self, gap_s: float) -> None:
@@ -353,7 +360,7 @@ class RouterMetrics(DispatchObserver):
         self.request_output_tokens.observe(num_tokens)
         tpot = "none"
         if tpot_s is not None:
-            self.tpot_seconds.observe(tpot_s, request_id)
+            self.tpot_seconds.observe(tpot_s, _exemplar(request_id))
             tpot = _verdict(tpot_s, slo.tpot_seconds)
         ttft = _verdict(ttft_s, slo.ttft_seconds)
         self.slo_requests.labels(tier, ttft, tpot).inc()
@@ -364,13 +371,30 @@ class RouterMetrics(DispatchObserver):
             self.slo_misses.labels("tpot", cause).inc()
         return "missed" not in (ttft, tpot)
 
-    def render(self, content_type: str = TEXT) -> bytes:
-        """Exposition text of `/metrics`."""
-        return self.registry.render(content_type)
+    def refresh(self) -> None:
+        """Read the dispatcher's gauges. Its tables change in the event loop only, so this is called there, before
+        `registry` is written by any thread."""
+        if self._dispatcher is None:
+            return
+        for role in WorkerRole:
+            self.ready_workers.labels(role.value).set(_count(self._dispatcher.workers, role))
+        self.oldest_handoff_seconds.set(self._dispatcher.oldest_handoff_s())
+        self.in_flight.set(self._dispatcher.num_in_flight)
+        self.queued.set(self._dispatcher.num_queued)
+
+    def render(self) -> bytes:
+        """Text of all series."""
+        self.refresh()
+        return generate_latest(self.registry)
 
 
 def _count(workers: Mapping[str, Worker], role: WorkerRole) -> int:
     return sum(worker.role is role for worker in workers.values())
+
+
+def _exemplar(request_id: str) -> dict[str, str] | None:
+    """The format has room for 128 characters."""
+    return {"request_id": request_id[:MAX_EXEMPLAR_CHARS]} if request_id else None
 
 
 def _verdict(measured_s: float, slo_s: float) -> str:

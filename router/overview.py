@@ -10,8 +10,10 @@ import asyncio
 import time
 from array import array
 from collections import deque
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
+
+from prometheus_client import Counter, Histogram
 
 from pdserve.contracts import metrics as names
 from pdserve.contracts.deployment import SloConfig
@@ -74,17 +76,17 @@ class Overview:
     def sample(self, now_s: float) -> None:
         """Take a sample; forget those that are older than the long window."""
         metrics = self._metrics
-        verdicts = [(labels, series.value) for labels, series in metrics.slo_requests.items()]
+        verdicts = _values(metrics.slo_requests)
         self._samples.append(
             Sample(
                 now_s,
-                metrics.accepted_requests.value,
-                metrics.output_tokens.value,
-                sum(value for _, value in verdicts),
-                sum(value for (_, ttft, tpot), value in verdicts if ttft == "met" and tpot in ("met", "none")),
-                array("d", accumulate(metrics.ttft_seconds.counts)),
-                array("d", accumulate(metrics.tpot_seconds.counts)),
-                {(objective, cause): series.value for (objective, cause), series in metrics.slo_misses.items()},
+                sum(_values(metrics.accepted_requests).values()),
+                sum(_values(metrics.output_tokens).values()),
+                sum(verdicts.values()),
+                sum(value for (_, ttft, tpot), value in verdicts.items() if ttft == "met" and tpot in ("met", "none")),
+                _buckets(metrics.ttft_seconds),
+                _buckets(metrics.tpot_seconds),
+                {(objective, cause): count for (objective, cause), count in _values(metrics.slo_misses).items()},
             )
         )
         while now_s - self._samples[0].time_s > LONG_WINDOW_S + SAMPLE_S:
@@ -182,6 +184,16 @@ def _quantile(edges: list[tuple[float, float]], rank: float) -> float:
         if upto >= rank:
             return low + (high - low) * (rank - below) / (upto - below)
     return edges[-1][0]
+
+
+def _values(counter: Counter) -> dict[tuple[str, ...], float]:
+    """Counts by the values of the labels, in their order."""
+    return {tuple(each.labels.values()): each.value for family in counter.collect() for each in family.samples}
+
+
+def _buckets(histogram: Histogram) -> array[float]:
+    samples = [each for family in histogram.collect() for each in family.samples]
+    return array("d", [each.value for each in samples if each.name.endswith("_bucket")])
 
 
 def _worker(worker: RemoteWorker) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 
 import httpx
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.events import RequestEventKind
@@ -181,6 +182,18 @@ async def test_metrics_are_open_by_choice() -> None:
     async with running_rig() as rig, admin_client(rig, config) as client:
         codes = [(await client.request(*route)).status_code for route in ROUTES]
     assert codes == [200, 401, 401, 401, 401]
+
+
+@with_workers()
+async def test_prometheus_gets_request_ids_as_exemplars_if_it_takes_them() -> None:
+    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    async with running_rig() as rig, admin_client(rig) as client:
+        rig.metrics.first_token(0.2, "id-1" * 40)
+        plain, named = (await client.get("/metrics")), (await client.get("/metrics", headers=accept))
+    assert "id-1" not in plain.text
+    families = {family.name: family for family in text_string_to_metric_families(named.text)}  # type: ignore[no-untyped-call]
+    [exemplar] = [each.exemplar for each in families["pdserve_ttft_seconds"].samples if each.exemplar]
+    assert (exemplar.labels, exemplar.value) == ({"request_id": "id-1" * 25}, 0.2)
 
 
 @with_workers()
