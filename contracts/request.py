@@ -150,6 +150,9 @@ class GenerationRequest:
     """Seconds from receipt of this message after which the worker drops the request."""
     ttft_slo_s: float = 0.0
     """TTFT objective in seconds from receipt, 0 for none. Orders the prefill queue."""
+    stall_slo_s: float = 0.0
+    """Seconds from receipt that an answer of expected length may wait before token 1 and meet its TPOT objective; 0 if
+    there is none, or nothing left to lose. Orders the reservations of a decode worker."""
     block_hashes: tuple[bytes, ...] = ()
     """Hashes of the leading full blocks, set only by a sender in the worker's memory, such as the simulator. Never on
     the wire, because a wrong hash would serve one prompt's KV to another."""

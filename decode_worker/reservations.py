@@ -1,28 +1,48 @@
 """Requests whose prompt another worker computes: a queue for blocks, and the pulls in flight.
 
-Blocks for the whole prompt plus headroom are reserved at once, first come first served, and only then does a pull
-start: no request holds some blocks while it waits for others. Owned by `pdserve.decode_worker.scheduler`, which
-limits the blocks to reserve. Never preempts.
+Blocks for the whole prompt plus headroom are reserved at once, and only then does a pull start: no request holds some
+blocks while it waits for others. First come those with the best chance per block to meet their TPOT objective in spite
+of the wait; one in `OLDEST_EVERY` is the oldest, so that none starves. Without objectives, first come, first served.
+Owned by `pdserve.decode_worker.scheduler`, which limits the blocks to reserve. Never preempts.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from math import inf, log
 
 from pdserve.contracts.request import KvSource, RequestState
 from pdserve.engine.scheduling.interface import AbortPullEvent, PullResult, StartPullEvent
+from pdserve.engine.scheduling.queue import SequenceQueue
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import AdmissionBudget, SequenceTable
 
+OLDEST_EVERY = 8
+"""One in so many reservations is for the oldest request: the n-th oldest waits for at most n times so many others."""
+
+
+def _rank(sequence: Sequence) -> float:
+    """Order of a request, the least first: - log(chance per block), less what time adds to all.
+
+    With lengths of a constant hazard, the chance to end within TPOT falls by 1 / e in every ``stall_slo_s`` of wait.
+    """
+    stall_slo_s = sequence.request.stall_slo_s
+    if not stall_slo_s:
+        return inf
+    return log(sequence.num_blocks_expected()) - sequence.arrived_s / stall_slo_s
+
 
 class Reservations:
-    """FIFO of requests that need blocks, and the pulls in flight."""
+    """Requests that need blocks, in order, and the pulls in flight."""
 
     def __init__(self, table: SequenceTable, *, pull_timeout_s: float) -> None:
         self._table = table
         self._pull_timeout_s = pull_timeout_s
         self._waiting: OrderedDict[Sequence, KvSource] = OrderedDict()
+        """In order of arrival."""
+        self._by_chance = SequenceQueue()
+        self._num_reserved = 0
         self._pulls: dict[int, Sequence] = {}
 
     @property
@@ -34,10 +54,14 @@ class Reservations:
         return (sequence for sequence in self._pulls.values() if not sequence.is_over)
 
     def first_waiting(self) -> Sequence | None:
-        return next(iter(self._waiting), None)
+        """Next one to reserve blocks."""
+        if self._num_reserved % OLDEST_EVERY == 0:
+            return next(iter(self._waiting), None)
+        return self._by_chance.first()
 
     def push(self, sequence: Sequence, source: KvSource) -> None:
         self._waiting[sequence] = source
+        self._by_chance.push(sequence, _rank(sequence))
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence in any state. The targets of its pull stay reserved until the pull has ended."""
@@ -45,15 +69,20 @@ class Reservations:
             self._table.events.append(AbortPullEvent(sequence.sequence_id))
         else:
             self._waiting.pop(sequence, None)
+            self._by_chance.discard(sequence)
 
     def reserve(self, budget: AdmissionBudget, now_s: float) -> bool:
         """Reserve blocks for the first request in line and start its pull, if it fits ``budget``; returns whether it
         does."""
-        sequence, source = next(iter(self._waiting.items()))
+        sequence = self.first_waiting()
+        assert sequence is not None
+        source = self._waiting[sequence]
         num_tokens = len(sequence.tokens)
         if not self._table.start(sequence, budget, num_tokens // sequence.block_size):
             return False
         del self._waiting[sequence]
+        self._by_chance.discard(sequence)
+        self._num_reserved += 1
         num_cached_blocks = sequence.num_registered_blocks
         sequence.state = RequestState.HANDOFF
         sequence.is_pulling = True

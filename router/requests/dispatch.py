@@ -510,7 +510,7 @@ class Dispatcher:
         start_s = self._now_s()
         blocks = attempt.blocks(prefill.block_size)
         cut_off = self._cut_off_from(prefill)
-        worker_id = self._placement.decode(
+        binding = self._placement.decode(
             self._arrival(attempt, blocks, start_s),
             [w.snapshot() for w in self.workers.values() if w.role is WorkerRole.DECODE and w.takes_work],
             cut_off,
@@ -518,17 +518,18 @@ class Dispatcher:
         )
         now_s = self._now_s()
         self._observer.routed(now_s - start_s)
-        if worker_id is None:
+        if binding is None:
             self._observer.fell_back("no_decode")
             self._unbound[attempt.request_id] = attempt
             return
-        if worker_id in cut_off:
+        worker = self.workers[binding.worker_id]
+        if worker.worker_id in cut_off:
             self._observer.fell_back("cut_off")
-        elif not _has_room(blocks, self.workers[worker_id].snapshot()):
+        elif not _has_room(blocks, worker.snapshot()):
             self._observer.fell_back("no_room")
         self._unbound.pop(attempt.request_id, None)
         deadline_s = self._deadline_s(attempt.request) - now_s
-        attempt.bind(self.workers[worker_id], num_blocks=blocks.num_blocks(), deadline_s=deadline_s)
+        attempt.bind(worker, num_blocks=blocks.num_blocks(), deadline_s=deadline_s, stall_slo_s=binding.stall_slo_s)
 
     def _bind_others(self, first: Attempt) -> None:
         """Bind the choices that waited for the pull of choice 0."""

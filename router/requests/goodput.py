@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.contracts.placement import WorkerRole
-from pdserve.router.requests.placement import Arrival, Placement
+from pdserve.router.requests.placement import Arrival, Binding, Placement
 from pdserve.router.requests.policy import (
     Costs,
     PrefillChoice,
@@ -147,7 +147,7 @@ class Goodput(Placement):
 
     def decode(
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
-    ) -> str | None:
+    ) -> Binding | None:
         workers = [worker for worker in workers if worker.role is WorkerRole.DECODE]
         if not workers:
             return None
@@ -162,7 +162,8 @@ class Goodput(Placement):
             gain = gains.of(worker, weight, own_stall_s=stall_s)
             is_last_resort = worker.worker_id in cut_off
             options.append((is_last_resort, self._lacking(blocks, worker), -gain, worker.worker_id))
-        return min(options)[-1]
+        worker_id = min(options)[-1]
+        return Binding(worker_id, gains.stall_slo_s(worker_id) if weight else 0.0)
 
     # What became of them
 
@@ -334,6 +335,11 @@ class _Gains:
             before_s[row] = cost.decode_s(num, num_context) * correction if num else 0.0
             after_s[row] = cost.decode_s(num + 1, num_context + blocks.num_tokens) * correction
         self._after_s = {worker.worker_id: float(after_s[row]) for worker, row in zip(workers, rows, strict=True)}
+        self._waits_s = {
+            worker.worker_id: self._block_wait_s(lacking, blocks, worker)
+            for worker in workers
+            if worker.num_free_blocks < blocks.num_blocks() and (lacking := policy._lacking(blocks, worker))
+        }
         self._rows = dict(zip([worker.worker_id for worker in workers], rows, strict=True))
         answers.num_steps = num_steps
         self._row, self._weight, self._slack, self._steps, self._per_s = answers.slack(arrival.now_s, policy._lengths)
@@ -350,6 +356,16 @@ class _Gains:
                 stall_s[self._rows[worker_id]] = seconds
             self._slack -= self._per_s * stall_s[self._row]
             self._local_harm = kept - self._met(after_s)
+
+    def _block_wait_s(self, num_lacking: int, blocks: PromptBlocks, worker: WorkerSnapshot) -> float:
+        """Seconds until ends of answers have freed ``num_lacking`` blocks: all that is held goes in the time of an
+        answer."""
+        lifetime_s = self._length * self._after_s[worker.worker_id]
+        return lifetime_s * num_lacking * blocks.block_size / max(worker.num_context_tokens, blocks.num_tokens)
+
+    def stall_slo_s(self, worker_id: str) -> float:
+        """Seconds that an answer of expected length may lose on the worker and still meet TPOT."""
+        return max(0.0, self._length * (self._tpot_slo_s - self._after_s[worker_id]))
 
     def spacing_s(self) -> float:
         """Seconds between two ends of answers on all workers; 0 if none decodes."""
@@ -371,7 +387,7 @@ class _Gains:
         """
         row, step_s = self._rows[worker.worker_id], self._after_s[worker.worker_id]
         harm = float((self._local_harm if is_local else self._harm)[row])
-        tpot_s = step_s + own_stall_s / self._length
+        tpot_s = step_s + (own_stall_s + self._waits_s.get(worker.worker_id, 0.0)) / self._length
         own = weight * _chance((1 - tpot_s / self._tpot_slo_s) / TPOT_SPREAD)
         return own - harm - SLACK_VALUE * tpot_s / self._tpot_slo_s
 

@@ -50,6 +50,14 @@ class Arrival(NamedTuple):
     """Prompts of one share wait behind each other, those of several side by side: its tenant and tier."""
 
 
+class Binding(NamedTuple):
+    """Decode worker chosen for a prompt."""
+
+    worker_id: str
+    stall_slo_s: float = 0.0
+    """As in `pdserve.contracts.request.GenerationRequest`."""
+
+
 class Placement:
     """Decides; the base class ignores what is reported."""
 
@@ -64,8 +72,8 @@ class Placement:
 
     def decode(
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
-    ) -> str | None:
-        """Id of the decode worker of a prompt whose last chunk is planned; ``None`` if none is up.
+    ) -> Binding | None:
+        """Decode worker of a prompt whose last chunk is planned; ``None`` if none is up.
 
         Args:
             workers: decode workers.
@@ -97,9 +105,9 @@ class LeastTime(Placement):
 
     def decode(
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
-    ) -> str | None:
+    ) -> Binding | None:
         choice = choose_decode(arrival.blocks, workers, self.costs, cut_off, source_host=source_host)
-        return None if choice is None else choice.worker_id
+        return None if choice is None else Binding(choice.worker_id)
 
 
 class _Baseline(Placement):
@@ -116,11 +124,11 @@ class _Baseline(Placement):
 
     def decode(
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
-    ) -> str | None:
+    ) -> Binding | None:
         up = [worker for worker in workers if worker.role is WorkerRole.DECODE]
         near = [worker for worker in up if worker.worker_id not in cut_off] or up
         roomy = [worker for worker in near if not shortfall(arrival.blocks, worker)] or near
-        return self._pick(arrival.blocks, roomy, _answers).worker_id if roomy else None
+        return Binding(self._pick(arrival.blocks, roomy, _answers).worker_id) if roomy else None
 
     def _pick(
         self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]

@@ -262,7 +262,7 @@ class Attempt:
             worker.in_flight.add_decode(self.request_id, request.num_known_tokens, num_blocks)
         worker.submit(request)
 
-    def bind(self, worker: Worker, *, num_blocks: int, deadline_s: float) -> None:
+    def bind(self, worker: Worker, *, num_blocks: int, deadline_s: float, stall_slo_s: float) -> None:
         """Bind ``worker`` to pull the parked prompt, of ``num_blocks`` blocks, and decode. Token 0 may be out already:
         the parked blocks do not contain its KV."""
         assert self.source is not None
@@ -271,7 +271,8 @@ class Attempt:
         self.request.journey.workers.append(worker.worker_id)
         self.num_bindings += 1
         worker.in_flight.add_decode(self.request_id, self._sent.num_known_tokens, num_blocks)
-        worker.prepare(replace(self._sent, deadline_s=max(deadline_s, MIN_DURATION_S)), self.source)
+        request = replace(self._sent, deadline_s=max(deadline_s, MIN_DURATION_S), stall_slo_s=stall_slo_s)
+        worker.prepare(request, self.source)
 
     def unbind(self) -> None:
         """Release the decode worker so that another may pull the prompt."""

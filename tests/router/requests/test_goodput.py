@@ -42,6 +42,12 @@ def placed(policy: Goodput, one: Arrival, *workers: WorkerSnapshot) -> PrefillCh
     return choice
 
 
+def decoder(policy: Goodput, one: Arrival, *workers: WorkerSnapshot) -> str:
+    binding = policy.decode(one, workers, set(), "")
+    assert binding is not None
+    return binding.worker_id
+
+
 def with_answers(policy: Goodput, worker: WorkerSnapshot, num_answers: int, *, late_s: float) -> WorkerSnapshot:
     """``worker`` with answers of 100 tokens at second 0 that are ``late_s`` behind an even TPOT."""
     began_s = -100 * policy.tpot_slo_s - late_s
@@ -54,10 +60,7 @@ def test_where_nothing_binds_the_shortest_time_wins() -> None:
     policy = Goodput(COSTS, tpot_slo_s=0.05)
     assert placed(policy, arrival(1), P0._replace(num_waiting_tokens=3000), P1, D0).worker_id == "prefill-1"
     light = D1._replace(num_decoding=2, num_context_tokens=2000)
-    assert (
-        policy.decode(arrival(1), [D0._replace(num_decoding=9, num_context_tokens=9000), light], set(), "")
-        == "decode-1"
-    )
+    assert decoder(policy, arrival(1), D0._replace(num_decoding=9, num_context_tokens=9000), light) == "decode-1"
 
 
 def test_a_prompt_that_cannot_be_on_time_runs_behind_those_that_can() -> None:
@@ -79,7 +82,7 @@ def test_a_health_probe_is_never_late() -> None:
 
 def test_without_an_objective_the_lighter_batch_decodes() -> None:
     heavy = D0._replace(num_decoding=9, num_context_tokens=9000)
-    assert Goodput(COSTS).decode(arrival(1), [heavy, D1], set(), "") == "decode-1"
+    assert decoder(Goodput(COSTS), arrival(1), heavy, D1) == "decode-1"
 
 
 def test_without_an_objective_no_prompt_is_late() -> None:
@@ -92,12 +95,12 @@ def test_answers_at_their_limit_keep_others_away() -> None:
     policy = Goodput(COSTS, tpot_slo_s=STEP_S * 1.001)
     tight = with_answers(policy, D0, 16, late_s=0.0)
     slack = D1._replace(num_decoding=16, num_context_tokens=16_000)
-    assert policy.decode(arrival(1), [tight, slack], set(), "") == "decode-1"
+    assert decoder(policy, arrival(1), tight, slack) == "decode-1"
     for number in range(16):
         policy.left(1000 + number, 0)
     lost = with_answers(policy, D0, 16, late_s=10.0)
     heavier = slack._replace(num_decoding=17, num_context_tokens=17_000)
-    assert policy.decode(arrival(1), [lost, heavier], set(), "") == "decode-0", "lost answers cost nothing"
+    assert decoder(policy, arrival(1), lost, heavier) == "decode-0", "lost answers cost nothing"
 
 
 def test_a_request_that_missed_its_ttft_earns_nothing_on_a_decode_worker() -> None:
@@ -109,7 +112,7 @@ def test_a_request_that_missed_its_ttft_earns_nothing_on_a_decode_worker() -> No
     placed(policy, one, P0, on_time._replace(num_free_blocks=0), lost._replace(num_free_blocks=0))
     late = one._replace(now_s=TTFT_S + 1)
     on_time = on_time._replace(num_steps=int(late.now_s / policy.tpot_slo_s))
-    assert policy.decode(late, [on_time, lost], set(), "") == "decode-1"
+    assert decoder(policy, late, on_time, lost) == "decode-1"
 
 
 def test_prefill_on_a_decode_worker_is_charged_with_the_answers_that_it_delays() -> None:
@@ -125,7 +128,7 @@ def test_shared_blocks_are_not_missing() -> None:
     policy = Goodput(COSTS, tpot_slo_s=0.05)
     hashes = frozenset(block_hashes(range(4000), BLOCK_SIZE))
     shares = D0._replace(num_free_blocks=20, cached_blocks=hashes)
-    assert policy.decode(arrival(1, 4020), [shares, D1._replace(num_free_blocks=900)], set(), "") == "decode-0"
+    assert decoder(policy, arrival(1, 4020), shares, D1._replace(num_free_blocks=900)) == "decode-0"
 
 
 def test_the_price_follows_recent_harm_and_decays() -> None:
@@ -204,8 +207,8 @@ def test_a_request_is_refused_if_answers_that_it_would_delay_are_worth_more() ->
     before_s, after_s = COST.decode_s(16, 16_000), COST.decode_s(17, 24_000)
     policy = Goodput(COSTS, tpot_slo_s=1.2 * after_s)
     late_s = policy._lengths.remaining(100) * (policy.tpot_slo_s - (before_s + after_s) / 2)
-    tight = with_answers(policy, D0._replace(num_free_blocks=600), 16, late_s=late_s)
     one = arrival(1, 8000)._replace(may_refuse=True, tpot_slo_s=policy.tpot_slo_s)
+    tight = with_answers(policy, D0._replace(num_free_blocks=one.blocks.num_blocks()), 16, late_s=late_s)
     assert placed(policy, one, P0, tight).retry_after_s > 0
     assert not placed(policy, one._replace(weight=100.0), P0, tight).retry_after_s, "of a tier that is worth more"
     assert not placed(policy, one, P0, tight, D1).retry_after_s
@@ -276,3 +279,24 @@ def test_the_same_events_give_the_same_decisions(events: list[tuple[float, int, 
         return choices
 
     assert decide() == decide()
+
+
+def test_what_an_answer_may_lose_is_told_unless_all_is_lost() -> None:
+    policy = Goodput(COSTS, tpot_slo_s=0.05)
+    one = arrival(1)._replace(tpot_slo_s=0.05)
+    placed(policy, one, P0, D0._replace(num_free_blocks=0))
+    binding = policy.decode(one, [D0], set(), "")
+    assert binding is not None
+    step_s = COST.decode_s(1, 100)
+    assert binding.stall_slo_s == pytest.approx(policy._lengths.remaining(0) * (0.05 - step_s))
+    late = policy.decode(one._replace(now_s=TTFT_S + 1), [D0], set(), "")
+    assert late is not None
+    assert late.stall_slo_s == 0.0
+
+
+def test_a_request_that_would_wait_too_long_for_blocks_is_refused() -> None:
+    policy = Goodput(COSTS, tpot_slo_s=0.02)
+    full = D0._replace(num_decoding=16, num_context_tokens=16_000, num_free_blocks=0)
+    one = arrival(1)._replace(may_refuse=True, tpot_slo_s=0.02)
+    assert not placed(policy, one, P0, full).retry_after_s
+    assert placed(policy, one, P0, full._replace(num_free_blocks=-8000)).retry_after_s > 0

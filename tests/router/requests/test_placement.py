@@ -10,7 +10,7 @@ import pytest
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.deployment import POLICIES
 from pdserve.contracts.placement import WorkerRole
-from pdserve.router.requests.placement import Arrival
+from pdserve.router.requests.placement import Arrival, Placement
 from pdserve.router.requests.policies import placement
 from pdserve.router.requests.policy import PromptBlocks, WorkerSnapshot
 from tests.router.requests.test_policy import BLOCK_SIZE, COSTS, worker
@@ -23,6 +23,11 @@ def arrival(num_tokens: int = 100, now_s: float = 0.0) -> Arrival:
     return Arrival(1, PromptBlocks(range(num_tokens), BLOCK_SIZE), now_s, inf)
 
 
+def decoder(chooser: Placement, workers: Sequence[WorkerSnapshot], *cut_off: str) -> str:
+    binding = chooser.decode(arrival(), workers, set(cut_off), "")
+    return "" if binding is None else binding.worker_id
+
+
 def picks(policy: str, workers: Sequence[WorkerSnapshot], num_picks: int = 1) -> list[str]:
     """Choices for equal prompts, by the phase of ``workers``."""
     chooser, found = placement(policy, COSTS, tpot_slo_s=0.05), []
@@ -33,7 +38,7 @@ def picks(policy: str, workers: Sequence[WorkerSnapshot], num_picks: int = 1) ->
             assert choice.handoff
             found.append(choice.worker_id)
         else:
-            found.append(chooser.decode(arrival(), workers, set(), "") or "")
+            found.append(decoder(chooser, workers))
     return found
 
 
@@ -70,8 +75,8 @@ def test_cache_aware_follows_a_prefix_while_loads_are_balanced() -> None:
 def test_room_and_whole_pairs_come_first(policy: str) -> None:
     chooser = placement(policy, COSTS, tpot_slo_s=0.05)
     full = DECODES[0]._replace(num_free_blocks=3)
-    assert chooser.decode(arrival(), [full, DECODES[1]], set(), "") == "decode-1"
-    assert chooser.decode(arrival(), DECODES[:2], {"decode-0"}, "") == "decode-1"
-    assert chooser.decode(arrival(), DECODES[:1], {"decode-0"}, "") == "decode-0"
+    assert decoder(chooser, [full, DECODES[1]]) == "decode-1"
+    assert decoder(chooser, DECODES[:2], "decode-0") == "decode-1"
+    assert decoder(chooser, DECODES[:1], "decode-0") == "decode-0"
     assert chooser.decode(arrival(), [], set(), "") is None
     assert chooser.prefill(arrival(), PREFILLS) is None
