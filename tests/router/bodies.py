@@ -54,6 +54,27 @@ SHARED: dict[str, Any] = {
     "tools": [],
     "colour": "red",
 }
+TOOLS: dict[str, Any] = {
+    "tools": [
+        {"type": "function", "function": {
+            "name": "find", "description": "<|eos|>", "strict": True,
+            "parameters": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+        }},
+        {"type": "function", "function": {"name": "f"}},
+    ],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "parallel_tool_calls": False,
+    "reasoning_effort": None,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "messages": [
+        *CHAT_BODY["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+        ]},
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+    ],
+}  # fmt: skip
+"""Of chats with tools, which have no other structure."""
 NEEDS = {"best_of": "n", "stream_options": "stream"}
 """Field to the other field without which it is refused."""
 ODD: list[Any] = [
@@ -80,6 +101,10 @@ def odd_body(random: Random, *, is_chat: bool) -> bytes:
     shared -= {"stream", "stream_options"} if random.random() < 0.5 else {"prompt_logprobs"}
     shared |= {other for name, other in NEEDS.items() if name in shared}
     body: Any = {**(CHAT_BODY if is_chat else COMPLETION_BODY), **{name: SHARED[name] for name in shared}}
+    if is_chat and random.random() < 0.3:
+        body = {**body, **TOOLS}
+        for other in ("response_format", "structured_outputs", "ignore_eos"):
+            body.pop(other, None)
     for _ in range(random.randrange(4)):
         body = _mutated(random, body)
     data = json.dumps(body).encode()  # may contain half surrogate pairs and infinities

@@ -29,6 +29,7 @@ from tests.router.edge_server import (
     ScriptedGenerator,
     token_event,
 )
+from tests.router.http.test_tools import TEMPLATE
 from tests.router.small_tokenizers import EOS_ID, write_tokenizer
 
 NUM_BODIES = 5_000
@@ -75,7 +76,7 @@ async def speaking(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
 
 @pytest.fixture
 def app(tmp_path: Path) -> FastAPI:
-    write_tokenizer(tmp_path)
+    write_tokenizer(tmp_path, TEMPLATE)
     tokenizer = ChatTokenizer.from_folder(tmp_path)
     generator = CheckedGenerator(tokenizer.vocab_size)
     return create_app(generator, tokenizer, served_name=MODEL, metrics=RecordingMetrics(), max_body_bytes=100_000)

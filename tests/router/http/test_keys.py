@@ -6,7 +6,7 @@ import json
 import logging
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,16 @@ import pytest
 
 from pdserve.contracts.errors import ConfigError
 from pdserve.router.http.keys import Budget, KeyFile, add_key, read_keys
-from tests.router.edge_server import MODEL, EdgeServer, ScriptedGenerator, running_edge, saying, stuck_after
+from pdserve.router.requests.request import RequestSpec
+from tests.router.edge_server import (
+    MODEL,
+    EdgeServer,
+    ScriptedGeneration,
+    ScriptedGenerator,
+    running_edge,
+    saying,
+    stuck_after,
+)
 
 SECRET = b"of the server"
 PROMPT = "the time is"
@@ -176,6 +185,32 @@ def test_tenants_share_no_blocks(server: KeyedServer) -> None:
     with running_edge(KeyFile(server.path, b"another secret")) as elsewhere:
         elsewhere.generator.script = saying([7])
         assert KeyedServer(elsewhere, server.path, server.key).salt() != own
+
+
+def test_what_is_the_clusters_own_cannot_be_forged(
+    server: KeyedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    specs: list[RequestSpec] = []
+    start = server.edge.generator.start
+
+    def recorded(spec: RequestSpec) -> ScriptedGeneration:
+        specs.append(replace(spec, arrived_s=0.0))
+        return start(spec)
+
+    monkeypatch.setattr(server.edge.generator, "start", recorded)
+    forged: Any = {
+        "tenant": "team-b", "tier": "gold", "is_probe": True, "uses_cache": False, "block_hashes": ["x"],
+        "deadline_s": 1e9, "ttft_slo_s": 0.001, "request_id": 7, "attempt": 3, "handoff": True, "source": "host:1",
+    }  # fmt: skip
+    with caplog.at_level(logging.DEBUG):
+        server.post(seed=1)
+        server.post(seed=1, **forged)
+        for field in ("priority", "kv_transfer_params"):
+            odd: Any = {field: 1}
+            assert server.post(**odd).status_code == 400
+        server.post(f"{server.key}x")
+    assert specs[0] == specs[1]
+    assert server.key.split("-", 2)[2] not in caplog.text
 
 
 def test_the_file_has_no_key_and_is_private(server: KeyedServer) -> None:
