@@ -95,13 +95,19 @@ def refusal_of(error: ValidationError) -> ApiError:
 
 def _check_structure(data: bytes) -> None:
     """Count what would be built. Never counts less, whether the bytes are JSON or not."""
+    if not any(number > most for _, number, most in _counts(data, data)):
+        return  # with the text of strings, which is usually far below
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    num_strings = unescaped.count(b'"') // 2
-    outside = b"" if num_strings > MAX_STRINGS else b"".join(unescaped.split(b'"')[::2])
-    for what, number, most in (
-        ("strings", num_strings, MAX_STRINGS),
-        ("objects and lists", outside.count(b"{") + outside.count(b"["), MAX_CONTAINERS),
-        ("values", outside.count(b",") + 1, MAX_VALUES),
-    ):
+    outside = b"".join(unescaped.split(b'"')[::2]) if unescaped.count(b'"') <= 2 * MAX_STRINGS else b""
+    for what, number, most in _counts(unescaped, outside):
         if number > most:
             raise ApiError(400, f"the request body has {number} {what}; send {most} at most")
+
+
+def _counts(unescaped: bytes, outside: bytes) -> tuple[tuple[str, int, int], ...]:
+    """Parts, their number and its limit. ``outside`` is the text outside strings."""
+    return (
+        ("strings", unescaped.count(b'"') // 2, MAX_STRINGS),
+        ("objects and lists", outside.count(b"{") + outside.count(b"["), MAX_CONTAINERS),
+        ("values", outside.count(b",") + 1, MAX_VALUES),
+    )
