@@ -41,6 +41,9 @@ COMPILED, FAILED = b"\0", b"\1"
 _ANY_CHARACTER, _JSON_CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
 """What xgrammar allows in a JSON string of bounded length, and what JSON does: no control characters."""
 
+_SHORT_ESCAPE = re.compile(r"\\\\|\\x([0-9a-fA-F]{2})")
+"""xgrammar writes two digits after an x, and reads as many as there are."""
+
 _NICENESS = 10
 _WALK_TOKENS = 32
 _OVER_BOUNDS = f"it takes over {MAX_CPU_S} s or {MAX_MEMORY_BYTES >> 20} MiB to compile; simplify it"
@@ -148,8 +151,15 @@ def compile_grammar(vocabulary: xgrammar.TokenizerInfo, grammar: Grammar) -> xgr
         case GrammarKind.STRUCTURAL_TAG:
             rules = Rules.from_structural_tag(grammar.text)
     if grammar.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG) and _ANY_CHARACTER in (text := str(rules)):
-        rules = Rules.from_ebnf(text.replace(_ANY_CHARACTER, _JSON_CHARACTER))
+        text = text.replace(_ANY_CHARACTER, _JSON_CHARACTER)
+        rules = Rules.from_ebnf(_SHORT_ESCAPE.sub(_long_escape, text))
+        if str(rules) != text:
+            raise RuntimeError("it cannot be kept to JSON; give the strings in it no length")
     return GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False).compile_grammar(rules)
+
+
+def _long_escape(escape: re.Match[str]) -> str:
+    return escape[0] if escape[1] is None else f"\\u00{escape[1]}"
 
 
 def _compile(vocabulary: xgrammar.TokenizerInfo, grammar: Grammar) -> bytes:

@@ -180,7 +180,9 @@ def a_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
         case "format":
             return {"type": "string", "format": rng.choice(["date", "time", "ipv4", "uuid", "email", "bogus"])}
         case "object":
-            properties = {f"k{index}": a_schema(rng, depth + 1) for index in range(rng.randrange(1, 5))}
+            properties = {
+                f"{rng.choice('kß')}{index}": a_schema(rng, depth + 1) for index in range(rng.randrange(1, 5))
+            }
             required = rng.sample(sorted(properties), rng.randrange(len(properties) + 1))
             return {
                 "type": kind,
