@@ -17,7 +17,7 @@ from rich.console import Console
 
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
 from pdserve.contracts.errors import ConfigError, DeployError
-from pdserve.deploy.cluster.folder import api_key, find_cluster
+from pdserve.deploy.cluster.folder import api_key, find_cluster, running_clusters
 from pdserve.deploy.commands import bench as bench_commands
 from pdserve.deploy.commands.plan import plan
 from pdserve.deploy.commands.simulate import simulate
@@ -310,9 +310,9 @@ def dashboards(
     """Write configuration, alerts and dashboards for Prometheus and Grafana."""
     from pdserve.deploy.observe.files import write_files
 
-    if not admin_url:
-        note = find_cluster()
-        admin_url, token_file = note.admin_url, token_file or note.admin_token_file
+    here = {note.admin_url: note.admin_token_file for note in running_clusters()}
+    admin_url = admin_url.rstrip("/") or find_cluster().admin_url
+    token_file = token_file or here.get(admin_url, "")
     try:
         prometheus_file, provisioning = write_files(out, admin_url, token_file, prometheus_url)
     except OSError as error:

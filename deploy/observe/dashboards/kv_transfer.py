@@ -86,6 +86,7 @@ KV_TRANSFER = Dashboard(
                         ),
                     ),
                     about="One source: its host. One puller: its host. One pair: the network between them.",
+                    width=10,
                 ),
                 KV,
             ),

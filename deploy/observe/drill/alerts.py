@@ -97,8 +97,8 @@ CASES = (
     ),
     Case(
         what="long prompts at twice the rate that prefill can serve",
-        alerts=("PrefillBusierThanDecode", "PromptsWait", "PromptsPlacedLate", "SloBudgetBurnsFast"),
-        deployment=_ONE_EACH,
+        alerts=("PrefillBusierThanDecode", "PromptsWait", "SloBudgetBurnsFast"),
+        deployment={**_ONE_EACH, "router": {"policy": "least-loaded"}},  # the default would use the decode worker, too
         options=("--time-scale", "4"),
         rate=3.0,
         num_prompt_tokens=4000,
@@ -107,7 +107,7 @@ CASES = (
     Case(
         what="long answers, and a KV pool of decode that holds few of them",
         alerts=("DecodeKvFull", "AnswersArePreempted", "KvDoesNotMove", "ParkedPromptsExpire", "PlacementFallsBack"),
-        deployment={**_ONE_EACH, "decode": {"replicas": 1, "kv_memory": "512MiB", "swap_memory": 0}},
+        deployment={**_ONE_EACH, "decode": {"replicas": 1, "kv_memory": "1GiB", "swap_memory": 0}},
         options=("--time-scale", "4"),
         rate=1.0,
         num_prompt_tokens=900,
@@ -184,5 +184,5 @@ def _play(case: Case, pictures: Path | None) -> dict[str, float]:
                 fired.setdefault(name, time.time() - began_s)
             time.sleep(0.5)
         if pictures:
-            draw_all(prometheus, pictures / case.what.replace(" ", "-"), began_s - 10, time.time())
+            draw_all(prometheus, pictures / case.what.replace(" ", "-"), began_s - 10, time.time(), speed=SPEED)
     return fired
