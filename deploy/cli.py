@@ -95,6 +95,7 @@ def up(
     ] = "",
     hosts: Annotated[int, typer.Option(min=1, help="Hosts of the Ray cluster to wait for.")] = 1,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests on exit.")] = 30.0,
+    log_format: Annotated[str | None, typer.Option(help="Of the router's log: text, or json.")] = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once it serves in the background; logs to pdserve.log.")
     ] = False,
@@ -118,7 +119,7 @@ def up(
     use: Use = "emulate" if emulate else "serve"
     config = read_deployment(file, use=use) if file else DeploymentConfig()
     config = override(config, "model", path=str(model) if model else None)
-    config = override(config, "router", host=host, port=port)
+    config = override(config, "router", host=host, port=port, log_format=log_format)
     for section, replicas in (("prefill", prefill), ("decode", decode), ("mixed", mixed)):
         config = override(config, section, replicas=replicas)
     check_deployment(config, use=use)

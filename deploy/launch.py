@@ -192,6 +192,7 @@ def router_config(
         cors_origins=router.cors_origins,
         page=router.page,
         request_log=router.request_log and str(Path(router.request_log).absolute()),
+        log_format=router.log_format,
         slo=launch.config.slo,
         policy=router.policy,
         max_queued_requests=router.max_queued_requests,

@@ -40,6 +40,7 @@ from pdserve.router.http.app import create_app
 from pdserve.router.http.keys import KeyFile
 from pdserve.router.http.protocol import BoundedHttpProtocol
 from pdserve.router.http.request_log import RequestLog
+from pdserve.router.log_format import configure_log
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.overview import Overview
 from pdserve.router.process_config import RouterProcessConfig
@@ -69,13 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--die-with-parent", action="store_true", help="end as soon as the starting process is gone")
     arguments = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.die_with_parent:
         die_with_parent()
     try:
         # Every user of the host can read a command line, and the configuration holds the cluster token.
         text = sys.stdin.readline() if arguments.config == "-" else arguments.config
         config = from_json(RouterProcessConfig, text, "the router's configuration")
+        configure_log(config.log_format)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(config))
     except (ValueError, OSError) as error:

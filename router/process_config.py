@@ -41,6 +41,8 @@ class RouterProcessConfig:
     """Serve the page, which shows the cluster, at ``/``."""
     request_log: str = ""
     """File that gets a line of JSON for each request (`pdserve.router.http.request_log`); empty writes none."""
+    log_format: str = "text"
+    """``text``, or ``json``: an object per line."""
     slo: SloConfig = field(default_factory=SloConfig)
     policy: Policy = DEFAULT_POLICY
     max_queued_requests: int = 1024

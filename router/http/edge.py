@@ -244,6 +244,7 @@ class Edge:
                 grammar=request.state.grammar,
             ),
             arrived_s=request.state.arrived_s,
+            request_id=request.state.request_id,
             num_choices=body.num_choices,
             cache_salt=cache_salt,
             tenant="" if caller is None else caller.key.tenant,

@@ -300,7 +300,7 @@ class Dispatcher:
         if attempt is None or event.key.attempt != attempt.number or worker is not attempt.prefill:
             return
         if not attempt.request.take_prompt_logprobs(event.first_position, event.entries):
-            log.error("request %x: no prompt logprobs before position %d", attempt.request_id, event.first_position)
+            log.error("request %s: no prompt logprobs before position %d", attempt.name, event.first_position)
             self._failed(attempt, "prompt logprobs were lost between worker and router")
 
     def event_received(self, worker: Worker, event: RequestEvent) -> None:
@@ -557,7 +557,7 @@ class Dispatcher:
                 attempt.overtook.append(token)
                 return
             expected = len(attempt.emitted)
-            log.error("request %x: token %d came where %d was next", attempt.request_id, token.index, expected)
+            log.error("request %s: token %d came where %d was next", attempt.name, token.index, expected)
             self._failed(attempt, "a token was lost between worker and router")
             return
         is_first = attempt.awaits_first
@@ -685,12 +685,12 @@ class Dispatcher:
         """
         attempt.num_losses += 1
         if attempt.num_losses > MAX_LOSSES and not self._awaits_trial(attempt):
-            log.error("request %x: %d workers in a row ended computing it", attempt.request_id, attempt.num_losses)
+            log.error("request %s: %d workers in a row ended computing it", attempt.name, attempt.num_losses)
             message = f"{attempt.num_losses} workers in a row ended while they computed this request"
             self.fail(attempt.request, GenerationError(500, message))
             return True
         if attempt.num_losses == MAX_LOSSES:
-            log.warning("request %x: %d workers in a row ended computing it", attempt.request_id, MAX_LOSSES)
+            log.warning("request %s: %d workers in a row ended computing it", attempt.name, MAX_LOSSES)
             self._suspects[attempt.request_id] = attempt
         return False
 
@@ -717,14 +717,14 @@ class Dispatcher:
         if worker is not attempt.decode or not attempt.may_rebind or is_late:
             self._retry(attempt, reason, message)
             return
-        log.info("request %x, attempt %d is bound anew: %s (%s)", attempt.request_id, attempt.number, reason, message)
+        log.info("request %s, attempt %d is bound anew: %s (%s)", attempt.name, attempt.number, reason, message)
         attempt.unbind()
         self._observer.retried("rebound", 0)
         self._bind(attempt)
 
     def _retry(self, attempt: Attempt, reason: str, message: str) -> None:
         """Give up the attempt and place the next one."""
-        log.info("request %x, attempt %d: %s (%s)", attempt.request_id, attempt.number, reason, message)
+        log.info("request %s, attempt %d: %s (%s)", attempt.name, attempt.number, reason, message)
         error = self._verdict(attempt)
         if error is not None:
             self.fail(attempt.request, error)

@@ -62,6 +62,8 @@ class RequestSpec:
     """Whose request it is; empty if keys are not asked for."""
     tier: str = DEFAULT_TIER
     """Name of its objectives in the deployment's ``slo``."""
+    request_id: str = ""
+    """The client's ``X-Request-Id``, or one that the edge made; for the log."""
     is_probe: bool = False
     """Health probe of both phases: never prefilled on a decode worker while a prefill worker is up."""
 
@@ -163,6 +165,11 @@ class Attempt:
     """Tokens of the decode worker that arrived before the prefill worker's."""
     _sent: GenerationRequest | None = None
     _blocks: PromptBlocks | None = None
+
+    @property
+    def name(self) -> str:
+        """For the log: the client's id, then that of the choice on workers."""
+        return f"{self.request.spec.request_id or '-'} ({self.request_id:x})"
 
     @property
     def needs_prefill(self) -> bool:
