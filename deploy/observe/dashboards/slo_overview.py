@@ -93,8 +93,21 @@ SLO_OVERVIEW = Dashboard(
         ),
         Row(
             title="Who is hit?",
-            reading="Tenants are those of the API keys; without keys there is one, `anonymous`.",
+            reading="Tiers are those of `slo.tiers` in the deployment file, each with objectives of its own. Tenants "
+            "are those of the API keys; without keys there is one, `anonymous`.",
             panels=(
+                Panel(
+                    title="Attainment by tier",
+                    unit="percentunit",
+                    queries=(
+                        (
+                            'sum by (tier) (rate(pdserve_slo_requests_total{ttft="met", tpot=~"met|none"}[5m])) / '
+                            "(sum by (tier) (rate(pdserve_slo_requests_total[5m])) > 0)",
+                            "{{tier}}",
+                        ),
+                        ("max(pdserve_slo_attainment)", "objective"),
+                    ),
+                ),
                 Panel(
                     title="Worst tenants",
                     unit="percentunit",
@@ -107,11 +120,9 @@ SLO_OVERVIEW = Dashboard(
                         ("max(pdserve_slo_attainment)", "objective"),
                     ),
                     about="Share of requests within both objectives.",
-                    width=12,
                 ),
                 Panel(
                     title="Outcomes",
-                    width=12,
                     unit="reqps",
                     queries=(("sum by (outcome) (rate(pdserve_request_outcomes_total[5m]))", "{{outcome}}"),),
                     is_stacked=True,
