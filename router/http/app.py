@@ -75,7 +75,7 @@ def create_app(
     _add_openai_routes(app, edge)
     _add_status_routes(app, cluster)
     if overview is not None:
-        add_page_routes(app, overview)
+        add_page_routes(app, overview, keys)
     return app
 
 

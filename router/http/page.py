@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from pdserve.router.http.errors import ApiError
+from pdserve.router.http.keys import KeyFile
 from pdserve.router.overview import Overview
 
 _FILES = {
@@ -40,10 +41,12 @@ _HEADERS = {
 _encode = msgspec.json.Encoder().encode
 
 
-def add_page_routes(app: FastAPI, overview: Overview) -> None:
+def add_page_routes(app: FastAPI, overview: Overview, keys: KeyFile | None = None) -> None:
     num_viewers = 0
 
     async def show_file(request: Request, *, data: bytes, media_type: str) -> Response:
+        if keys is not None and keys.caller(request.cookies.get(KEY_COOKIE, "")) is None:
+            data = data.replace(b"<body>", b"<body data-needs-key>")  # so that it asks before a request is refused
         return Response(data, media_type=media_type, headers=_HEADERS)
 
     for path, (name, media_type) in _FILES.items():

@@ -272,4 +272,5 @@ byId("clear").addEventListener("click", () => {
   byId("message").focus();
 });
 
-watch();
+if ("needsKey" in document.body.dataset) askForKey();
+else watch();

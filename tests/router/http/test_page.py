@@ -96,7 +96,7 @@ def test_a_browser_gives_its_key_once(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with running_rig() as rig, page_of(rig, tmp_path, KeyFile(path, b"secret")) as (client, sampling):
-            assert (await client.get("/")).status_code == 200
+            assert "data-needs-key" in (await client.get("/")).text
             assert (await client.get("/page/events")).status_code == 401
             wrong = await client.post("/page/session", headers={"Authorization": f"Bearer {key}x"})
             assert (wrong.status_code, dict(client.cookies)) == (401, {})
@@ -107,6 +107,7 @@ def test_a_browser_gives_its_key_once(tmp_path: Path) -> None:
             assert "samesite=strict" in cookie
             assert "max-age" not in cookie
             assert (await client.get("/v1/models")).status_code == 200
+            assert "data-needs-key" not in (await client.get("/")).text
             assert (await client.get("/v1/models", headers={"Authorization": "Bearer pd-0-0"})).status_code == 401
             assert await read_events(client, sampling, 0.1)
             path.write_text("")
