@@ -57,7 +57,7 @@ class Setting:
         return SloConfig(ttft_seconds=self.ttft_s, tpot_seconds=self.tpot_s)
 
 
-def _layout(prefill: int, decode: int, *, prefill_blocks: int = 0, decode_blocks: int = 0) -> Layout:
+def layout(prefill: int, decode: int, *, prefill_blocks: int = 0, decode_blocks: int = 0) -> Layout:
     return Layout(
         prefill=Pool(role=WorkerRole.PREFILL, replicas=prefill, hardware=H100, num_kv_blocks=prefill_blocks),
         decode=Pool(role=WorkerRole.DECODE, replicas=decode, hardware=H100, num_kv_blocks=decode_blocks),
@@ -65,7 +65,7 @@ def _layout(prefill: int, decode: int, *, prefill_blocks: int = 0, decode_blocks
 
 
 def _two_hosts() -> Layout:
-    one_host = _layout(4, 4)
+    one_host = layout(4, 4)
     assert one_host.prefill is not None
     assert one_host.decode is not None
     return Layout(
@@ -93,28 +93,28 @@ SETTINGS = (
                 )
             ),
         ),
-        layout=_layout(2, 4),
+        layout=layout(2, 4),
         ttft_s=0.5,
         tpot_s=0.012,
         rates=(90, 100),
     ),
     Setting(
         workload=replace(preset("chat"), name="bursts", arrivals=RandomGaps(4.0)),
-        layout=_layout(4, 4),
+        layout=layout(4, 4),
         ttft_s=0.25,
         tpot_s=0.05,
         rates=(170, 200),
     ),
     Setting(
         workload=Workload(name="long-among-short", contents=Conversations(lengths=_LONG_AMONG_SHORT)),
-        layout=_layout(4, 4),
+        layout=layout(4, 4),
         ttft_s=0.5,
         tpot_s=0.05,
         rates=(110, 130),
     ),
     Setting(
         workload=Workload(name="prefixes", contents=_PREFIXED),
-        layout=_layout(4, 6, prefill_blocks=NUM_KV_BLOCKS),
+        layout=layout(4, 6, prefill_blocks=NUM_KV_BLOCKS),
         ttft_s=0.5,
         tpot_s=0.016,
         rates=(65, 80),
@@ -132,7 +132,7 @@ SETTINGS = (
             contents=Conversations(lengths=LogNormalLengths(mean_prompt_tokens=3000, mean_output_tokens=500)),
             arrivals=RandomGaps(2.0),
         ),
-        layout=_layout(4, 3, decode_blocks=NUM_KV_BLOCKS),
+        layout=layout(4, 3, decode_blocks=NUM_KV_BLOCKS),
         ttft_s=0.5,
         tpot_s=0.04,
         rates=(14, 17, 20),
@@ -143,7 +143,7 @@ SETTINGS = (
             contents=Conversations(lengths=FixedLengths(num_prompt_tokens=1000, num_output_tokens=200)),
             arrivals=POISSON,
         ),
-        layout=_layout(4, 4),
+        layout=layout(4, 4),
         ttft_s=0.25,
         tpot_s=0.05,
         rates=(170, 200),

@@ -90,20 +90,20 @@ class Worker(ABC):
         and stays in flight until it starts, so the larger of the two counts is used, not the sum; started ones are
         added."""
         load, in_flight = self.load, self.in_flight
-        return WorkerSnapshot(
-            worker_id=self.worker_id,
-            role=self.role,
-            max_batch_tokens=self.max_batch_tokens,
-            max_batch_size=self.max_batch_size,
-            num_waiting_tokens=load.num_started_tokens + max(load.num_waiting_tokens, in_flight.num_prefill_tokens),
-            num_context_tokens=load.num_context_tokens + in_flight.num_context_tokens,
-            num_decoding=load.num_running + max(load.num_waiting, in_flight.num_decodes),
-            num_free_blocks=load.num_blocks_free + load.num_blocks_cached - in_flight.num_blocks,
-            prefill_correction=self.prefill_correction,
-            decode_correction=self.decode_correction,
-            cached_blocks=self.cached_blocks,
-            host=self.host,
-            num_steps=self.num_steps,
+        return WorkerSnapshot(  # by position, which takes half the time
+            self.worker_id,
+            self.role,
+            self.max_batch_tokens,
+            self.max_batch_size,
+            load.num_started_tokens + max(load.num_waiting_tokens, in_flight.num_prefill_tokens),
+            load.num_context_tokens + in_flight.num_context_tokens,
+            load.num_running + max(load.num_waiting, in_flight.num_decodes),
+            load.num_blocks_free + load.num_blocks_cached - in_flight.num_blocks,
+            self.prefill_correction,
+            self.decode_correction,
+            self.cached_blocks,
+            self.host,
+            self.num_steps,
         )
 
     @abstractmethod

@@ -443,10 +443,15 @@ class _Answers:
 
     def num_tokens(self) -> IntArray:
         """Tokens so far of each answer."""
-        row = self._row[: len(self._ids)]
-        num_steps = np.append(self.num_steps, np.zeros(self.num_rows - len(self.num_steps)))
-        num_tokens: IntArray = np.clip(self._base[: len(row)] + num_steps[row], 1.0, MAX_LENGTH).astype(np.int64)
-        return num_tokens
+        num = len(self._ids)
+        num_tokens = self._base[:num] + self._steps()[self._row[:num]]
+        np.maximum(num_tokens, 1.0, out=num_tokens)
+        np.minimum(num_tokens, MAX_LENGTH, out=num_tokens)
+        return num_tokens.astype(np.int64)
+
+    def _steps(self) -> FloatArray:
+        num_new = self.num_rows - len(self.num_steps)
+        return np.append(self.num_steps, np.zeros(num_new)) if num_new else self.num_steps
 
     def slack(self, now_s: float, lengths: _Lengths) -> tuple[IntArray, FloatArray, FloatArray, FloatArray, FloatArray]:
         """Per answer: row, weight, slack in units of the error, the same per second of mean step, and of stall."""

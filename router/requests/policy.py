@@ -7,9 +7,9 @@ only that worker caches. No I/O, no clock, no state.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import takewhile
 from math import inf
 from typing import NamedTuple
 
@@ -82,11 +82,15 @@ class PromptBlocks:
         return self.num_tokens // self.block_size + 1
 
     def num_cached_tokens(self, cached_blocks: AbstractSet[bytes]) -> int:
-        """Leading tokens whose blocks are all in ``cached_blocks``."""
+        """Leading tokens whose blocks are all in ``cached_blocks``, which has the parent of each of its blocks: workers
+        evict the leaves of a chain first. Takes a logarithm of the known hashes, and each new one once."""
         if not self._num_cacheable:
             return 0
-        num_blocks = len(list(takewhile(cached_blocks.__contains__, self._hashes)))
-        if num_blocks < len(self._hashes):
+        hashes = self._hashes
+        if hashes and hashes[0] not in cached_blocks:
+            return 0
+        num_blocks = bisect_left(hashes, True, key=lambda each: each not in cached_blocks)
+        if num_blocks < len(hashes):
             return num_blocks * self.block_size
         while num_blocks < self._num_cacheable and self._next_hash() in cached_blocks:
             num_blocks += 1

@@ -384,3 +384,14 @@ def test_every_role_has_a_cost_model_of_its_own() -> None:
     prefill = choose_prefill(prompt(100), [P0, D0], costs)
     assert prefill is not None
     assert prefill.ttft_s == COST.prefill_s(100, 0)
+
+
+@given(st.integers(1, 200), st.integers(0, 60), st.integers(0, 60))
+def test_the_longest_prefix_is_found_whatever_was_hashed_before(
+    num_tokens: int, num_first: int, num_second: int
+) -> None:
+    hashes = block_hashes(range(num_tokens), BLOCK_SIZE)
+    blocks = PromptBlocks(range(num_tokens), BLOCK_SIZE)
+    for num_cached in (first, second):
+        expected = min(num_cached, (num_tokens - 1) // BLOCK_SIZE) * BLOCK_SIZE
+        assert blocks.num_cached_tokens(frozenset(hashes[:num_cached])) == expected
