@@ -205,8 +205,8 @@ class RouterConfig:
     policy: Policy = DEFAULT_POLICY
     """Chooses the workers of each request: ``goodput``, ``least-time``, or a baseline to compare with."""
     max_queued_requests: Annotated[int, between(1, 2**20)] = 1024
-    """Upper limit of unfinished answers (a request for n counts n times); further requests get a 429. With API keys a
-    tenant may have as many as are free."""
+    """Upper limit of unfinished answers (a request for n counts n times); further requests get a 429. With API keys or
+    tiers, a tenant may have as many in each as are free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,6 +129,7 @@ class Dispatcher:
         self.costs = costs
         tiers = [settings.slo, *settings.slo.tiers.values()]
         self._placement = placement(settings.policy, costs, tpot_slo_s=min(tier.tpot_seconds for tier in tiers))
+        self._heaviest = max(tier.weight for tier in tiers) or 1.0
         self._settings = settings
         self._now_s = now_s
         self._observer = observer or DispatchObserver()
@@ -144,8 +145,8 @@ class Dispatcher:
         self._cut_off_until_s: dict[tuple[Worker, Worker], float] = {}
         """End of each cut-off by (prefill worker, decode worker); a replaced worker is another key and starts clean."""
         self._request_ids = itertools.count(1)
-        self._num_choices: Counter[str] = Counter()
-        """In flight, by tenant."""
+        self._num_choices: Counter[tuple[str, str]] = Counter()
+        """In flight, by tenant and tier."""
         self._mean_request_s = MIN_RETRY_AFTER_S
 
     @property
@@ -184,7 +185,7 @@ class Dispatcher:
             message = f"no worker would meet the objectives of tier {spec.tier} for this request now"
             raise GenerationError(429, message, retry_after_s=max(decision.choice.retry_after_s, MIN_RETRY_AFTER_S))
         self._requests[request] = None
-        self._num_choices[spec.tenant] += spec.num_choices
+        self._num_choices[spec.tenant, spec.tier] += spec.num_choices
         self.num_accepted += 1
         self._observer.accepted(spec)
         now_s = self._now_s()
@@ -344,7 +345,7 @@ class Dispatcher:
 
     def check_room(self, num_choices: int, *, tenant: str = "", tier: str = DEFAULT_TIER) -> None:
         """Check that a request for that many choices would be accepted now; count one that would not. A tenant may
-        hold as many choices as are free, so that there is always room for others.
+        hold as many choices in a tier as are free, so that there is always room for others.
 
         Raises:
             GenerationError: it would not (overload, drain).
@@ -358,12 +359,12 @@ class Dispatcher:
                 400, f"{num_choices} choices are more than this router takes at once: {max_in_flight}"
             )
         num_in_flight = self._num_choices.total()
-        num_free, num_held = max_in_flight - num_in_flight, self._num_choices[tenant]
+        num_free, num_held = max_in_flight - num_in_flight, self._num_choices[tenant, tier]
         message = ""
         if num_choices > num_free:
             message = f"{num_in_flight} answers are in flight already"
-        elif tenant and num_held and num_held + num_choices > num_free:
-            message = f"{num_held} answers of this tenant are in flight already; the rest is for others"
+        elif (tenant or self._settings.slo.tiers) and num_held and num_held + num_choices > num_free:
+            message = f"{num_held} answers of this tenant and tier are in flight already; the rest is for others"
         if message:
             self._observer.refused(tier)
             wait_s = min(max(self._mean_request_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
@@ -403,9 +404,10 @@ class Dispatcher:
         request.waiting_choices.clear()
         del self._requests[request]
         spec = request.spec
-        self._num_choices[spec.tenant] -= spec.num_choices
-        if not self._num_choices[spec.tenant]:
-            del self._num_choices[spec.tenant]
+        share = spec.tenant, spec.tier
+        self._num_choices[share] -= spec.num_choices
+        if not self._num_choices[share]:
+            del self._num_choices[share]
         self.outcomes[outcome] += 1
         if outcome is Outcome.FINISHED:
             self._mean_request_s += 0.1 * (self._now_s() - request.spec.arrived_s - self._mean_request_s)
@@ -491,7 +493,7 @@ class Dispatcher:
             wanted_s=spec.arrived_s + tier.ttft_seconds if has_objective else inf,
             is_probe=spec.is_probe,
             tpot_slo_s=tier.tpot_seconds,
-            weight=tier.weight,
+            weight=tier.weight / self._heaviest,
             # What was accepted is served.
             may_refuse=tier.when_hopeless == "refuse" and attempt.request not in self._requests and not spec.is_probe,
             share=f"{spec.tenant}/{spec.tier}",

@@ -6,7 +6,8 @@ of prefill. A prompt that has no chance to meet TTFT, or less than its seconds c
 behind all that still have one. A request that would earn nothing anywhere is refused, if its tier says so.
 
 Prompts are due in the order in which their objectives end, each share (a tenant's requests of one tier) behind its own
-work: one that sends more than the others gets no more of the workers. With one share, that is the order of arrival.
+work, which counts the more the less it is worth: shares that send more than others get no more of the workers than by
+weight. With one share, that is the order of arrival.
 
 It keeps a ledger of its own requests: prompts that wait, in the order of workers, and answers that decode, as columns
 of numpy arrays, so that a decision takes a fixed number of array operations.
@@ -110,7 +111,7 @@ class Goodput(Placement):
         for worker, handoff in candidates:
             cost = self.costs[worker.role]
             num_cached = cached[worker.worker_id]
-            due_s = arrival.wanted_s + self._prompts.seconds(worker.worker_id, arrival.share)
+            due_s = arrival.wanted_s + self._turn_s(arrival, worker.worker_id)
             num_behind = self._prompts.num_tokens_after(worker.worker_id, due_s)
             ahead = worker._replace(num_waiting_tokens=max(0, worker.num_waiting_tokens - num_behind))
             ttft_s = predict_ttft_s(ahead, blocks.num_tokens, num_cached, cost)
@@ -196,6 +197,12 @@ class Goodput(Placement):
     def _wanted_s(self, request_id: int) -> float:
         request = self._requests.get(request_id)
         return inf if request is None else request.wanted_s
+
+    def _turn_s(self, arrival: Arrival, worker_id: str) -> float:
+        """Seconds by which the prompt gives way to other shares: those of its share's prompts that wait on the worker,
+        the more the less it is worth."""
+        share_s = self._prompts.seconds(worker_id, arrival.share)
+        return min(share_s / arrival.weight, LATE_S) if arrival.weight else LATE_S
 
     def _book(self, now_s: float, backlog_s: float, spacing_s: float) -> float:
         """Seconds after which a refused request would find the backlog gone: refused ones are asked back one by one,

@@ -43,7 +43,7 @@ class Arrival(NamedTuple):
     tpot_slo_s: float = 0.0
     """TPOT objective; 0 for none."""
     weight: float = 1.0
-    """Worth of meeting both objectives."""
+    """Worth of meeting both objectives, as a share of that in the heaviest tier."""
     may_refuse: bool = False
     """Refuse it if it would meet its objectives nowhere."""
     share: str = ""

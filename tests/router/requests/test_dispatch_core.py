@@ -253,7 +253,7 @@ def test_a_tenant_may_hold_as_many_choices_as_are_free() -> None:
     """Eight requests of n = 128 would take all of 1,024."""
     core = Core(max_in_flight=1024)
     held = [core.start(128, tenant="a") for _ in range(4)]
-    with pytest.raises(GenerationError, match="512 answers of this tenant are in flight"):
+    with pytest.raises(GenerationError, match="512 answers of this tenant and tier are in flight"):
         core.start(128, tenant="a")
     core.start(256, tenant="b")
     core.start(256)
@@ -262,7 +262,7 @@ def test_a_tenant_may_hold_as_many_choices_as_are_free() -> None:
         core.start(tenant="a")
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9), st.booleans()), max_size=30))
+@given(st.lists(st.tuples(st.sampled_from(["a", "b", ""]), st.integers(1, 9), st.booleans()), max_size=30))
 def test_places_are_counted_by_tenant(arrivals: list[tuple[str, int, bool]]) -> None:
     core = Core(max_in_flight=20)
     core.all_up()
@@ -272,9 +272,9 @@ def test_places_are_counted_by_tenant(arrivals: list[tuple[str, int, bool]]) -> 
             open_requests.append(core.start(num_choices, tenant=tenant))
         if ends_one and open_requests:
             core.dispatcher.cancel(open_requests.pop(0))
-        held = Counter[str]()
+        held = Counter[tuple[str, str]]()
         for request in open_requests:
-            held[request.spec.tenant] += request.spec.num_choices
+            held[request.spec.tenant, request.spec.tier] += request.spec.num_choices
         assert core.dispatcher._num_choices == held
         assert held.total() <= 20
         assert core.dispatcher.num_accepted == sum(core.dispatcher.outcomes.values()) + len(open_requests)

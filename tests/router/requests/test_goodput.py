@@ -234,6 +234,9 @@ def test_a_share_waits_behind_its_own_work() -> None:
     assert same is not None
     assert other.ttft_s == predict_ttft_s(P0._replace(num_waiting_tokens=1000), 1000, 0, COST)
     assert same.ttft_s == predict_ttft_s(queue, 1000, 0, COST)
+    light = policy.prefill(arrival(30, 1000)._replace(share="a", weight=0.5), [queue, D0])
+    assert light is not None
+    assert light.due_s - TTFT_S == pytest.approx(2 * (same.due_s - TTFT_S), rel=1e-4)
     for number in range(20):
         policy.prefilled(number, "prefill-0")
     assert placed(policy, arrival(31, 1000)._replace(share="a"), P0, D0).due_s == TTFT_S

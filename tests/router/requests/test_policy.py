@@ -387,9 +387,7 @@ def test_every_role_has_a_cost_model_of_its_own() -> None:
 
 
 @given(st.integers(1, 200), st.integers(0, 60), st.integers(0, 60))
-def test_the_longest_prefix_is_found_whatever_was_hashed_before(
-    num_tokens: int, num_first: int, num_second: int
-) -> None:
+def test_the_longest_prefix_is_found_whatever_was_hashed_before(num_tokens: int, first: int, second: int) -> None:
     hashes = block_hashes(range(num_tokens), BLOCK_SIZE)
     blocks = PromptBlocks(range(num_tokens), BLOCK_SIZE)
     for num_cached in (first, second):
