@@ -162,7 +162,14 @@ async def test_decode_alone_is_not_ready(d: ScriptedWorker) -> None:
         assert not rig.cluster.is_ready
 
 
-ROUTES = (("GET", "/metrics"), ("GET", "/workers"), ("PUT", "/workers"), ("POST", "/drain"), ("GET", "/status"))
+ROUTES = (
+    ("GET", "/metrics"),
+    ("GET", "/targets"),
+    ("GET", "/workers"),
+    ("PUT", "/workers"),
+    ("POST", "/drain"),
+    ("GET", "/status"),
+)
 TOKEN = {"Authorization": "Bearer secret"}
 
 
@@ -181,7 +188,7 @@ async def test_metrics_are_open_by_choice() -> None:
     config = replace(SERVED, admin_token="secret", open_metrics=True)
     async with running_rig() as rig, admin_client(rig, config) as client:
         codes = [(await client.request(*route)).status_code for route in ROUTES]
-    assert codes == [200, 401, 401, 401, 401]
+    assert codes == [200, 200, 401, 401, 401, 401]
 
 
 @with_workers()
