@@ -1,6 +1,6 @@
 """Effect of KV pulls on decoding: step times of a decode batch, quiet and under a full-rate pull, in one run.
 
-    python -m pdserve.bench.step_interference [--transport memfd|grpc] [--json FILE]
+    python -m pdserve.bench.step_interference [--transport memfd|tcp] [--json FILE]
 
 One process decodes a real model on a core of its own; its transfer process pulls blocks of another pool without pause
 on other cores. Quiet and loaded stretches alternate, so that the machine's noise affects both.
@@ -180,7 +180,7 @@ def report(
 
 def main() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument("--transport", choices=("memfd", "grpc"), default="memfd")
+    parser.add_argument("--transport", choices=("memfd", "tcp"), default="memfd")
     arguments = parser.parse_args()
     publish(measure(arguments.transport), arguments.json)
 

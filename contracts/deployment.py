@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pdserve.contracts.codec import NotNegative, Positive, Rule, Share, between, one_of
 from pdserve.contracts.errors import ConfigError
-from pdserve.contracts.placement import DEVICE_SETTINGS, TlsFiles, WorkerRole
+from pdserve.contracts.placement import DEVICE_SETTINGS, TRANSPORTS, TlsFiles, WorkerRole
 from pdserve.contracts.precision import Dtype, KvDtype, Precision, Quantization
 
 MAX_DEGREE = 64
@@ -166,8 +166,8 @@ class PhaseConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvTransferConfig:
-    transport: Annotated[str, one_of("auto", "memfd", "grpc")] = "auto"
-    """``auto``, ``memfd`` (copy on one host) or ``grpc``."""
+    transport: Annotated[str, one_of("auto", *TRANSPORTS)] = "auto"
+    """``auto``: ``memfd`` (a copy) within a host, ``tcp`` between hosts. Or one of them always."""
 
 
 POLICIES = ("goodput", "least-time", "cache-aware", "power-of-two", "least-loaded", "round-robin")

@@ -162,7 +162,9 @@ TRANSFER_SECONDS = Metric(
     "histogram", "pdserve_kv_transfer_seconds", "Pulls, from request to verified.", ("transport",), TTFT_BUCKETS_S
 )
 TRANSFER_BYTES = Metric("histogram", "pdserve_kv_transfer_bytes", "Bytes per pull.", ("transport",), BYTES_BUCKETS)
-TRANSFER_FAILURES = Metric("counter", "pdserve_kv_transfer_failures", "Failed pulls by stage.", ("stage",))
+TRANSFER_FAILURES = Metric(
+    "counter", "pdserve_kv_transfer_failures", "Failed pulls by stage and transport.", ("stage", "transport")
+)
 LINK_PULLS = Metric(
     "counter", "pdserve_kv_link_pulls", "Pulls from a prefill worker, by result.", ("source", "worker", "result")
 )

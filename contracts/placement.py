@@ -10,6 +10,9 @@ from pdserve.contracts.precision import Precision
 DEVICE_SETTINGS = ("auto", "cpu", "cuda")
 """Values of `WorkerConfig.device`."""
 
+TRANSPORTS = ("memfd", "tcp")
+"""Transports of KV: a copy within a host, and a TCP connection. `WorkerConfig.transport` is one of them or ``auto``."""
+
 
 class WorkerRole(Enum):
     """Phases that a worker serves. A decode worker also prefills locally if the policy requests it."""
@@ -63,7 +66,7 @@ class WorkerConfig:
     max_batch_tokens: int = 2048
     max_batch_size: int = 256
     transport: str = "auto"
-    """``auto``, ``memfd`` or ``grpc``."""
+    """``auto``, or one of `TRANSPORTS`."""
     host: str = "127.0.0.1"
     """Address to listen on and to advertise; the system picks ports, and the worker reports them."""
     cluster_token: str = ""

@@ -11,6 +11,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from pdserve.contracts.kv_layout import KV_LAYOUT_VERSION, KvLayout
+from pdserve.contracts.placement import TRANSPORTS
 from pdserve.proto.v1 import kv_pb2
 
 _LAYOUT_FIELDS = [field.name for field in fields(KvLayout)]
@@ -40,16 +41,6 @@ def check_layout(message: kv_pb2.Layout, ours: KvLayout) -> KvLayout:
     if message.num_blocks < 1:
         raise ValueError("KV layout: num_blocks is 0")
     return replace(ours, num_blocks=message.num_blocks)
-
-
-def check_heads(head_start: int, head_end: int, layout: KvLayout) -> None:
-    """Check that a head range is not empty and lies in the source's rank.
-
-    Raises:
-        ValueError: it is empty or out of range.
-    """
-    if not head_start < head_end <= layout.num_kv_heads:
-        raise ValueError(f"KV heads [{head_start}, {head_end}) of {layout.num_kv_heads}")
 
 
 def check_grant(grant: kv_pb2.Grant, *, first_index: int, layout: KvLayout) -> None:
@@ -83,16 +74,16 @@ def ends_request(grant: kv_pb2.Grant) -> bool:
 
 
 def choose_transport(ours: str, theirs: str, *, is_same_host: bool) -> str:
-    """Choose the transport allowed by both sides' settings (``auto``, ``memfd`` or ``grpc``).
+    """Choose the transport allowed by both sides' settings (``auto``, ``memfd`` or ``tcp``).
 
     Raises:
         ValueError: there is none.
     """
     required = {ours, theirs} - {"auto"}
-    if not required <= {"memfd", "grpc"}:
-        raise ValueError(f"unknown KV transport among {sorted(required)}: use auto, memfd or grpc")
+    if not required <= set(TRANSPORTS):
+        raise ValueError(f"unknown KV transport among {sorted(required)}: use auto, memfd or tcp")
     if len(required) > 1:
         raise ValueError(f"KV transport is {theirs} there and {ours} here: set kv_transfer.transport alike")
     if "memfd" in required and not is_same_host:
-        raise ValueError("KV transport memfd needs both workers on one host: set kv_transfer.transport to auto or grpc")
-    return required.pop() if required else ("memfd" if is_same_host else "grpc")
+        raise ValueError("KV transport memfd needs both workers on one host: set kv_transfer.transport to auto or tcp")
+    return required.pop() if required else ("memfd" if is_same_host else "tcp")

@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 
 import grpc
 
 from pdserve.contracts.kv_layout import KvLayout
-from pdserve.contracts.placement import TlsFiles
+from pdserve.contracts.placement import TRANSPORTS, TlsFiles
+from pdserve.kv_transfer import data_stream
 from pdserve.kv_transfer.handshake import check_grant, check_layout, ends_request, host_id, layout_message
 from pdserve.kv_transfer.pool_memory import PeerPools, PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferConfig
-from pdserve.kv_transfer.transports import REFUSED, GrantedBlock, GrpcReceiver, MemfdReceiver, PullError, Receiver
+from pdserve.kv_transfer.transports import (
+    REFUSED,
+    GrantedBlock,
+    MemfdReceiver,
+    PullError,
+    Receiver,
+    TcpReceiver,
+)
 from pdserve.proto.rpc import call_metadata, channel_options, open_channel
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc, transfer_pb2
 
@@ -97,6 +106,21 @@ class PullStream:
             raise PullError(stage, "the source ended the stream too early")
         return message
 
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once the stream has ended or broken."""
+        self._call.add_done_callback(lambda _: callback())
+
+    async def failure(self, stage: str, message: str) -> PullError:
+        """Failure of the data stream: the status of this one if the source has ended it, else ``message``."""
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                while True:
+                    await self.read(stage)
+        except PullError as reason:
+            return reason
+        except TimeoutError:
+            return PullError(stage, message)
+
     async def close(self, *, release: bool) -> None:
         """End the stream. With ``release``, first inform the source that it may free the prompt."""
         if release:
@@ -126,14 +150,28 @@ class Puller:
     """Pulls in flight."""
 
     def __init__(
-        self, *, config: TransferConfig, memory: PoolMemory, send: Callable[[transfer_pb2.TransferToEngine], None]
+        self,
+        *,
+        config: TransferConfig,
+        memory: PoolMemory,
+        tls: ssl.SSLContext | None,
+        send: Callable[[transfer_pb2.TransferToEngine], None],
     ) -> None:
+        """
+        Args:
+            tls: encrypts data streams; that of the gRPC streams is in ``config``.
+        """
         self.peer_pools = PeerPools()
         self._config = config
+        self._tls = tls
         self._memory = memory
         self._send = send
         self._running: dict[int, asyncio.Task[transfer_pb2.PullDone]] = {}
+        self._transports: dict[int, str] = {}
+        """Transport of each running pull that has been opened."""
         self._closing: set[asyncio.Task[None]] = set()
+        self._logged: set[tuple[str, str]] = set()
+        """Hosts and transports in the log."""
 
     def start(self, order: transfer_pb2.StartPull) -> None:
         """Start a pull. Exactly one `PullDone` follows."""
@@ -157,6 +195,7 @@ class Puller:
             done = _failure(pull_id, "copy", f"unexpected {type(error).__name__}")
         else:
             done = task.result()
+        done.transport = self._transports.pop(pull_id, "")
         self._send(transfer_pb2.TransferToEngine(pull_done=done))
 
     async def _pull(self, order: transfer_pb2.StartPull) -> transfer_pb2.PullDone:
@@ -172,11 +211,11 @@ class Puller:
         """Pull the prompt. Retries while it is leased, because a source may need a moment to notice that the previous
         stream is gone, and over gRPC if its pool cannot be mapped."""
         self._check_targets(order)
-        transport = self._config.transport
+        transport, reason = self._config.transport, "as configured"
         busy_until_s = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             try:
-                return await self._fetch_over(transport, order)
+                return await self._fetch_over(transport, order, reason)
             except SourceBusyError:
                 if time.monotonic() > busy_until_s:
                     raise
@@ -184,7 +223,7 @@ class Puller:
             except _PoolUnreachableError as error:
                 if transport != "auto":
                     raise PullError("connect", f"KV transport memfd is impossible here: {error}") from error
-                transport = "grpc"
+                transport, reason = "tcp", f"its pool cannot be mapped here: {error}"
 
     def _check_targets(self, order: transfer_pb2.StartPull) -> None:
         num_blocks = self._memory.layout.num_blocks
@@ -192,7 +231,7 @@ class Puller:
         if len(targets) != len(order.block_ids) or any(block_id >= num_blocks for block_id in targets):
             raise PullError(REFUSED, f"the target blocks are not distinct blocks of a pool of {num_blocks}")
 
-    async def _fetch_over(self, transport: str, order: transfer_pb2.StartPull) -> transfer_pb2.PullDone:
+    async def _fetch_over(self, transport: str, order: transfer_pb2.StartPull, reason: str) -> transfer_pb2.PullDone:
         async with self._stream(order.source.address) as stream:
             opened = await stream.open(
                 kv_pb2.PullOpen(
@@ -200,20 +239,27 @@ class Puller:
                     handle=order.source.handle,
                     layout=layout_message(self._memory.layout),
                     num_cached_blocks=order.num_cached_blocks,
-                    head_start=0,
-                    head_end=self._memory.layout.num_kv_heads,
                     transport=transport,
                     host_id=host_id(),
                 )
             )
-            if opened.transport not in ("memfd", "grpc") or transport not in ("auto", opened.transport):
+            if opened.transport not in TRANSPORTS or transport not in ("auto", opened.transport):
                 raise PullError(REFUSED, f"the source chose transport {opened.transport!r} for {transport!r}")
             try:
                 layout = check_layout(opened.layout, self._memory.layout)
             except ValueError as error:
                 raise PullError(REFUSED, str(error)) from error
-            receiver = self._receiver(opened, layout, stream)
-            return await _receive_prompt(order, opened.transport, layout, stream, receiver)
+            self._transports[order.pull_id] = opened.transport
+            if transport == "auto":
+                reason = "it is on this host" if opened.transport == "memfd" else "it is on another host"
+            async with self._receiver(opened, layout, _host(order), stream) as receiver:
+                self._log_choice(_host(order), opened.transport, reason)
+                return await _receive_prompt(order, layout, stream, receiver)
+
+    def _log_choice(self, host: str, transport: str, reason: str) -> None:
+        if (host, transport) not in self._logged:
+            self._logged.add((host, transport))
+            _log.info("KV from workers at %s comes by %s: %s", host, transport, reason)
 
     @asynccontextmanager
     async def _stream(self, address: str) -> AsyncIterator[PullStream]:
@@ -223,7 +269,7 @@ class Puller:
             address=address,
             cluster_token=self._config.cluster_token,
             tls=self._config.tls,
-            max_message_bytes=layout.block_bytes + 16 * layout.num_blocks + (64 << 10),  # a block, or a grant of all
+            max_message_bytes=16 * layout.num_blocks + (64 << 10),  # a grant of all blocks
         )
         is_complete = False
         try:
@@ -237,18 +283,38 @@ class Puller:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    def _receiver(self, opened: kv_pb2.Opened, layout: KvLayout, stream: PullStream) -> Receiver:
-        if opened.transport == "grpc":
-            return GrpcReceiver(self._memory, partial(stream.read, "copy"))
-        try:
-            pool = self.peer_pools.get(opened.pool_path, opened.pool_inode, layout)
-        except (OSError, ValueError) as error:
-            raise _PoolUnreachableError(str(error)) from error
-        return MemfdReceiver(self._memory, pool)
+    @asynccontextmanager
+    async def _receiver(
+        self, opened: kv_pb2.Opened, layout: KvLayout, host: str, stream: PullStream
+    ) -> AsyncIterator[Receiver]:
+        match opened.transport:
+            case "memfd":
+                try:
+                    pool = self.peer_pools.get(opened.pool_path, opened.pool_inode, layout)
+                except (OSError, ValueError) as error:
+                    raise _PoolUnreachableError(str(error)) from error
+                yield MemfdReceiver(self._memory, pool)
+            case "tcp":
+                try:
+                    data = await data_stream.connect(
+                        host, opened.data_port, ticket=opened.ticket, token=self._config.cluster_token, tls=self._tls
+                    )
+                except OSError as error:
+                    message = f"no data stream to {host}:{opened.data_port}: {error}"
+                    raise await stream.failure("connect", message) from error
+                stream.on_end(
+                    data.close
+                )  # else a source that is stopped or cut off would be waited for to the deadline
+                with closing(data):
+                    yield TcpReceiver(self._memory, data)
+
+
+def _host(order: transfer_pb2.StartPull) -> str:
+    return order.source.address.rpartition(":")[0].strip("[]")
 
 
 async def _receive_prompt(
-    order: transfer_pb2.StartPull, transport: str, layout: KvLayout, stream: PullStream, receiver: Receiver
+    order: transfer_pb2.StartPull, layout: KvLayout, stream: PullStream, receiver: Receiver
 ) -> transfer_pb2.PullDone:
     """Receive grants and fetch their blocks, up to the final grant. ``layout`` is the source's."""
     num_granted = 0
@@ -259,7 +325,10 @@ async def _receive_prompt(
         if ends_request(grant):
             break
         blocks = _missing_blocks(order, grant)
-        await receiver.receive(blocks)
+        try:
+            await receiver.receive(blocks)
+        except OSError as error:
+            raise await stream.failure("copy", f"the data stream broke: {error}") from error
         num_received += len(blocks)
         num_granted += len(grant.block_ids)
         if grant.final:
@@ -269,7 +338,6 @@ async def _receive_prompt(
         pull_id=order.pull_id,
         first_token=grant.first_token,
         num_tokens=grant.num_tokens,
-        transport=transport,
         bytes=num_received * layout.block_bytes,
         seconds=time.monotonic() - granted_at_s,
     )

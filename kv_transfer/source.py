@@ -10,13 +10,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from pdserve.kv_transfer.data_stream import DataListener, ExpectedStream
 from pdserve.kv_transfer.handshake import (
     check_grant,
-    check_heads,
     check_layout,
     choose_transport,
     ends_request,
@@ -25,7 +26,7 @@ from pdserve.kv_transfer.handshake import (
 )
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferConfig
-from pdserve.kv_transfer.transports import block_data
+from pdserve.kv_transfer.transports import batches, send_batch
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc, transfer_pb2
 
 OPEN_TIMEOUT_S = 5.0
@@ -51,6 +52,8 @@ class _Offer:
     """Blocks granted so far."""
     is_leased: bool = False
     is_withdrawn: bool = False
+    data: ExpectedStream | None = None
+    """Data stream of the lease."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by a new grant, the withdrawal or a release. Cleared by the lease that waits for it."""
 
@@ -68,10 +71,16 @@ class Source(kv_pb2_grpc.KvTransferServicer):
     """Table of offers, with the gRPC service for them."""
 
     def __init__(
-        self, *, config: TransferConfig, memory: PoolMemory, send: Callable[[transfer_pb2.TransferToEngine], None]
+        self,
+        *,
+        config: TransferConfig,
+        memory: PoolMemory,
+        listener: DataListener,
+        send: Callable[[transfer_pb2.TransferToEngine], None],
     ) -> None:
         self._config = config
         self._memory = memory
+        self._listener = listener
         self._send = send
         self._offers: dict[bytes, _Offer] = {}
 
@@ -102,9 +111,11 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         if offer is not None:
             offer.is_withdrawn = True
             offer.changed.set()
+            if offer.data is not None:
+                offer.data.end()
 
     async def Pull(self, request_iterator: object, context: _Context) -> None:  # type: ignore[override]  # noqa: N802
-        """Serve one pull: `Opened`, then grants (and block data) as they come, until the puller releases the prompt."""
+        """Serve one pull: `Opened`, then grants as they come, until the puller releases the prompt."""
         # A coroutine that writes, not a generator that yields: its `finally` runs at once when the stream breaks.
         try:
             opening = await self._read_open(context)
@@ -120,9 +131,13 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         release = asyncio.ensure_future(_is_release(context))
         release.add_done_callback(lambda _: offer.changed.set())
         try:
-            is_released = await self._serve(offer, opening, transport, context, release)
+            with self._listener.expect() as offer.data:
+                # A puller that leaves early must not be waited for; one that releases the prompt has everything.
+                release.add_done_callback(partial(_end, offer.data))
+                is_released = await self._serve(offer, opening, transport, context, release, offer.data)
         finally:
             release.cancel()
+            offer.data = None
             self._end_lease(offer, is_released)
 
     async def _read_open(self, context: _Context) -> kv_pb2.PullOpen:
@@ -152,10 +167,6 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             )
         except ValueError as error:
             raise _RefusalError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
-        try:
-            check_heads(opening.head_start, opening.head_end, self._memory.layout)
-        except ValueError as error:
-            raise _RefusalError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
         if offer.is_leased:
             raise _RefusalError(grpc.StatusCode.ALREADY_EXISTS, "another worker is pulling the prompt")
         return offer, transport
@@ -167,12 +178,16 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         transport: str,
         context: _Context,
         release: asyncio.Future[bool],
+        data: ExpectedStream,
     ) -> bool:
         """Send everything, then wait for the release; ``False`` if the puller leaves without it."""
         opened = kv_pb2.Opened(transport=transport, layout=layout_message(self._memory.layout))
         if transport == "memfd":
             opened.pool_path = self._memory.path
             opened.pool_inode = self._memory.inode
+        if transport == "tcp":
+            opened.data_port = self._listener.port
+            opened.ticket = data.ticket
         await context.write(kv_pb2.SourceMessage(opened=opened))
         num_sent = 0
         while True:
@@ -186,24 +201,19 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             grant = offer.grants[num_sent]
             num_sent += 1
             await context.write(kv_pb2.SourceMessage(grant=grant))
-            if transport == "grpc" and not ends_request(grant):
-                await self._send_blocks(offer, grant, opening, context)
+            if transport == "tcp" and not ends_request(grant):
+                await self._send_blocks(offer, grant, opening, data)
 
     async def _send_blocks(
-        self, offer: _Offer, grant: kv_pb2.Grant, opening: kv_pb2.PullOpen, context: _Context
+        self, offer: _Offer, grant: kv_pb2.Grant, opening: kv_pb2.PullOpen, data: ExpectedStream
     ) -> None:
-        for index, block_id in enumerate(grant.block_ids, grant.first_index):
-            if index < opening.num_cached_blocks:
-                continue
+        missing = grant.block_ids[max(0, opening.num_cached_blocks - grant.first_index) :]
+        try:
+            for batch in batches(missing, self._memory.layout):
+                await send_batch(await data.get(), self._memory, batch)
+        except OSError as error:
             offer.check()
-            data = block_data(
-                self._memory,
-                index=index,
-                block_id=block_id,
-                head_start=opening.head_start,
-                head_end=opening.head_end,
-            )
-            await context.write(kv_pb2.SourceMessage(data=data))
+            raise _RefusalError(grpc.StatusCode.UNAVAILABLE, f"the data stream broke: {error}") from error
 
     def _end_lease(self, offer: _Offer, is_released: bool) -> None:
         offer.is_leased = False
@@ -214,6 +224,10 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             self._send(transfer_pb2.TransferToEngine(released=transfer_pb2.Released(handle=offer.handle)))
         else:
             self._send(transfer_pb2.TransferToEngine(lease_lost=transfer_pb2.LeaseLost(handle=offer.handle)))
+
+
+def _end(data: ExpectedStream, release: asyncio.Future[bool]) -> None:
+    data.end()
 
 
 async def _is_release(context: _Context) -> bool:

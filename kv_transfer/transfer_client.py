@@ -36,8 +36,6 @@ SILENCE_S = 3
 """A transfer process that sends nothing for this long hangs and is killed: it would keep its blocks for ever."""
 
 _MODULE = "pdserve.kv_transfer.transfer_process"
-_MALLOC_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
-"""Settings that reuse memory for block-sized buffers: page faults on fresh memory halved the speed of gRPC."""
 
 _log = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 64 << 20
@@ -53,7 +51,7 @@ class TransferConfig:
     """Address to listen on, reachable by peers."""
     cluster_token: str
     transport: str
-    """``auto``, ``memfd`` or ``grpc``."""
+    """``auto``, or one of `TRANSPORTS`."""
     cpu_cores: tuple[int, ...]
     """Cores to run on; empty leaves the affinity alone."""
     parent_pid: int
@@ -202,9 +200,7 @@ class TransferProcess:
             with self._child_pipe:
                 fds = (self._child_pipe.fileno(), memory_fd)
                 command = [sys.executable, "-m", _MODULE, *map(str, fds)]
-                self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, pass_fds=fds, env=os.environ | _MALLOC_SETTINGS
-                )
+                self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
             self._read_messages()
         finally:
             self._end()

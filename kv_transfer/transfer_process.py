@@ -19,6 +19,7 @@ from collections.abc import Callable
 import grpc
 
 from pdserve.contracts.codec import from_json
+from pdserve.kv_transfer.data_stream import DataListener, tls_context
 from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.puller import Puller
@@ -49,8 +50,12 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
         # An engine that has stopped reading counts as dead.
         assert writer.transport.get_write_buffer_size() <= MAX_FRAME_BYTES
 
-    source = Source(config=config, memory=memory, send=send)
-    puller = Puller(config=config, memory=memory, send=send)
+    tls = config.tls
+    listener = DataListener(
+        host=config.host, token=config.cluster_token, tls=tls_context(tls, is_server=True) if tls else None
+    )
+    source = Source(config=config, memory=memory, listener=listener, send=send)
+    puller = Puller(config=config, memory=memory, tls=tls_context(tls, is_server=False) if tls else None, send=send)
     server = grpc.aio.server(
         interceptors=(TokenInterceptor(config.cluster_token),),
         options=server_options(MAX_PULL_MESSAGE_BYTES),
@@ -60,7 +65,7 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
     address = listen(server, config.host, config.tls)
     await server.start()
     send(transfer_pb2.TransferToEngine(ready=transfer_pb2.Ready(address=address)))
-    housekeeping = asyncio.ensure_future(_keep_house(puller, send))
+    tasks = [asyncio.ensure_future(_keep_house(puller, send)), asyncio.ensure_future(listener.accept_forever())]
     while (frame := await read_frame(reader)) is not None:
         message = transfer_pb2.EngineToTransfer.FromString(frame)
         match message.WhichOneof("body"):
@@ -78,7 +83,8 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
                 break
             case unknown:
                 raise AssertionError(unknown)
-    housekeeping.cancel()
+    for task in tasks:
+        task.cancel()
     await server.stop(None)
 
 
@@ -93,7 +99,7 @@ async def _keep_house(puller: Puller, send: Callable[[transfer_pb2.TransferToEng
 def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which then sends Shutdown
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s transfer process: %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s transfer process: %(message)s")
     pipe_fd, memory_fd = (int(argument) for argument in sys.argv[1:])
     pipe = socket.socket(fileno=pipe_fd)
     first_frame = receive_frame(pipe)

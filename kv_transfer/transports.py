@@ -1,4 +1,4 @@
-"""Transports of granted blocks: a copy from the source's mapped pool, or messages in the pull's gRPC stream.
+"""Transports of granted blocks: a copy from the source's mapped pool, or a data stream.
 
 A receiver returns from ``receive`` only when every block is copied and verified. Copies run on the event loop
 between two awaits, never in a thread: a cancelled pull therefore writes nothing more, and the loop gets a turn every
@@ -8,16 +8,20 @@ few milliseconds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, Protocol
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import xxhash
 
 from pdserve.contracts.kv_layout import KvLayout
+from pdserve.kv_transfer.data_stream import DataStream
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.proto.v1 import kv_pb2
 
 COPY_BYTES_PER_TURN = 4 << 20
+BATCH_BYTES = 1 << 20
+"""Bytes of blocks between two trailers of a data stream; both sides must agree. Few enough that a batch is still in a
+core's cache when its digests are computed."""
 
 REFUSED = "refused"
 """Failure stage of a pull that no other decode worker could complete either."""
@@ -49,7 +53,8 @@ class Receiver(Protocol):
         """Copy and verify all KV heads of ``blocks``.
 
         Raises:
-            PullError: a block could not be received or failed verification.
+            PullError: a block failed verification.
+            OSError: the connection broke.
         """
         ...
 
@@ -75,51 +80,72 @@ class MemfdReceiver:
         check_generation(block, self._source.generations[block.source_id])
 
 
-class GrpcReceiver:
-    """Receives blocks from the pull's stream, in the order of the grants."""
+class TcpReceiver:
+    """Receives blocks from a data stream into their targets, in batches: the bytes of some blocks, then a trailer with
+    the generation and the digests of each. A block must not be used before its trailer is verified."""
 
-    def __init__(self, target: PoolMemory, read: Callable[[], Awaitable[kv_pb2.SourceMessage]]) -> None:
+    def __init__(self, target: PoolMemory, stream: DataStream) -> None:
         self._target = target
-        self._read = read
+        self._stream = stream
+        self._trailer = trailer_struct(target.layout)
 
     async def receive(self, blocks: Sequence[GrantedBlock]) -> None:
         num_heads = self._target.layout.num_kv_heads
-        for block in blocks:
-            message = await self._read()
-            if message.WhichOneof("body") != "data":
-                raise PullError("copy", f"block {block.position} was expected, {message.WhichOneof('body')} came")
-            verify_block_data(message.data, block, self._target.layout)
-            self._target.block(block.target_id, 0, num_heads)[:] = message.data.data
+        for batch in batches(blocks, self._target.layout):
+            for block in batch:
+                await self._stream.receive_into(self._target.block(block.target_id, 0, num_heads))
+            trailers = await self._stream.receive(len(batch) * self._trailer.size)
+            for block, trailer in zip(batch, self._trailer.iter_unpack(trailers), strict=True):
+                self._verify(block, *trailer)
+            await asyncio.sleep(0)
+
+    def _verify(self, block: GrantedBlock, generation: int, *digests: int) -> None:
+        check_generation(block, generation)
+        layout = self._target.layout
+        if list(digests) != head_digests(self._target.block(block.target_id, 0, layout.num_kv_heads), layout):
+            raise _damaged(block)
 
 
-def block_data(memory: PoolMemory, *, index: int, block_id: int, head_start: int, head_end: int) -> kv_pb2.BlockData:
-    """Message with a block's KV heads ``[head_start, head_end)`` and the integrity data of exactly these bytes."""
-    data = bytes(memory.block(block_id, head_start, head_end))
-    generation = memory.generations[block_id]  # after the copy
-    return kv_pb2.BlockData(
-        index=index, generation=generation, data=data, digests=head_digests(data, memory.layout.head_bytes)
-    )
-
-
-def head_digests(data: bytes, head_bytes: int) -> list[int]:
-    """xxh3-64 of each KV head in ``data``, ``[num_heads, head_bytes]`` bytes."""
-    view = memoryview(data)
-    return [xxhash.xxh3_64_intdigest(view[start : start + head_bytes]) for start in range(0, len(data), head_bytes)]
-
-
-def verify_block_data(data: kv_pb2.BlockData, block: GrantedBlock, layout: KvLayout) -> None:
-    """Check that a message holds all KV heads of the granted block, undamaged and with the granted generation.
+async def send_batch(stream: DataStream, memory: PoolMemory, block_ids: Sequence[int]) -> None:
+    """Send the blocks of one batch, and their trailer.
 
     Raises:
-        PullError: it does not; its bytes must not be used.
+        OSError: the stream broke.
     """
-    if data.index != block.position:
-        raise PullError("copy", f"block {block.position} was expected, block {data.index} came")
-    if len(data.data) != layout.block_bytes:
-        raise PullError("copy", f"block {block.position} came with {len(data.data)} bytes of {layout.block_bytes}")
-    if list(data.digests) != head_digests(data.data, layout.head_bytes):
-        raise PullError("verify", f"block {block.position} was damaged on its way: its digest differs")
-    check_generation(block, data.generation)
+    trailers = bytearray()
+    trailer = trailer_struct(memory.layout)
+    for block_id in block_ids:
+        view = memory.block(block_id, 0, memory.layout.num_kv_heads)
+        digests = head_digests(view, memory.layout)
+        await stream.send(view)
+        # The generation is read after the copy: an owner raises it before it writes anything new.
+        trailers += trailer.pack(memory.generations[block_id], *digests)
+    await stream.send(memoryview(trailers))
+    await asyncio.sleep(0)
+
+
+_Block = TypeVar("_Block")
+
+
+def batches(blocks: Sequence[_Block], layout: KvLayout) -> Iterator[Sequence[_Block]]:
+    """Split the blocks of one grant into the batches of a data stream."""
+    size = max(1, BATCH_BYTES // layout.block_bytes)
+    return (blocks[start : start + size] for start in range(0, len(blocks), size))
+
+
+def trailer_struct(layout: KvLayout) -> struct.Struct:
+    """Generation and xxh3-64 of each KV head of a block."""
+    return struct.Struct(f"<{1 + layout.num_kv_heads}Q")
+
+
+def head_digests(view: memoryview[int], layout: KvLayout) -> list[int]:
+    """xxh3-64 of each KV head in ``view``, ``[num_heads, head_bytes]`` bytes."""
+    head_bytes = layout.head_bytes
+    return [xxhash.xxh3_64_intdigest(view[start : start + head_bytes]) for start in range(0, len(view), head_bytes)]
+
+
+def _damaged(block: GrantedBlock) -> PullError:
+    return PullError("verify", f"block {block.position} was damaged on its way: its digest differs")
 
 
 def check_generation(block: GrantedBlock, generation: int) -> None:

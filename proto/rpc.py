@@ -20,7 +20,8 @@ KEEPALIVE_TIMEOUT_MS = 2000
 CONNECT_ATTEMPT_MS = 2000
 
 _KEY = "authorization"
-_TLS_NAME = "pdserve"
+TLS_NAME = "pdserve"
+"""Name in every certificate, instead of each host's address."""
 _COMMON: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
@@ -63,8 +64,7 @@ def open_channel(address: str, options: Sequence[tuple[str, int]], tls: TlsFiles
         return grpc.aio.insecure_channel(address, options=options)
     ca, certificate, key = read_tls_files(tls)
     credentials = grpc.ssl_channel_credentials(ca, key, certificate)
-    # Certificates carry one name instead of each host's address.
-    named = (*options, ("grpc.ssl_target_name_override", _TLS_NAME), ("grpc.default_authority", _TLS_NAME))
+    named = (*options, ("grpc.ssl_target_name_override", TLS_NAME), ("grpc.default_authority", TLS_NAME))
     return grpc.aio.secure_channel(address, credentials, options=named)
 
 

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from pdserve.contracts import metrics
 from pdserve.contracts.deployment import DEFAULT_TIER, SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.placement import TRANSPORTS, WorkerRole
 from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.worker import Worker
@@ -35,6 +35,8 @@ reservation of blocks.
 
 FAILURE_STAGES = ("connect", "refused", "grant", "copy", "verify", "aborted", "deadline")
 """Values of the ``stage`` label: `PullDone.failure_stage`."""
+NO_TRANSPORT = "none"
+"""``transport`` of a pull that failed before one was chosen."""
 
 RETRY_REASONS = ("cancelled", "expired", "failed", "kv_unavailable", "rebound", "refused", "worker_lost")
 """Values of the ``reason`` label: ``expired``, no decode worker pulled the prompt in time; ``rebound``, another decode
@@ -211,7 +213,8 @@ class RouterMetrics(DispatchObserver):
         for outcome in Outcome:
             self.outcomes.labels(outcome.value)
         for stage in FAILURE_STAGES:
-            self.transfer_failures.labels(stage)
+            for transport in (*TRANSPORTS, NO_TRANSPORT):
+                self.transfer_failures.labels(stage, transport)
         for reason in RETRY_REASONS:
             self.redispatches.labels(reason)
             self.replayed_tokens.labels(reason)
@@ -296,7 +299,7 @@ class RouterMetrics(DispatchObserver):
             self._links.add(link)
         done, failed = self.link_pulls.labels(*link, "done"), self.link_pulls.labels(*link, "failed")
         if report.failure_stage:
-            self.transfer_failures.labels(report.failure_stage).inc()
+            self.transfer_failures.labels(report.failure_stage, report.transport or NO_TRANSPORT).inc()
             failed.inc()
         else:
             done.inc()

@@ -1,11 +1,12 @@
-"""``pdserve bench``: benchmarks of a running server (`pdserve.deploy.commands.bench_load`), and of the kernels on this
-machine's GPU.
+"""``pdserve bench``: benchmarks of a running server (`pdserve.deploy.commands.bench_load`), of KV transfer, and
+of the kernels on this machine's GPU.
 
 Benchmarks of the project itself are modules of `pdserve.bench`.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +15,12 @@ import typer
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.commands.bench_load import serve, sweep
 
-app = typer.Typer(help="Measure a running server, or the kernels.")
+app = typer.Typer(help="Measure a running server, KV transfer, or the kernels.")
 
 
 @app.callback()
 def group() -> None:
-    """Measure a running server, or the kernels."""
+    """Measure a running server, KV transfer, or the kernels."""
 
 
 app.command(epilog="Example: pdserve bench serve --request-rate 4 --num-prompts 500 --dataset-name chat")(serve)
@@ -67,3 +68,28 @@ def kernels(
         raise typer.BadParameter(str(error)) from error
     except NoGpuError as error:
         raise DeployError(str(error)) from error
+
+
+@app.command(epilog="Example: pdserve bench transfer --blocks 1,64 --rounds 10")
+def transfer(
+    blocks: Annotated[str, typer.Option(help="Numbers of blocks to pull; 256 are a prompt of 4,096 tokens.")] = (
+        "1,16,64,256"
+    ),
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds over all cases, of which the fastest counts.")] = 5,
+    tls: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Encrypt, with the files of make-certificates.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Pull KV between two transfer processes of this host, beside a bare copy, socket and gRPC stream."""
+    from pdserve.bench.transfer import result_lines, run, tls_files
+
+    try:
+        counts = [int(count) for count in blocks.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{blocks!r} is not a list of numbers, such as 1,64", param_hint="--blocks") from error
+    if min(counts) < 1:
+        raise typer.BadParameter("a pull has at least 1 block", param_hint="--blocks")
+    result = run(counts, rounds, tls_files(tls) if tls else None)
+    typer.echo(json.dumps(result) if as_json else "\n".join(result_lines(result)))
+    return 0

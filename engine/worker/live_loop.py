@@ -67,6 +67,9 @@ STALL_LIMIT_S = 5.0
 STALL_FACTOR = 10.0
 """A turn is a hang if it exceeds both the limit and this multiple of its step's predicted time."""
 
+PULL_GRACE_S = 10.0
+"""Time after a pull's deadline in which the transfer process must have reported its end, copies to a GPU included."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -146,6 +149,8 @@ class LiveLoop:
         self._emulated_pull_s = emulated_pull_s
         self._pull_sources: dict[int, str] = {}
         """Addresses by pull that has not ended."""
+        self._pulls_due_s: dict[int, float] = {}
+        """Latest instant at which the end of each running pull is known."""
         self._turned_s = time.monotonic()
         self.drained = Event()
         """Set once a drain was requested and no work is left."""
@@ -159,13 +164,18 @@ class LiveLoop:
         """Turn until `Inbox.stop`.
 
         Raises:
-            RuntimeError: `Inbox.stop` reported a failure, or the executor fails every step.
+            RuntimeError: `Inbox.stop` reported a failure, the executor fails every step, or the transfer process does
+                not end a pull: it may still write to the blocks, so nobody else can have them.
         """
         wait = Wait.MESSAGE
         while (messages := self._inbox.take_all(self._idle_s() if wait is Wait.MESSAGE else 0.0)) is not None:
             for message in messages:
+                if isinstance(message, PullResult):
+                    self._pulls_due_s.pop(message.pull_id, None)
                 self._loop.handle(message, time.monotonic())
             self._turned_s = time.monotonic()
+            if self._pulls_due_s and min(self._pulls_due_s.values()) < self._turned_s:
+                raise RuntimeError("the transfer process did not end a pull at its deadline")
             wait = self._loop.turn(self._turned_s)
             if wait is Wait.STEP:
                 self._take_oldest()
@@ -180,6 +190,7 @@ class LiveLoop:
             min_duration_s = 0.0
             if isinstance(order, StartPullEvent):
                 self._pull_sources[order.pull_id] = order.source.address
+                self._pulls_due_s[order.pull_id] = time.monotonic() + order.deadline_s + PULL_GRACE_S
                 if self._emulated_pull_s is not None:
                     min_duration_s = self._emulated_pull_s(len(order.block_ids))
             self._send_order(order_to_proto(order, min_duration_s))

@@ -4,8 +4,8 @@ isort:skip_file
 Transfer process <-> transfer process: pulling parked KV blocks.
 
 The puller opens `Pull`; as long as the stream stands, the source keeps the blocks (the stream is the lease). The
-source answers with grants, chunk by chunk as prefill completes them, and on the gRPC transport with the bytes. A pull
-that ends without `Release` leaves the prompt parked for another puller until it times out.
+source answers with grants, chunk by chunk as prefill completes them. The bytes move elsewhere: see `Opened`. A pull that
+ends without `Release` leaves the prompt parked for another puller until it times out.
 """
 
 from collections import abc as _abc
@@ -62,19 +62,14 @@ class PullOpen(_message.Message):
     HANDLE_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
-    HEAD_START_FIELD_NUMBER: _builtins.int
-    HEAD_END_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     worker_epoch: _builtins.int
     handle: _builtins.bytes
     num_cached_blocks: _builtins.int
     """leading blocks that the puller has and does not need"""
-    head_start: _builtins.int
-    """KV heads [head_start, head_end) of the source's rank"""
-    head_end: _builtins.int
     transport: _builtins.str
-    """"auto", "memfd" or "grpc" """
+    """"auto", "memfd" or "tcp" """
     host_id: _builtins.str
     """equal ids can reach each other's /proc"""
     @_builtins.property
@@ -88,14 +83,12 @@ class PullOpen(_message.Message):
         handle: _builtins.bytes = ...,
         layout: Global___Layout | None = ...,
         num_cached_blocks: _builtins.int = ...,
-        head_start: _builtins.int = ...,
-        head_end: _builtins.int = ...,
         transport: _builtins.str = ...,
         host_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "head_end", b"head_end", "head_start", b"head_start", "host_id", b"host_id", "layout", b"layout", "num_cached_blocks", b"num_cached_blocks", "transport", b"transport", "worker_epoch", b"worker_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "host_id", b"host_id", "layout", b"layout", "num_cached_blocks", b"num_cached_blocks", "transport", b"transport", "worker_epoch", b"worker_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -162,27 +155,23 @@ class SourceMessage(_message.Message):
 
     OPENED_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
-    DATA_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___Opened:
         """first"""
 
     @_builtins.property
     def grant(self) -> Global___Grant: ...
-    @_builtins.property
-    def data(self) -> Global___BlockData: ...
     def __init__(
         self,
         *,
         opened: Global___Opened | None = ...,
         grant: Global___Grant | None = ...,
-        data: Global___BlockData | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "data", b"data", "grant", b"grant", "opened", b"opened"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "grant", b"grant", "opened", b"opened"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "data", b"data", "grant", b"grant", "opened", b"opened"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "grant", b"grant", "opened", b"opened"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["opened", "grant", "data"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["opened", "grant"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -190,7 +179,7 @@ Global___SourceMessage: _TypeAlias = SourceMessage  # noqa: Y015
 
 @_typing.final
 class Opened(_message.Message):
-    """How the bytes will move: from a mapped file of the source, or in this stream."""
+    """How the bytes will move: from a mapped file of the source, or in a TCP connection to it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -198,12 +187,18 @@ class Opened(_message.Message):
     POOL_PATH_FIELD_NUMBER: _builtins.int
     POOL_INODE_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    DATA_PORT_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
-    """"memfd" or "grpc" """
+    """"memfd" or "tcp" """
     pool_path: _builtins.str
     """memfd: /proc/<pid>/fd/<n>"""
     pool_inode: _builtins.int
     """memfd: what that path must lead to"""
+    data_port: _builtins.int
+    """tcp: port of the source's host"""
+    ticket: _builtins.bytes
+    """tcp: shown there"""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """the source's"""
@@ -215,10 +210,12 @@ class Opened(_message.Message):
         pool_path: _builtins.str = ...,
         pool_inode: _builtins.int = ...,
         layout: Global___Layout | None = ...,
+        data_port: _builtins.int = ...,
+        ticket: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "pool_inode", b"pool_inode", "pool_path", b"pool_path", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_port", b"data_port", "layout", b"layout", "pool_inode", b"pool_inode", "pool_path", b"pool_path", "ticket", b"ticket", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -289,38 +286,3 @@ class FirstToken(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
-
-@_typing.final
-class BlockData(_message.Message):
-    """One block's head range, with its integrity data read after the copy."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    INDEX_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
-    DATA_FIELD_NUMBER: _builtins.int
-    DIGESTS_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    """position in the prompt"""
-    generation: _builtins.int
-    data: _builtins.bytes
-    """[head_end - head_start, num_layers, 2, block_size, head_dim]"""
-    @_builtins.property
-    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """xxh3-64 per head"""
-
-    def __init__(
-        self,
-        *,
-        index: _builtins.int = ...,
-        generation: _builtins.int = ...,
-        data: _builtins.bytes = ...,
-        digests: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "digests", b"digests", "generation", b"generation", "index", b"index"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___BlockData: _TypeAlias = BlockData  # noqa: Y015

@@ -356,6 +356,7 @@ class PullDone(_message.Message):
     message: _builtins.str
     num_tokens: _builtins.int
     transport: _builtins.str
+    """empty if the pull failed before it was chosen"""
     bytes: _builtins.int
     seconds: _builtins.float
     """final grant received to verified"""

@@ -92,7 +92,7 @@ def serve(
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "mixed": {"prefill": {"replicas": 0}, "decode": {"replicas": 0}, "mixed": {"replicas": 1}},
     "1P+1D memfd": {"kv_transfer": {"transport": "memfd"}},
-    "1P+1D of 2 stages, grpc": {"kv_transfer": {"transport": "grpc"}, "decode": {"pipeline_parallel": 2}},
+    "1P+1D of 2 stages, tcp": {"kv_transfer": {"transport": "tcp"}, "decode": {"pipeline_parallel": 2}},
     "1P of 2 ranks+1D": {"prefill": {"tensor_parallel": 2}},
     "2P+2D": {"prefill": {"replicas": 2}, "decode": {"replicas": 2}},
 }

@@ -63,7 +63,7 @@ def config_of(role: WorkerRole, device: str) -> WorkerConfig:
     )
 
 
-@pytest.mark.parametrize("transport", sized(["memfd", "grpc"], ["memfd"]))
+@pytest.mark.parametrize("transport", sized(["memfd", "tcp"], ["memfd"]))
 def test_a_pair_on_one_gpu_answers_as_a_worker_on_a_cpu(transport: str) -> None:
     requests = [
         GenerationRequest(

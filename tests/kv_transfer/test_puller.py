@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import grpc
 import pytest
@@ -15,9 +16,10 @@ import pytest
 from pdserve.kv_transfer.handshake import layout_message
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.puller import PullStream
-from pdserve.kv_transfer.transports import PullError, block_data
+from pdserve.kv_transfer.transports import PullError, head_digests, trailer_struct
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc
-from tests.kv_transfer.peer import LAYOUT, Peer, running_peer
+from tests.kv_transfer.peer import LAYOUT, TOKEN, Peer, running_peer
+from tests.kv_transfer.streams import answer_puller
 
 Serve = Callable[[kv_pb2.PullOpen, grpc.ServicerContext], Iterator[kv_pb2.SourceMessage]]
 HANDLE = b"sixteen bytes .."
@@ -60,8 +62,34 @@ def _source(serve: Serve) -> Iterator[str]:
     server.stop(None).wait()
 
 
-def _opened(transport: str = "grpc") -> kv_pb2.SourceMessage:
-    return kv_pb2.SourceMessage(opened=kv_pb2.Opened(transport=transport, layout=layout_message(LAYOUT)))
+@contextmanager
+def _data_port(sent: bytes) -> Iterator[int]:
+    """Port of a source that sends ``sent`` to each puller that comes with a data stream, and then waits for its end."""
+
+    def serve() -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            with sock, suppress(ConnectionError):
+                answer_puller(sock, TOKEN)
+                sock.sendall(sent)
+                sock.recv(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+def _opened(transport: str = "tcp", port: int = 0) -> kv_pb2.SourceMessage:
+    opened = kv_pb2.Opened(
+        transport=transport, layout=layout_message(LAYOUT), data_port=port, ticket=b"sixteen bytes .."
+    )
+    return kv_pb2.SourceMessage(opened=opened)
 
 
 def _grant() -> kv_pb2.SourceMessage:
@@ -75,74 +103,87 @@ def _grant() -> kv_pb2.SourceMessage:
     return kv_pb2.SourceMessage(grant=grant)
 
 
-def _data(pool: PoolMemory, index: int) -> kv_pb2.SourceMessage:
-    data = block_data(pool, index=index, block_id=index, head_start=0, head_end=LAYOUT.num_kv_heads)
-    return kv_pb2.SourceMessage(data=data)
+def _data(pool: PoolMemory) -> bytes:
+    """What a good source sends: blocks, then their trailers."""
+    data, trailers = bytearray(), bytearray()
+    for block_id in range(NUM_BLOCKS):
+        block = pool.block(block_id, 0, LAYOUT.num_kv_heads)
+        data += block
+        trailers += trailer_struct(LAYOUT).pack(pool.generations[block_id], *head_digests(block, LAYOUT))
+    return bytes(data + trailers)
 
 
-def _good_answer(pool: PoolMemory) -> list[kv_pb2.SourceMessage]:
-    return [_opened(), _grant(), *(_data(pool, index) for index in range(NUM_BLOCKS))]
+def _pull_from(
+    target: Peer,
+    data: bytes,
+    failure_stage: str,
+    spoil: Callable[[list[kv_pb2.SourceMessage]], object] = lambda answer: None,
+) -> str:
+    """Pull from a source that sends ``data``, and messages changed by ``spoil``; returns the failure's message."""
+    with _data_port(data) as port:
+        answer = [_opened(port=port), _grant()]
+        spoil(answer)
 
+        def serve(opening: kv_pb2.PullOpen, context: grpc.ServicerContext) -> Iterator[kv_pb2.SourceMessage]:
+            yield from answer
+            if not failure_stage or failure_stage == "verify":
+                time.sleep(0.5)  # until the puller has received everything
 
-def _pull_from(target: Peer, answer: list[kv_pb2.SourceMessage], failure_stage: str) -> str:
-    """Pull from a source that sends ``answer`` to any request; returns the failure's message."""
-    with _source(lambda opening, context: iter(answer)) as address:
-        target.pull(address, HANDLE, [8, 9])
-        return target.expect_done(failure_stage).message
+        with _source(serve) as address:
+            target.pull(address, HANDLE, [8, 9])
+            return target.expect_done(failure_stage).message
 
 
 def test_a_good_answer_succeeds(target: Peer, pool: PoolMemory) -> None:
-    _pull_from(target, _good_answer(pool), "")
+    _pull_from(target, _data(pool), "")
     assert [target.block(8), target.block(9)] == [bytes(pool.block(0, 0, 2)), bytes(pool.block(1, 0, 2))]
 
 
 def test_a_damaged_block_is_not_reported_good(target: Peer, pool: PoolMemory) -> None:
-    answer = _good_answer(pool)
-    damaged = bytearray(answer[3].data.data)
-    damaged[100] ^= 1
-    answer[3].data.data = bytes(damaged)
-    before = target.block(9)
-    assert "digest" in _pull_from(target, answer, "verify")
-    assert target.block(9) == before
+    damaged = bytearray(_data(pool))
+    damaged[LAYOUT.block_bytes + 100] ^= 1
+    assert "block 1 was damaged" in _pull_from(target, bytes(damaged), "verify")
 
 
 def test_a_block_reused_while_it_is_sent_is_not_reported_good(target: Peer, pool: PoolMemory) -> None:
-    answer = _good_answer(pool)
-    answer[2].data.generation = 1
-    assert "reused" in _pull_from(target, answer, "verify")
+    pool.generations[1] = 1
+    assert "reused" in _pull_from(target, _data(pool), "verify")
 
 
 @pytest.mark.parametrize(
     ("spoil", "failure_stage"),
     [
-        (lambda answer: answer.pop(), "copy"),
+        (lambda answer: answer.pop(), "grant"),
         (lambda answer: answer.reverse(), "connect"),
         (lambda answer: answer.clear(), "connect"),
         (lambda answer: answer.insert(1, kv_pb2.SourceMessage()), "grant"),
-        (lambda answer: answer.insert(2, answer[3]), "copy"),
         (lambda answer: setattr(answer[1].grant, "first_index", 1), "grant"),
         (lambda answer: answer[1].grant.block_ids.__setitem__(0, LAYOUT.num_blocks), "grant"),
         (lambda answer: answer[1].grant.generations.pop(), "grant"),
         (lambda answer: setattr(answer[1].grant, "num_tokens", 2**32 - 1), "grant"),
-        (lambda answer: setattr(answer[2].data, "data", b""), "copy"),
         (lambda answer: setattr(answer[0].opened.layout, "dtype", "float16"), "refused"),
         (lambda answer: setattr(answer[0].opened.layout, "num_blocks", 1), "grant"),
         (lambda answer: setattr(answer[0].opened, "transport", "fax"), "refused"),
+        (lambda answer: setattr(answer[0].opened, "data_port", 1), "connect"),
     ],
 )
 def test_malformed_answers_fail_that_pull_only(
     target: Peer, pool: PoolMemory, spoil: Callable[[list[kv_pb2.SourceMessage]], object], failure_stage: str
 ) -> None:
-    answer = _good_answer(pool)
-    spoil(answer)
-    _pull_from(target, answer, failure_stage)
-    _pull_from(target, _good_answer(pool), "")
+    _pull_from(target, _data(pool), failure_stage, spoil)
+    _pull_from(target, _data(pool), "")
 
 
-def test_an_oversized_message_is_not_taken(target: Peer, pool: PoolMemory) -> None:
-    answer = _good_answer(pool)
-    answer[2].data.data = bytes(1 << 20)
-    assert "RESOURCE_EXHAUSTED" in _pull_from(target, answer, "copy")
+def test_a_source_that_ends_the_pull_while_it_sends_says_why(target: Peer, pool: PoolMemory) -> None:
+    """The data stream alone stays silent: the end of the control stream ends the pull."""
+
+    def serve(opening: kv_pb2.PullOpen, context: grpc.ServicerContext) -> Iterator[kv_pb2.SourceMessage]:
+        yield from (_opened(port=port), _grant())
+        context.abort(grpc.StatusCode.ABORTED, "the source needs the prompt's blocks and withdrew it")
+
+    with _data_port(_data(pool)[:100]) as port, _source(serve) as address:
+        target.pull(address, HANDLE, [8, 9])
+        assert "withdrew" in target.expect_done("refused").message
 
 
 def _unreachable_pool(opening: kv_pb2.PullOpen) -> kv_pb2.SourceMessage:
@@ -151,7 +192,7 @@ def _unreachable_pool(opening: kv_pb2.PullOpen) -> kv_pb2.SourceMessage:
     return opened
 
 
-def test_auto_falls_back_to_grpc_when_the_pool_cannot_be_opened(target: Peer, pool: PoolMemory) -> None:
+def test_auto_falls_back_to_tcp_when_the_pool_cannot_be_opened(target: Peer, pool: PoolMemory) -> None:
     asked: list[str] = []
 
     def serve(opening: kv_pb2.PullOpen, context: grpc.ServicerContext) -> Iterator[kv_pb2.SourceMessage]:
@@ -161,12 +202,13 @@ def test_auto_falls_back_to_grpc_when_the_pool_cannot_be_opened(target: Peer, po
         elif len(asked) == 2:
             context.abort(grpc.StatusCode.ALREADY_EXISTS, "the first stream is not noticed gone yet")
         else:
-            yield from _good_answer(pool)
+            yield from (_opened(port=port), _grant())
+            time.sleep(0.5)
 
-    with _source(serve) as address:
+    with _data_port(_data(pool)) as port, _source(serve) as address:
         target.pull(address, HANDLE, [8, 9])
-        assert target.expect_done().transport == "grpc"
-    assert asked == ["auto", "grpc", "grpc"]
+        assert target.expect_done().transport == "tcp"
+    assert asked == ["auto", "tcp", "tcp"]
 
 
 def test_a_prompt_is_had_once_the_puller_before_is_noticed_gone(target: Peer, pool: PoolMemory) -> None:
@@ -177,9 +219,10 @@ def test_a_prompt_is_had_once_the_puller_before_is_noticed_gone(target: Peer, po
         num_asked += 1
         if num_asked < 3:
             context.abort(grpc.StatusCode.ALREADY_EXISTS, "another worker is pulling the prompt")
-        yield from _good_answer(pool)
+        yield from (_opened(port=port), _grant())
+        time.sleep(0.5)
 
-    with _source(serve) as address:
+    with _data_port(_data(pool)) as port, _source(serve) as address:
         target.pull(address, HANDLE, [8, 9])
         target.expect_done()
     assert num_asked == 3
@@ -196,7 +239,7 @@ def test_memfd_by_force_says_why_it_is_impossible() -> None:
 
 def test_a_source_may_not_choose_another_transport_than_asked(pool: PoolMemory) -> None:
     with running_peer(transport="memfd") as target:
-        assert "'grpc' for 'memfd'" in _pull_from(target, _good_answer(pool), "refused")
+        assert "'tcp' for 'memfd'" in _pull_from(target, _data(pool), "refused")
 
 
 async def _open_and_close(address: str) -> None:

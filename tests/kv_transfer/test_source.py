@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import hmac
+import os
 import queue
 import random
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 
 from pdserve.kv_transfer.handshake import host_id, layout_message
+from pdserve.kv_transfer.transports import head_digests, trailer_struct
 from pdserve.proto.rpc import call_metadata
 from pdserve.proto.v1 import kv_pb2, transfer_pb2
 from tests.kv_transfer.peer import EPOCH, LAYOUT, TIMEOUT_S, TOKEN, Peer, running_peer
+from tests.kv_transfer.streams import MAGIC, receive_exactly
 
 
 @pytest.fixture(name="source", scope="module")
@@ -23,13 +29,11 @@ def fixture_source() -> Iterator[Peer]:
         yield peer
 
 
-def _opening(handle: bytes, transport: str = "grpc") -> kv_pb2.PullOpen:
+def _opening(handle: bytes, transport: str = "tcp") -> kv_pb2.PullOpen:
     return kv_pb2.PullOpen(
         worker_epoch=EPOCH,
         handle=handle,
         layout=layout_message(LAYOUT),
-        head_start=0,
-        head_end=LAYOUT.num_kv_heads,
         transport=transport,
         host_id=host_id(),
     )
@@ -84,19 +88,57 @@ def test_grants_and_their_blocks_in_order(source: Peer) -> None:
     with _client(source) as client:
         opening = _opening(handle)
         opening.num_cached_blocks = 1
-        opening.head_start = 1
         client.write(kv_pb2.PullMessage(open=opening))
         opened = client.read().opened
-        assert (opened.transport, opened.layout, opened.pool_path) == ("grpc", layout_message(LAYOUT), "")
+        assert (opened.transport, opened.layout, opened.pool_path) == ("tcp", layout_message(LAYOUT), "")
         assert list(client.read().grant.block_ids) == [5, 6]
-        data = client.read().data
-        assert (data.index, data.data) == (1, bytes(source.memory.block(6, 1, 2)))
-        assert client.read().grant.first_token.token == 11
-        assert client.read().data.index == 2
-        client.write(kv_pb2.PullMessage(release=kv_pb2.Release()))
-        assert client.expect_end()[0] is grpc.StatusCode.OK
+        with _data_stream(opened) as sock:
+            assert client.read().grant.first_token.token == 11
+            for block_id in (6, 7):
+                block = source.memory.block(block_id, 0, LAYOUT.num_kv_heads)
+                trailer = trailer_struct(LAYOUT).pack(source.memory.generations[block_id], *head_digests(block, LAYOUT))
+                assert receive_exactly(sock, len(block) + len(trailer)) == bytes(block) + trailer
+            client.write(kv_pb2.PullMessage(release=kv_pb2.Release()))
+            assert client.expect_end()[0] is grpc.StatusCode.OK
+            assert sock.recv(1) == b""
     source.expect("lease_opened")
     source.expect("released")
+
+
+def test_a_withdrawn_prompt_is_not_sent_on() -> None:
+    layout = replace(LAYOUT, num_layers=LAYOUT.num_layers << 10)
+    num_blocks = 48
+    with running_peer(layout=layout, seed=6) as source:
+        handle = source.offer()
+        source.grant(handle, list(range(num_blocks)))
+        with _client(source) as client:
+            opening = _opening(handle)
+            opening.layout.CopyFrom(layout_message(layout))
+            client.write(kv_pb2.PullMessage(open=opening))
+            with _data_stream(client.read().opened) as sock:
+                receive_exactly(sock, 1)
+                source.withdraw(handle)
+                code, reason = client.expect_end()
+                assert code is grpc.StatusCode.ABORTED
+                assert "withdrew" in reason
+                num_received = 1
+                with suppress(ConnectionError):
+                    while data := sock.recv(1 << 20):
+                        num_received += len(data)
+                assert num_received < num_blocks * layout.block_bytes // 2
+
+
+@contextmanager
+def _data_stream(opened: kv_pb2.Opened) -> Iterator[socket.socket]:
+    """The puller's side of a data stream, by hand."""
+    with socket.create_connection(("127.0.0.1", opened.data_port), timeout=TIMEOUT_S) as sock:
+        nonce = os.urandom(32)
+        sock.sendall(MAGIC + opened.ticket + nonce)
+        answer = receive_exactly(sock, 64)
+        text = opened.ticket + nonce + answer[:32]
+        assert answer[32:] == hmac.digest(TOKEN.encode(), b"source" + text, "sha256")
+        sock.sendall(hmac.digest(TOKEN.encode(), b"puller" + text, "sha256"))
+        yield sock
 
 
 def test_memfd_sends_no_blocks(source: Peer) -> None:
@@ -114,13 +156,13 @@ def test_memfd_sends_no_blocks(source: Peer) -> None:
     source.expect("released")
 
 
-def test_auto_is_grpc_from_another_host(source: Peer) -> None:
+def test_auto_is_tcp_from_another_host(source: Peer) -> None:
     handle = source.offer()
     with _client(source) as client:
         opening = _opening(handle, "auto")
         opening.host_id = "another host"
         client.write(kv_pb2.PullMessage(open=opening))
-        assert client.read().opened.transport == "grpc"
+        assert client.read().opened.transport == "tcp"
     source.expect("lease_opened")
     source.expect("lease_lost")
     source.withdraw(handle)
@@ -131,7 +173,7 @@ def test_a_prompt_has_one_puller_at_a_time(source: Peer) -> None:
     opening = kv_pb2.PullMessage(open=_opening(handle))
     with _client(source) as first, _client(source) as second:
         first.write(opening)
-        assert first.read().opened.transport == "grpc"
+        assert first.read().opened.transport == "tcp"
         second.write(opening)
         code, reason = second.expect_end()
     assert code is grpc.StatusCode.ALREADY_EXISTS
@@ -145,7 +187,7 @@ def test_a_grant_after_the_final_one_withdraws_the_prompt(source: Peer) -> None:
     handle = source.offer()
     with _client(source) as client:
         client.write(kv_pb2.PullMessage(open=_opening(handle)))
-        assert client.read().opened.transport == "grpc"
+        assert client.read().opened.transport == "tcp"
         source.grant(handle, [5])
         source.grant(handle, [6], first_index=1)
         assert client.expect_end()[0] is grpc.StatusCode.ABORTED
@@ -161,8 +203,6 @@ def test_a_grant_after_the_final_one_withdraws_the_prompt(source: Peer) -> None:
         (lambda m: setattr(m.layout, "block_size", 16), grpc.StatusCode.FAILED_PRECONDITION, "block_size"),
         (lambda m: m.ClearField("layout"), grpc.StatusCode.FAILED_PRECONDITION, "version"),
         (lambda m: setattr(m, "transport", "fax"), grpc.StatusCode.FAILED_PRECONDITION, "transport"),
-        (lambda m: setattr(m, "head_end", 3), grpc.StatusCode.INVALID_ARGUMENT, "heads"),
-        (lambda m: setattr(m, "head_start", 2**32 - 1), grpc.StatusCode.INVALID_ARGUMENT, "heads"),
     ],
 )
 def test_refusals(source: Peer, change: Callable[[kv_pb2.PullOpen], None], code: grpc.StatusCode, reason: str) -> None:

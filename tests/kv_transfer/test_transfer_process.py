@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from pdserve.proto.v1 import transfer_pb2, worker_pb2
 from tests.kv_transfer.peer import EPOCH, LAYOUT, Peer, running_peer
 
-TRANSPORTS = ["memfd", "grpc"]
+TRANSPORTS = ["memfd", "tcp"]
 EVENT_GRACE_S = 0.2
 """Wait before checking that something did not happen."""
 
@@ -29,10 +30,10 @@ def fixture_source() -> Iterator[Peer]:
 
 @pytest.fixture(name="targets", scope="module")
 def fixture_targets() -> Iterator[dict[str, Peer]]:
-    with running_peer(seed=2, transport="memfd") as memfd, running_peer(seed=3, transport="grpc") as grpc:
-        yield {"memfd": memfd, "grpc": grpc}
-        assert memfd.messages.empty()
-        assert grpc.messages.empty()
+    with ExitStack() as stack:
+        peers = {name: stack.enter_context(running_peer(seed=2, transport=name)) for name in TRANSPORTS}
+        yield peers
+        assert all(peer.messages.empty() for peer in peers.values())
 
 
 @pytest.fixture(name="target", params=TRANSPORTS)
@@ -64,7 +65,7 @@ def test_blocks_arrive_and_nothing_else_changes(source: Peer, target: Peer, requ
     _expect_released(source, handle)
 
 
-@pytest.mark.parametrize(("transport", "dtype"), [("memfd", "int8"), ("grpc", "float8_e4m3fn")])
+@pytest.mark.parametrize(("transport", "dtype"), [("memfd", "int8"), ("tcp", "float8_e4m3fn")])
 def test_quantised_blocks_come_with_their_scales(transport: str, dtype: str) -> None:
     layout = replace(LAYOUT, dtype=dtype)
     assert layout.block_bytes == 2 * 3 * 2 * 4 * (8 + 4)
@@ -146,7 +147,9 @@ def test_a_reused_block_is_never_reported_good(source: Peer, target: Peer) -> No
     source.grant(handle, [50, 51])
     source.memory.generations[51] += 1
     target.pull(source.process.address, handle, [13, 14])
-    assert "reused" in target.expect_done("verify").message
+    done = target.expect_done("verify")
+    assert "reused" in done.message
+    assert done.transport in TRANSPORTS
     _expect_lost(source, handle)
     source.withdraw(handle)
 
@@ -187,7 +190,7 @@ def test_released_prompts_are_forgotten(source: Peer, target: Peer) -> None:
 
 
 def test_one_puller_at_a_time(source: Peer, targets: dict[str, Peer]) -> None:
-    first, second = targets["memfd"], targets["grpc"]
+    first, second = targets["memfd"], targets["tcp"]
     handle = source.offer()
     first.pull(source.process.address, handle, [1])
     source.expect("lease_opened")

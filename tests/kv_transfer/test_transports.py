@@ -1,32 +1,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.kv_transfer import transports
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transports import (
     GrantedBlock,
-    GrpcReceiver,
     MemfdReceiver,
     PullError,
-    block_data,
+    TcpReceiver,
+    batches,
     head_digests,
-    verify_block_data,
+    send_batch,
+    trailer_struct,
 )
-from pdserve.proto.v1 import kv_pb2
 from tests.kv_transfer.peer import LAYOUT
+from tests.kv_transfer.streams import stream_pair
 
 BLOCK = GrantedBlock(position=4, source_id=11, generation=77, target_id=2)
+OTHER = GrantedBlock(position=5, source_id=3, generation=78, target_id=1)
 
 
 def _source_pool() -> PoolMemory:
     memory = PoolMemory.create(LAYOUT)
     memory.blocks[:] = bytes(index * 7 % 251 for index in range(LAYOUT.pool_bytes))
-    memory.generations[BLOCK.source_id] = BLOCK.generation
+    for block in (BLOCK, OTHER):
+        memory.generations[block.source_id] = block.generation
     return memory
 
 
@@ -42,10 +46,6 @@ def fixture_target() -> Iterator[PoolMemory]:
     memory = PoolMemory.create(LAYOUT)
     yield memory
     memory.close()
-
-
-def _message(source: PoolMemory) -> kv_pb2.BlockData:
-    return block_data(source, index=BLOCK.position, block_id=BLOCK.source_id, head_start=0, head_end=2)
 
 
 def test_memfd_copies_exactly_the_granted_blocks(source: PoolMemory, target: PoolMemory) -> None:
@@ -79,7 +79,8 @@ def test_a_block_that_is_reused_while_it_is_copied_is_noticed(
     reused_by_a_copy(source, monkeypatch)
     with pytest.raises(PullError, match="reused"):
         asyncio.run(MemfdReceiver(target, source).receive([BLOCK]))
-    assert _message(source).generation == BLOCK.generation + 2
+    with pytest.raises(PullError, match="reused"):
+        asyncio.run(_stream(source, target, [OTHER]))
 
 
 def test_memfd_gives_the_loop_a_turn_between_large_copies(source: PoolMemory, target: PoolMemory) -> None:
@@ -97,52 +98,66 @@ def test_memfd_gives_the_loop_a_turn_between_large_copies(source: PoolMemory, ta
     assert asyncio.run(copy_and_count()) >= 3
 
 
-def test_grpc_writes_what_it_verified(source: PoolMemory, target: PoolMemory) -> None:
-    async def read() -> kv_pb2.SourceMessage:
-        return kv_pb2.SourceMessage(data=_message(source))
+async def _stream(source: PoolMemory, target: PoolMemory, blocks: Sequence[GrantedBlock]) -> None:
+    with stream_pair() as (near, far):
+        for batch in batches([block.source_id for block in blocks], LAYOUT):
+            await send_batch(far, source, batch)
+        await TcpReceiver(target, near).receive(blocks)
 
-    asyncio.run(GrpcReceiver(target, read).receive([BLOCK]))
+
+async def _receive(target: PoolMemory, sent: bytes) -> None:
+    """Receive `BLOCK` from a peer that sends ``sent`` and leaves."""
+    with stream_pair() as (near, far):
+        await far.send(memoryview(sent))
+        far.close()
+        await TcpReceiver(target, near).receive([BLOCK])
+
+
+def _good_batch(source: PoolMemory) -> bytes:
+    block = source.block(BLOCK.source_id, 0, LAYOUT.num_kv_heads)
+    return bytes(block) + trailer_struct(LAYOUT).pack(BLOCK.generation, *head_digests(block, LAYOUT))
+
+
+@pytest.mark.parametrize("blocks_per_batch", [1, 2, 3])
+def test_tcp_writes_exactly_the_granted_blocks(
+    source: PoolMemory, target: PoolMemory, monkeypatch: pytest.MonkeyPatch, blocks_per_batch: int
+) -> None:
+    monkeypatch.setattr(transports, "BATCH_BYTES", blocks_per_batch * LAYOUT.block_bytes)
+    asyncio.run(_stream(source, target, [BLOCK, OTHER]))
+    assert target.block(2, 0, 2) == source.block(11, 0, 2)
+    assert target.block(1, 0, 2) == source.block(3, 0, 2)
+    assert not any(target.block(0, 0, 2))
+    assert not any(target.block(3, 0, 2))
+
+
+def test_tcp_takes_what_the_protocol_says(source: PoolMemory, target: PoolMemory) -> None:
+    asyncio.run(_receive(target, _good_batch(source)))
     assert target.block(2, 0, 2) == source.block(11, 0, 2)
 
 
-def test_grpc_takes_nothing_but_data(target: PoolMemory) -> None:
-    async def read() -> kv_pb2.SourceMessage:
-        return kv_pb2.SourceMessage(grant=kv_pb2.Grant())
-
-    with pytest.raises(PullError, match="grant came"):
-        asyncio.run(GrpcReceiver(target, read).receive([BLOCK]))
-
-
-def test_a_head_range_is_sent_with_its_own_digests(source: PoolMemory) -> None:
-    data = block_data(source, index=0, block_id=3, head_start=1, head_end=2)
-    assert data.data == bytes(source.block(3, 1, 2))
-    assert list(data.digests) == head_digests(bytes(source.block(3, 0, 2)), LAYOUT.head_bytes)[1:]
-
-
-@given(position=st.integers(0, LAYOUT.block_bytes - 1), flip=st.integers(1, 255))
-def test_any_flipped_byte_is_noticed(position: int, flip: int) -> None:
-    memory = _source_pool()
-    message = _message(memory)
-    memory.close()
-    damaged = bytearray(message.data)
-    damaged[position] ^= flip
-    message.data = bytes(damaged)
-    with pytest.raises(PullError, match="digest") as caught:
-        verify_block_data(message, BLOCK, LAYOUT)
+def test_tcp_notices_a_reused_block(source: PoolMemory, target: PoolMemory) -> None:
+    source.generations[OTHER.source_id] += 1
+    with pytest.raises(PullError, match="block 5 was reused") as caught:
+        asyncio.run(_stream(source, target, [BLOCK, OTHER]))
     assert caught.value.stage == "verify"
 
 
-def test_malformed_block_data_is_refused(source: PoolMemory) -> None:
-    verify_block_data(_message(source), BLOCK, LAYOUT)
-    for change, stage in (
-        (kv_pb2.BlockData(index=9), "copy"),
-        (kv_pb2.BlockData(data=bytes(LAYOUT.block_bytes - 1)), "copy"),
-        (kv_pb2.BlockData(data=bytes(LAYOUT.block_bytes + 1)), "copy"),
-        (kv_pb2.BlockData(generation=BLOCK.generation + 1), "verify"),
-        (kv_pb2.BlockData(digests=[1]), "verify"),  # one digest too many
-    ):
-        message = _message(source)
-        message.MergeFrom(change)
-        with pytest.raises(PullError) as caught:
-            verify_block_data(message, BLOCK, LAYOUT)
-        assert caught.value.stage == stage
+def test_tcp_notices_the_end_of_its_source(source: PoolMemory, target: PoolMemory) -> None:
+    with pytest.raises(ConnectionResetError):
+        asyncio.run(_receive(target, _good_batch(source)[:-1]))
+
+
+BATCH_LENGTH = LAYOUT.block_bytes + trailer_struct(LAYOUT).size
+
+
+@settings(max_examples=40)
+@given(position=st.integers(0, BATCH_LENGTH - 1), flip=st.integers(1, 255))
+def test_any_flipped_byte_is_noticed(position: int, flip: int) -> None:
+    source, target = _source_pool(), PoolMemory.create(LAYOUT)
+    damaged = bytearray(_good_batch(source))
+    damaged[position] ^= flip
+    with pytest.raises(PullError, match=r"digest|reused") as caught:
+        asyncio.run(_receive(target, bytes(damaged)))
+    source.close()
+    target.close()
+    assert caught.value.stage == "verify"

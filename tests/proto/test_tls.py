@@ -79,7 +79,7 @@ def test_the_authority_keeps_its_key_apart(ours: TlsFiles) -> None:
 
 
 def test_pulls_cross_tls(ours: TlsFiles) -> None:
-    with running_peer(transport="grpc", tls=ours) as source, running_peer(transport="grpc", seed=1, tls=ours) as target:
+    with running_peer(transport="tcp", tls=ours) as source, running_peer(transport="tcp", seed=1, tls=ours) as target:
         handle = source.offer()
         source.grant(handle, [1, 2])
         target.pull(source.process.address, handle, [3, 4])
@@ -88,7 +88,7 @@ def test_pulls_cross_tls(ours: TlsFiles) -> None:
 
 
 def test_a_source_with_tls_serves_no_plain_pull(ours: TlsFiles) -> None:
-    with running_peer(transport="grpc", tls=ours) as source, running_peer(transport="grpc", seed=1) as target:
+    with running_peer(transport="tcp", tls=ours) as source, running_peer(transport="tcp", seed=1) as target:
         handle = source.offer()
         source.grant(handle, [1])
         target.pull(source.process.address, handle, [3], deadline_s=3)

@@ -72,7 +72,7 @@ def test_a_frame_becomes_the_workers_series() -> None:
     assert "decode-0" not in metrics.render().decode()
 
 
-def test_pulls_that_fail_are_counted_by_stage() -> None:
+def test_pulls_that_fail_are_counted_by_stage_and_transport() -> None:
     metrics = RouterMetrics()
     link = ("prefill-0", "decode-1")
     metrics.observe_transfer(worker_pb2.TransferReport(transport="memfd", seconds=0.002, bytes=4096), *link)
@@ -83,7 +83,10 @@ def test_pulls_that_fail_are_counted_by_stage() -> None:
     assert sample(metrics, "pdserve_kv_link_pulls_total", result="failed", **labels) == 1
     assert sample(metrics, "pdserve_kv_transfer_seconds_count", transport="memfd") == 1
     assert sample(metrics, "pdserve_kv_transfer_bytes_sum", transport="memfd") == 4096
-    assert sample(metrics, "pdserve_kv_transfer_failures_total", stage="verify") == 1
+    assert sample(metrics, "pdserve_kv_transfer_failures_total", stage="verify", transport="memfd") == 1
+    metrics.observe_transfer(worker_pb2.TransferReport(failure_stage="connect"), "prefill-0", "decode-0")
+    assert sample(metrics, "pdserve_kv_transfer_failures_total", stage="connect", transport="none") == 1
+    assert sample(metrics, "pdserve_kv_transfer_failures_total", stage="connect", transport="tcp") == 0
 
 
 @pytest.mark.parametrize(
@@ -129,7 +132,7 @@ def test_links_beyond_the_bound_are_counted_together(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(router_metrics, "MAX_LINKS", 2)
     metrics = RouterMetrics()
     for index in range(5):
-        report = worker_pb2.TransferReport(transport="grpc", seconds=0.1, bytes=1)
+        report = worker_pb2.TransferReport(transport="tcp", seconds=0.1, bytes=1)
         metrics.observe_transfer(report, "prefill-0", f"decode-{index}")
     assert sample(metrics, "pdserve_kv_link_pulls_total", source="other", worker="other", result="done") == 3
     assert sum(len(family.samples) for family in metrics.link_bytes.collect()) == 3

@@ -210,8 +210,8 @@ def blocks(**states: float) -> dict[str, str]:
 
 def pulls(per_minute: float, failures: float = 0) -> dict[str, str]:
     return {
-        'pdserve_kv_transfer_seconds_count{transport="grpc"}': growing(per_minute),
-        'pdserve_kv_transfer_failures_total{stage="copy"}': growing(failures),
+        'pdserve_kv_transfer_seconds_count{transport="tcp"}': growing(per_minute),
+        'pdserve_kv_transfer_failures_total{stage="copy", transport="tcp"}': growing(failures),
         **{
             f'pdserve_kv_link_pulls_total{{source="p", worker="d", result="{result}"}}': growing(count)
             for result, count in (("done", per_minute), ("failed", failures))

@@ -81,7 +81,7 @@ def expected(checkpoint: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("prefill_degrees", "decode_degrees", "transport"),
-    [((2, 1), (1, 2), "memfd"), ((1, 2), (2, 1), "grpc"), ((2, 2), (1, 1), "memfd")],
+    [((2, 1), (1, 2), "memfd"), ((1, 2), (2, 1), "tcp"), ((2, 2), (1, 1), "memfd")],
 )
 def test_any_degree_hands_off_to_any_other(
     checkpoint: Path, expected: list[list[int]], prefill_degrees: Degrees, decode_degrees: Degrees, transport: str

@@ -33,6 +33,7 @@ from pdserve.engine.scheduling.interface import (
     StartPullEvent,
     WithdrawEvent,
 )
+from pdserve.engine.worker import live_loop
 from pdserve.engine.worker.live_loop import Inbox, LiveLoop, message_from_proto
 from pdserve.engine.worker.loop import (
     MAX_FAILED_STEPS_IN_A_ROW,
@@ -375,6 +376,29 @@ def test_orders_reach_the_transfer_process_in_order() -> None:
     assert (start.start_pull.pull_id, list(start.start_pull.block_ids)) == (4, [3, 5])
     assert start.start_pull.min_duration_s == 1.0
     assert abort.abort_pull.pull_id == 4
+
+
+def test_a_pull_that_never_ends_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_loop, "PULL_GRACE_S", 0.5)
+    rig = Rig()
+    rig.scheduler.events = [
+        StartPullEvent(pull_id=number, source=SOURCE, num_cached_blocks=0, block_ids=(3,), num_tokens=9, deadline_s=0.0)
+        for number in (1, 2)
+    ]
+    with rig.running():
+        rig.inbox.put(PullResult(pull_id=1))
+        wait_until(lambda: rig.failure is not None, "the failure")
+    assert "did not end a pull" in str(rig.failure)
+
+    rig = Rig()
+    rig.scheduler.events = [
+        StartPullEvent(pull_id=1, source=SOURCE, num_cached_blocks=0, block_ids=(3,), num_tokens=9, deadline_s=0.0)
+    ]
+    with rig.running():
+        wait_until(lambda: len(rig.orders) == 1, "the order")
+        rig.inbox.put(PullResult(pull_id=1))
+        time.sleep(2 * 0.5)
+    assert rig.failure is None
 
 
 def test_words_of_the_transfer_process_reach_the_scheduler_and_the_routers() -> None:

@@ -131,7 +131,7 @@ def test_handoffs_of_the_real_model_equal_a_mixed_worker(checkpoint: Path) -> No
 
     def config_of(role: WorkerRole) -> WorkerConfig:
         core = int(role is WorkerRole.DECODE)
-        return replace(real_model_config(checkpoint, role, core, "int8"), transport="grpc")
+        return replace(real_model_config(checkpoint, role, core, "int8"), transport="tcp")
 
     with staged_pair(config_of) as pair:
         assert [pair.hand_off(request) for request in requests] == expected

@@ -101,7 +101,7 @@ def test_a_request_resumes_after_what_was_already_emitted(slow_mixed: WorkerProc
         assert router.tokens[1][0].key.attempt == 1
 
 
-@pytest.mark.parametrize("transport", ["memfd", "grpc"])
+@pytest.mark.parametrize("transport", ["memfd", "tcp"])
 def test_a_handoff_streams_the_tokens_of_the_oracle(checkpoint: Path, transport: str) -> None:
     prefill_config = emulated_config(checkpoint, WorkerRole.PREFILL, transport=transport)
     decode_config = emulated_config(checkpoint, WorkerRole.DECODE, transport=transport)
@@ -148,7 +148,7 @@ def test_every_micro_batch_hands_off_to_every_other(checkpoint: Path) -> None:
             assert (router.welcome.num_blocks, router.welcome.pipeline_parallel) == (64, 2)
 
 
-@pytest.mark.parametrize("transport", ["memfd", "grpc"])
+@pytest.mark.parametrize("transport", ["memfd", "tcp"])
 def test_further_choices_compute_and_pull_only_the_last_block_of_their_prompt(checkpoint: Path, transport: str) -> None:
     prefill_config = emulated_config(checkpoint, WorkerRole.PREFILL, transport=transport)
     decode_config = emulated_config(checkpoint, WorkerRole.DECODE, transport=transport)

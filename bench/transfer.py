@@ -1,0 +1,333 @@
+"""KV transfer between real transfer processes: GB/s and latency by number of blocks, each transport against its limit.
+
+    pdserve bench transfer [--blocks 1,16,64,256] [--rounds 5] [--json FILE]
+
+Blocks are those of Llama-3-8B in bfloat16, 2 MiB for 16 tokens: 256 blocks are a prompt of 4,096 tokens. A pull is
+timed from the engine's order to its `PullDone`, with all blocks granted before. In the same rounds the same bytes move,
+block by block:
+
+- memcpy, the limit of memfd: from one mapped pool to the other in this process.
+- socket, the limit of tcp: another process sends each block and the digests of its heads with blocking calls; this one
+  receives them into the pool (``recv_into``) and compares digests.
+- grpc, for comparison: another process streams each block as a message; this one reads and drops it.
+
+Figures are those of the fastest round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import queue
+import random
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import grpc
+import xxhash
+
+from pdserve.bench.script import publish, script_parser
+from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.placement import TlsFiles
+from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.kv_transfer.transfer_client import TransferProcess
+from pdserve.proto.rpc import channel_options, server_options
+from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
+
+TRANSPORTS = ("memfd", "tcp")
+LIMITS = {"memfd": "memcpy", "tcp": "socket"}
+PROMPT_TOKENS = 4096
+EPOCH = 1
+TOKEN = "bench"
+PULL_TIMEOUT_S = 60.0
+_DIGEST_BYTES = 8
+
+
+def layout_of(num_blocks: int) -> KvLayout:
+    """A pool of Llama-3-8B in bfloat16."""
+    return KvLayout(
+        num_blocks=num_blocks, num_kv_heads=8, num_layers=32, block_size=16, head_dim=128, dtype="bfloat16",
+        model_hash="bench",
+    )  # fmt: skip
+
+
+class Engine:
+    """The engine's side of a transfer process."""
+
+    def __init__(self, memory: PoolMemory, transport: str, tls: TlsFiles | None) -> None:
+        self.memory = memory
+        self._said: queue.SimpleQueue[transfer_pb2.TransferToEngine] = queue.SimpleQueue()
+        self.process = TransferProcess.start(
+            memory=memory, worker_epoch=EPOCH, host="127.0.0.1", cluster_token=TOKEN, transport=transport,
+            cpu_cores=(), on_message=self._said.put, on_death=lambda: None, tls=tls,
+        )  # fmt: skip
+
+    def offer(self, num_blocks: int) -> bytes:
+        """Offer and grant the pool's first blocks; returns the handle."""
+        handle = os.urandom(16)
+        grant = kv_pb2.Grant(
+            block_ids=range(num_blocks), generations=[0] * num_blocks, final=True,
+            num_tokens=num_blocks * self.memory.layout.block_size, first_token=kv_pb2.FirstToken(token=1),
+        )  # fmt: skip
+        self.process.send(transfer_pb2.EngineToTransfer(offer=transfer_pb2.Offer(handle=handle)))
+        self.process.send(transfer_pb2.EngineToTransfer(grant=transfer_pb2.OfferedGrant(handle=handle, grant=grant)))
+        return handle
+
+    def pull(self, source: Engine, num_blocks: int) -> float:
+        """Seconds of a pull of the source's first blocks."""
+        order = transfer_pb2.StartPull(
+            pull_id=1,
+            source=worker_pb2.KvSource(
+                address=source.process.address, worker_epoch=EPOCH, handle=source.offer(num_blocks)
+            ),
+            block_ids=range(num_blocks),
+            deadline_s=PULL_TIMEOUT_S,
+        )
+        time.sleep(0.01)  # the source has read the offer
+        started_s = time.perf_counter()
+        self.process.send(transfer_pb2.EngineToTransfer(start_pull=order))
+        done = self._said.get(timeout=2 * PULL_TIMEOUT_S).pull_done
+        seconds = time.perf_counter() - started_s
+        if done.failure_stage:
+            raise RuntimeError(f"a pull failed: {done.failure_stage}: {done.message}")
+        return seconds
+
+
+def copy_blocks(target: PoolMemory, source: PoolMemory, num_blocks: int) -> float:
+    num_heads = target.layout.num_kv_heads
+    started_s = time.perf_counter()
+    for block_id in range(num_blocks):
+        target.block(block_id, 0, num_heads)[:] = source.block(block_id, 0, num_heads)
+    return time.perf_counter() - started_s
+
+
+def _digests(block: memoryview[int], head_bytes: int) -> bytes:
+    return b"".join(
+        xxhash.xxh3_64_digest(block[start : start + head_bytes]) for start in range(0, len(block), head_bytes)
+    )
+
+
+def _send_blocks(listener: socket.socket, layout: KvLayout) -> None:
+    """Child process: answer each request for a number of blocks with their bytes and digests."""
+    memory = PoolMemory.create(layout)
+    memory.blocks[:] = bytes(memory.blocks)  # touch every page
+    connection, _ = listener.accept()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while request := connection.recv(4):
+        for block_id in range(int.from_bytes(request, "little")):
+            block = memory.block(block_id, 0, layout.num_kv_heads)
+            digests = _digests(block, layout.head_bytes)
+            connection.sendall(block)
+            connection.sendall(digests)
+
+
+def _receive(connection: socket.socket, buffer: memoryview[int]) -> None:
+    while buffer:
+        buffer = buffer[connection.recv_into(buffer) :]
+
+
+def receive_blocks(connection: socket.socket, target: PoolMemory, num_blocks: int) -> float:
+    layout = target.layout
+    digests = bytearray(layout.num_kv_heads * _DIGEST_BYTES)
+    started_s = time.perf_counter()
+    connection.sendall(num_blocks.to_bytes(4, "little"))
+    for block_id in range(num_blocks):
+        block = target.block(block_id, 0, layout.num_kv_heads)
+        _receive(connection, block)
+        _receive(connection, memoryview(digests))
+        if digests != _digests(block, layout.head_bytes):
+            raise RuntimeError("a block was damaged")
+    return time.perf_counter() - started_s
+
+
+def _serve_stream(pipe: Any, block_bytes: int) -> None:
+    """Child process: a gRPC server that answers a number of blocks with as many messages."""
+
+    async def serve() -> None:
+        block = os.urandom(block_bytes)
+
+        async def stream(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+            for _ in range(int.from_bytes(request, "little")):
+                await context.write(block)
+
+        handlers = {"Stream": grpc.unary_stream_rpc_method_handler(stream)}
+        server = grpc.aio.server(options=server_options(1 << 20))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Raw", handlers),))
+        pipe.send(server.add_insecure_port("127.0.0.1:0"))
+        await server.start()
+        await server.wait_for_termination()
+
+    asyncio.run(serve())
+
+
+async def read_stream(port: int, num_blocks: int, block_bytes: int) -> float:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", channel_options(block_bytes + 1024)) as channel:
+        await channel.channel_ready()
+        call = channel.unary_stream("/Raw/Stream", bytes, bytes)(num_blocks.to_bytes(4, "little"))
+        started_s = time.perf_counter()
+        num_read = 0
+        async for message in call:
+            num_read += len(message)
+        assert num_read == num_blocks * block_bytes
+        return time.perf_counter() - started_s
+
+
+@contextmanager
+def _others(target: PoolMemory, source: PoolMemory) -> Iterator[dict[str, Callable[[int], float]]]:
+    """Seconds for a number of blocks by what the transports are compared with."""
+    layout = target.layout
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        children = [
+            spawn.Process(target=_send_blocks, args=(listener, layout), daemon=True),
+            spawn.Process(target=_serve_stream, args=(theirs, layout.block_bytes), daemon=True),
+        ]
+        for child in children:
+            child.start()
+        try:
+            with socket.create_connection(listener.getsockname()) as connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                port = ours.recv()
+                yield {
+                    "memcpy": lambda num_blocks: copy_blocks(target, source, num_blocks),
+                    "socket": lambda num_blocks: receive_blocks(connection, target, num_blocks),
+                    "grpc": lambda num_blocks: asyncio.run(read_stream(port, num_blocks, layout.block_bytes)),
+                }
+        finally:
+            for child in children:
+                child.kill()
+                child.join()
+
+
+def measure(
+    layout: KvLayout, block_counts: Sequence[int], num_rounds: int, tls: TlsFiles | None = None
+) -> dict[str, dict[int, float]]:
+    """Seconds of the fastest round, by case and number of blocks, between two pools of ``layout``."""
+    with ExitStack() as stack:
+        pools = [PoolMemory.create(layout) for _ in range(2)]
+        for pool in pools:
+            stack.callback(pool.close)
+            pool.blocks[:] = random.Random(0).randbytes(layout.block_bytes) * layout.num_blocks
+        source = Engine(pools[0], "auto", tls)
+        stack.callback(source.process.close)
+        cases = stack.enter_context(_others(pools[1], pools[0]))
+        for transport in TRANSPORTS:
+            engine = Engine(pools[1], transport, tls)
+            stack.callback(engine.process.close)
+            cases[transport] = partial(engine.pull, source)
+        seconds: dict[str, dict[int, float]] = {name: dict.fromkeys(block_counts, inf) for name in cases}
+        for round_number in range(num_rounds + 1):
+            for num_blocks in block_counts:
+                for name, move in cases.items():
+                    taken_s = move(num_blocks)
+                    if round_number > 0:  # the first round touches every page
+                        seconds[name][num_blocks] = min(taken_s, seconds[name][num_blocks])
+    return seconds
+
+
+def report(seconds: Mapping[str, Mapping[int, float]], block_bytes: int) -> dict[str, Any]:
+    """Milliseconds and GB/s of each case, and the shares of the transports of their limits."""
+    result: dict[str, Any] = {}
+    for name, of_case in seconds.items():
+        result[name] = {}
+        for num_blocks, taken_s in of_case.items():
+            figures = {
+                "ms": round(1e3 * taken_s, 3),
+                "gbytes_per_s": round(num_blocks * block_bytes / taken_s / 1e9, 3),
+            }
+            if name in LIMITS:
+                figures["share_of_limit"] = round(seconds[LIMITS[name]][num_blocks] / taken_s, 3)
+            if name == "tcp":
+                figures["times_grpc"] = round(seconds["grpc"][num_blocks] / taken_s, 2)
+            result[name][str(num_blocks)] = figures
+    return result
+
+
+def result_lines(result: Mapping[str, Any]) -> list[str]:
+    """A table of ``result``."""
+    lines = [f"{'':8}{'blocks':>8}{'ms':>10}{'GB/s':>8}   share of limit"]
+    for name in (*LIMITS, *LIMITS.values(), "grpc"):
+        for num_blocks, figures in result[name].items():
+            share = f"   {figures['share_of_limit']:.0%} of {LIMITS[name]}" if name in LIMITS else ""
+            share += f", {figures['times_grpc']:.1f} x grpc" if name == "tcp" else ""
+            lines.append(f"{name:8}{num_blocks:>8}{figures['ms']:>10.1f}{figures['gbytes_per_s']:>8.2f}{share}")
+    prompt = result["prompt"]
+    lines.append(
+        f"a prompt of {prompt['tokens']} tokens: prefill {prompt['prefill_ms']:.0f} ms, pull by memfd "
+        f"{prompt['pull_ms']:.1f} ms, {prompt['pull_share']:.2%} of both"
+    )
+    return lines
+
+
+def prompt_share(num_tokens: int, num_rounds: int) -> dict[str, float]:
+    """Milliseconds to prefill a prompt of the tiny model, whose KV is large for its arithmetic, and to pull it by
+    memfd; and the share of the pull in both together. Each is the fastest of its rounds."""
+    from pdserve.bench.shapes import SHAPES
+    from pdserve.bench.step_interference import build_executor
+    from pdserve.contracts.request import SamplingParams
+    from pdserve.contracts.step import StepBatch, StepRow
+    from pdserve.kernels.cpu.threads import use_threads
+    from pdserve.model.config.decoder_config import DecoderConfig
+    from pdserve.model.weights.random_checkpoint import write_random_checkpoint
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_random_checkpoint(Path(folder), max_position_embeddings=2 * num_tokens, **SHAPES["tiny"])
+        config = DecoderConfig.from_folder(path)
+        layout = config.kv_layout(num_blocks=num_tokens // 16, block_size=16, dtype="float32", model_hash="bench")
+        memory = PoolMemory.create(layout)
+        executor = build_executor(path, memory, config)
+        use_threads(len(os.sched_getaffinity(0)))
+        row = StepRow(
+            sequence_id=0,
+            tokens=[index % config.shape.vocab_size for index in range(num_tokens)],
+            cached_length=0,
+            block_table=range(layout.num_blocks),
+            sample=SamplingParams(temperature=0.0),
+        )
+        prefill_s = inf
+        for step_id in range(num_rounds):
+            started_s = time.perf_counter()
+            executor.submit(StepBatch(step_id=step_id, rows=[row])).result()
+            prefill_s = min(prefill_s, time.perf_counter() - started_s)
+    pull_s = measure(layout, [layout.num_blocks], num_rounds)["memfd"][layout.num_blocks]
+    return {
+        "tokens": num_tokens,
+        "prefill_ms": round(1e3 * prefill_s, 3),
+        "pull_ms": round(1e3 * pull_s, 3),
+        "pull_share": round(pull_s / (prefill_s + pull_s), 4),
+    }
+
+
+def run(block_counts: Sequence[int], num_rounds: int, tls: TlsFiles | None = None) -> dict[str, Any]:
+    layout = layout_of(max(block_counts))
+    result = report(measure(layout, block_counts, num_rounds, tls), layout.block_bytes)
+    prompt = prompt_share(PROMPT_TOKENS, num_rounds)
+    return {"block_bytes": layout.block_bytes, "rounds": num_rounds, "tls": tls is not None, **result, "prompt": prompt}
+
+
+def tls_files(folder: Path) -> TlsFiles:
+    """Files of ``scripts/make-certificates FOLDER``."""
+    return TlsFiles(ca=f"{folder}/ca.pem", certificate=f"{folder}/host.pem", key=f"{folder}/host.key")
+
+
+def main() -> None:
+    parser = script_parser(__doc__)
+    parser.add_argument("--blocks", default="1,16,64,256", help="numbers of blocks")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tls", type=Path, help="folder of scripts/make-certificates: encrypt")
+    arguments = parser.parse_args()
+    tls = tls_files(arguments.tls) if arguments.tls else None
+    publish(run([int(count) for count in arguments.blocks.split(",")], arguments.rounds, tls), arguments.json)
+
+
+if __name__ == "__main__":
+    main()
