@@ -96,6 +96,10 @@ class Tier:
     """A request that would meet its objectives on no worker is served behind those that would (``last``), or gets a 429
     with ``Retry-After`` (``refuse``)."""
 
+    def __post_init__(self) -> None:
+        if not self.weight and self.when_hopeless == "refuse":
+            raise ValueError("a weight of 0 makes every request hopeless; raise it, or set when_hopeless to last")
+
 
 DEFAULT_TIER = "default"
 _TIER_NAME = re.compile("[a-z0-9_-]{1,32}")
@@ -113,6 +117,7 @@ class SloConfig(Tier):
     """Chosen by API key, or by a request's ``service_tier`` among those of its key."""
 
     def __post_init__(self) -> None:
+        Tier.__post_init__(self)
         for name in self.tiers:
             if not _TIER_NAME.fullmatch(name) or name in (DEFAULT_TIER, "auto"):
                 raise ValueError(

@@ -126,7 +126,7 @@ class Goodput(Placement):
             toll = price * own_s[worker.worker_id] * ttft_s
             most = max(most, arrival.weight * chance - toll)
             scale_s = max(slack_s, ttft_s) if slack_s < inf else 1.0
-            gain -= toll + SLACK_VALUE * ttft_s / scale_s
+            gain -= toll + gains.slack_value * ttft_s / scale_s
             harm = arrival.weight * chance * (1 - chance) / spread_s
             best = min(best, (-gain, ttft_s, worker.role is WorkerRole.DECODE, choice, harm))
             if handoff or not can_hand_off:
@@ -329,6 +329,7 @@ class _Gains:
     ) -> None:
         """``stalls_s``: seconds that a prefill of the prompt would delay the answers on each worker that may do it."""
         blocks = arrival.blocks
+        self.slack_value = SLACK_VALUE * (arrival.weight or 1.0)
         self._tpot_slo_s = arrival.tpot_slo_s or LENIENT_TPOT_S
         self._length = policy._lengths.remaining(0)
         answers = policy._answers
@@ -396,7 +397,7 @@ class _Gains:
         harm = float((self._local_harm if is_local else self._harm)[row])
         tpot_s = step_s + (own_stall_s + self._waits_s.get(worker.worker_id, 0.0)) / self._length
         own = weight * _chance((1 - tpot_s / self._tpot_slo_s) / TPOT_SPREAD)
-        return own - harm - SLACK_VALUE * tpot_s / self._tpot_slo_s
+        return own - harm - self.slack_value * tpot_s / self._tpot_slo_s
 
 
 class _Answers:

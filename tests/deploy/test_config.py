@@ -86,6 +86,7 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("slo: {tiers: {fast: {ttft_seconds: 0.1}}}", "slo.tiers.fast lacks tpot_seconds; write it"),
         ("slo: {tiers: {fast: {ttft_seconds: 0.1, tpot_seconds: 0}}}", "slo.tiers.fast.tpot_seconds is 0.0; write"),
         ("slo: {tiers: {auto: {ttft_seconds: 1, tpot_seconds: 1}}}", "slo: tiers has 'auto'; name tiers with"),
+        ("slo: {weight: 0, when_hopeless: refuse}", "slo: a weight of 0 makes every request hopeless; raise it"),
         ("slo: {weight: -1}", "slo.weight is -1.0; write 0 or a number above it"),
         ("slo: {when_hopeless: drop}", "slo.when_hopeless is 'drop'; write one of last, refuse"),
         ("slo: {attainment: 90}", "slo.attainment is 90.0; write a share above 0 and up to 1: 0.9 for 90 %"),

@@ -201,6 +201,8 @@ def test_what_would_earn_nothing_anywhere_is_refused_if_that_is_wished() -> None
         assert second.retry_after_s == pytest.approx(wait_s + 2 * own_s if wait_s else MAX_BOOKED_S)
         assert placed(policy, one._replace(may_refuse=False), waiting, full).is_late
         assert not placed(policy, one, P0, full).retry_after_s
+    light = one._replace(weight=1e-3)
+    assert not placed(policy, light, P0, full).retry_after_s, "where nothing binds, none is hopeless"
 
 
 def test_a_request_is_refused_if_answers_that_it_would_delay_are_worth_more() -> None:
