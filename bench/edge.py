@@ -6,7 +6,7 @@ A cluster with emulated workers answers the streams, while other processes send,
 of 20 kinds at 10 a second, 200 uploads of a few bytes now and then, 200 streams that nobody reads, and prompts of 128k
 tokens at 2 a second. Measured meanwhile: how late the router answers ``GET /live``, which is how late its event loop is
 and what the machine adds; the gaps between tokens of the streams; and the memory of the router. The same is measured
-before without any of them.
+before without any of them, with the CPU time of the router for a token.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def probe(address: Address, seconds: float, results: Connection) -> None:
 
 
 def stream(url: str, num_streams: int, seconds: float, results: Connection) -> None:
-    """Gaps between the tokens of streams, the first second left out."""
+    """Gaps between the tokens of streams, the first second left out, and the number of all tokens."""
     body = json.dumps({"prompt": [7] * 100, "max_tokens": 4000, "ignore_eos": True, "stream": True}).encode()
 
     async def run() -> None:
@@ -200,7 +200,7 @@ def stream(url: str, num_streams: int, seconds: float, results: Connection) -> N
         gaps_s: list[float] = []
         for answer in answers:
             gaps_s += np.diff([at_s for at_s in answer.token_s if at_s > began_s + 1]).tolist()
-        results.send(gaps_s)
+        results.send((gaps_s, sum(len(answer.token_s) for answer in answers)))
 
     asyncio.run(run())
 
@@ -220,7 +220,7 @@ def measure(url: str, router: psutil.Process, load: str, num_streams: int, secon
     parts = urlsplit(url)
     address = Address(parts.hostname or "", parts.port or 0)
     probes, gaps = multiprocessing.Pipe(duplex=False), multiprocessing.Pipe(duplex=False)
-    before = router.memory_info().rss
+    before, cpu_before_s = router.memory_info().rss, sum(router.cpu_times()[:2])
     peak = before
     with running(stream, url, num_streams, seconds + 4, gaps[1]):
         time.sleep(2)
@@ -231,8 +231,11 @@ def measure(url: str, router: psutil.Process, load: str, num_streams: int, secon
                     peak = max(peak, router.memory_info().rss)
                 late_ms = 1e3 * np.array(probes[0].recv())
         assert gaps[0].poll(60), "the streams have not ended"
-        gaps_ms = 1e3 * np.array(gaps[0].recv())
+        gaps_s, num_tokens = gaps[0].recv()
+        gaps_ms = 1e3 * np.array(gaps_s)
+        cpu_s = sum(router.cpu_times()[:2]) - cpu_before_s
     return {
+        **({} if load else {"router_us_per_token": round(1e6 * cpu_s / num_tokens, 1)}),
         "live_p99_ms": round(float(np.percentile(late_ms, 99)), 1),
         "live_max_ms": round(float(late_ms.max()), 1),
         "itl_p50_ms": round(float(np.percentile(gaps_ms, 50)), 1),
