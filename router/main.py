@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import gc
 import json
 import logging
@@ -37,6 +38,7 @@ from pdserve.model.cost.hardware import hardware, slowed
 from pdserve.router.admin import create_admin_app
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.app import create_app
+from pdserve.router.http.json_body import LARGE_BYTES
 from pdserve.router.http.keys import KeyFile
 from pdserve.router.http.protocol import BoundedHttpProtocol
 from pdserve.router.http.request_log import RequestLog
@@ -57,6 +59,8 @@ KEEP_ALIVE_S = 65
 CLOSE_TIMEOUT_S = 5
 """Seconds for responses to reach their clients after the drain."""
 BACKLOG = 2048
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
+"""Parameters of mallopt in glibc."""
 SWITCH_S = 0.001
 NUM_THREADS = 4
 """For long prompts and large bodies."""
@@ -91,6 +95,7 @@ async def serve(config: RouterProcessConfig) -> int:
         ValueError: a port is taken, or a model folder, hardware name, file of API keys or log of requests is invalid.
     """
     stopped = asyncio.create_task(_stop_on_signals().wait())
+    _return_memory()
     # Threads that compute let the event loop go on after this long, each.
     sys.setswitchinterval(SWITCH_S)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
@@ -154,6 +159,13 @@ async def serve(config: RouterProcessConfig) -> int:
         if request_log is not None:
             request_log.close()
     return 0
+
+
+def _return_memory() -> None:
+    """Have the C library return the memory of large bodies to the system, instead of keeping it for the next ones."""
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # other C libraries have none
+        mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+        mallopt(M_ARENA_MAX, 2)
 
 
 def build_cost_models(config: RouterProcessConfig) -> Costs:

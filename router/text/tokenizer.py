@@ -23,8 +23,8 @@ from pdserve.router.text.tool_calls import ToolFormat, tool_format
 MAX_INLINE_CHARS = 4096
 """Longest text that is encoded faster than it is handed to a thread and back."""
 
-_CHARS_PER_TOKEN = 8
-"""More than usual texts have."""
+_CHARS_PER_TOKEN = 4
+"""About what usual texts have."""
 
 _CONTEXT_TOKENS = 8
 """Tokens before an answer that can change the text of its first token."""
@@ -240,14 +240,16 @@ class ChatTokenizer:
         if len(text) <= MAX_INLINE_CHARS:
             ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             return ids
-        # A far too long text is refused by its beginning: all of it may take seconds
-        begin = len(text) if most_tokens is None else max(most_tokens * _CHARS_PER_TOKEN, MAX_INLINE_CHARS)
-        for piece in (text[:begin], text) if begin < len(text) else (text,):
+        # A far too long text is refused by its beginning: all of it may take seconds, and 100 bytes a token
+        length = len(text) if most_tokens is None else max(most_tokens * _CHARS_PER_TOKEN, MAX_INLINE_CHARS)
+        while True:
             # encode_batch, even for one text, releases the GIL; encode does not
-            (encoding,) = tokenizer.encode_batch_fast([piece], add_special_tokens=add_special_tokens)
+            (encoding,) = tokenizer.encode_batch_fast([text[:length]], add_special_tokens=add_special_tokens)
             if most_tokens is not None and len(encoding) > most_tokens:  # ids of all would be built at once
                 raise TooLongError(len(encoding))
-        return list(encoding.ids)
+            if length >= len(text):
+                return list(encoding.ids)
+            length *= 2
 
 
 def _decoder_types(tokenizer: Tokenizer) -> set[str]:
