@@ -1,7 +1,7 @@
 """What an operator sees, held against the truth, on a live cluster of emulated GPUs under a real Prometheus.
 
     python -m pdserve.deploy.observe.drill truth [--pictures DIR] [--json FILE]
-    python -m pdserve.deploy.observe.drill alerts [--only NAME] [--pictures DIR] [--json FILE]
+    python -m pdserve.deploy.observe.drill alerts [--only NAME,...] [--pictures DIR] [--json FILE]
 
 ``truth`` compares the dashboards' figures with the load generator's own, and looks for queries without data. ``alerts``
 makes each alert fire by its fault. ``--pictures`` draws every dashboard from Prometheus' answers: empty and under load,
@@ -17,12 +17,13 @@ from pathlib import Path
 from pdserve.bench.script import publish, script_parser
 from pdserve.deploy.observe.drill.alerts import fire_alerts
 from pdserve.deploy.observe.drill.truth import compare
+from pdserve.deploy.observe.rules import ALERTS
 
 
 def main() -> int:
     parser = script_parser(__doc__)
     parser.add_argument("what", choices=("truth", "alerts"))
-    parser.add_argument("--only", default="", help="one alert")
+    parser.add_argument("--only", default="", help="names of alerts")
     parser.add_argument("--pictures", type=Path, help="folder of the pictures")
     arguments = parser.parse_args()
     if shutil.which("prometheus") is None:
@@ -31,7 +32,8 @@ def main() -> int:
     if arguments.what == "truth":
         result, is_good = compare(arguments.pictures)
     else:
-        result, is_good = fire_alerts(arguments.only, arguments.pictures)
+        wanted = set(arguments.only.split(",")) if arguments.only else {alert.name for alert in ALERTS}
+        result, is_good = fire_alerts(wanted, arguments.pictures)
     publish(result, arguments.json)
     return 0 if is_good else 1
 

@@ -75,7 +75,10 @@ class Prometheus:
         return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
 
     def _get(self, path: str, **parameters: str) -> dict[str, Any]:
-        answer = self._client.get(f"/api/v1/{path}", params=parameters).json()
+        response = self._client.get(f"/api/v1/{path}", params=parameters)
+        if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:  # it is starting
+            response.raise_for_status()
+        answer = response.json()
         if answer["status"] != "success":
             raise RuntimeError(f"{path} {parameters}: {answer.get('error')}")
         data: dict[str, Any] = answer["data"]
