@@ -2,26 +2,25 @@
 
     python -m pdserve.bench.cost_check --data FOLDER [--json FILE]
 
-FOLDER has two files of 2023, each with its sources in comments at the beginning:
+FOLDER has three files, each with its sources in comments at the beginning:
 
 - ``simdistserve_fit_a100_80g.csv``: coefficients that DistServe's authors fitted to OPT-13B and OPT-66B on A100 GPUs,
-  under their engine and under vLLM of that time.
-- ``splitwise_perf_model_median.csv``: medians of Llama-2-70B on A100 and H100 GPUs under the Splitwise paper's engine.
+  under their engine and under vLLM of 2023.
+- ``splitwise_perf_model_median.csv``: medians of Llama-2-70B and BLOOM-176B on A100 and H100 GPUs under the Splitwise
+  paper's engine.
+- ``vllm_h100_open_loop.csv``: see `pdserve.bench.vllm_runs`.
 
-Prints two errors for each engine, model and number of ranks. *Catalogue* uses the catalogue's device, whose overheads
-assume CUDA graphs, which these engines lacked. *Fitted* uses the efficiencies and overheads that fit one kind of the
-engine's rows best: OPT-13B if there are both models, and four ranks of Llama-2-70B. All other rows are held out.
-Attention of prompts is not fitted, because these steps cannot separate it from linear layers. The catalogue's A100,
-except its overheads, comes from the fit of DistServe's own engine.
+Prints two errors for each engine, model and number of ranks of the first two. *Catalogue* uses the catalogue's device,
+whose host costs assume CUDA graphs, which these engines lacked. *Fitted* gives it NCCL's all-reduces instead of vLLM's,
+the host costs of the engine, and shares of the catalogue's rates for its older kernels: the six figures of `STARTS`,
+fitted to OPT-13B, or to Llama-2-70B on 2 and 4 ranks. All other rows are held out.
 """
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import groupby
-from math import log
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,21 +28,32 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.bench.models import LLAMA_2_70B, OPT_13B, OPT_66B
-from pdserve.bench.script import publish, script_parser
+from pdserve.bench.models import BLOOM_176B, LLAMA_2_70B, OPT_13B, OPT_66B
+from pdserve.bench.script import csv_records, publish, script_parser
+from pdserve.bench.vllm_runs import check_runs
 from pdserve.contracts.precision import Precision
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.curve import Curve
 from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.planner.arrays import FloatArray
+from pdserve.planner.cost_fit import PULL, minimise
 
-SHAPES = {"opt-13b": OPT_13B.shape, "opt-66b": OPT_66B.shape, "llama-2-70b": LLAMA_2_70B.shape}
+SHAPES = {
+    "opt-13b": OPT_13B.shape,
+    "opt-66b": OPT_66B.shape,
+    "llama2-70b": LLAMA_2_70B.shape,
+    "bloom-176b": BLOOM_176B.shape,
+}
 PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2000)
 """Prompt lengths within the range of the fitted coefficients, up to 2048."""
 BATCH_SIZES = (1, 4, 16, 64, 128, 192)
 CONTEXT_TOKENS = (64, 512, 1500)
 MAX_CONTEXT_TOKENS = 60_000
 """Largest batch that fitted into the measured pools."""
+MAX_BATCH_OF_TWO, MAX_SEEN_RANKS = 16, 4
+"""Splitwise's largest batch on 2 ranks, and the ranks that its fit sees."""
+
+_WIDTH = 120
 
 
 class Group(NamedTuple):
@@ -65,14 +75,9 @@ class Row(NamedTuple):
     seconds: float
 
 
-def _records(path: Path) -> Iterator[dict[str, str]]:
-    with path.open() as file:
-        yield from csv.DictReader(line for line in file if not line.startswith("#"))
-
-
 def distserve_rows(path: Path) -> Iterator[Row]:
     """Steps within the range that the coefficients were fitted to, as long as the coefficients say."""
-    for record in _records(path):
+    for record in csv_records(path):
         model = record["model"].removeprefix("facebook/")
         ranks, phase = int(record["tp"]), record["phase"]
         if SHAPES[model].num_heads % ranks or ranks == 3:
@@ -94,16 +99,17 @@ def distserve_rows(path: Path) -> Iterator[Row]:
 
 
 def splitwise_rows(path: Path) -> Iterator[Row]:
-    """Medians of Llama-2-70B by 4 and 8 ranks; on 2, the largest batches did not fit."""
+    """Medians of all models; the largest batches did not fit on 2 ranks."""
     devices = {"a100-80gb": "a100-80gb-sxm", "h100-80gb": "h100-sxm"}
-    for record in _records(path):
-        ranks, device = int(record["tensor_parallel"]), devices.get(record["hardware"])
-        if record["model"] != "llama2-70b" or device is None or ranks == 2:
-            continue
+    for record in csv_records(path):
+        ranks, device, model = int(record["tensor_parallel"]), devices.get(record["hardware"]), record["model"]
         prompt, size, answer = (int(record[key]) for key in ("prompt_size", "batch_size", "token_size"))
+        if device is None or (ranks == 2 and size > MAX_BATCH_OF_TWO):
+            continue
+        is_seen = model == "llama2-70b" and ranks <= MAX_SEEN_RANKS
         for phase, tokens in (("prefill", (prompt, 0)), ("decode", (1, prompt + answer // 2))):
-            group = Group("Splitwise", device, "llama-2-70b", ranks, phase, ranks == 4)
             key = "prompt_time_ms" if phase == "prefill" else "token_time_ms"
+            group = Group("Splitwise", device, model, ranks, phase, is_seen)
             yield Row(group, [tokens] * size, float(record[key]) / 1e3)
 
 
@@ -119,53 +125,56 @@ def errors(rows: list[Row], device: Hardware) -> FloatArray:
     return relative
 
 
-_COMPUTE_TOKENS = (32, 128, 512, 2048)
-_START: dict[Any, float] = {
-    **dict(zip(_COMPUTE_TOKENS, (0.2, 0.4, 0.6, 0.7), strict=True)),
-    "memory_efficiency": 0.9,
-    "decode_attention_efficiency": 0.6,
-    "link_efficiency": 0.5,
-    "link_latency_s": 10e-6,
-    "layer_overhead_s": 150e-6,
-    "step_overhead_s": 1e-3,
+NCCL = {
+    "a100-80gb-sxm": {"link_latency_s": 16e-6, "all_reduce_efficiency": 0.25},
+    "h100-sxm": {"link_latency_s": 9.5e-6, "all_reduce_efficiency": 0.28},
 }
-MEMORY_EFFICIENCY_LIMIT = 0.92
-"""Share that plain copies reach: beyond it, a fit takes time from the memory that belongs to overhead."""
+"""Fitted to NCCL 2.27's all-reduces of 8 KB to 64 MB on 2 and 4 GPUs, published in aiconfigurator-core 0.12.0."""
+STARTS = {
+    "step_overhead_s": (1e-4, 3e-3),
+    "ranks_overhead_s": (2e-4, 4e-3),
+    "layer_launch_s": (1e-4, 3e-4, 6e-4),
+    "row_overhead_s": (30e-6,),
+    "products": (0.9,),
+    "prefill_attention": (0.8,),
+}
+"""Fitted figures and the values that a fit starts from: a cost that hides behind another has no slope. The last two are
+shares of ``compute_efficiency`` and ``prefill_attention_efficiency``."""
 
 
-def _device(base: Hardware, figures: dict[Any, float]) -> Hardware:
-    changes: dict[str, Any] = {name: value for name, value in figures.items() if isinstance(name, str)}
-    changes["compute_efficiency"] = Curve(tuple((count, figures[count]) for count in _COMPUTE_TOKENS))
-    return replace(base, **changes)
+def device_of(base: Hardware, figures: dict[str, float]) -> Hardware:
+    """``base`` with the figures of `STARTS`."""
+    costs = {name: value for name, value in figures.items() if name.endswith("_s")}
+    return replace(
+        base,
+        **costs,
+        compute_efficiency=_scaled(base.compute_efficiency, figures["products"]),
+        prefill_attention_efficiency=_scaled(base.prefill_attention_efficiency, figures["prefill_attention"]),
+    )
 
 
-def fit(rows: list[Row], base: Hardware) -> Hardware:
-    """The device that predicts ``rows`` best: least squares of log(predicted / measured), each figure in its turn."""
+def _scaled(curve: Curve, factor: float) -> Curve:
+    return Curve(tuple((count, min(1.0, factor * share)) for count, share in curve.points))
 
-    def loss(figures: dict[Any, float]) -> float:
-        too_large = any(
-            isinstance(name, int) or not name.endswith("_s") for name, value in figures.items() if value > 1
-        )
-        if too_large or figures["memory_efficiency"] > MEMORY_EFFICIENCY_LIMIT:
-            return float("inf")
-        try:
-            device = _device(base, figures)
-        except ValueError:  # a curve on which more work would take less time
-            return float("inf")
-        return float(np.mean(np.log1p(errors(rows, device)) ** 2))
 
-    figures: dict[Any, float] = dict(_START)
-    best, factor = loss(figures), 1.4
-    while log(factor) > 0.002:
-        before = best
-        for name in figures:
-            for changed in (figures[name] * factor, figures[name] / factor):
-                trial = {**figures, name: changed}
-                if (found := loss(trial)) < best:
-                    best, figures = found, trial
-        if best == before:
-            factor **= 0.5
-    return _device(base, figures)
+def fit(rows: list[Row], base: Hardware) -> dict[str, float]:
+    """Figures of `STARTS` that predict ``rows`` best: least squares of log(predicted / measured).
+
+    The start pulls weakly, as in `pdserve.planner.cost_fit`.
+    """
+
+    def figures(logs: FloatArray) -> dict[str, float]:
+        return dict(zip(STARTS, np.exp(logs).tolist(), strict=True))
+
+    def residuals(logs: FloatArray) -> FloatArray:
+        found: FloatArray = np.log1p(errors(rows, device_of(base, figures(logs))))
+        return found
+
+    def end(start: FloatArray) -> FloatArray:
+        return minimise(lambda logs: np.concatenate([residuals(logs), PULL * (logs - start)]), start)
+
+    ends = [end(np.log(start)) for start in product(*STARTS.values())]
+    return figures(min(ends, key=lambda logs: float(np.square(residuals(logs)).sum())))
 
 
 def check(rows: list[Row]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -173,57 +182,67 @@ def check(rows: list[Row]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     groups, fits = [], {}
     rows = sorted(rows, key=lambda row: row.group)
     for (engine, device_name), of_engine in groupby(rows, key=lambda row: row.group[:2]):
-        mine = list(of_engine)
-        base = hardware(device_name)
-        fitted = fit([row for row in mine if row.group.is_seen], base)
-        fits[f"{engine} on {device_name}"] = {
-            "compute_efficiency": [[count, round(share, 3)] for count, share in fitted.compute_efficiency.points],
-            **{name: float(f"{getattr(fitted, name):.3g}") for name in list(_START)[len(_COMPUTE_TOKENS) :]},
-        }
+        mine, base = list(of_engine), hardware(device_name)
+        with_nccl = replace(base, **NCCL[device_name])
+        figures = fit([row for row in mine if row.group.is_seen], with_nccl)
+        fits[f"{engine} on {device_name}"] = {name: float(f"{value:.3g}") for name, value in figures.items()}
+        fitted = device_of(with_nccl, figures)
         for group, members in groupby(mine, key=lambda row: row.group):
             of_group = list(members)
-            groups.append(
-                {
-                    **group._asdict(),
-                    "num_rows": len(of_group),
-                    "catalogue": _summary(errors(of_group, base)),
-                    "fitted": _summary(errors(of_group, fitted)),
-                }
-            )
+            found = {"catalogue": _summary(errors(of_group, base)), "fitted": _summary(errors(of_group, fitted))}
+            groups.append({**group._asdict(), "num_rows": len(of_group), **found})
     return groups, fits
 
 
 def _summary(found: FloatArray) -> dict[str, float]:
-    sizes = np.abs(found)
-    figures = {"bias": np.median(found), "median": np.median(sizes), "p90": np.quantile(sizes, 0.9)}
-    return {name: round(float(figure), 3) for name, figure in figures.items()}
+    return {"bias": round(float(np.mean(found)), 3), "mean": round(float(np.mean(np.abs(found))), 3)}
 
 
-def _show(groups: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="Relative errors of predicted step times: median with sign, and size (median, p90)")
-    for heading in ("engine", "device", "model", "TP", "phase", "rows", "catalogue", "fitted", ""):
-        table.add_column(heading, justify="left" if heading in ("engine", "device", "model", "phase", "") else "right")
+def held_out(groups: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Mean absolute errors of all held-out rows, by engine and phase."""
+    sums: dict[str, dict[str, list[float]]] = {}
     for group in groups:
-        shown = [
-            f"{group[kind]['bias']:+.0%} ({group[kind]['median']:.0%}, {group[kind]['p90']:.0%})"
-            for kind in ("catalogue", "fitted")
-        ]
+        if not group["is_seen"]:
+            of_engine = sums.setdefault(f"{group['engine']} on {group['device']}", {})
+            of_engine.setdefault(group["phase"], []).extend([group["fitted"]["mean"]] * group["num_rows"])
+    return {
+        engine: {phase: round(float(np.mean(means)), 3) for phase, means in phases.items()}
+        for engine, phases in sums.items()
+    }
+
+
+def _show(groups: list[dict[str, Any]], runs: list[dict[str, Any]], console: Console) -> None:
+    table = Table(title="Relative errors of predictions: mean with sign, and mean size")
+    for heading in ("engine", "device", "model", "TP", "what", "rows", "catalogue", "fitted", ""):
+        table.add_column(heading, justify="right" if heading in ("TP", "rows", "catalogue", "fitted") else "left")
+    for group in groups:
+        shown = [f"{group[kind]['bias']:+.0%} ({group[kind]['mean']:.0%})" for kind in ("catalogue", "fitted")]
         names = [str(group[key]) for key in ("engine", "device", "model", "tensor_parallel", "phase", "num_rows")]
         table.add_row(*names, *shown, "seen" if group["is_seen"] else "held out")
+    for run in runs:
+        model = f"{run['model'].partition('/')[2]}, {run['requests_per_s']:g}/s"
+        for name in ("ttft", "itl"):
+            shown = [f"{run[kind][name]:+.0%}" for kind in ("catalogue", "held_out")]
+            table.add_row("vLLM 0.15.1", "h100-sxm", model, str(run["tensor_parallel"]), name, "1", *shown, "held out")
     console.print(table)
 
 
 def main() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder with the two files")
+    parser.add_argument("--data", type=Path, required=True, help="folder with the three files")
     arguments = parser.parse_args()
     rows = [
         *distserve_rows(arguments.data / "simdistserve_fit_a100_80g.csv"),
         *splitwise_rows(arguments.data / "splitwise_perf_model_median.csv"),
     ]
     groups, fits = check(rows)
-    _show(groups, Console(stderr=True))
-    publish({"groups": groups, "fits": fits}, arguments.json)
+    runs, fits["vLLM 0.15.1 on h100-sxm"] = check_runs(arguments.data / "vllm_h100_open_loop.csv")
+    _show(groups, runs, Console(stderr=True, width=_WIDTH))
+    means = held_out(groups)
+    means["vLLM 0.15.1 on h100-sxm"] = {
+        name: round(float(np.mean([abs(run["held_out"][name]) for run in runs])), 3) for name in ("ttft", "itl")
+    }
+    publish({"held_out": means, "groups": groups, "runs": runs, "fits": fits}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -55,11 +55,17 @@ def dense(
 OPT_13B = _opt("OPT-13B", 40, 5120, 40)
 OPT_66B = _opt("OPT-66B", 64, 9216, 72)
 OPT_175B = _opt("OPT-175B", 96, 12288, 96)
+BLOOM_176B = replace((_bloom := _opt("BLOOM-176B", 70, 14336, 112)), shape=replace(_bloom.shape, vocab_size=250880))
+"""As an OPT model, whose products have the same sizes."""
 LLAMA_2_70B = dense("Llama-2-70B", 80, 8192, 28672, 64, 32000)
 LLAMA_3_8B = dense("Llama-3-8B", 32, 4096, 14336, 32, 128256)
 LLAMA_3_70B = dense("Llama-3-70B", 80, 8192, 28672, 64, 128256)
 QWEN3_32B = dense("Qwen3-32B", 64, 5120, 25600, 64, 151936, qk_norm=True)
 QWEN3_14B = dense("Qwen3-14B", 40, 5120, 17408, 40, 151936, qk_norm=True)
+QWEN_25_7B = replace(
+    (_qwen := dense("Qwen2.5-7B", 28, 3584, 18944, 28, 152064)), shape=replace(_qwen.shape, num_kv_heads=4)
+)
+MISTRAL_NEMO = dense("Mistral-Nemo-12B", 40, 5120, 14336, 32, 131072)
 MIXTRAL_8X7B = replace(
     (_mistral := dense("Mixtral-8x7B", 32, 4096, 14336, 32, 32000)),
     shape=replace(_mistral.shape, num_experts=8, experts_per_token=2),

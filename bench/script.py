@@ -6,12 +6,13 @@ Tables and progress go to standard error, the result to standard output and, wit
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,12 @@ def script_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the result here")
     return parser
+
+
+def csv_records(path: Path) -> Iterator[dict[str, str]]:
+    """Rows of a table whose first lines may be comments."""
+    with path.open(encoding="utf-8") as file:
+        yield from csv.DictReader(line for line in file if not line.startswith("#"))
 
 
 def commit() -> str:

@@ -37,7 +37,7 @@ _FIRST_SHARES = (0.8, 0.3)
 computing, the gradient of a slightly different share of the arithmetic is zero."""
 _LEAST_OVERHEAD_S = 1e-6
 """Starting overhead if the catalogue has 0, which has no logarithm."""
-_PULL = 0.03
+PULL = 0.03
 """Weight of the pull: a figure off the catalogue by a factor of e counts as an error of 3 % of one step."""
 _HEADROOM = 1.25
 _NUM_DIGITS = 4
@@ -109,7 +109,7 @@ def fit_hardware(base: Hardware, model: PlannedModel, steps: Sequence[TimedStep]
         return found
 
     def end(start: FloatArray) -> FloatArray:
-        return _minimise(lambda logs: np.concatenate([errors(logs), _PULL * (logs - start)]), start)
+        return minimise(lambda logs: np.concatenate([errors(logs), PULL * (logs - start)]), start)
 
     ends = [end(figures.start(share)) for share in _FIRST_SHARES]
     fitted = _rounded(figures.hardware(min(ends, key=lambda logs: float(np.square(errors(logs)).sum()))))
@@ -237,7 +237,7 @@ def _curve(counts: Sequence[int], shares: Sequence[float]) -> Curve:
     return Curve(tuple(points))
 
 
-def _minimise(residuals: Callable[[FloatArray], FloatArray], start: FloatArray) -> FloatArray:
+def minimise(residuals: Callable[[FloatArray], FloatArray], start: FloatArray) -> FloatArray:
     """Local minimum of the sum of squares of ``residuals``, near ``start``."""
     values, found = start, residuals(start)
     damping = 1e-2

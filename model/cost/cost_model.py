@@ -7,8 +7,8 @@ A worker has t * p devices: t tensor-parallel ranks share heads and columns, p p
 duration of a step with T new tokens and S sampled rows is the sum, over all stages, of one rank's work:
 
 - linear layers: ``max(2 T * layer weights / t / (F e(T)), bytes of those weights / t / W)``, e(T) the share of peak
-  arithmetic F that products of T rows reach, W the rate at which weights are read; F is that of float8 if the weights
-  are fp8 and the device multiplies float8, as the engines do that quantise activations on the way;
+  arithmetic F that products of T rows reach, W the rate at which weights are read; F is the share of float8's peak that
+  its products reach if the weights are fp8 and the device multiplies float8, with activations quantised on the way;
 - routed experts (E, k per token): the same formula over the experts that the step touches. Assuming even and
   independent routing, these are ``n = E (1 - (1 - k / E) ** T)`` experts with ``T k / n`` rows each;
 - the output projection, as a linear layer of S rows;
@@ -19,7 +19,9 @@ duration of a step with T new tokens and S sampled rows is the sum, over all sta
 - tensor parallelism: two all-reduces of the activations per layer, ``2 (t - 1) / t * bytes / link`` and one latency of
   the link each, whatever the number of ranks: small messages go directly to every rank, large ones around a ring;
 - pipeline parallelism: sends of activations between stages;
-- overhead: a fixed time per step, per layer and per sampled row.
+- overhead: a fixed time per step, per layer and per sampled row;
+- without CUDA graphs, layers and their all-reduces take at least as long as the host takes to launch their kernels,
+  whatever the number of ranks; attention is counted on top, as if no launch hid it.
 
 For a given batch, decode time is therefore linear in the context. The model leaves out activation traffic within a
 device and sliding windows: every layer counts as full attention.
@@ -125,7 +127,9 @@ class CostModel:
 
         self._rank_flops = hardware.peak(dtype) * tensor_parallel  # a rank does this share of an operation's work
         multiplies_float8 = precision.quantization == "fp8" and "float8" in hardware.peak_flops
-        self._layer_flops = hardware.peak("float8") * tensor_parallel if multiplies_float8 else self._rank_flops
+        self._layer_flops = self._rank_flops
+        if multiplies_float8:
+            self._layer_flops = hardware.peak("float8") * hardware.float8_efficiency * tensor_parallel
         self._rank_bandwidth = hardware.bandwidth * tensor_parallel
         stages_kv_bytes = self.kv_bytes_per_token / min(tensor_parallel, shape.num_kv_heads)
         self.rank_kv_bytes_per_token = stages_kv_bytes / pipeline_parallel
@@ -136,7 +140,9 @@ class CostModel:
         inside = (hardware.link_latency_s, hardware.link_bandwidth * hardware.link_efficiency)
         outside = (hardware.network_latency_s, hardware.network_bandwidth * hardware.link_efficiency)
         # Tensor-parallel ranks fill hosts first, then stages.
-        self._all_reduce = inside if tensor_parallel <= hardware.devices_per_host else outside
+        self._all_reduce = outside
+        if tensor_parallel <= hardware.devices_per_host:
+            self._all_reduce = (hardware.link_latency_s, hardware.link_bandwidth * hardware.all_reduce_efficiency)
         stages_per_host = max(1, hardware.devices_per_host // tensor_parallel)
         num_outside = -(-pipeline_parallel // stages_per_host) - 1
         self._hops = [(num_outside, *outside), (pipeline_parallel - 1 - num_outside, *inside)]
@@ -283,18 +289,20 @@ class CostModel:
 
     def _token_parts(self, num_tokens: int) -> StepParts:
         """Parts that depend on the number of new tokens; the others are 0."""
-        layers, message_bytes = self.shape.num_layers, num_tokens * self._activation_bytes
+        hardware, num_layers, num_ranks = self.hardware, self.shape.num_layers, self.tensor_parallel
+        message_bytes = num_tokens * self._activation_bytes
         latency_s, bandwidth = self._all_reduce
-        num_ranks = self.tensor_parallel
         sent_bytes = 2 * (num_ranks - 1) / num_ranks * message_bytes
-        all_reduce_s = latency_s + sent_bytes / bandwidth if num_ranks > 1 else 0.0
+        all_reduces_s = 2 * num_layers * (latency_s + sent_bytes / bandwidth) if num_ranks > 1 else 0.0
+        layers_s, gaps_s = self._layers_s(num_tokens), num_layers * hardware.layer_overhead_s
+        wait_s = max(0.0, num_layers * hardware.layer_launch_s - (layers_s + all_reduces_s + gaps_s))
         return StepParts(
-            layers_s=self._layers_s(num_tokens),
+            layers_s=layers_s,
             output_s=0.0,
             attention_s=0.0,
-            all_reduce_s=2 * layers * all_reduce_s,
+            all_reduce_s=all_reduces_s,
             send_s=sum(hops * (latency_s + message_bytes / bandwidth) for hops, latency_s, bandwidth in self._hops),
-            overhead_s=self.hardware.step_overhead_s + layers * self.hardware.layer_overhead_s,
+            overhead_s=hardware.step_overhead_s + (num_ranks > 1) * hardware.ranks_overhead_s + gaps_s + wait_s,
         )
 
     def _layers_s(self, num_tokens: int) -> float:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pdserve.contracts.codec import ABOVE_ZERO, NotNegative, Positive, Rule, Share, between
 from pdserve.model.cost.curve import Curve
-from pdserve.model.cost.hardware_catalogue import ALIASES, DRIVER_NAMES, GPUS, Gpu
+from pdserve.model.cost.hardware_catalogue import ALIASES, DRIVER_NAMES, ENGINES, GPUS, KERNEL_TIMES, Gpu
 
 Range = Annotated[
     tuple[int, int], Rule(lambda ends: 0 <= ends[0] <= ends[1], "the fewest and the most, as in [1, 512]")
@@ -48,6 +48,8 @@ class Hardware:
     """Dense operations per second by dtype, without sparsity; a multiply-add counts as two."""
     compute_efficiency: Curve
     """Share of ``peak_flops`` that matrix products reach, by tokens of a step."""
+    float8_efficiency: Share = 1.0
+    """Share of ``compute_efficiency`` that float8 products reach, with the quantisation of their activations."""
     prefill_attention_efficiency: Curve
     """Share of ``peak_flops`` that attention reaches, by new tokens of one sequence."""
     memory_bytes: Annotated[int, ABOVE_ZERO]
@@ -65,6 +67,8 @@ class Hardware:
     """Fixed seconds of one all-reduce or message between devices of a host, on top of the transfer time."""
     link_efficiency: Share
     """Share of ``link_bandwidth`` and of ``network_bandwidth`` that large messages reach."""
+    all_reduce_efficiency: Share = 0.6
+    """Share of ``link_bandwidth`` that all-reduces reach."""
     network_bandwidth: Positive
     """Bytes per second, one direction, between devices on two hosts."""
     network_latency_s: NotNegative
@@ -74,8 +78,12 @@ class Hardware:
     devices_per_host: Annotated[int, ABOVE_ZERO] = 8
     step_overhead_s: NotNegative
     """Seconds per step outside kernels: preparing inputs, sampling, reading results back."""
+    ranks_overhead_s: NotNegative = 0.0
+    """Seconds per step of a worker of several ranks, besides all-reduces: messages to their processes, their skew."""
     layer_overhead_s: NotNegative
-    """Seconds per layer outside arithmetic and memory traffic: launches, gaps, small kernels."""
+    """Seconds per layer outside arithmetic and memory traffic: starts of kernels, gaps, small kernels."""
+    layer_launch_s: NotNegative = 0.0
+    """Seconds for the host to launch the kernels of a layer while the device computes; about 0 with CUDA graphs."""
     row_overhead_s: NotNegative = 0.0
     """Seconds per sampling row, without the output projection."""
     pipeline_depth: Annotated[int, between(1, 2)] = 2
@@ -109,19 +117,22 @@ class Hardware:
 
 
 _GPU_RESERVE_BYTES = 2 * 10**9
-_NVLINK_S, _PCIE_S, _NETWORK_S = 15e-6, 30e-6, 30e-6
-_NVLINK_SOURCE = (
-    "pdserve.bench.cost_check fits 16 us to DistServe's figures of OPT-13B on A100; 15 us suits five published runs of "
-    "vLLM 0.15.1 on H100"
-)
+_NVLINK_S, _PCIE_S, _NETWORK_S = 5e-6, 30e-6, 30e-6
 _LINK_EFFICIENCY = 0.6
+_NVLINK_ALL_REDUCE = 0.28
+_FLOAT8_EFFICIENCY = 0.72
 _ESTIMATE = "estimate, not measured"
+_NVLINK_SOURCE = (
+    f"{KERNEL_TIMES.format('H100 and A100 SXM')}: vLLM's all-reduces of 8 KB to 64 MB, fitted to 2 and 4 GPUs; on 8 "
+    "GPUs each is 24 % off"
+)
 
 
 def _gpu(row: Gpu) -> Hardware:
     """Build the device of a catalogue row."""
     rates = {"float32": row.float32_tflops, "bfloat16": row.half_tflops, "float16": row.half_tflops}
     rates |= {"float8": row.float8_tflops, "int8": row.int8_tops}
+    engine = ENGINES["pdserve"]
     is_pcie = row.link_gb_per_s <= row.host_gb_per_s
     return Hardware(
         name=row.name,
@@ -136,11 +147,15 @@ def _gpu(row: Gpu) -> Hardware:
         link_bandwidth=row.link_gb_per_s * 1e9,
         link_latency_s=_PCIE_S if is_pcie else _NVLINK_S,
         link_efficiency=_LINK_EFFICIENCY,
+        all_reduce_efficiency=_LINK_EFFICIENCY if is_pcie else _NVLINK_ALL_REDUCE,
         network_bandwidth=row.network_gb_per_s * 1e9,
         network_latency_s=_NETWORK_S,
         host_bandwidth=row.host_gb_per_s * 1e9,
-        step_overhead_s=row.kernels.step_overhead_us * 1e-6,
+        float8_efficiency=_FLOAT8_EFFICIENCY,
+        step_overhead_s=engine.step_overhead_s,
+        ranks_overhead_s=engine.ranks_overhead_s,
         layer_overhead_s=row.kernels.layer_overhead_us * 1e-6,
+        row_overhead_s=engine.row_overhead_s,
         price_per_hour_usd=row.usd_per_hour,
         sources={
             **dict.fromkeys(("peak_flops", "memory_bytes", "memory_bandwidth", "host_bandwidth"), row.sheet),
@@ -148,12 +163,15 @@ def _gpu(row: Gpu) -> Hardware:
             "memory_reserve_bytes": f"{_ESTIMATE}: the CUDA context, buffers of NCCL, CUDA graphs",
             "link_bandwidth": row.link,
             "link_latency_s": _ESTIMATE if is_pcie else _NVLINK_SOURCE,
-            "link_efficiency": f"{_ESTIMATE}: collectives of some 10 MB between eight devices",
+            "link_efficiency": f"{_ESTIMATE}: large messages between two devices",
+            "all_reduce_efficiency": _ESTIMATE if is_pcie else _NVLINK_SOURCE,
             "network_bandwidth": row.network,
             "network_latency_s": _ESTIMATE,
             "devices_per_host": "assumed: eight, as in most servers",
             "pipeline_depth": "of the executor",
-            "row_overhead_s": f"{_ESTIMATE}: none",
+            "float8_efficiency": f"as large products of three engines: {KERNEL_TIMES.format('H100 SXM')}",
+            **dict.fromkeys(("step_overhead_s", "ranks_overhead_s", "row_overhead_s"), engine.source),
+            "layer_launch_s": "assumed: none, with CUDA graphs",
             "price_per_hour_usd": row.price_source,
         },
     )
@@ -185,6 +203,7 @@ def _cpu(num_cores: int) -> Hardware:
         link_bandwidth=9e9,
         link_latency_s=10e-6,
         link_efficiency=1.0,
+        all_reduce_efficiency=1.0,
         network_bandwidth=1.25e9,
         network_latency_s=50e-6,
         host_bandwidth=9e9,
@@ -203,13 +222,16 @@ def _cpu(num_cores: int) -> Hardware:
             "decode_attention_efficiency": _CPU_FIT,
             "link_bandwidth": f"{_CPU_SOURCE}: copy of 256 MB by 1 thread",
             "link_latency_s": _ESTIMATE,
-            "link_efficiency": "1: the bandwidth is what was measured",
+            **dict.fromkeys(("link_efficiency", "all_reduce_efficiency"), "1: the bandwidth is what was measured"),
+            "float8_efficiency": "no float8 units",
             "network_bandwidth": "assumed: 10 Gb/s Ethernet",
             "network_latency_s": _ESTIMATE,
             "host_bandwidth": f"{_CPU_SOURCE}: copy of 256 MB by 1 thread",
             "devices_per_host": "assumed",
             "pipeline_depth": "of the executor",
             "step_overhead_s": _CPU_FIT,
+            "ranks_overhead_s": "none: the leader computes its share meanwhile",
+            "layer_launch_s": "none: the host is the device",
             "layer_overhead_s": _CPU_FIT,
             "row_overhead_s": _CPU_FIT,
             "price_per_hour_usd": "no list price known; give one in a hardware file",

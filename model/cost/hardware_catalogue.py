@@ -21,73 +21,86 @@ class Kernels(NamedTuple):
     """Share of the bandwidth that weight reads reach."""
     decode_attention: float
     """Share of the bandwidth that KV reads reach."""
-    step_overhead_us: float
     layer_overhead_us: float
     sources: Mapping[str, str]
     """Keyed by field of `pdserve.model.cost.hardware.Hardware`."""
 
 
 _ESTIMATE = "estimate, not measured"
-_FITTED = "fitted on 2026-11-21 by pdserve.bench.cost_check to what DistServe published of OPT-13B on 1, 2 and 4 A100"
-_AS_A100 = "as fitted for the A100"
-_OVERHEADS = {
-    "step_overhead_s": _ESTIMATE,
-    "layer_overhead_s": (
-        f"{_ESTIMATE}: about ten kernels of 1.5 to 2 us in a CUDA graph; engines of 2023 without graphs took 150 us"
-    ),
-}
+KERNEL_TIMES = "kernel times on {} published in aiconfigurator-core 0.12.0 (Apache-2.0)"
+"""The files ``gemm_perf``, ``generation_attention_perf``, ``context_attention_perf`` and ``custom_allreduce_perf`` of
+vLLM 0.24.0 on H100 and 0.14.0 on A100."""
+_H100_TIMES, _A100_TIMES = KERNEL_TIMES.format("H100 SXM"), KERNEL_TIMES.format("A100 SXM")
+_SMALL_KERNELS = "small kernels of a layer by Vidur's profile (MIT)"
 _HOPPER = Kernels(
-    compute=((32, 0.16), (128, 0.37), (512, 0.60), (2048, 0.72), (4096, 0.76)),
+    compute=((32, 0.27), (128, 0.35), (256, 0.56), (512, 0.77), (2048, 0.8)),
     prefill_attention=((128, 0.15), (512, 0.3), (2048, 0.45), (8192, 0.6)),
-    memory=0.90,
-    decode_attention=0.75,
-    step_overhead_us=300,
-    layer_overhead_us=15,
+    memory=0.88,
+    decode_attention=0.85,
+    layer_overhead_us=44,
     sources={
-        "compute_efficiency": (
-            "at 4096 tokens 755 TFLOP/s of cuBLAS bf16 products, published with FlashAttention-3; below it falling "
-            f"{_AS_A100}"
+        "compute_efficiency": f"fitted to 12,000 {_H100_TIMES}, bfloat16: 7 % off on average",
+        "prefill_attention_efficiency": f"64 heads, less 12 us a kernel: {_H100_TIMES}",
+        "memory_efficiency": f"as compute_efficiency: {_H100_TIMES}",
+        "decode_attention_efficiency": f"between large and middle batches, less 12 us a kernel: {_H100_TIMES}",
+        "layer_overhead_s": (
+            f"4 products with 4.2 us each besides arithmetic and reads and 12 us of attention: {_H100_TIMES}; 15 us of "
+            f"{_SMALL_KERNELS}"
         ),
-        "prefill_attention_efficiency": (
-            "at 8192 tokens, causal, head dimension 128, what FlashAttention-3 publishes for bf16; below it estimates"
-        ),
-        "memory_efficiency": "published for streaming kernels by quack and FlashMLA",
-        "decode_attention_efficiency": _ESTIMATE,
-        **_OVERHEADS,
     },
 )
 _AMPERE = Kernels(
-    compute=((32, 0.17), (128, 0.40), (512, 0.63), (2048, 0.71)),
-    prefill_attention=((128, 0.15), (512, 0.3), (2048, 0.5), (8192, 0.6)),
-    memory=0.92,
-    decode_attention=0.65,
-    step_overhead_us=300,
-    layer_overhead_us=20,
+    compute=((32, 0.2), (128, 0.43), (256, 0.64), (512, 0.71), (2048, 0.8), (8192, 0.84)),
+    prefill_attention=((128, 0.12), (512, 0.27), (2048, 0.48), (8192, 0.57)),
+    memory=0.75,
+    decode_attention=0.7,
+    layer_overhead_us=62,
     sources={
-        "compute_efficiency": _FITTED,
-        "prefill_attention_efficiency": (
-            "at 8192 tokens, causal, head dimension 128, what FlashAttention-2 publishes for A100; below it estimates"
+        "compute_efficiency": f"fitted to 7,000 {_A100_TIMES}, bfloat16: 8 % off on average",
+        "prefill_attention_efficiency": f"64 heads, less 12 us a kernel: {_A100_TIMES}",
+        "memory_efficiency": f"as compute_efficiency: {_A100_TIMES}",
+        "decode_attention_efficiency": f"fitted: {_A100_TIMES}",
+        "layer_overhead_s": (
+            f"4 products with 6 us each besides arithmetic and reads and 18 us of attention: {_A100_TIMES}; 20 us of "
+            f"{_SMALL_KERNELS}"
         ),
-        "memory_efficiency": f"{_FITTED}, with 0.92 for a limit",
-        "decode_attention_efficiency": _FITTED,
-        **_OVERHEADS,
     },
 )
 _OTHER = Kernels(
-    compute=((32, 0.15), (128, 0.35), (512, 0.55), (2048, 0.65)),
+    compute=((32, 0.2), (128, 0.35), (256, 0.5), (512, 0.6), (2048, 0.7)),
     prefill_attention=((128, 0.15), (512, 0.25), (2048, 0.4), (8192, 0.5)),
     memory=0.85,
     decode_attention=0.65,
-    step_overhead_us=300,
-    layer_overhead_us=20,
+    layer_overhead_us=50,
     sources={
-        "compute_efficiency": f"{_ESTIMATE}: somewhat less than {_AS_A100}",
+        "compute_efficiency": f"{_ESTIMATE}: somewhat less than of the A100 and the H100",
         "prefill_attention_efficiency": _ESTIMATE,
         "memory_efficiency": _ESTIMATE,
-        "decode_attention_efficiency": f"{_ESTIMATE}: {_AS_A100}",
-        **_OVERHEADS,
+        "decode_attention_efficiency": _ESTIMATE,
+        "layer_overhead_s": f"{_ESTIMATE}: between those of the H100 and the A100",
     },
 )
+
+
+class EngineCosts(NamedTuple):
+    """Host costs of a serving engine on a GPU, with CUDA graphs: fields of `pdserve.model.cost.hardware.Hardware`."""
+
+    step_overhead_s: float
+    ranks_overhead_s: float
+    row_overhead_s: float
+    source: str
+
+
+_VLLM_FIT = (
+    "fitted on 2026-11-24 by pdserve.bench.cost_check to five open-loop runs of vLLM 0.15.1 on H100 (7B to 70B, 1 and "
+    "4 ranks) published by inference-sim"
+)
+ENGINES = {
+    "pdserve": EngineCosts(
+        260e-6, 1000e-6, 11e-6, f"not measured, since pdserve has not run on a GPU yet: vLLM's, {_VLLM_FIT}"
+    ),
+    "vllm": EngineCosts(260e-6, 1000e-6, 11e-6, _VLLM_FIT),
+}
 
 
 def _lambda(usd_per_hour: float, offer: str) -> tuple[float, str]:
