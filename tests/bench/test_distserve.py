@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.distserve import FittedCost, highest_rate, layouts, read_fits
+from pdserve.bench.distserve import CASES, FittedCost, highest_rate, layouts, read_fits, table_2
 from pdserve.bench.models import OPT_13B
 from pdserve.model.cost.cost_model import CostModel
 
@@ -33,7 +33,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_steps_take_what_the_fits_say(file: Path) -> None:
     fits = read_fits(file, "facebook/opt-13b")
-    layout = next(iter(layouts()))
+    layout = next(iter(layouts(CASES[0], fits)))
     assert layout.prefill is not None
     assert layout.decode is not None
     cost = FittedCost(OPT_13B, layout.prefill, fits)
@@ -47,15 +47,25 @@ def test_steps_take_what_the_fits_say(file: Path) -> None:
     assert cost.max_kv_blocks(16, max_batch_tokens=2**20) == pool.max_kv_blocks(16) > 0, "memory, not the largest step"
 
 
-def test_layouts_use_four_devices_at_most() -> None:
-    listed = list(layouts())
-    assert len({str(layout) for layout in listed}) == len(listed) == 9
-    assert max(layout.num_devices for layout in listed) == 4
+def test_layouts_use_the_devices_of_the_case_at_most(file: Path) -> None:
+    fits = read_fits(file, "facebook/opt-13b")
+    small, large = (list(layouts(case, fits)) for case in CASES)
+    assert len({str(layout) for layout in small}) == len(small) == 9
+    assert max(layout.num_devices for layout in small) == 4
+    assert CASES[0].placement in {str(layout) for layout in small}
+    assert CASES[1].placement in {str(layout) for layout in large}
+    assert all(pool.devices_per_worker > 1 for layout in large for pool in layout.pools), "66B fits on no single device"
 
 
 def test_slower_steps_sustain_less(file: Path) -> None:
     fits = read_fits(file, "facebook/opt-13b")
-    layout = next(iter(layouts()))
+    layout = next(iter(layouts(CASES[0], fits)))
     slower = {key: replace(fit, b=3 * fit.b) for key, fit in fits.items()}
-    fast, slow = (highest_rate(layout, each, 40, is_finite=True, tolerance=0.5) for each in (fits, slower))
+    fast, slow = (highest_rate(CASES[0], layout, each, 40, is_finite=True, least=0.0) for each in (fits, slower))
     assert 0 < slow < fast
+    assert highest_rate(CASES[0], layout, fits, 40, is_finite=True, least=fast + 0.1) == 0
+
+
+def test_a_higher_rate_attains_less(file: Path) -> None:
+    shares = [row["attainment"] for row in table_2(CASES[1], read_fits(file, "facebook/opt-13b"), 60)]
+    assert 100 >= shares[0] >= shares[-1] > 0

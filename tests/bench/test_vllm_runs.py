@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.bench import vllm_runs
 from pdserve.bench.vllm_runs import HostCosts, Run, Times, read_runs, simulated
 from pdserve.model.cost.hardware import hardware
 
@@ -18,7 +19,8 @@ meta-llama/Llama-3.1-70B-Instruct,H100,4,chat,300,40,3,2048,50,20
 """
 
 
-def test_runs_are_read_and_their_costs_found(tmp_path: Path) -> None:
+def test_runs_are_read_and_their_costs_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_runs, "_NUM_REQUESTS", 250)
     (tmp_path / "runs.csv").write_text(TABLE)
     runs = read_runs(tmp_path / "runs.csv")
     assert runs[0] == Run("Qwen/Qwen2.5-7B-Instruct", 1, 12.0, 300, 40, 2048, Times(0.020, 0.0065))
