@@ -125,7 +125,7 @@ def errors(rows: list[Row], device: Hardware) -> FloatArray:
     return relative
 
 
-NCCL = {
+NCCL: dict[str, dict[str, Any]] = {
     "a100-80gb-sxm": {"link_latency_s": 16e-6, "all_reduce_efficiency": 0.25},
     "h100-sxm": {"link_latency_s": 9.5e-6, "all_reduce_efficiency": 0.28},
 }
@@ -144,7 +144,7 @@ shares of ``compute_efficiency`` and ``prefill_attention_efficiency``."""
 
 def device_of(base: Hardware, figures: dict[str, float]) -> Hardware:
     """``base`` with the figures of `STARTS`."""
-    costs = {name: value for name, value in figures.items() if name.endswith("_s")}
+    costs: dict[str, Any] = {name: value for name, value in figures.items() if name.endswith("_s")}
     return replace(
         base,
         **costs,

@@ -107,7 +107,7 @@ def read_fits(path: Path, model: str, engine: str = "distserve") -> Fits:
 
 
 class FittedCost(CostModel):
-    """Step times by DistServe's fits; a step is either all prefill or all decode."""
+    """Step times by DistServe's fits; where a preempted sequence is computed again, the sum of both phases."""
 
     def __init__(self, model: PlannedModel, pool: Pool, fits: Fits) -> None:
         super().__init__(
@@ -123,8 +123,8 @@ class FittedCost(CostModel):
         if all(num_new == 1 for num_new, _ in rows):
             num_cached_tokens = sum(num_cached for _, num_cached in rows)
             return self.decode_s(len(rows) + batch_size, num_cached_tokens + context_tokens)
-        assert not batch_size, "decode instances do not prefill"
-        return self._prefill_batch_s(sum(num_new for num_new, _ in rows), sum(num_new**2 for num_new, _ in rows))
+        prefill_s = self._prefill_batch_s(sum(num_new for num_new, _ in rows), sum(num_new**2 for num_new, _ in rows))
+        return prefill_s + (self.decode_s(batch_size, context_tokens) if batch_size else 0.0)
 
     def prefill_s(self, num_new: int, num_cached: int = 0) -> float:
         return self._prefill_batch_s(num_new, num_new**2)

@@ -26,7 +26,7 @@ from pdserve.planner.layout import Layout, Pool
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.requests import Segment, SimulatedRequest
 
-HOST_COSTS = {"step_overhead_s": 300e-6, "ranks_overhead_s": 500e-6, "row_overhead_s": 15e-6}
+HOST_COSTS: Mapping[str, Any] = {"step_overhead_s": 300e-6, "ranks_overhead_s": 500e-6, "row_overhead_s": 15e-6}
 """Fitted figures, with starting values about those of a CPU in the catalogue, which pull weakly."""
 _MODELS = {
     "Qwen/Qwen2.5-7B-Instruct": QWEN_25_7B,
@@ -107,11 +107,11 @@ class HostCosts:
             ]
         )
 
-    def _times(self, runs: Sequence[Run], costs: Mapping[str, float]) -> FloatArray:
+    def _times(self, runs: Sequence[Run], costs: Mapping[str, Any]) -> FloatArray:
         """``[runs, 2]``: TTFT and ITL."""
         return np.array([simulated(run, replace(self._device, **costs)) for run in runs])
 
-    def fit(self, rows: Sequence[int]) -> dict[str, float]:
+    def fit(self, rows: Sequence[int]) -> dict[str, Any]:
         """The host costs that predict these runs best."""
         start = np.array(list(HOST_COSTS.values()))
 

@@ -27,4 +27,5 @@ def on_engine(device: Hardware, engine: str) -> Hardware:
         raise ValueError(f"{device.name} has overheads of pdserve only; use a GPU of the catalogue for {engine}")
     figures = ENGINES[engine]._asdict()
     source = figures.pop("source")
-    return replace(device, **figures, sources={**device.sources, **dict.fromkeys(figures, source)})
+    sources: dict[str, str] = dict.fromkeys(figures, source)
+    return replace(device, **figures, sources={**device.sources, **sources})

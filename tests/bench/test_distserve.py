@@ -63,9 +63,9 @@ def test_slower_steps_sustain_less(file: Path) -> None:
     slower = {key: replace(fit, b=3 * fit.b) for key, fit in fits.items()}
     fast, slow = (highest_rate(CASES[0], layout, each, 40, is_finite=True, least=0.0) for each in (fits, slower))
     assert 0 < slow < fast
-    assert highest_rate(CASES[0], layout, fits, 40, is_finite=True, least=fast + 0.1) == 0
+    assert highest_rate(CASES[0], layout, slower, 40, is_finite=True, least=fast) == 0
 
 
 def test_a_higher_rate_attains_less(file: Path) -> None:
-    shares = [row["attainment"] for row in table_2(CASES[1], read_fits(file, "facebook/opt-13b"), 60)]
+    shares = [row["attainment"] for row in table_2(CASES[1], read_fits(file, "facebook/opt-13b"), 30)]
     assert 100 >= shares[0] >= shares[-1] > 0
