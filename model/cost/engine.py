@@ -26,6 +26,5 @@ def on_engine(device: Hardware, engine: str) -> Hardware:
     if device.measured is not None or device.pipeline_depth == 1:
         raise ValueError(f"{device.name} has overheads of pdserve only; use a GPU of the catalogue for {engine}")
     figures = ENGINES[engine]._asdict()
-    source = figures.pop("source")
-    sources: dict[str, str] = dict.fromkeys(figures, source)
-    return replace(device, **figures, sources={**device.sources, **sources})
+    source: str = figures.pop("source")
+    return replace(device, **figures, sources={**device.sources, **dict.fromkeys(figures, source)})
