@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.deploy.cli import run
+from pdserve.model.cost.hardware_catalogue import ENGINES
 from tests.planner.test_planned_model import written
 
 BASE = ("simulate", "--gpu", "h100-sxm", "--requests", "50")
@@ -32,6 +33,7 @@ def test_help_and_refusals_load_no_engine() -> None:
     code = """
 import sys
 from pdserve.deploy.cli import run
+from pdserve.model.cost.hardware_catalogue import ENGINES
 assert run(["simulate", "--help"]) == 0
 assert run(["simulate", "--gpu", "h100-sxm", "--rate", "-1", "--workload", "chat"]) == 2
 assert run(["simulate", "--gpu", "h100-sxm", "--rate", "1", "--workload", "chat", "--model", "/absent"]) == 1
@@ -164,7 +166,10 @@ def test_without_a_model_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no model is named; give --model a folder with a config.json" in capsys.readouterr().err
 
 
-def test_an_engine_has_its_own_host_costs(capsys: pytest.CaptureFixture[str], model: str) -> None:
+def test_an_engine_has_its_own_host_costs(
+    capsys: pytest.CaptureFixture[str], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENGINES, "vllm", ENGINES["vllm"]._replace(step_overhead_s=5e-3))
     options = ("--model", model, "--rate", "1", *SHORT)
     ours, theirs = (simulated(capsys, *options, "--engine", engine) for engine in ("pdserve", "vllm"))
     assert theirs["steady_state"]["tpot_s"]["p50"] > 1.1 * ours["steady_state"]["tpot_s"]["p50"]

@@ -198,7 +198,6 @@ def test_where_scout_and_judge_differ_the_judge_is_believed_and_the_plan_says_so
         note.startswith(f"Scout and judge differ on {best.layout}: at ") and note.endswith("The judge's figures count.")
         for note in plan.notes
     )
-    assert not any("differ" in note for note in a_plan().notes)
 
 
 def test_the_least_cost_needs_prices() -> None:

@@ -139,7 +139,7 @@ def with_blocks(layout: Layout, num_kv_blocks: int) -> Layout:
     ids=("colocated", "apart", "colocated-evicting", "apart-evicting"),
 )
 def test_the_judge_agrees_on_conversations_and_what_is_cached(layout: Layout) -> None:
-    requests = requests_of("agent", 8.0, 1000)
+    requests = requests_of("agent", 9.0, 1000)
     slo = SloConfig(ttft_seconds=0.6, tpot_seconds=0.05)
     ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=slo)
     judge = simulate(LLAMA_3_8B, layout, requests, slo=slo).times
@@ -201,7 +201,7 @@ def test_a_table_holds_the_cost_models_terms() -> None:
 def test_a_run_beyond_capacity_is_saturated() -> None:
     calm, late, drowned = (
         scout(LLAMA_3_8B, disaggregated(), ScoutRequests.of(requests_of("chat", rate, 10_000)), slo=SLO)
-        for rate in (10.0, 44.0, 80.0)
+        for rate in (10.0, 50.0, 80.0)
     )
     assert not calm.times.is_saturated
     assert late.times.is_saturated
