@@ -242,7 +242,7 @@ def main() -> None:
     means["vLLM 0.15.1 on h100-sxm"] = {
         name: round(float(np.mean([abs(run["held_out"][name]) for run in runs])), 3) for name in ("ttft", "itl")
     }
-    publish({"held_out": means, "groups": groups, "runs": runs, "fits": fits}, arguments.json)
+    publish({"held_out": means, "groups": groups, "fits": fits}, arguments.json)
 
 
 if __name__ == "__main__":
