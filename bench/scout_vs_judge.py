@@ -6,8 +6,9 @@ Each case draws a model, a GPU, a layout, its limits, a workload and an SLO in p
 cluster, then a rate up to a little above the one at which the scout meets both objectives for half of the requests.
 A quarter of the workloads share system prompts, and a quarter are conversations. Both simulate the same requests. They
 agree on a case if attainment differs by at most 2 points and the 90th percentiles of TTFT and TPOT
-by at most 5 %; a request without an answer counts as infinite. Every disagreement is listed. Speeds are in seconds of
-CPU time.
+by at most 5 %; a request without an answer counts as infinite. Every disagreement is listed, with its cause: it is
+*chaotic* if the judge does not agree with itself once every request reaches its worker 10 us later, else the scout's
+own. Speeds are in seconds of CPU time.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.scout import ScoutRequests, ScoutResult, scout
 from pdserve.planner.simulate.simulation import RequestTimes
-from pdserve.planner.simulate.simulator import simulate
+from pdserve.planner.simulate.simulator import Overheads, simulate
 from pdserve.planner.workload.arrivals import RandomGaps
 from pdserve.planner.workload.conversations import Conversations, SystemPrompts, Turns
 from pdserve.planner.workload.presets import preset
 from pdserve.planner.workload.workload import Workload, WorkloadSample
 
 MAX_POINTS, MAX_RATIO = 2.0, 0.05
+_LATER_S = 1e-5
 _MAX_MODEL_LEN = 8192
 _WORKLOADS = ("chat", "code", "summarisation", "sharegpt-synthetic", "humaneval-synthetic", "longbench-synthetic")
 _SYSTEM_PROMPTS = SystemPrompts(4, 1024)
@@ -80,8 +82,11 @@ class Case:
     def scouted(self) -> ScoutResult:
         return scout(self.model, self.layout, self.requests(), slo=self.slo)
 
-    def judged(self) -> RequestTimes:
-        return simulate(self.model, self.layout, self.sample.at_rate(self.rate), slo=self.slo).times
+    def judged(self, *, later_s: float = 0.0) -> RequestTimes:
+        """Times by the judge, if requests reach their workers ``later_s`` later than usual."""
+        overheads = replace(Overheads(), arrival_s=Overheads().arrival_s + later_s)
+        requests = self.sample.at_rate(self.rate)
+        return simulate(self.model, self.layout, requests, slo=self.slo, overheads=overheads).times
 
 
 def draw_case(number: int, seed: int, num_requests: int) -> Case | None:
@@ -220,15 +225,25 @@ def main() -> None:
         ours, theirs = Figures.of(result.times, case.slo), Figures.of(judge, case.slo)
         difference = ours.disagreement(theirs)
         num_agreed += agrees(difference)
+        cause = ""
+        if not agrees(difference):
+            again = Figures.of(case.judged(later_s=_LATER_S), case.slo)
+            cause = "scout" if agrees(again.disagreement(theirs)) else "chaotic"
         if not agrees(difference) or arguments.only is not None:
             print(
                 f"{case}: attainment {ours.attainment:.1f} / {theirs.attainment:.1f} %, "
                 f"TTFT p90 {ours.ttft_p90:.1f} / {theirs.ttft_p90:.1f} ms, "
-                f"TPOT p90 {ours.tpot_p90:.2f} / {theirs.tpot_p90:.2f} ms, {result.num_preemptions} preemptions",
+                f"TPOT p90 {ours.tpot_p90:.2f} / {theirs.tpot_p90:.2f} ms, "
+                f"{result.num_preemptions} preemptions {cause}",
                 flush=True,
             )
         records.append(
-            {"case": str(case), "difference": difference, "requests_per_s": arguments.requests / (scouted_s - drawn_s)}
+            {
+                "case": str(case),
+                "difference": difference,
+                "cause": cause,
+                "requests_per_s": arguments.requests / (scouted_s - drawn_s),
+            }
         )
     columns = np.abs([record["difference"] for record in records]).T
     print(f"{num_agreed} of {num_cases} cases agree within {MAX_POINTS:g} points and {MAX_RATIO:.0%}")

@@ -9,7 +9,8 @@ the root. A worker caches the leading blocks of a node.
 
 Simplified against the live code: a sequence gets the block for its next token when it writes to it, not one block
 ahead; the router knows the prefix caches without delay; prompts that compute the same node at the same time share its
-blocks; a preempted sequence frees its blocks at once and finds none of them again; nothing times out.
+blocks, though each computes it; a preempted sequence frees its blocks at once and finds none of them again; nothing
+times out.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ REQUEST = _record(
     "arrived_s started_s first_token_s last_token_s pull_begun_s granted_s think_s",
     """num_prompt num_output path_begin path_end answer_node next_turn is_rejected prefill decode ticket is_preempted
     num_cached num_sent num_pull_cached num_parked_shared num_shared num_known num_computed num_left chunk_step
-    num_last_blocks""",
+    num_before_chunk num_last_blocks""",
 )
 """``prefill`` and ``decode`` are its workers, ``ticket`` is its place among the arrivals of a worker. The prompt's
 nodes are ``paths[path_begin:path_end]``. ``num_cached`` tokens were cached where it was prefilled, ``num_pull_cached``
 where it decodes; ``num_sent`` were to compute when it was sent; others held ``num_parked_shared`` of its blocks on the
 prefill worker when it started, ``num_shared`` where it decodes. Prefill goes from ``num_computed`` to ``num_known``
-tokens, the last of them in step ``chunk_step``; ``num_left`` are decode rows to plan, ``num_last_blocks`` the blocks in
-the last grant."""
+tokens, the last chunk in step ``chunk_step`` from ``num_before_chunk``; ``num_left`` are decode rows to plan,
+``num_last_blocks`` the blocks in the last grant."""
 
 WORKER = _record(
     """decode_token_s near_block_s far_block_s swap_block_s
@@ -382,12 +383,29 @@ def hold(state, w, index):
 
 
 @njit(**COMPILED)
-def store(state, w, index):
-    """`BlockPool.register`: the prompt's KV is on the worker."""
-    request = state.requests[index]
+def store(state, w, index, num_tokens):
+    """`BlockPool.register`: the KV of the prompt's first ``num_tokens`` is on the worker."""
+    request, num_blocks = state.requests[index], num_tokens // state.cluster[0].block_size
     for position in range(request.path_begin, request.path_end):
         node = state.paths[position]
-        state.cached[w, node] = state.node_blocks[node]
+        state.cached[w, node] = max(state.cached[w, node], min(state.node_blocks[node], num_blocks))
+        num_blocks -= state.node_blocks[node]
+        if num_blocks <= 0:
+            break
+
+
+@njit(**COMPILED)
+def store_chunks(state, w, step):
+    """`store` what the prompts in chunks have written up to the end of ``step``."""
+    worker, mask = state.workers[w], state.lists.shape[2] - 1
+    for position in range(worker.computed_head - worker.computed_tail, worker.num_admitted):
+        if position < 0:
+            index = state.lists[w, COMPUTED, (worker.computed_tail + position) & mask]
+        else:
+            index = state.lists[w, ADMITTED, position]
+        request = state.requests[index]
+        if has_path(request):
+            store(state, w, index, request.num_computed if request.chunk_step <= step else request.num_before_chunk)
 
 
 @njit(**COMPILED)
@@ -624,7 +642,7 @@ def handle(state, w, kind, index, now_s):
         worker.num_pulling -= 1
         worker.soon_blocks -= expected_blocks(state, request, request.num_prompt)
         if has_path(request):
-            store(state, w, index)
+            store(state, w, index, request.num_prompt)
         if request.num_output > 1:
             join(state, w, index, worker.num_steps, request.num_output - 1)
         else:
@@ -661,6 +679,8 @@ def complete(state, w, now_s):
     worker.num_in_flight -= 1
     worker.end_s, worker.chunk_tokens, worker.next_chunk_tokens = worker.next_end_s, worker.next_chunk_tokens, 0
     seen_s = now_s + cluster.message_s + cluster.answer_s
+    if len(state.paths) > 0:
+        store_chunks(state, w, step)
     while worker.computed_head < worker.computed_tail:
         index = state.lists[w, COMPUTED, worker.computed_head & (state.lists.shape[2] - 1)]
         request = state.requests[index]
@@ -1018,6 +1038,7 @@ def plan_chunks(state, w, num_rows, may_admit, now_s):
         seconds += attention_s(state, worker, num_new, request.num_computed)
         num_granted = request.num_computed // state.cluster[0].block_size
         request.num_last_blocks = blocks_for(state, request.num_prompt) - num_granted
+        request.chunk_step, request.num_before_chunk = worker.num_steps, request.num_computed
         request.num_computed += num_new
         worker.uncomputed_tokens -= num_new
         worker.admitted_context += num_new
@@ -1042,9 +1063,6 @@ def hand_over(state, w, now_s):
             num_kept += 1
             continue
         worker.admitted_context -= request.num_known
-        request.chunk_step = worker.num_steps
-        if has_path(request):
-            store(state, w, index)
         state.lists[w, COMPUTED, worker.computed_tail & mask] = index
         worker.computed_tail += 1
         if worker.role == PREFILL:

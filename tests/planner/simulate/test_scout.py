@@ -181,6 +181,21 @@ def test_prompts_that_begin_alike_share_blocks() -> None:
     assert shared.ttft_s.mean() < 0.8 * apart.ttft_s.mean()
 
 
+@pytest.mark.parametrize("role", [WorkerRole.PREFILL, WorkerRole.MIXED])
+def test_a_shared_prefix_is_found_once_the_steps_that_write_it_have_ended(role: WorkerRole) -> None:
+    small_steps, is_apart = replace(a_pool(role), max_batch_tokens=512), role is WorkerRole.PREFILL
+    layout = replace(disaggregated(), prefill=small_steps) if is_apart else Layout(mixed=small_steps)
+    requests = [
+        SimulatedRequest(number / 50, 2148, 20, (Segment(0, 2048), Segment(number + 1, 100))) for number in range(12)
+    ]
+    slo = ALL_HANDED_OFF if is_apart else SLO
+    ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=slo).times
+    judge = simulate(LLAMA_3_8B, layout, requests, slo=slo).times
+    assert ours.num_cached_tokens.tolist() == judge.num_cached_tokens.tolist()
+    assert len(set(ours.num_cached_tokens.tolist())) > 2, "some find a part of it"
+    assert ours.first_token_s == pytest.approx(judge.first_token_s, rel=1e-3)
+
+
 def test_the_same_arguments_give_the_same_result_to_the_bit() -> None:
     requests = ScoutRequests.of(requests_of("chat", 30.0, 2000))
     first, second = (scout(LLAMA_3_8B, disaggregated(2, 2), requests, slo=SLO).times for _ in range(2))
