@@ -43,6 +43,26 @@ def _is_memory(value: str | int) -> bool:
         return False
 
 
+def parse_ports(text: str) -> tuple[int, int]:
+    """First and last port of ``first-last``; (0, 0), any free ones, of an empty text.
+
+    Raises:
+        ConfigError: not a range of ports.
+    """
+    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text.strip() or "0-0")
+    first, last = (int(match[1]), int(match[2])) if match else (1, 0)
+    if first > last or last > 65535 or (first == 0 and last):
+        raise ConfigError(f"{text!r} is no range of ports; write it like 20000-20099")
+    return first, last
+
+
+def _is_ports(value: str) -> bool:
+    try:
+        return parse_ports(value)[0] >= 0
+    except ConfigError:
+        return False
+
+
 def _is_swap(value: str | int) -> bool:
     return value in (0, "0") or _is_memory(value)
 
@@ -236,6 +256,8 @@ class DeploymentConfig:
     kv_transfer: KvTransferConfig = field(default_factory=KvTransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    ports: Annotated[str, Rule(_is_ports, "a range of ports such as 20000-20099, or empty")] = ""
+    """Ports on which workers listen, three each; empty: any free ones."""
 
     def phase(self, role: WorkerRole) -> PhaseConfig:
         """Section for workers of ``role``."""

@@ -68,7 +68,9 @@ class WorkerConfig:
     transport: str = "auto"
     """``auto``, or one of `TRANSPORTS`."""
     host: str = "127.0.0.1"
-    """Address to listen on and to advertise; the system picks ports, and the worker reports them."""
+    """Address to listen on and to advertise; the worker reports its ports."""
+    ports: tuple[int, int] = (0, 0)
+    """First and last port to choose from; the system chooses any free ones without."""
     cluster_token: str = ""
     """Bearer token of every gRPC call between cluster members; empty disables the check."""
     tls: TlsFiles | None = None

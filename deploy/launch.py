@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pdserve.contracts.codec import to_json
-from pdserve.contracts.deployment import DeploymentConfig
+from pdserve.contracts.deployment import DeploymentConfig, parse_ports
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.decode_worker.worker import DecodeWorker
 from pdserve.deploy.cluster.host_facts import LOOPBACK, HostFacts
@@ -128,6 +128,7 @@ def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = ""
             WorkerConfig(
                 worker_id=f"{role.value}-{number}",
                 host=launch.address,
+                ports=parse_ports(launch.config.ports),
                 role=role,
                 model_path=model.path,
                 precision=model.precision,

@@ -21,7 +21,7 @@ import os
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -204,13 +204,26 @@ class ExpectedStream:
             self._coming.result().close()
 
 
+def _listen(host: str, ports: tuple[int, int]) -> socket.socket:
+    for port in range(ports[0], ports[1] + 1):
+        with suppress(OSError):  # taken
+            return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    raise ValueError(f"cannot listen on any port from {ports[0]} to {ports[1]} of {host}; widen ports")
+
+
 class DataListener:
     """Accepts data streams, and gives each to the pull that announced its ticket."""
 
-    def __init__(self, *, host: str, token: str, tls: ssl.SSLContext | None) -> None:
-        """Listen on a free port of ``host``; `accept_forever` accepts."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._sock = socket.create_server((host, 0), family=family)
+    def __init__(self, *, host: str, token: str, tls: ssl.SSLContext | None, ports: tuple[int, int] = (0, 0)) -> None:
+        """Listen on a free port of ``host``; `accept_forever` accepts.
+
+        Args:
+            ports: first and last port to try; (0, 0) takes any.
+
+        Raises:
+            ValueError: every port is taken.
+        """
+        self._sock = _listen(host, ports)
         self._sock.setblocking(False)
         self.port: int = self._sock.getsockname()[1]
         self._token = token

@@ -58,6 +58,8 @@ class TransferConfig:
     """Process id of the engine, with which the transfer process dies."""
     tls: TlsFiles | None = None
     """Encrypts pulls over the network; memfd copies bytes within a host all the same."""
+    ports: tuple[int, int] = (0, 0)
+    """First and last port to listen on; (0, 0) takes any."""
 
 
 def encode_frame(payload: bytes) -> bytes:
@@ -134,6 +136,7 @@ class TransferProcess:
         on_message: Callable[[TransferToEngine], None],
         on_death: Callable[[], None],
         tls: TlsFiles | None = None,
+        ports: tuple[int, int] = (0, 0),
     ) -> TransferProcess:
         """Start the process and wait until it serves.
 
@@ -154,6 +157,7 @@ class TransferProcess:
             cpu_cores=cpu_cores,
             parent_pid=os.getpid(),
             tls=tls,
+            ports=ports,
         )
         process = cls(memory.fd, on_message, on_death)
         process._pipe.sendall(encode_frame(to_json(config).encode()))

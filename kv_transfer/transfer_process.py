@@ -52,7 +52,10 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
 
     tls = config.tls
     listener = DataListener(
-        host=config.host, token=config.cluster_token, tls=tls_context(tls, is_server=True) if tls else None
+        host=config.host,
+        token=config.cluster_token,
+        tls=tls_context(tls, is_server=True) if tls else None,
+        ports=config.ports,
     )
     source = Source(config=config, memory=memory, listener=listener, send=send)
     puller = Puller(config=config, memory=memory, tls=tls_context(tls, is_server=False) if tls else None, send=send)
@@ -62,7 +65,7 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
         maximum_concurrent_rpcs=MAX_CONCURRENT_PULLS,
     )
     kv_pb2_grpc.add_KvTransferServicer_to_server(source, server)
-    address = listen(server, config.host, config.tls)
+    address = listen(server, config.host, config.tls, config.ports)
     await server.start()
     send(transfer_pb2.TransferToEngine(ready=transfer_pb2.Ready(address=address)))
     tasks = [asyncio.ensure_future(_keep_house(puller, send)), asyncio.ensure_future(listener.accept_forever())]

@@ -6,6 +6,7 @@ a call; TCP alone would take many minutes. Used by transfer processes, workers' 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -68,19 +69,27 @@ def open_channel(address: str, options: Sequence[tuple[str, int]], tls: TlsFiles
     return grpc.aio.secure_channel(address, credentials, options=named)
 
 
-def listen(server: grpc.aio.Server, host: str, tls: TlsFiles | None) -> str:
+def listen(server: grpc.aio.Server, host: str, tls: TlsFiles | None, ports: tuple[int, int] = (0, 0)) -> str:
     """Let a server listen on a free port of ``host``; returns its address.
 
+    Args:
+        ports: first and last port to try; (0, 0) takes any.
+
     Raises:
-        ValueError: a file of ``tls`` cannot be read.
-        RuntimeError: the address is not one of this host.
+        ValueError: a file of ``tls`` cannot be read; or every port is taken, or the address is not one of this host.
     """
     host = f"[{host}]" if ":" in host else host
-    if tls is None:
-        return f"{host}:{server.add_insecure_port(f'{host}:0')}"
-    ca, certificate, key = read_tls_files(tls)
-    credentials = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
-    return f"{host}:{server.add_secure_port(f'{host}:0', credentials)}"
+    credentials = None
+    if tls is not None:
+        ca, certificate, key = read_tls_files(tls)
+        credentials = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
+    for port in range(ports[0], ports[1] + 1):
+        address = f"{host}:{port}"
+        with contextlib.suppress(RuntimeError):  # taken
+            taken = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+            return f"{host}:{taken}"
+    first, last = ports
+    raise ValueError(f"cannot listen on any port from {first} to {last} of {host}; widen ports in the deployment file")
 
 
 def read_tls_files(tls: TlsFiles) -> tuple[bytes, bytes, bytes]:

@@ -143,7 +143,7 @@ class WorkerService:
             self._session, request_deserializer=worker_pb2.RouterMessage.FromString
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Session": handler}),))
-        listening_at = listen(server, self._config.host, self._config.tls)
+        listening_at = listen(server, self._config.host, self._config.tls, self._config.ports)
         await server.start()
         heartbeat = asyncio.create_task(self._send_heartbeats())
         address.set_result(listening_at)

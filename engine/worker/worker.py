@@ -235,6 +235,7 @@ class EngineWorker:
             memory=memory,
             worker_epoch=self._epoch,
             host=config.host,
+            ports=config.ports,
             cluster_token=config.cluster_token,
             tls=config.tls,
             transport=config.transport,

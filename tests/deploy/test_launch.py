@@ -22,6 +22,7 @@ DOCUMENT = {
     "prefill": {"replicas": 2, "kv_memory": "1GiB", "max_batch_tokens": 100},
     "decode": {"max_batch_size": 7, "device": "cuda", "gpu_memory_utilization": 0.5},
     "kv_transfer": {"transport": "tcp"},
+    "ports": "20000-20099",
     "router": {"port": 1234, "policy": "round-robin", "max_queued_requests": 5},
 }
 BOARD = "/run/cores"
@@ -45,6 +46,7 @@ def test_each_worker_gets_its_phase_and_its_cores() -> None:
     assert (first.device, first.gpu_memory_utilization) == ("auto", 0.9)
     assert (third.device, third.gpu_memory_utilization) == ("cuda", 0.5)
     assert (third.block_size, third.max_model_len, third.transport) == (32, 512, "tcp")
+    assert third.ports == (20000, 20099)
     assert (third.emulate, third.time_scale, third.cluster_token) == ("a100", 2.0, "secret")
     assert (first.cpu_cores, second.cpu_cores, third.cpu_cores) == launch.split.worker_cores
     assert first.transfer_cpu_cores == launch.split.spare_cores

@@ -193,3 +193,20 @@ def test_a_file_that_cannot_be_used_is_named(tls: TlsFiles) -> None:
     gone = TlsFiles(ca=tls.ca, certificate="/absent/host.pem", key=tls.key)
     with pytest.raises(ValueError, match=r"security.tls: cannot use .*/absent/host.pem"):
         tls_context(gone, is_server=True)
+
+
+def test_a_listener_takes_a_port_of_its_range_until_every_one_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"any port from {port} to {port} of 127.0.0.1; widen ports"):
+            DataListener(host="127.0.0.1", token="", tls=None, ports=(port, port))
+
+    async def listen() -> int:
+        listener = DataListener(host="127.0.0.1", token="", tls=None, ports=(port, port))
+        accepting = asyncio.ensure_future(listener.accept_forever())
+        await asyncio.sleep(0)
+        accepting.cancel()
+        await asyncio.wait({accepting})
+        return listener.port
+
+    assert asyncio.run(listen()) == port

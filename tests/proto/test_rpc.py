@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 
 import grpc
 import pytest
 
 from pdserve.kv_transfer import transfer_client
-from pdserve.proto.rpc import TokenInterceptor, call_metadata
+from pdserve.proto.rpc import TokenInterceptor, call_metadata, listen, server_options
 from tests.kv_transfer.peer import running_peer
 
 
@@ -91,3 +92,22 @@ def test_a_quiet_source_is_waited_for() -> None:
         source.grant(handle, [1])
         target.expect_done()
         source.expect("released")
+
+
+def test_servers_share_a_range_of_ports_until_every_one_is_taken() -> None:
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        first = one.getsockname()[1]
+        other.bind(("127.0.0.1", first + 1))
+    ports = (first, first + 1)
+
+    async def listen_twice() -> None:
+        servers = [grpc.aio.server(options=server_options(1 << 20)) for _ in range(3)]
+        addresses = [listen(server, "127.0.0.1", None, ports) for server in servers[:2]]
+        assert addresses == [f"127.0.0.1:{port}" for port in ports]
+        with pytest.raises(ValueError, match=f"any port from {first} to {first + 1} of 127.0.0.1; widen ports"):
+            listen(servers[2], "127.0.0.1", None, ports)
+        for server in servers:
+            await server.stop(None)
+
+    asyncio.run(listen_twice())
