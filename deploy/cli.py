@@ -7,6 +7,7 @@ is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -103,6 +104,7 @@ def up(
     """Start a cluster and serve until Ctrl-C, or until pdserve down."""
     from pdserve.deploy.checks.preflight import demo_model_folder
     from pdserve.deploy.cluster.ray_cluster import current_ray_address
+    from pdserve.deploy.cluster.ray_loss import RayLostError
     from pdserve.deploy.cluster.resources import installed_gpu
     from pdserve.deploy.cluster.supervisor import Supervisor
     from pdserve.deploy.commands.progress import Progress
@@ -137,7 +139,11 @@ def up(
         num_hosts=hosts,
         drain_timeout_s=drain_timeout,
     )
-    return Supervisor(launch, Progress(Console())).run()
+    try:
+        return Supervisor(launch, Progress(Console())).run()
+    except RayLostError as error:  # Ray can be joined once per process
+        again = [sys.executable, "-m", "pdserve.deploy.cli", *sys.argv[1:], "--port", str(error.port)]
+        os.execv(sys.executable, again)
 
 
 @app.command(epilog="Example: pdserve up --detach, and later: pdserve down")

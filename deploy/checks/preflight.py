@@ -16,6 +16,7 @@ import psutil
 
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster.host_facts import slow_kernels_reason
+from pdserve.deploy.cluster.ray_cluster import split_address
 from pdserve.deploy.launch import Launch
 from pdserve.model.weights.demo_model import DEMO_MODEL
 from pdserve.proto.rpc import read_tls_files
@@ -125,11 +126,10 @@ def check_ray_address(launch: Launch) -> None:
     """Raises DeployError if nothing listens at the address of the existing Ray cluster."""
     if not launch.ray_address:
         return
-    host, _, port = launch.ray_address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise DeployError(f"{launch.ray_address!r} is not an address of Ray; write --ray-address HOST:PORT")
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        socket.create_connection(split_address(launch.ray_address), timeout=_CONNECT_TIMEOUT_S).close()
+    except ValueError as error:
+        raise DeployError(f"--ray-address: {error}") from error
     except OSError as error:
         raise DeployError(f"no Ray cluster answers at {launch.ray_address}: {error}; check --ray-address") from error
 

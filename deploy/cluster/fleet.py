@@ -64,14 +64,24 @@ class Fleet:
             return []
         if self.workers and not self._is_networked:
             return []
-        nodes = {node["NodeID"]: node for node in self._ray.nodes}
+        nodes = {node.node_id: node for node in self._ray.nodes}
         gone = [self._hosts.pop(node_id) for node_id in self._hosts.keys() - nodes.keys()]
         for host in gone:
             host.end()
             host.state = ProcessState.STOPPED
         for node_id in nodes.keys() - self._hosts.keys():
-            self._hosts[node_id] = RayHost(self._ray.desk, nodes[node_id], self._model_path, self._ours)
+            self._hosts[node_id] = RayHost(
+                self._ray.desk, nodes[node_id], self._model_path, self._ours, self._folder.name
+            )
         return gone
+
+    def abandon_starts(self, host: Host) -> list[WorkerProcess]:
+        """Give up the workers that start on a host whose agent does not answer; returns them. Ray may take a minute to
+        notice its loss."""
+        starting = [each for each in self.workers if each.host is host and each.state is ProcessState.STARTING]
+        for worker in starting:
+            worker.abandon_start(host.failed_s)
+        return starting
 
     def clear(self) -> None:
         """Forget hosts and actors after their Ray cluster ended."""

@@ -42,8 +42,11 @@ class ClusterNote:
 
 
 @contextmanager
-def cluster_folder() -> Iterator[Path]:
+def cluster_folder(name: str = "") -> Iterator[Path]:
     """A new folder, locked and kept until the context or the process ends.
+
+    Args:
+        name: of a folder that exists if another process has made it, which may still have it; empty chooses one.
 
     Raises:
         DeployError: the folder cannot be made.
@@ -52,11 +55,12 @@ def cluster_folder() -> Iterator[Path]:
     try:
         with _locked(root):  # nobody looks for stale folders between the making of ours and its lock
             for folder in root.iterdir():
-                if _is_stale(folder):
+                if folder.name != name and _is_stale(folder):
                     shutil.rmtree(folder, ignore_errors=True)
-            path = Path(tempfile.mkdtemp(dir=root, prefix=""))
+            path = root / name if name else Path(tempfile.mkdtemp(dir=root, prefix=""))
+            path.mkdir(mode=0o700, exist_ok=True)
             lock = (path / _LOCK).open("w")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_SH)
     except OSError as error:
         raise _unusable(root, error) from error
     with lock:

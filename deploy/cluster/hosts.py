@@ -22,6 +22,7 @@ from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.cluster.folder import cluster_folder
 from pdserve.deploy.cluster.host_facts import HostFacts, check_host, host_facts
+from pdserve.deploy.cluster.ray_cluster import RayNode
 from pdserve.deploy.cluster.ray_desk import RayDesk
 from pdserve.deploy.cluster.supervised_process import ProcessState, SupervisedProcess
 
@@ -33,11 +34,11 @@ _GPU = "GPU"
 
 
 class HostAgent:
-    """Actor that speaks for a host. Holds a folder there for as long as it lives."""
+    """Actor that speaks for a host. Holds a folder there, which its successor takes over if it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder_name: str) -> None:
         self._open = contextlib.ExitStack()
-        self._folder = self._open.enter_context(cluster_folder())
+        self._folder = self._open.enter_context(cluster_folder(folder_name))
 
     def facts(self, address: str, model_path: str) -> dict[str, Any]:
         """Fields of the `HostFacts`."""
@@ -73,6 +74,11 @@ class Host(SupervisedProcess):
         return self.facts.address
 
     @property
+    def warning(self) -> str:
+        """What should be said of another machine that is up; empty if nothing."""
+        return ""
+
+    @property
     def actor_options(self) -> dict[str, Any]:
         """Options that bind an actor to the host. Imports Ray."""
         return {}
@@ -104,16 +110,15 @@ class Host(SupervisedProcess):
 class RayHost(Host):
     """A node of an existing Ray cluster; up while its agent answers."""
 
-    def __init__(self, desk: RayDesk, node: Mapping[str, Any], model_path: str, ours: HostFacts) -> None:
+    def __init__(self, desk: RayDesk, node: RayNode, model_path: str, ours: HostFacts, cluster_name: str) -> None:
         """
         Args:
-            node: entry of ``ray.nodes()``.
             ours: facts of this machine, with which those of the host must agree.
+            cluster_name: part of the name of the host's folder.
         """
-        address = node["NodeManagerAddress"]
         unknown = HostFacts(
-            address=address,
-            name=node["NodeManagerHostname"],
+            address=node.address,
+            name=node.hostname,
             host_id="",
             cores=(),
             memory_bytes=0,
@@ -122,12 +127,13 @@ class RayHost(Host):
             kernel_warning="",
             model_digest="",
         )
-        super().__init__(unknown, "", dict(node["Resources"]))
+        super().__init__(unknown, "", node.resources)
         self.state = ProcessState.STOPPED
         self._desk = desk
-        self._node_id = node["NodeID"]
+        self._node_id = node.node_id
         self._model_path = model_path
         self._ours = ours
+        self._folder_name = f"{cluster_name}-{self._node_id}"
         self._agent: Any = None
         self._pending: Future[Any] | None = None
         self._called_at_s = 0.0
@@ -137,6 +143,10 @@ class RayHost(Host):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self._node_id, soft=False)}
+
+    @property
+    def warning(self) -> str:
+        return "" if self._is_here else self.facts.kernel_warning
 
     @property
     def _is_here(self) -> bool:
@@ -164,7 +174,7 @@ class RayHost(Host):
         import ray
 
         options = {"num_cpus": 0, "max_concurrency": 2, **self.actor_options}
-        return ray.remote(HostAgent).options(**options).remote()
+        return ray.remote(HostAgent).options(**options).remote(self._folder_name)
 
     def _check_starting(self, now_s: float) -> bool:
         if (answer := self._answer(now_s, _START_TIMEOUT_S)) is None:

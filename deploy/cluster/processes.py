@@ -58,6 +58,13 @@ def session_members(session_id: int) -> list[psutil.Process]:
     return members
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """True unless the process has ended, reaped or not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def end_session(leader: subprocess.Popen[bytes], grace_s: float) -> None:
     """End every process of ``leader``'s session: SIGTERM to the leader, then SIGKILL to the rest after ``grace_s``.
 

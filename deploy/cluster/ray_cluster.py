@@ -19,16 +19,15 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pdserve.contracts.errors import DeployError
+from pdserve.deploy.cluster.control_store import ControlStore
 from pdserve.deploy.cluster.processes import end_session, last_line, session_members, start_tied
 from pdserve.deploy.cluster.ray_desk import RayDesk
 from pdserve.deploy.cluster.supervised_process import SupervisedProcess
-
-ENDED_S = 60.0
-"""Time without a control store after which the hosts of a Ray cluster end its actors."""
 
 WORKER_RESOURCE = "pdserve_worker"
 """Custom resource of which each worker takes one, if the cluster offers it; workers request no CPU."""
@@ -39,10 +38,25 @@ _STARTED = "Ray runtime started."
 _START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 3.0
 _LEAVE_S = 1.0
+_CALL_S = 1
 _NO_REPORTS = {"RAY_DEDUP_LOGS_SKIP_REGEX": "."}
 """Hides Ray's long reports on dead workers and nodes; we print one line."""
+_DRIVER = {
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # a call after the end of a cluster would start another
+    "RAY_gcs_rpc_server_reconnect_timeout_s": str(2**30),  # Ray ends processes whose control store is silent for longer
+    **_NO_REPORTS,
+}
 _CURRENT_CLUSTER = Path("ray/ray_current_cluster")
 """File below the temporary folder into which `ray start` writes the address."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayNode:
+    node_id: str
+    address: str
+    hostname: str
+    resources: dict[str, float]
+    """Those in use included."""
 
 
 class RayCluster(SupervisedProcess):
@@ -55,8 +69,8 @@ class RayCluster(SupervisedProcess):
         self.desk = desk
         self.resources: dict[str, float] = {}
         """Resources of the cluster when it was joined."""
-        self.nodes: list[dict[str, Any]] = []
-        """Live nodes, entries of ``ray.nodes()``, as Ray last told them."""
+        self.nodes: list[RayNode] = []
+        """Live nodes, as Ray last told them."""
         self._joining: Future[dict[str, float]] | None = None
         self._probe: Future[Any] | None = None
         self._probed_at_s = 0.0
@@ -107,18 +121,25 @@ class ExistingRay(RayCluster):
     def __init__(self, desk: RayDesk, address: str) -> None:
         super().__init__(desk)
         self._address = address
-        self._connected_s = 0.0
-        """Time of the last attempt to connect while Ray was silent."""
-        self._refused_since_s = 0.0
-        """Time since which nothing listens at the address; 0 while something may."""
+        self.is_lost = False
+        """True once Ray no longer knows this process: the control store has lost its data, or the node of this host has
+        ended. This process can join no other cluster."""
+        self._store = ControlStore(split_address(address)[1])
 
     @property
     def address(self) -> str:
         return self._address
 
+    def start_probe(self, log_path: Path) -> subprocess.Popen[bytes]:
+        """A process that succeeds if another supervisor could join the cluster now."""
+        command = [sys.executable, "-c", f"import ray; ray.init(address={self._address!r}, log_to_driver=False)"]
+        return start_tied(command, env=os.environ, log_path=log_path)
+
     def _start(self) -> None:
-        # Give up after two attempts if the token is refused.
-        os.environ |= {"RAY_NUM_REDIS_GET_RETRIES": "2", **_NO_REPORTS}
+        os.environ |= {
+            "RAY_NUM_REDIS_GET_RETRIES": "2",  # give up after two attempts if the token is refused
+            **_DRIVER,
+        }
 
     def _check_starting(self, now_s: float) -> bool:
         if self._joining is None:
@@ -129,34 +150,28 @@ class ExistingRay(RayCluster):
         return bool(self.nodes)
 
     def _question(self, has_ended: threading.Event) -> None:
-        _wait_for_answer(has_ended)
-        if not has_ended.is_set():
-            with contextlib.suppress(Exception):  # asked again soon
+        while not has_ended.is_set():
+            try:
                 self.nodes = _live_nodes()
+                self.is_lost = _own_node() not in [node.node_id for node in self.nodes]
+                return
+            except Exception as error:  # asked again soon
+                self.is_lost = "WrongClusterID" in str(error)
+                if self.is_lost:
+                    return
+            has_ended.wait(0.1)
 
     def _check_up(self, now_s: float) -> None:
-        self._ask(now_s)
-        if not self.desk.is_silent:
-            self._refused_since_s = 0.0
-        elif now_s - self._connected_s > self._probe_interval_s:
-            self._connected_s = now_s
-            try:
-                self._connect()
-                self._refused_since_s = 0.0
-            except TimeoutError:
-                pass
-            except OSError:
-                self._refused_since_s = self._refused_since_s or now_s
-                if now_s - self._refused_since_s > ENDED_S:
-                    raise
+        if not self.is_lost:
+            self._ask(now_s)
+        self._store.check(now_s)  # `ray stop` takes the node from the store, then ends it
 
     def _connect(self) -> None:
         """Raises OSError if nothing listens at the address."""
-        host, _, port = self._address.rpartition(":")
-        socket.create_connection((host, int(port)), timeout=0.5).close()
+        socket.create_connection(split_address(self._address), timeout=0.5).close()
 
     def _reason(self, error: Exception) -> str:
-        return str(error) if isinstance(error, DeployError) else f"the cluster at {self._address} has ended"
+        return str(error) if isinstance(error, DeployError) else f"no cluster answers at {self._address}: {error}"
 
 
 class PrivateRay(RayCluster):
@@ -184,7 +199,7 @@ class PrivateRay(RayCluster):
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             # No history of calls: a driver would spend 5 s on sending it to a cluster that is gone.
             "RAY_task_events_report_interval_ms": "0",
-            **_NO_REPORTS,
+            **_DRIVER,
         }
         self._process: subprocess.Popen[bytes] | None = None
         self._deadline_s = 0.0
@@ -223,6 +238,8 @@ class PrivateRay(RayCluster):
         environment = {**inherited, **self._environment, "RAY_START_HOOK": f"{__name__}.trim_ray_start"}
         self._process = start_tied(command, env=environment, log_path=self._log_path)
         # Ray reads the environment when it is imported. The import takes most of a second, which the head needs anyway.
+        for name in os.environ.keys() - inherited.keys():
+            del os.environ[name]
         os.environ.update(self._environment)
         self.desk.submit(lambda: importlib.import_module("ray") and None)
 
@@ -243,6 +260,18 @@ class PrivateRay(RayCluster):
             raise RuntimeError(last_line(self._log_path) or "its process ended")
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[IPv6]:port``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{address!r} is not an address of Ray; write HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 def current_ray_address() -> str:
     """Address of the Ray cluster that `ray start` on this host has started or joined; empty if there is none."""
     try:  # Ray's own reader would import Ray before its settings are known
@@ -251,10 +280,28 @@ def current_ray_address() -> str:
         return ""
 
 
-def _live_nodes() -> list[dict[str, Any]]:
+def _live_nodes() -> list[RayNode]:
+    """Nodes of the cluster. Not by ``ray.nodes``, which ends this process if the control store has lost its data."""
+    from ray._private.worker import global_worker
+    from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+    found = global_worker.gcs_client.get_all_node_info(timeout=_CALL_S).values()
+    return [
+        RayNode(
+            node_id=node.node_id.hex(),
+            address=node.node_manager_address,
+            hostname=node.node_manager_hostname,
+            resources=dict(node.resources_total),
+        )
+        for node in found
+        if node.state == GcsNodeInfo.ALIVE
+    ]
+
+
+def _own_node() -> str:
     import ray
 
-    return [node for node in ray.nodes() if node["Alive"]]
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def _join(address: str) -> dict[str, float]:
@@ -288,7 +335,7 @@ def _wait_for_answer(has_ended: threading.Event) -> None:
 
     while not has_ended.is_set():
         with contextlib.suppress(Exception):
-            global_worker.gcs_client.internal_kv_exists(b"pdserve", None, timeout=1)
+            global_worker.gcs_client.internal_kv_exists(b"pdserve", None, timeout=_CALL_S)
             return
         has_ended.wait(0.1)
 

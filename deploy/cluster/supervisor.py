@@ -31,9 +31,11 @@ from pdserve.deploy.cluster.changes import Changes
 from pdserve.deploy.cluster.control import ControlPort
 from pdserve.deploy.cluster.fleet import Fleet
 from pdserve.deploy.cluster.folder import ClusterNote, cluster_folder, make_admin_token, write_note
+from pdserve.deploy.cluster.hosts import Host
 from pdserve.deploy.cluster.processes import end_session, last_line, pin_process, start_tied
 from pdserve.deploy.cluster.ray_cluster import ExistingRay, PrivateRay, RayCluster
 from pdserve.deploy.cluster.ray_desk import SILENT_S, RayDesk
+from pdserve.deploy.cluster.ray_loss import RayLoss, RayLostError
 from pdserve.deploy.cluster.router_process import RouterProcess
 from pdserve.deploy.cluster.supervised_process import ProcessState, SupervisedProcess
 from pdserve.deploy.cluster.worker_process import MIN_START_TIMEOUT_S, WorkerProcess
@@ -73,12 +75,15 @@ class Supervisor:
         self._waits_for = ""
         """What the placement of the workers waits for."""
         self._compiler: subprocess.Popen[bytes] | None = None
+        self._loss: RayLoss | None = None
+        """Set once Ray has lost this cluster."""
 
     def run(self) -> int:
         """Serve until a signal; returns the exit status: 0, or 1 if the drain was cut short.
 
         Raises:
             DeployError: the cluster did not start to serve. All its processes have ended.
+            RayLostError: Ray was lost and is back. All processes of the cluster have ended.
         """
         launch = self._launch
         preflight.check_resources(launch)
@@ -168,9 +173,12 @@ class Supervisor:
         if is_router_known and (self._router.exit_code is None or not self._num_signals):  # a signal ends it
             self._reconcile(self._router)
         self._reconcile(self._ray)
-        if self._workers and self._desk.is_silent is not self._is_silent:
+        if self._workers and self._desk.is_silent is not self._is_silent and not self._loss:
             self._report_silence()
         if self._ray.state is not ProcessState.UP:
+            return
+        if isinstance(self._ray, ExistingRay) and self._ray.is_lost:
+            self._outlive(self._ray)
             return
         for host in self._fleet.find_hosts():
             self._progress.warn(host.name, "it has left Ray")
@@ -192,16 +200,23 @@ class Supervisor:
         self._are_targets_due = True
         if process.state is ProcessState.UP:
             self._progress.note(process.name, f"up at {process.address}")
+            if isinstance(process, Host) and process.warning and not self._launch.emulate:
+                self._progress.warn(process.name, process.warning)
             return
         if not self._is_ready:
             raise DeployError(f"{process.name} did not start: {process.failure}")
-        if process is self._ray and self._desk.is_silent:  # this process can join no other
-            raise DeployError(f"{process.name}: {process.failure} while a call to it hung; start the cluster again")
-        if process is self._ray and self._launch.ray_address:  # its hosts have ended their workers, too
-            raise DeployError(f"{process.name}: {process.failure}; start Ray, then pdserve up again")
-        self._progress.warn(process.name, f"{process.failure}; starting it again")
+        if process is self._ray and (self._launch.ray_address or self._desk.is_silent):
+            call = " while a call to it hung" if self._desk.is_silent else ""
+            raise DeployError(f"{process.name}: {process.failure}{call}; start the cluster again")
+        self._warn_of_failure(process)
+        if isinstance(process, Host):
+            for worker in self._fleet.abandon_starts(process):
+                self._warn_of_failure(worker)
         if process is self._ray:
             self._fleet.clear()
+
+    def _warn_of_failure(self, process: SupervisedProcess) -> None:
+        self._progress.warn(process.name, f"{process.failure}; starting it again")
 
     def _begin_change(self, command: dict[str, Any]) -> Iterator[str]:
         """Begin what a command of `pdserve.deploy.commands.change` asks for."""
@@ -218,6 +233,26 @@ class Supervisor:
 
     def _put_targets_soon(self) -> None:
         self._are_targets_due = True
+
+    def _outlive(self, ray: ExistingRay) -> None:
+        """Serve what still runs after Ray has lost this process.
+
+        Raises:
+            RayLostError: nothing runs, and another supervisor can join Ray.
+        """
+        if not self._is_ready:
+            raise DeployError(
+                "ray: its control store has lost its data, or the node of this host has ended; start again"
+            )
+        if self._loss is None:
+            self._progress.warn(
+                "ray", "it has lost this cluster; what runs is served, and all starts anew once it is back"
+            )
+            self._loss = RayLoss(ray, self._folder / "probe.log", time.monotonic())
+            self._is_silent = True
+            self._write_note()
+        if self._loss.is_over(time.monotonic(), self._router):
+            raise RayLostError(self._router.config.port)
 
     def _report_silence(self) -> None:
         self._is_silent = self._desk.is_silent
@@ -247,9 +282,11 @@ class Supervisor:
 
     def _place_workers(self) -> None:
         waits_for = self._fleet.place_workers(MIN_START_TIMEOUT_S + self._read_s)
-        if waits_for != self._waits_for and waits_for:
-            self._progress.note("hosts", waits_for)
-        self._waits_for = waits_for
+        is_settled = not any(host.state is ProcessState.STARTING for host in self._fleet.hosts)
+        if waits_for != self._waits_for and (is_settled or not waits_for):
+            self._waits_for = waits_for
+            if waits_for:
+                self._progress.note("hosts", waits_for)
         if self._fleet.warning:
             self._progress.warn("gpus", self._fleet.warning)
         if self._workers and self._launch.ray_address:
@@ -319,10 +356,12 @@ class Supervisor:
     def _end(self) -> None:
         """End every process, in any state."""
         self._control.close()
+        if self._loss is not None:
+            self._loss.end()
         self._router.end()
         if self._compiler is not None:
             end_session(self._compiler, 0)
-        if not self._desk.is_stuck:
+        if not self._desk.is_stuck and self._loss is None:
             stopping = [ending for worker in self._workers if (ending := worker.stop()) is not None]
             futures.wait(stopping, _STOP_WORKERS_S)
         if self._desk.is_stuck:  # Ray cannot end them

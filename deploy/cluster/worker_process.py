@@ -86,6 +86,10 @@ class WorkerProcess(SupervisedProcess):
         """Start the next actor on another host, with a configuration for it."""
         self.host, self._config = host, config
 
+    def abandon_start(self, now_s: float) -> None:
+        """End a start that cannot succeed."""
+        self._fail(now_s, TimeoutError("its host was lost while it started"))
+
     def clear(self) -> None:
         """Forget the actor after its Ray cluster ended; the next `check` starts another at once."""
         self.state = ProcessState.STOPPED

@@ -56,7 +56,7 @@ def test_version() -> None:
         (
             ["up", "--ray-address", "ray://head"],
             1,
-            "'ray://head' is not an address of Ray; write --ray-address HOST:PORT",
+            "--ray-address: 'ray://head' is not an address of Ray; write HOST:PORT",
         ),
         (["chat", "--url", "http://127.0.0.1:9", "Hello"], 1, "no answer from http://127.0.0.1:9"),
         (["status", "--admin-url", "http://127.0.0.1:9"], 1, "no pdserve router answers at http://127.0.0.1:9"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from pdserve.deploy.cluster.processes import end_session, start_tied
@@ -20,7 +21,7 @@ from tests.deploy.clusters import pdserve, wait_for
 PORT = 26391
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"  # Ray takes 127.0.0.1 for the address on the network
 LIGHT = (
-    *("--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats", "--block"),
+    *("--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats"),
     *("--dashboard-agent-listen-port=0", "--include-log-monitor=false"),
 )
 ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "1" * 64}
@@ -30,7 +31,8 @@ class Node:
     """A node of Ray, with its processes."""
 
     def __init__(self, folder: Path, address: str, *options: str) -> None:
-        env = {**ENVIRONMENT, "RAY_START_HOOK": "pdserve.deploy.cluster.ray_cluster.trim_ray_start"}
+        store = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder / "gcs")}
+        env = {**ENVIRONMENT, **store, "RAY_START_HOOK": "pdserve.deploy.cluster.ray_cluster.trim_ray_start"}
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={address}"]
         self._log_path = folder / f"{address}.log"
         self._process = start_tied([*command, *LIGHT, *options], env=env, log_path=self._log_path)
@@ -61,10 +63,14 @@ class Cluster:
         lines = self.log_path.read_text().splitlines()
         return next(line.split(maxsplit=1)[1] for line in lines if line.split()[:1] == [name])
 
+    def workers(self) -> list[dict[str, Any]]:
+        """Workers that are up."""
+        found: dict[str, Any] = json.loads(pdserve("status", "--json", "--admin-url", self.row("admin")).stdout)
+        return [each for each in found["workers"] if each["up"]]
+
     def hosts(self) -> dict[str, str]:
         """Host of each worker that is up."""
-        found: dict[str, Any] = json.loads(pdserve("status", "--json", "--admin-url", self.row("admin")).stdout)
-        return {each["worker_id"]: each["address"].rpartition(":")[0] for each in found["workers"] if each["up"]}
+        return {each["worker_id"]: each["address"].rpartition(":")[0] for each in self.workers()}
 
     def answer(self) -> str:
         body = {"model": "pdserve-demo", "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
@@ -80,6 +86,14 @@ def head(tmp_path: Path) -> Iterator[Node]:
         yield node
     finally:
         node.end()
+        for store in control_stores():
+            store.kill()
+
+
+def control_stores() -> list[psutil.Process]:
+    """Ray's control store, unless it has ended."""
+    found = psutil.process_iter(["cmdline"])
+    return [each for each in found if f"--gcs_server_port={PORT}" in (each.info["cmdline"] or ())]
 
 
 def test_workers_are_spread_and_move_when_their_host_is_lost(head: Node, tmp_path: Path) -> None:
@@ -90,9 +104,14 @@ def test_workers_are_spread_and_move_when_their_host_is_lost(head: Node, tmp_pat
         assert cluster.process.wait(120) == 0, cluster.log_path.read_text()
         assert sorted(cluster.hosts().values()) == [HEAD, OTHER]
         assert cluster.answer() == "42"
+        (store,), epochs = control_stores(), [each["epoch"] for each in cluster.workers()]
+        store.kill()
+        store.wait()
+        wait_for(control_stores, "the control store, started again by the supervisor")
         other.end()
         wait_for(lambda: list(cluster.hosts().values()) == [HEAD, HEAD], "the worker on the other host")
         assert cluster.answer() == "42"
+        assert len({each["epoch"] for each in cluster.workers()} & {*epochs}) == 1
         assert cluster.says(f"({OTHER}) its agent has ended; starting it again")
     finally:
         other.end()

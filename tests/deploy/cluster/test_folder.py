@@ -131,3 +131,13 @@ def test_commands_send_the_token_of_the_cluster_that_they_name(monkeypatch: pyte
         assert admin_headers("http://127.0.0.1:1") == {}
         monkeypatch.setenv("PDSERVE_ADMIN_TOKEN", "another")
         assert admin_headers("http://127.0.0.1:1") == {"Authorization": "Bearer another"}
+
+
+def test_a_named_folder_is_taken_over_and_kept_while_one_process_has_it() -> None:
+    with cluster_folder("a-1") as first:
+        (first / "cores").touch()
+    with cluster_folder("a-1") as first, cluster_folder("a-1") as second:
+        assert first == second
+        (first / "cores").touch()
+        with cluster_folder():
+            assert (first / "cores").exists()

@@ -11,7 +11,9 @@ from pdserve.contracts.deployment import SecurityConfig
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import TlsFiles, WorkerRole
 from pdserve.deploy.cluster.host_facts import check_host, check_network, host_facts, model_digest
-from pdserve.deploy.cluster.hosts import Host, Seat, choose_hosts
+from pdserve.deploy.cluster.hosts import Host, RayHost, Seat, choose_hosts
+from pdserve.deploy.cluster.ray_cluster import RayNode
+from pdserve.deploy.cluster.ray_desk import RayDesk
 from pdserve.model.weights.demo_model import DEMO_MODEL
 
 FACTS = replace(host_facts("10.0.0.1", str(DEMO_MODEL)), name="a", cores=(0, 1, 2, 3))
@@ -76,6 +78,15 @@ def test_hosts_that_do_not_fit_are_refused(other: object, said: str) -> None:
     check_host(FACTS, FACTS)
     with pytest.raises(DeployError, match=said):
         check_host(other, FACTS)  # type: ignore[arg-type]
+
+
+def test_slow_kernels_of_another_machine_are_warned_of() -> None:
+    node = RayNode(node_id="1", address="10.0.0.2", hostname="b", resources={})
+    host = RayHost(RayDesk(), node, "", FACTS, "cluster")
+    host.facts = replace(FACTS, host_id="other", kernel_warning="g++ was not found")
+    assert host.warning == "g++ was not found"
+    host.facts = replace(FACTS, kernel_warning="g++ was not found")  # this machine, which has said so
+    assert host.warning == ""
 
 
 def test_a_network_needs_tls_or_a_word_of_trust() -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster import ray_cluster
-from pdserve.deploy.cluster.ray_cluster import ENDED_S, ExistingRay
+from pdserve.deploy.cluster.control_store import ControlStore
+from pdserve.deploy.cluster.ray_cluster import ExistingRay, RayNode
 from pdserve.deploy.cluster.ray_desk import RayDesk
 from pdserve.deploy.cluster.supervised_process import ProcessState
 
@@ -84,27 +87,42 @@ def test_clusters_live_side_by_side_and_end_alone() -> None:
     assert not any(path.exists() for path in object_stores)
 
 
-class SilentDesk(RayDesk):
-    is_silent = True
+class PromptDesk(RayDesk):
+    """Runs each call at once."""
 
-    def submit(self, call: object) -> Future[None]:
-        return Future()
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        answer: Future[Any] = Future()
+        answer.set_result(call())
+        return answer
 
 
-@pytest.mark.parametrize("is_listening", [False, True])
-def test_a_cluster_has_ended_once_nothing_listens_for_as_long_as_its_hosts_wait(is_listening: bool) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        if is_listening:
-            listener.listen()
-        cluster = ExistingRay(SilentDesk(), f"127.0.0.1:{listener.getsockname()[1]}")
-        cluster.state = ProcessState.UP
-        for now_s in range(10, 10 + int(ENDED_S), 2):
-            cluster.check(now_s)
-            assert cluster.state is ProcessState.UP
-        cluster.check(20 + ENDED_S)
-        assert (cluster.state is ProcessState.UP) == is_listening
-        assert cluster.failure.endswith("" if is_listening else "has ended")
+@pytest.mark.parametrize(
+    ("nodes", "is_same_store", "is_lost"),
+    [(["ours", "b"], True, False), (["b"], True, True), (["ours", "b"], False, True)],
+)
+def test_a_cluster_is_lost_with_its_data_or_with_our_node(
+    monkeypatch: pytest.MonkeyPatch, nodes: list[str], is_same_store: bool, is_lost: bool
+) -> None:
+    def live_nodes() -> list[RayNode]:
+        if not is_same_store:
+            raise RuntimeError("RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted.")
+        return [RayNode(node_id=name, address="", hostname="", resources={}) for name in nodes]
+
+    monkeypatch.setattr(ray_cluster, "_live_nodes", live_nodes)
+    monkeypatch.setattr(ray_cluster, "_own_node", lambda: "ours")
+    cluster = ExistingRay(PromptDesk(), "127.0.0.1:9")
+    cluster.state = ProcessState.UP
+    cluster.check(10.0)
+    assert cluster.is_lost == is_lost
+    assert cluster.state is ProcessState.UP
+    with monkeypatch.context() as patch:
+        patch.setattr(ControlStore, "check", stopped)
+        cluster.check(11.0)
+    assert (cluster.state, cluster.failure) == (ProcessState.STOPPED, "it was stopped on this host")
+
+
+def stopped(store: ControlStore, now_s: float) -> None:
+    raise DeployError("it was stopped on this host")
 
 
 def test_the_address_of_the_hosts_own_ray_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
