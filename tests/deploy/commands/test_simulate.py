@@ -92,7 +92,7 @@ def test_a_deployment_file_is_simulated_and_options_change_it(capsys: pytest.Cap
     )
     result = simulated(capsys, str(file), "--rate", "5", *SHORT, "--decode", "3", "--tpot", "0.04")
     assert result["layout"]["text"] == "2 x P(TP2) + 3 x D(TP1)"
-    assert result["slo"] == {"ttft_seconds": 0.5, "tpot_seconds": 0.04, "attainment": 0.9}
+    assert {"ttft_seconds": 0.5, "tpot_seconds": 0.04, "attainment": 0.9}.items() <= result["slo"].items()
     assert (result["model"]["dtype"], result["model"]["max_model_len"]) == ("float32", 1024)
 
 
