@@ -111,7 +111,7 @@ class Goodput(Placement):
         for worker, handoff in candidates:
             cost = self.costs[worker.role]
             num_cached = cached[worker.worker_id]
-            due_s = arrival.wanted_s + self._turn_s(arrival, worker.worker_id)
+            due_s = self._due_s(arrival, worker.worker_id)
             num_behind = self._prompts.num_tokens_after(worker.worker_id, due_s)
             ahead = worker._replace(num_waiting_tokens=max(0, worker.num_waiting_tokens - num_behind))
             ttft_s = predict_ttft_s(ahead, blocks.num_tokens, num_cached, cost)
@@ -198,11 +198,12 @@ class Goodput(Placement):
         request = self._requests.get(request_id)
         return inf if request is None else request.wanted_s
 
-    def _turn_s(self, arrival: Arrival, worker_id: str) -> float:
-        """Seconds by which the prompt gives way to other shares: those of its share's prompts that wait on the worker,
-        the more the less it is worth."""
+    def _due_s(self, arrival: Arrival, worker_id: str) -> float:
+        """When the prompt is due: it gives way to other shares for the seconds of its own share's prompts that wait on
+        the worker, the more the less it is worth, and to those prompts."""
         share_s = self._prompts.seconds(worker_id, arrival.share)
-        return min(share_s / arrival.weight, LATE_S) if arrival.weight else LATE_S
+        turn_s = min(share_s / arrival.weight, LATE_S) if arrival.weight else LATE_S
+        return max(arrival.wanted_s + turn_s, self._prompts.last_due_s(worker_id, arrival.share))
 
     def _book(self, now_s: float, backlog_s: float, spacing_s: float) -> float:
         """Seconds after which a refused request would find the backlog gone: refused ones are asked back one by one,
@@ -273,6 +274,8 @@ class _Prompts:
         self._num_late_tokens: Counter[str] = Counter()
         self._shares_us: Counter[tuple[str, str]] = Counter()
         """Predicted microseconds by worker and share: whole numbers, whose sum returns to 0."""
+        self._last_due_s: dict[tuple[str, str], float] = {}
+        """Of the prompts of a share that wait on a worker."""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -288,6 +291,7 @@ class _Prompts:
         else:
             insort(self._in_time.setdefault(worker_id, []), prompt)
             self._shares_us[worker_id, share] += prompt.own_us
+            self._last_due_s[worker_id, share] = max(due_s, self.last_due_s(worker_id, share))
 
     def remove(self, request_id: int) -> None:
         prompt = self._prompts.pop(request_id, None)
@@ -302,10 +306,15 @@ class _Prompts:
             self._shares_us[worker_id, share] -= prompt.own_us
             if not self._shares_us[worker_id, share]:
                 del self._shares_us[worker_id, share]
+                self._last_due_s.pop((worker_id, share), None)
 
     def seconds(self, worker_id: str, share: str) -> float:
         """Predicted seconds of the prompts of a share that wait on a worker."""
         return self._shares_us[worker_id, share] / 1e6
+
+    def last_due_s(self, worker_id: str, share: str) -> float:
+        """When the last of the prompts of a share that wait on a worker is due."""
+        return self._last_due_s.get((worker_id, share), -inf)
 
     def num_tokens_after(self, worker_id: str, due_s: float) -> int:
         """Tokens of the prompts on a worker that run after one due at ``due_s``."""

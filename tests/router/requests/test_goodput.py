@@ -263,7 +263,22 @@ def test_the_queue_of_a_worker_equals_a_recount(prompts: list[tuple[int, int, st
         queue.remove(number)
     assert not len(queue)
     assert not queue._shares_us
+    assert not queue._last_due_s
     assert queue.num_tokens_after("prefill-0", -1.0) == 0
+
+
+@given(st.lists(st.tuples(st.floats(0, 1.0), st.integers(1, 9000), st.booleans()), max_size=20))
+def test_one_share_is_served_in_the_order_of_arrival(prompts: list[tuple[float, int, bool]]) -> None:
+    """Whatever is computed meanwhile, and though what a prompt has computed counts until its last chunk."""
+    policy, now_s, last_s, waiting = Goodput(COSTS), 0.0, 0.0, list[int]()
+    for number, (gap_s, num_tokens, ends) in enumerate(prompts):
+        now_s += gap_s
+        choice = placed(policy, arrival(number, num_tokens, now_s=now_s, ttft_s=60.0), P0, D0)
+        assert choice.due_s >= last_s or not waiting
+        last_s = choice.due_s
+        waiting.append(number)
+        if ends:
+            policy.prefilled(waiting.pop(0), "prefill-0")
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.1), st.integers(1, 4000), st.booleans()), max_size=20))
