@@ -302,9 +302,8 @@ class Puller:
                 except OSError as error:
                     message = f"no data stream to {host}:{opened.data_port}: {error}"
                     raise await stream.failure("connect", message) from error
-                stream.on_end(
-                    data.close
-                )  # else a source that is stopped or cut off would be waited for to the deadline
+                # A source that is stopped or cut off sends nothing here: only the other stream notices.
+                stream.on_end(data.close)
                 with closing(data):
                     yield TcpReceiver(self._memory, data)
 
