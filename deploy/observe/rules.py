@@ -50,7 +50,9 @@ def _burn(name: str, factor: int, short: str, long: str, severity: str) -> Alert
         severity=severity,
         impact=f"Requests miss their objectives at {factor} x the rate that the SLO allows, for {short} and {long}.",
         query="sum by (ttft, tpot) (rate(pdserve_slo_requests_total[5m]))",
-        steps="See which objective is missed. TTFT: the phases in *SLO overview* say which queue is long; add prefill "
+        steps="See which objective is missed, whether it is the one that was meant (`pdserve_slo_seconds`), and why "
+        "(`sum by (objective, cause) (rate(pdserve_slo_misses_total[5m]))`). "
+        "TTFT: the phases in *SLO overview* say which queue is long; add prefill "
         "workers, or lower the load. TPOT: compare decode steps with the prediction, and look for preemptions and long "
         "handoffs. `refused` and `failed` are no latency problem: see the outcomes and the router's log.",
     )
