@@ -110,10 +110,10 @@ def test_serves_drains_and_exits(checkpoint: Path, worker: WorkerProcess) -> Non
         answer = router.complete(5)
         assert answer.json()["usage"]["completion_tokens"] == 5, answer.text
         metrics = httpx.get(f"{router.admin_url}/metrics").text
-        assert 'pdserve_request_outcomes_total{outcome="finished"} 2\n' in metrics
-        assert 'pdserve_requests_total{route="/v1/completions",code="200"} 1\n' in metrics
-        assert "pdserve_ttft_seconds_count 1\n" in metrics
-        assert "pdserve_request_prompt_tokens_count 1\n" in metrics
+        assert 'pdserve_request_outcomes_total{outcome="finished"} 2.0\n' in metrics
+        assert 'pdserve_requests_total{code="200",route="/v1/completions"} 1.0\n' in metrics
+        assert "pdserve_ttft_seconds_count 1.0\n" in metrics
+        assert "pdserve_request_prompt_tokens_count 1.0\n" in metrics
         assert "pdserve_request_output_tokens_sum 5.0\n" in metrics
 
         running: list[httpx.Response] = []
