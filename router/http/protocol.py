@@ -34,6 +34,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= MAX_CONNECTIONS:
+            self.transport = transport  # which `connection_lost` closes
             transport.abort()
             return
         super().connection_made(transport)

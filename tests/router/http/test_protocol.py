@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Iterator
 
@@ -126,7 +127,9 @@ def test_requests_in_one_piece_are_no_large_head(edge: EdgeServer) -> None:
         assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
 
 
-def test_connections_beyond_the_limit_are_closed(edge: EdgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_beyond_the_limit_are_closed(
+    edge: EdgeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with connect(edge) as first:
         first.sendall(LIVE + b"\r\n")
         assert read_answer(first).startswith(b"HTTP/1.1 200 ")
@@ -135,6 +138,7 @@ def test_connections_beyond_the_limit_are_closed(edge: EdgeServer, monkeypatch: 
             assert read_to_end(second) == b""
         first.sendall(LIVE + b"\r\n")
         assert read_answer(first).startswith(b"HTTP/1.1 200 ")
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     monkeypatch.undo()
     with connect(edge) as third:
         third.sendall(LIVE + b"\r\n")
