@@ -275,7 +275,7 @@ class _Prompts:
         self._shares_us: Counter[tuple[str, str]] = Counter()
         """Predicted microseconds by worker and share: whole numbers, whose sum returns to 0."""
         self._last_due_s: dict[tuple[str, str], float] = {}
-        """Of the prompts of a share that wait on a worker."""
+        """Of the prompts of a share that wait on a worker and are due at all."""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -291,7 +291,8 @@ class _Prompts:
         else:
             insort(self._in_time.setdefault(worker_id, []), prompt)
             self._shares_us[worker_id, share] += prompt.own_us
-            self._last_due_s[worker_id, share] = max(due_s, self.last_due_s(worker_id, share))
+            if due_s < inf:
+                self._last_due_s[worker_id, share] = max(due_s, self.last_due_s(worker_id, share))
 
     def remove(self, request_id: int) -> None:
         prompt = self._prompts.pop(request_id, None)

@@ -267,6 +267,13 @@ def test_the_queue_of_a_worker_equals_a_recount(prompts: list[tuple[int, int, st
     assert queue.num_tokens_after("prefill-0", -1.0) == 0
 
 
+def test_an_answer_that_goes_on_elsewhere_does_not_hold_up_its_share() -> None:
+    """Its prompt has no objective any more; those of later requests do."""
+    policy = Goodput(COSTS)
+    placed(policy, arrival(1, ttft_s=inf), P0, D0)
+    assert placed(policy, arrival(2), P0, D0).due_s < 2 * TTFT_S
+
+
 @given(st.lists(st.tuples(st.floats(0, 1.0), st.integers(1, 9000), st.booleans()), max_size=20))
 def test_one_share_is_served_in_the_order_of_arrival(prompts: list[tuple[float, int, bool]]) -> None:
     """Whatever is computed meanwhile, and though what a prompt has computed counts until its last chunk."""
