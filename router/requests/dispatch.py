@@ -39,7 +39,7 @@ from pdserve.contracts.request import KvSource, Outcome, RequestState
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.placement import Arrival
 from pdserve.router.requests.policies import placement
-from pdserve.router.requests.policy import Costs, PrefillChoice, PromptBlocks, WorkerSnapshot, shortfall
+from pdserve.router.requests.policy import Costs, PrefillChoice, PromptBlocks, shortfall
 from pdserve.router.requests.request import MIN_DURATION_S, Attempt, GenerationError, Request, RequestSpec
 
 log = logging.getLogger(__name__)
@@ -521,13 +521,14 @@ class Dispatcher:
         now_s = self._now_s()
         self._observer.routed(now_s - start_s)
         if binding is None:
-            self._observer.fell_back("no_decode")
+            if attempt.request_id not in self._unbound:
+                self._observer.fell_back("no_decode")
             self._unbound[attempt.request_id] = attempt
             return
         worker = self.workers[binding.worker_id]
         if worker.worker_id in cut_off:
             self._observer.fell_back("cut_off")
-        elif not _has_room(blocks, worker.snapshot()):
+        elif shortfall(blocks, worker.snapshot(), num_cached_tokens=blocks.num_cached_tokens(worker.cached_blocks)):
             self._observer.fell_back("no_room")
         self._unbound.pop(attempt.request_id, None)
         deadline_s = self._deadline_s(attempt.request) - now_s
@@ -769,11 +770,6 @@ def _computed_by(worker: Worker, held: Iterable[Attempt]) -> set[Attempt]:
         num_tokens += attempt.blocks(worker.block_size).num_tokens
         computed.add(attempt)
     return computed
-
-
-def _has_room(blocks: PromptBlocks, worker: WorkerSnapshot) -> bool:
-    num_cached_blocks = blocks.num_cached_tokens(worker.cached_blocks) // blocks.block_size
-    return not shortfall(blocks, worker._replace(num_free_blocks=worker.num_free_blocks + num_cached_blocks))
 
 
 def _late_error() -> GenerationError:

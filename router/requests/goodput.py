@@ -34,6 +34,7 @@ from pdserve.router.requests.policy import (
     WorkerSnapshot,
     predict_ttft_s,
     prefill_candidates,
+    shortfall,
 )
 
 FloatArray = npt.NDArray[np.float64]
@@ -213,9 +214,7 @@ class Goodput(Placement):
 
     def _lacking(self, blocks: PromptBlocks, worker: WorkerSnapshot) -> int:
         """Blocks and batch slots that ``worker`` lacks; blocks in its cache are shared, not allocated."""
-        num_cached_blocks = blocks.num_cached_tokens(worker.cached_blocks) // blocks.block_size
-        lacking = max(0, blocks.num_blocks() - num_cached_blocks - worker.num_free_blocks)
-        return lacking + max(0, worker.num_decoding + 1 - worker.max_batch_size)
+        return shortfall(blocks, worker, num_cached_tokens=blocks.num_cached_tokens(worker.cached_blocks))
 
     def _may_prefill(self, arrival: Arrival, worker: WorkerSnapshot) -> bool:
         """Whether recent prefills on a decode worker leave its mean step within TPOT, and it has the blocks."""
@@ -276,9 +275,6 @@ class _Prompts:
         """Predicted microseconds by worker and share: whole numbers, whose sum returns to 0."""
         self._last_due_s: dict[tuple[str, str], float] = {}
         """Of the prompts of a share that wait on a worker and are due at all."""
-
-    def __len__(self) -> int:
-        return len(self._prompts)
 
     def add(
         self, request_id: int, worker_id: str, due_s: float, num_tokens: int, share: str | None, own_s: float

@@ -284,8 +284,10 @@ def _mixed_correction(worker: WorkerSnapshot) -> float:
     return worker.prefill_correction
 
 
-def shortfall(blocks: PromptBlocks, worker: WorkerSnapshot) -> int:
-    """Blocks and batch slots that ``worker`` lacks for one more sequence."""
-    missing_blocks = max(0, blocks.num_blocks() - worker.num_free_blocks)
+def shortfall(blocks: PromptBlocks, worker: WorkerSnapshot, *, num_cached_tokens: int = 0) -> int:
+    """Blocks and batch slots that ``worker`` lacks for one more sequence, which shares the blocks of so many cached
+    tokens."""
+    num_new_blocks = blocks.num_blocks() - num_cached_tokens // blocks.block_size
+    missing_blocks = max(0, num_new_blocks - worker.num_free_blocks)
     missing_slots = max(0, worker.num_decoding + 1 - worker.max_batch_size)
     return missing_blocks + missing_slots

@@ -75,6 +75,10 @@ class Observer(DispatchObserver):
         self.num_refused = 0
         self.refused_tiers: list[str] = []
         self.placements: list[tuple[str, WorkerRole, bool]] = []
+        self.fallbacks: list[str] = []
+
+    def fell_back(self, reason: str) -> None:
+        self.fallbacks.append(reason)
 
     def refused(self, tier: str) -> None:
         self.num_refused += 1
@@ -139,6 +143,17 @@ def test_placements_are_observed() -> None:
     core.all_up()
     core.start()
     assert core.observer.placements == [("goodput", WorkerRole.PREFILL, False)]
+
+
+def test_a_prompt_that_stays_parked_falls_back_once() -> None:
+    core = Core()
+    core.all_up()
+    core.start()
+    for worker in core.decodes:
+        core.dispatcher.worker_lost(worker)
+    core.event(core.prefill, RequestEventKind.LAST_CHUNK)
+    core.dispatcher.worker_up(RecordingWorker("prefill-1", WorkerRole.PREFILL))
+    assert core.observer.fallbacks == ["no_decode"]
 
 
 def test_a_request_runs_on_a_virtual_clock() -> None:

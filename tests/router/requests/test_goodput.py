@@ -169,7 +169,7 @@ def test_the_ledger_forgets_what_has_left() -> None:
     for number in range(600):
         policy.left(number, 10)
     assert not policy._requests
-    assert not policy._prompts
+    assert not policy._prompts._prompts
     assert not policy._answers._ids
 
 
@@ -261,7 +261,7 @@ def test_the_queue_of_a_worker_equals_a_recount(prompts: list[tuple[int, int, st
             assert queue.seconds("prefill-0", each) == pytest.approx(seconds, abs=1e-4)
     for number in range(9):
         queue.remove(number)
-    assert not len(queue)
+    assert not queue._prompts
     assert not queue._shares_us
     assert not queue._last_due_s
     assert queue.num_tokens_after("prefill-0", -1.0) == 0
