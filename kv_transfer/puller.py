@@ -209,7 +209,7 @@ class Puller:
 
     async def _fetch(self, order: transfer_pb2.StartPull) -> transfer_pb2.PullDone:
         """Pull the prompt. Retries while it is leased, because a source may need a moment to notice that the previous
-        stream is gone, and over gRPC if its pool cannot be mapped."""
+        stream is gone, and over TCP if its pool cannot be mapped."""
         self._check_targets(order)
         transport, reason = self._config.transport, "as configured"
         busy_until_s = time.monotonic() + BUSY_TIMEOUT_S
