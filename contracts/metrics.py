@@ -132,12 +132,17 @@ ROUTE_SECONDS = Metric("histogram", "pdserve_route_decision_seconds", "Time to c
 # Workers, as each frame reports them to the router
 WORKER_UP = Metric("gauge", "pdserve_worker_up", "1 while the session with the worker stands.", ("worker", "role"))
 READY_WORKERS = Metric("gauge", "pdserve_ready_workers", "Workers of a role that are up.", ("role",))
-WORKER_RANKS = Metric("gauge", "pdserve_worker_ranks", "Ranks of the worker; 0 while it is down.", ("worker", "role"))
+WORKER_RANKS = Metric(
+    "gauge",
+    "pdserve_worker_ranks",
+    "Ranks of the worker, of a micro-batch its share; 0 while it is down.",
+    ("worker", "role"),
+)
 WORKER_LIMITS = Metric(
     "gauge", "pdserve_worker_limit", "Sequences and new tokens of a step at most.", ("worker", "role", "limit")
 )
 WORKER_PRICE = Metric(
-    "gauge", "pdserve_worker_usd_per_hour", "List price of the worker's devices, where known.", ("worker", "role")
+    "gauge", "pdserve_worker_usd_per_hour", "List price of these ranks' devices, where known.", ("worker", "role")
 )
 RESTARTS = Metric("counter", "pdserve_worker_restarts", "Workers replaced by a new process.", ("role",))
 STEP_SECONDS = Metric(

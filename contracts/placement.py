@@ -98,6 +98,11 @@ class WorkerConfig:
     """Time after a router's stream breaks until the worker cancels its requests."""
 
 
+def whole_worker_id(worker_id: str) -> str:
+    """Id of the worker that a micro-batch is part of; ``worker_id`` itself if it is a whole worker's."""
+    return worker_id.partition(".")[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEndpoint:
     """A running worker, or a micro-batch of one, as the supervisor reports it to the router."""

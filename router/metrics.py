@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from pdserve.contracts import metrics
 from pdserve.contracts.deployment import DEFAULT_TIER, SloConfig
-from pdserve.contracts.placement import TRANSPORTS, WorkerRole
+from pdserve.contracts.placement import TRANSPORTS, WorkerRole, whole_worker_id
 from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.worker import Worker
@@ -111,7 +111,8 @@ class WorkerMetrics:
 
     def came_up(self, welcome: worker_pb2.Welcome, usd_per_hour: float | None) -> None:
         """``usd_per_hour``: price of one rank's device, if known."""
-        num_ranks = (welcome.tensor_parallel or 1) * (welcome.pipeline_parallel or 1)
+        # A pipeline has as many micro-batches, each with series of its own, as stages: each counts the ranks of one.
+        num_ranks = welcome.tensor_parallel or 1
         self._up.set(1)
         self._ranks.set(num_ranks)
         self._price.set(0.0 if usd_per_hour is None else num_ranks * usd_per_hour)
@@ -392,7 +393,7 @@ class RouterMetrics(DispatchObserver):
 
 
 def _count(workers: Mapping[str, Worker], role: WorkerRole) -> int:
-    return sum(worker.role is role for worker in workers.values())
+    return len({whole_worker_id(worker.worker_id) for worker in workers.values() if worker.role is role})
 
 
 def _exemplar(request_id: str) -> dict[str, str] | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pdserve.contracts.codec import from_plain, read_value, to_plain
 from pdserve.contracts.deployment import ModelConfig, SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.placement import WorkerRole, whole_worker_id
 from pdserve.contracts.precision import Precision
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
@@ -126,7 +126,7 @@ def _joined(micro_batches: Iterable[RunningWorker]) -> tuple[RunningWorker, ...]
     """The workers of ``micro_batches``, whose ids are those of the workers and a number."""
     parts: dict[str, list[RunningWorker]] = {}
     for each in micro_batches:
-        parts.setdefault(each.worker_id.partition(".")[0], []).append(each)
+        parts.setdefault(whole_worker_id(each.worker_id), []).append(each)
     summed = ("num_kv_blocks", "max_batch_size", "num_requests", "num_cached_blocks")
     return tuple(
         replace(some[0], worker_id=worker_id, **{name: sum(getattr(each, name) for each in some) for name in summed})

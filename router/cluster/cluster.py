@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from pdserve.contracts.events import TokenEvent
-from pdserve.contracts.placement import TlsFiles, WorkerEndpoint, WorkerRole
+from pdserve.contracts.placement import TlsFiles, WorkerEndpoint, WorkerRole, whole_worker_id
 from pdserve.contracts.request import SamplingParams
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.remote_worker import RemoteWorker, SessionRefusedError
@@ -118,7 +118,7 @@ class Cluster:
         self.workers: dict[str, RemoteWorker] = {}
         """All targets, up or not, by id."""
         self._epochs: dict[str, int] = {}
-        """Last known, of every worker that there ever was: a worker leaves the targets before it comes back."""
+        """Last known, of every whole worker that there ever was: one leaves the targets before it comes back."""
         self._model: worker_pb2.Welcome | None = None
         self._is_proven = False
         """A round trip through both phases has succeeded since both were last up."""
@@ -225,9 +225,10 @@ class Cluster:
             for worker in gone:
                 worker.metrics.remove()
             for endpoint in wanted.values():
-                if self._epochs.get(endpoint.worker_id, endpoint.epoch) != endpoint.epoch:
+                worker_id = whole_worker_id(endpoint.worker_id)
+                if self._epochs.get(worker_id, endpoint.epoch) != endpoint.epoch:
                     self.metrics.restarts.labels(endpoint.role.value).inc()
-                self._epochs[endpoint.worker_id] = endpoint.epoch
+                self._epochs[worker_id] = endpoint.epoch
                 if endpoint.worker_id not in self.workers:
                     self.workers[endpoint.worker_id] = worker = RemoteWorker(endpoint, self)
                     worker.start()
@@ -256,10 +257,8 @@ class Cluster:
 
     def worker_at(self, kv_address: str) -> str:
         """Id of the worker whose transfer process listens at ``kv_address``; its micro-batches share it."""
-        ids = (
-            worker.worker_id.partition(".")[0] for worker in self.workers.values() if worker.kv_address == kv_address
-        )
-        return next(ids, "unknown")
+        ids = (worker.worker_id for worker in self.workers.values() if worker.kv_address == kv_address)
+        return whole_worker_id(next(ids, "unknown"))
 
     def worker_lost(self, worker: RemoteWorker) -> None:
         """A worker's session broke; the cluster is unproven if that was the last worker of a phase."""

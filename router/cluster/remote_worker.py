@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from pdserve.contracts.events import SchedulerLoad
-from pdserve.contracts.placement import WorkerEndpoint
+from pdserve.contracts.placement import WorkerEndpoint, whole_worker_id
 from pdserve.contracts.request import GenerationRequest, Grammar, KvSource
 from pdserve.proto.codec import (
     event_from_proto,
@@ -148,7 +148,8 @@ class RemoteWorker(Worker):
         if was_draining and not self.is_draining:
             dispatcher.worker_up(self)
         for report in frame.transfers:
-            self._cluster.metrics.observe_transfer(report, self._cluster.worker_at(report.source), self.worker_id)
+            source, target = self._cluster.worker_at(report.source), whole_worker_id(self.worker_id)
+            self._cluster.metrics.observe_transfer(report, source, target)
         endings = []
         for message in frame.events:
             event = event_from_proto(message)

@@ -61,6 +61,10 @@ async def test_targets_are_put_whole(p: ScriptedWorker, d: ScriptedWorker) -> No
         assert rig.sample("pdserve_worker_restarts_total", role="decode") == 0
         await client.put("/workers", json=[target(p), {**target(d), "epoch": d.endpoint.epoch + 1}])
         assert rig.sample("pdserve_worker_restarts_total", role="decode") == 1
+        for epoch in (3, 4):
+            parts = [{**target(d), "worker_id": f"decode-1.{number}", "epoch": epoch} for number in range(2)]
+            await client.put("/workers", json=[target(p), *parts])
+        assert rig.sample("pdserve_worker_restarts_total", role="decode") == 2, "once for both micro-batches"
         discovered = (await client.get("/targets")).json()
         assert discovered == [{"targets": ["127.0.0.1:9"], "labels": {"__meta_pdserve_model": SERVED.served_name}}]
 

@@ -62,8 +62,9 @@ def test_a_frame_becomes_the_workers_series() -> None:
     worker.observe(worker_pb2.Load(step_s=0.2, step_tokens=50, predicted_step_s=0.1, step_has_prefill=True))
     assert sample(metrics, "pdserve_step_seconds_sum", kind="prefill", **labels) == 0.2
     assert sample(metrics, "pdserve_predicted_step_seconds_sum", kind="prefill", **labels) == 0.1
-    worker.came_up(worker_pb2.Welcome(tensor_parallel=2, max_batch_size=8, max_batch_tokens=512), 1.5)
-    assert sample(metrics, "pdserve_worker_ranks", **labels) == 2
+    micro_batch = worker_pb2.Welcome(tensor_parallel=2, pipeline_parallel=3, max_batch_size=8, max_batch_tokens=512)
+    worker.came_up(micro_batch, 1.5)
+    assert sample(metrics, "pdserve_worker_ranks", **labels) == 2, "its share of 6"
     assert sample(metrics, "pdserve_worker_usd_per_hour", **labels) == 3
     assert sample(metrics, "pdserve_worker_limit", limit="tokens", **labels) == 512
     worker.went_down()
