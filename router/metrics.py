@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from pdserve.contracts import metrics
 from pdserve.contracts.deployment import DEFAULT_TIER, SloConfig
@@ -385,11 +385,6 @@ class RouterMetrics(DispatchObserver):
         self.oldest_handoff_seconds.set(self._dispatcher.oldest_handoff_s())
         self.in_flight.set(self._dispatcher.num_in_flight)
         self.queued.set(self._dispatcher.num_queued)
-
-    def render(self) -> bytes:
-        """Text of all series."""
-        self.refresh()
-        return generate_latest(self.registry)
 
 
 def _count(workers: Mapping[str, Worker], role: WorkerRole) -> int:

@@ -14,6 +14,7 @@ from pdserve.bench.step_times import WatchedStepTimes, watched_step_times
 from pdserve.contracts.placement import WorkerRole
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.metrics import RouterMetrics, WorkerMetrics
+from tests.scrape import scrape
 
 DECODING, PREFILLING = (WorkerRole.DECODE, "decode"), (WorkerRole.DECODE, "prefill")
 
@@ -35,7 +36,7 @@ def admin_url(metrics: RouterMetrics, failures: queue.SimpleQueue[None]) -> Iter
         def do_GET(self) -> None:
             self.send_response(HTTPStatus.OK if failures.empty() else HTTPStatus.INTERNAL_SERVER_ERROR)
             self.end_headers()
-            self.wfile.write(metrics.render())
+            self.wfile.write(scrape(metrics).encode())
             if not failures.empty():
                 failures.get()
 
@@ -53,11 +54,11 @@ def test_ratios_are_of_what_grew_in_between_and_of_all_workers_of_a_role(metrics
     idle = WorkerMetrics(metrics, "prefill-0", WorkerRole.PREFILL)
     for worker in (*workers, idle):
         worker.observe(worker_pb2.Load(step_s=5.0, step_tokens=1, predicted_step_s=1.0))
-    before = metrics.render().decode()
+    before = scrape(metrics)
     workers[0].observe(worker_pb2.Load(step_s=1.0, step_tokens=1, predicted_step_s=1.0))
     workers[1].observe(worker_pb2.Load(step_s=5.0, step_tokens=1, predicted_step_s=3.0))
     workers[1].observe(worker_pb2.Load(step_s=5.0, step_tokens=9, predicted_step_s=2.0, step_has_prefill=True))
-    ratios = WatchedStepTimes([(0.0, before), (9.0, metrics.render().decode())]).ratios()
+    ratios = WatchedStepTimes([(0.0, before), (9.0, scrape(metrics))]).ratios()
     assert ratios == {DECODING: pytest.approx(1.5), PREFILLING: pytest.approx(2.5)}
     assert WatchedStepTimes([(0.0, ""), (9.0, before)]).ratios()[WorkerRole.PREFILL, "decode"] == 5.0
 
@@ -65,13 +66,13 @@ def test_ratios_are_of_what_grew_in_between_and_of_all_workers_of_a_role(metrics
 def test_ratios_change_over_time(metrics: RouterMetrics) -> None:
     """Where few steps of a kind were made, or none, they are as long as usual."""
     worker = WorkerMetrics(metrics, "decode-0", WorkerRole.DECODE)
-    looks = [(10.0, metrics.render().decode())]
+    looks = [(10.0, scrape(metrics))]
     for predicted_s, step_s in ((1.0, 1.0), (1.0, 3.0), (0.0, 0.0), (0.001, 0.02)):
         if predicted_s:
             worker.observe(worker_pb2.Load(step_s=step_s, step_tokens=1, predicted_step_s=predicted_s))
-        looks.append((10.0 + len(looks), metrics.render().decode()))
+        looks.append((10.0 + len(looks), scrape(metrics)))
     worker.observe(worker_pb2.Load(step_s=4.0, step_tokens=9, predicted_step_s=2.0, step_has_prefill=True))
-    looks.append((15.0, metrics.render().decode()))
+    looks.append((15.0, scrape(metrics)))
     usual = 4.02 / 2.001
     ratios = WatchedStepTimes(looks).ratios_over_time()
     assert [from_s for from_s, _ in ratios] == [10.0, 11.0, 12.0, 13.0, 14.0]

@@ -24,11 +24,12 @@ from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
 from pdserve.router.requests.request import Attempt, RequestSpec
 from tests.router.scripted_worker import TIMEOUT_S, ScriptedWorker, until
+from tests.scrape import scrape
 
 
 def sample(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
     """One sample of the text that Prometheus reads; None if the series does not exist."""
-    families = text_string_to_metric_families(metrics.render().decode())
+    families = text_string_to_metric_families(scrape(metrics))
     samples = [each for family in families for each in family.samples]
     return next((each.value for each in samples if (each.name, each.labels) == (name, labels)), None)
 

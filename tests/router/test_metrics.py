@@ -17,12 +17,13 @@ from pdserve.router.metrics import RouterMetrics, TokenTimer, WorkerMetrics
 from pdserve.router.requests.journey import Journey
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 from tests.router.rig import sample
+from tests.scrape import scrape
 
 FAMILIES = [value for value in vars(contract).values() if isinstance(value, contract.Metric)]
 
 
 def test_every_family_of_the_contract_is_there_and_no_other() -> None:
-    text = RouterMetrics().render().decode()
+    text = scrape(RouterMetrics())
     rendered = {family.name: family for family in text_string_to_metric_families(text)}
     assert set(rendered) == {metric.name for metric in FAMILIES}
     for metric in FAMILIES:
@@ -70,7 +71,7 @@ def test_a_frame_becomes_the_workers_series() -> None:
     worker.went_down()
     assert sample(metrics, "pdserve_worker_up", **labels) == sample(metrics, "pdserve_worker_ranks", **labels) == 0
     worker.remove()
-    assert "decode-0" not in metrics.render().decode()
+    assert "decode-0" not in scrape(metrics)
 
 
 def test_pulls_that_fail_are_counted_by_stage_and_transport() -> None:

@@ -8,6 +8,7 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.live.live import LiveError, observe
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.metrics import RouterMetrics, WorkerMetrics
+from tests.scrape import scrape
 
 
 class Router:
@@ -30,7 +31,7 @@ class Router:
 
     @property
     def text(self) -> str:
-        return self.metrics.render().decode()
+        return scrape(self.metrics)
 
 
 def test_only_what_came_between_the_scrapes_counts() -> None:
