@@ -1,6 +1,6 @@
 // Paged attention over a ragged batch, for CPUs.
 //
-// Compiled by cpu_build.py on first use and called by cpu_attention.py, which checks every shape, length and block id
+// Compiled by build.py on first use and called by attention.py, which checks every shape, length and block id
 // before a call: nothing is checked here. Activations and arithmetic are float; head_dim is a multiple of 8.
 //
 // Attention is FlashAttention's online softmax (Dao et al. 2022, algorithm 1) with a few KV pages as the key tile, and

@@ -1,4 +1,4 @@
-// Linear layers for CPUs. Compiled by cpu_build.py on first use and called by cpu_dense.py, which checks every shape
+// Linear layers for CPUs. Compiled by build.py on first use and called by dense.py, which checks every shape
 // before a call: nothing is checked here.
 //
 // A weight [outputs, inputs] is held in panels of kPanel outputs, [panel][input][kPanel], the last one filled up with
@@ -51,7 +51,7 @@ constexpr int kStep = kPanel;
 template <>
 constexpr int kStep<Int4Pair> = kLanes;
 
-// Mirrored by cpu_dense._Weight.
+// Mirrored by dense._Weight.
 struct Weight {
   int64_t kind;
   int64_t num_outputs;

@@ -1,4 +1,4 @@
-// RMS norm and gate for CPUs. Compiled by cpu_build.py on first use and called by cpu_dense.py, which checks every shape
+// RMS norm and gate for CPUs. Compiled by build.py on first use and called by dense.py, which checks every shape
 // before a call: nothing is checked here. A row's result does not depend on its neighbours.
 
 #include <algorithm>

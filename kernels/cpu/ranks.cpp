@@ -2,9 +2,10 @@
 // another. Compiled by build.py on first use and called by ranks.py, which checks every argument before a call: nothing
 // is checked here.
 //
-// In a collective every rank has a turn, which it raises when a piece of its data is in its slot, and two slots, which it uses in turns.
-// A rank that writes a slot again has met the others since, so all have read what it held. A waiting rank spins, then
-// yields its core, until the others make the same call: the owner of the ranks ends them all if one is gone.
+// In a collective every rank has a turn, which it raises when a piece of its data is in its slot, and two slots, which
+// it uses alternately. A rank that writes a slot again has met the others since, so all have read what it held. A
+// waiting rank spins, then yields its core, until the others make the same call: the owner of the ranks ends them all
+// if one is gone.
 
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -48,8 +49,8 @@ struct Ranks {
 };
 
 // One process sends, one receives. A message goes in pieces through a ring of slots, from its first slot on, so that
-// messages of like size stay in the same memory. The pieces sent and received are counted modulo 2^32. Waits may last as
-// long as a step of the model, so a waiting process spins for a moment and then sleeps.
+// messages of like size stay in the same memory. The pieces sent and received are counted modulo 2^32. Waits may last
+// as long as a step of the model, so a waiting process spins for a moment and then sleeps.
 //
 // Mirrored by ranks._ChannelStruct.
 struct Channel {

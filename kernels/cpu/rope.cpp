@@ -1,6 +1,6 @@
 // Norms of queries and keys, the rotary embedding, and the write into the KV pool, for CPUs.
 //
-// Compiled by cpu_build.py on first use and called by cpu_attention.py, which checks every shape, length and block id
+// Compiled by build.py on first use and called by attention.py, which checks every shape, length and block id
 // before a call: nothing is checked here. Activations and arithmetic are float; head_dim is a multiple of 8.
 
 #include "pool.h"

@@ -1,11 +1,13 @@
-// Sampling from rows of logits, for CPUs: the draws and the top-p thresholds of torch_sampling.py, without temporaries.
+// Sampling from rows of logits, for CPUs: the draws and the top-p thresholds of kernels/torch/sampling.py, without
+// temporaries.
 //
-// Compiled by cpu_build.py on first use and called by cpu_sampling.py, which checks every shape and id: nothing is
+// Compiled by build.py on first use and called by sampling.py, which checks every shape and id: nothing is
 // checked here.
 //
 // Noise costs two logarithms a token. Few tokens need them: a vectorised upper bound of a token's noise, out of its
 // random word, tells nearly always that the token cannot beat the best one so far. Top-p needs a row's tokens in order,
-// but only around its threshold: a histogram of the weight by logit finds the bucket of the threshold, and that is sorted.
+// but only around its threshold: a histogram of the weight by logit finds the bucket of the threshold, and that is
+// sorted.
 
 #include <algorithm>
 #include <cmath>

@@ -45,7 +45,8 @@ class Team {
     return *team;
   }
 
-  // From now on loops are shared by so many threads, the caller included, which may run on `cores` only; on any if empty.
+  // From now on loops are shared by so many threads, the caller included, which may run on `cores` only; on any if
+  // empty.
   void use(int num_threads, const int32_t* cores, int num_cores) {
     const std::lock_guard<std::mutex> lock(busy_);
     CPU_ZERO(&cores_);

@@ -4,8 +4,8 @@ isort:skip_file
 Transfer process <-> transfer process: pulling parked KV blocks.
 
 The puller opens `Pull`; as long as the stream stands, the source keeps the blocks (the stream is the lease). The
-source answers with grants, chunk by chunk as prefill completes them. The bytes move elsewhere: see `Opened`. A pull that
-ends without `Release` leaves the prompt parked for another puller until it times out.
+source answers with grants, chunk by chunk as prefill completes them. The bytes move elsewhere: see `Opened`. A pull
+that ends without `Release` leaves the prompt parked for another puller until it times out.
 """
 
 from collections import abc as _abc

@@ -352,7 +352,7 @@ class PullDone(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     pull_id: _builtins.int
     failure_stage: _builtins.str
-    """empty on success; else "connect", "refused", "grant", "copy", "verify", "aborted", "deadline" """
+    """Empty on success; else "connect", "refused", "grant", "copy", "verify", "aborted" or "deadline"."""
     message: _builtins.str
     num_tokens: _builtins.int
     transport: _builtins.str

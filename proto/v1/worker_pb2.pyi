@@ -701,7 +701,7 @@ class RequestEvent(_message.Message):
         FAILED: RequestEvent._Kind.ValueType  # 8
         """terminal: the step that computed it failed"""
         KV_UNAVAILABLE: RequestEvent._Kind.ValueType  # 9
-        """terminal: the KV could not be pulled (pull it elsewhere), or expired unpulled (prefill again)"""
+        """terminal: the KV could not be pulled (pull elsewhere), or expired unpulled (prefill again)"""
         RELEASED: RequestEvent._Kind.ValueType  # 10
         """terminal: the puller has it all: the prefill worker is done with the request"""
 
@@ -722,7 +722,7 @@ class RequestEvent(_message.Message):
     FAILED: RequestEvent.Kind.ValueType  # 8
     """terminal: the step that computed it failed"""
     KV_UNAVAILABLE: RequestEvent.Kind.ValueType  # 9
-    """terminal: the KV could not be pulled (pull it elsewhere), or expired unpulled (prefill again)"""
+    """terminal: the KV could not be pulled (pull elsewhere), or expired unpulled (prefill again)"""
     RELEASED: RequestEvent.Kind.ValueType  # 10
     """terminal: the puller has it all: the prefill worker is done with the request"""
 
