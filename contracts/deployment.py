@@ -257,7 +257,7 @@ class DeploymentConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     ports: Annotated[str, Rule(_is_ports, "a range of ports such as 20000-20099, or empty")] = ""
-    """Ports on which workers listen, three each; empty: any free ones."""
+    """Ports on which workers listen, three each and one more for each further pipeline stage; empty: any free ones."""
 
     def phase(self, role: WorkerRole) -> PhaseConfig:
         """Section for workers of ``role``."""
