@@ -198,8 +198,11 @@ class _Search:
         for entry, layouts, (best, goodput) in zip(
             entries, variants, self._run(jobs, low, high, "screening"), strict=True
         ):
-            entry.layout, entry.screened = layouts[best], goodput
-            entry.estimate = self._estimator.estimate(entry.layout)
+            if layouts[best] != entry.layout:
+                estimate = self._estimator.estimate(layouts[best])
+                corrected = entry.estimate.rate / self._estimator.estimate(entry.layout).rate
+                entry.layout, entry.estimate = layouts[best], replace(estimate, rate=corrected * estimate.rate)
+            entry.screened = goodput
             self._num_requests += goodput.num_requests
             if entry.layout in known:
                 self._entries.remove(entry)

@@ -14,6 +14,8 @@ import pytest
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.model.cost.hardware import hardware
+from pdserve.planner.search.demand import Demand
+from pdserve.planner.search.estimates import Estimator
 from pdserve.planner.search.plan import (
     Effort,
     InfeasibleRateError,
@@ -198,6 +200,38 @@ def test_where_scout_and_judge_differ_the_judge_is_believed_and_the_plan_says_so
         note.startswith(f"Scout and judge differ on {best.layout}: at ") and note.endswith("The judge's figures count.")
         for note in plan.notes
     )
+
+
+def test_estimates_are_corrected_by_what_was_simulated_once_only() -> None:
+    question = replace(a_question(num_devices=4), effort=replace(LITTLE, num_screened=2))
+    workload = PoissonWorkload(600, 200)
+    plan = find_plan(question, workload, num_processes=1)
+    demand = Demand.of(workload.draw(1000, 0).at_rate(1.0), block_size=16, max_model_len=question.model.max_model_len)
+    estimator = Estimator(question.model, demand, question.slo)
+    ratios = [
+        (each.rate / estimator.estimate(each.layout).rate, each.is_estimated)
+        for each in plan.candidates
+        if not each.layout.is_colocated
+    ]
+    seen = [ratio for ratio, is_estimated in ratios if not is_estimated]
+    assert len(seen) >= 2, "in two rounds"
+    estimated = [ratio for ratio, is_estimated in ratios if is_estimated]
+    assert 0.8 * min(seen) < min(estimated) <= max(estimated) < 1.2 * max(seen)
+
+
+class AlwaysTheSame(PoissonWorkload):
+    """Requests that do not depend on the seed, so that scout and judge serve the same ones."""
+
+    def draw(self, num_requests: int, seed: int, *, max_model_len: int = 0) -> UnitRateRequests:
+        return super().draw(num_requests, 0, max_model_len=max_model_len)
+
+
+def test_scout_and_judge_agree_on_the_same_requests() -> None:
+    effort = replace(LITTLE, judge_requests=LITTLE.final_requests)
+    plan = find_plan(replace(a_question(), effort=effort), AlwaysTheSame(1500, 20), num_processes=1)
+    assert plan.best.goodput is not None
+    assert plan.best.goodput.judged is not None
+    assert not any("differ" in note for note in plan.notes)
 
 
 def test_the_least_cost_needs_prices() -> None:
