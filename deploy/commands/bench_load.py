@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -161,7 +162,7 @@ def sweep(
     result_dir: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Folder of the files.")] = Path(),
     result_filename: Annotated[
         str, typer.Option(help="Their name without an ending; by default by label and time.")
-    ] = (""),
+    ] = "",
     more_objectives: MoreObjectives = None,
 ) -> int:
     """Measure a server at several rates and find its goodput: the highest rate at which enough requests meet both
@@ -170,10 +171,14 @@ def sweep(
     from pdserve.bench.sweep import Sweep, Sweeper, SweepPoint, sweep_csv
     from pdserve.bench.sweep_report import interval_words, sweep_cells, sweep_html
     from pdserve.contracts.codec import from_json, to_json
+    from pdserve.deploy.commands.plan_options import check_writable
     from pdserve.planner import wording
     from pdserve.planner.report.page import check_drawing
 
     started = datetime.now(UTC)
+    default_name = re.sub(r"[^\w.-]+", "-", f"pdserve-sweep-{label}-{started.strftime('%Y%m%d-%H%M%S')}")
+    files = [result_dir / f"{result_filename or default_name}{ending}" for ending in (".json", ".csv", ".html")]
+    check_writable(*files)
     with _usage():
         check_drawing("a sweep's page")
         rates = _rates(request_rates)
@@ -202,12 +207,11 @@ def sweep(
     else:
         sweeper.search(start_rate, tolerance)
     found = sweeper.result(label, target.address, started.isoformat(timespec="seconds"), traffic.name)
-    name = result_filename or f"pdserve-sweep-{label}-{started.strftime('%Y%m%d-%H%M%S')}"
-    files = {".json": to_json(found) + "\n", ".csv": sweep_csv(found), ".html": sweep_html([found, *earlier])}
-    for ending, text in files.items():
-        (result_dir / f"{name}{ending}").write_text(text)
+    texts = (to_json(found) + "\n", sweep_csv(found), sweep_html([found, *earlier]))
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text)
     typer.echo(f"Goodput: {wording.rate(found.goodput)} ({interval_words(found)})")
-    typer.echo(f"Written: {', '.join(str(result_dir / name) + ending for ending in files)}")
+    typer.echo(f"Written: {', '.join(map(str, files))}")
     if sweeper.problems:
         raise DeployError(f"these figures do not count: {'; '.join(sweeper.problems)}")
     return 0 if found.goodput else 1

@@ -117,13 +117,14 @@ def test_a_sweep_writes_json_csv_and_a_page(tmp_path: Path) -> None:
         run = pdserve("bench", "sweep", "--url", server.url, *options, "--request-rates", "40,50", "--label", "a",
                       "--result-filename", "first")  # fmt: skip
         assert run.returncode == 0, run.stderr
-        again = ("--request-rates", "50", "--label", "b", "--compare", str(tmp_path / "first.json"))
-        compared = pdserve("bench", "sweep", "--url", server.url, *options, *again, "--result-filename", "second")
+        again = ("--request-rates", "50", "--label", "b/c", "--compare", str(tmp_path / "first.json"))
+        compared = pdserve("bench", "sweep", "--url", server.url, *options, *again)
     assert compared.returncode == 0, compared.stderr
     assert "Goodput: 50.0 requests/s" in run.stdout
     assert [point["rate"] for point in json.loads((tmp_path / "first.json").read_text())["points"]] == [40, 50]
     assert len((tmp_path / "first.csv").read_text().splitlines()) == 3
-    assert "<h1>Goodput of b, a</h1>" in (tmp_path / "second.html").read_text()
+    [page] = tmp_path.glob("pdserve-sweep-b-c-*.html")
+    assert "<h1>Goodput of b/c, a</h1>" in page.read_text()
 
 
 @pytest.mark.parametrize(
