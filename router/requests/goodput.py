@@ -341,7 +341,7 @@ class _Gains:
         answers = policy._answers
         rows = [answers.row(worker.worker_id) for worker in workers]
         num_rows = answers.num_rows
-        num_steps, before_s, after_s = np.zeros(num_rows), np.zeros(num_rows), np.zeros(num_rows)
+        num_steps, before_s, after_s = answers.steps().copy(), np.zeros(num_rows), np.zeros(num_rows)
         for worker, row in zip(workers, rows, strict=True):
             cost, correction = policy.costs[worker.role], worker.decode_correction
             num, num_context = worker.num_decoding, worker.num_context_tokens
@@ -458,12 +458,13 @@ class _Answers:
     def num_tokens(self) -> IntArray:
         """Tokens so far of each answer."""
         num = len(self._ids)
-        num_tokens = self._base[:num] + self._steps()[self._row[:num]]
+        num_tokens = self._base[:num] + self.steps()[self._row[:num]]
         np.maximum(num_tokens, 1.0, out=num_tokens)
         np.minimum(num_tokens, MAX_LENGTH, out=num_tokens)
         return num_tokens.astype(np.int64)
 
-    def _steps(self) -> FloatArray:
+    def steps(self) -> FloatArray:
+        """Steps so far by row, as last seen, or 0."""
         num_new = self.num_rows - len(self.num_steps)
         return np.append(self.num_steps, np.zeros(num_new)) if num_new else self.num_steps
 

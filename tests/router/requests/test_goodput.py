@@ -161,6 +161,15 @@ def test_answers_that_run_lengthen_what_is_expected() -> None:
     assert lengths.remaining(400) == pytest.approx(PRIOR_TOKENS, rel=0.1), "nothing is known of what follows"
 
 
+def test_a_decision_among_some_workers_leaves_the_answers_of_others_as_long_as_they_are() -> None:
+    policy = Goodput(COSTS, tpot_slo_s=0.05)
+    mixed = worker("mixed-0", WorkerRole.MIXED)._replace(num_steps=1000)
+    policy.decoding(1, 0.0, 1, mixed)
+    placed(policy, arrival(2), mixed._replace(num_steps=1400))
+    decoder(policy, arrival(3), D0)
+    assert policy._answers.num_tokens().tolist() == [401]
+
+
 def test_the_ledger_forgets_what_has_left() -> None:
     policy = Goodput(COSTS, tpot_slo_s=0.02)
     for number in range(600):
