@@ -51,6 +51,18 @@ class CheckedAnswer:
     """True if a token that arrived is not the one expected."""
 
 
+def expected_answer(prompt: Sequence[int], num_tokens: int, vocabulary: HashVocabulary) -> list[int]:
+    """Tokens of an emulated greedy answer that no end of sequence cuts short."""
+    state = ROOT_STATE
+    for token in prompt:
+        state = mix64(link(state, token))
+    answer: list[int] = []
+    for _ in range(num_tokens):
+        answer.append(vocabulary.next_token(state))
+        state = mix64(link(state, answer[-1]))
+    return answer
+
+
 class ChainChecker:
     """Knows the answers of an emulated cluster that serves ``model``."""
 
@@ -60,12 +72,7 @@ class ChainChecker:
         self._vocabulary = HashVocabulary(limits.vocab_size, limits.eos_token_ids)
 
     def answer(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        state, tokens = ROOT_STATE, [*prompt]
-        for position in range(len(prompt) + num_tokens - 1):
-            state = mix64(link(state, tokens[position]))
-            if position >= len(prompt) - 1:
-                tokens.append(self._vocabulary.next_token(state))
-        return tokens[len(prompt) :]
+        return expected_answer(prompt, num_tokens, self._vocabulary)
 
     def check(self, prompt: Sequence[int], num_tokens: int, answer: StreamedAnswer, ended_s: float) -> CheckedAnswer:
         expected = self.answer(prompt, num_tokens)

@@ -22,12 +22,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import closing, suppress
 from typing import Any
 
 import psutil
 
+from pdserve.bench.checked_streams import expected_answer
 from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.codec import from_json, to_json
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
@@ -37,7 +37,7 @@ from pdserve.kv_transfer.data_stream import MAGIC
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
-from pdserve.model.executors.hash_chain import ROOT_STATE, HashVocabulary, link, mix64
+from pdserve.model.executors.hash_chain import HashVocabulary
 from pdserve.model.weights.demo_model import DEMO_MODEL
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.cluster import Cluster
@@ -187,17 +187,6 @@ class ProxiedCluster(Cluster):
         if self.is_proxied:
             welcome.kv_address = welcome.kv_address.replace("127.0.0.1", PROXY_HOST)
         super().check_model(worker, welcome)
-
-
-def expected_answer(prompt: Sequence[int], num_tokens: int, vocabulary: HashVocabulary) -> list[int]:
-    state = ROOT_STATE
-    for token in prompt:
-        state = mix64(link(state, token))
-    answer: list[int] = []
-    for _ in range(num_tokens):
-        answer.append(vocabulary.next_token(state, 0, ()))
-        state = mix64(link(state, answer[-1]))
-    return answer
 
 
 class Soak:

@@ -54,7 +54,6 @@ def dense(
 
 OPT_13B = _opt("OPT-13B", 40, 5120, 40)
 OPT_66B = _opt("OPT-66B", 64, 9216, 72)
-OPT_175B = _opt("OPT-175B", 96, 12288, 96)
 BLOOM_176B = replace((_bloom := _opt("BLOOM-176B", 70, 14336, 112)), shape=replace(_bloom.shape, vocab_size=250880))
 """As an OPT model, whose products have the same sizes."""
 LLAMA_2_70B = dense("Llama-2-70B", 80, 8192, 28672, 64, 32000)

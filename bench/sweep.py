@@ -85,17 +85,17 @@ class Sweeper:
         slo: SloConfig,
         *,
         phases: Callable[[], Phases] | None = None,
-        told: Callable[[SweepPoint], None] | None = None,
+        report: Callable[[SweepPoint], None] | None = None,
     ) -> None:
         """
         Args:
             load: sends the workload at a rate, and waits for all answers.
             phases: reads the server's counts.
-            told: called with each point as it is measured.
+            report: called with each point as it is measured.
 
         """
         self._load, self._slo, self._phases = load, slo, phases or dict
-        self._told = told or (lambda _: None)
+        self._report = report or (lambda _: None)
         self._points: dict[float, tuple[Attainment, SweepPoint]] = {}
         self.problems: list[str] = []
         """Reasons why figures do not count, with their rates."""
@@ -139,7 +139,7 @@ class Sweeper:
             point = _point(found, attained, self._slo, phases_ms)
             self._points[rate] = (attained, point)
             self.problems += [f"at {rate:g}/s {problem}" for problem in found.health.problems()]
-            self._told(point)
+            self._report(point)
         return self._points[rate][0]
 
 

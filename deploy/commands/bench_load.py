@@ -197,11 +197,11 @@ def sweep(
         attainment=attainment,
     )
 
-    def told(point: SweepPoint) -> None:
+    def report(point: SweepPoint) -> None:
         rate, share, interval, good, *_, tokens, state = sweep_cells(point)
         typer.echo(f"{rate:>8}/s  {share:>7} ({interval})  {good:>6} good/s  {tokens:>7} tokens/s  {state}".rstrip())
 
-    sweeper = Sweeper(target.load, slo, phases=target.phases_s, told=told)
+    sweeper = Sweeper(target.load, slo, phases=target.phases_s, report=report)
     if rates:
         sweeper.rates(rates)
     else:

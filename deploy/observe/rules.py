@@ -202,7 +202,8 @@ ALERTS = (
         severity="ticket",
         impact="Most prompts find no worker that would meet their TTFT: placement only limits the damage.",
         query="sum by (role, expected) (rate(pdserve_placements_total[5m]))",
-        steps="The load is beyond the cluster's goodput: add workers, or lower `router.max_queued_requests`.",
+        steps="The load is beyond the cluster's goodput: add workers, or refuse what comes too late with "
+        "`slo.when_hopeless: refuse`.",
     ),
     Alert(
         name="PlacementFallsBack",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.bench import handoff_soak
+from pdserve.bench.checked_streams import expected_answer
 from pdserve.model.executors.hash_chain import HashVocabulary
 
 
@@ -18,7 +19,7 @@ def test_streams_are_right_and_blocks_free_under_faults(monkeypatch: pytest.Monk
 
 def test_an_expected_answer_depends_on_the_whole_prompt() -> None:
     vocabulary = HashVocabulary(512)
-    answer = handoff_soak.expected_answer((1, 2, 3), 4, vocabulary)
+    answer = expected_answer((1, 2, 3), 4, vocabulary)
     assert len(answer) == 4
-    assert handoff_soak.expected_answer((1, 2, 3, answer[0]), 3, vocabulary) == answer[1:]
-    assert handoff_soak.expected_answer((3, 2, 1), 4, vocabulary) != answer
+    assert expected_answer((1, 2, 3, answer[0]), 3, vocabulary) == answer[1:]
+    assert expected_answer((3, 2, 1), 4, vocabulary) != answer

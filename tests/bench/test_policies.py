@@ -14,7 +14,7 @@ def test_attainment_is_the_share_within_both_objectives(setting: Setting) -> Non
     assert attainment(strict, "round-robin", 1.0, 30, 0) == 0.0
 
 
-def test_goodput_serves_more_at_the_cliff() -> None:
+def test_goodput_serves_more_at_saturation() -> None:
     (prefixes,) = [setting for setting in SETTINGS if setting.workload.name == "prefixes"]
     least_time, goodput = (attainment(prefixes, policy, 110.0, 250, 0) for policy in ("least-time", "goodput"))
     assert goodput > least_time + 0.05

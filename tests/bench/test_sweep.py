@@ -58,12 +58,12 @@ def a_sweep(*rates: float, label: str = "pdserve") -> Sweep:
 
 
 def test_the_search_brackets_the_goodput() -> None:
-    told: list[SweepPoint] = []
-    sweeper = Sweeper(a_queue, SLO, told=told.append)
+    reported: list[SweepPoint] = []
+    sweeper = Sweeper(a_queue, SLO, report=reported.append)
     sweeper.search(1.0, 0.05)
     found = sweeper.result("pdserve", "", "", "")
     rates = [point.rate for point in found.points]
-    assert rates == sorted({point.rate for point in told})
+    assert rates == sorted({point.rate for point in reported})
     above = min(rate for rate in rates if rate > found.goodput)
     assert above <= 1.05 * found.goodput
     by_rate = {point.rate: point for point in found.points}
