@@ -44,7 +44,7 @@ class Launch:
     """Memory of this host that is available."""
     address: str = LOOPBACK
     """Address of this host on which its workers listen."""
-    seats: tuple[tuple[WorkerRole, int], ...] = ()
+    workers: tuple[tuple[WorkerRole, int], ...] = ()
     """Role of each worker of this host, and its number among those of its role; empty has all of the deployment."""
     ray_address: str = ""
     """``host:port`` of an existing Ray cluster; empty starts a private one."""
@@ -81,28 +81,28 @@ class Launch:
             return hardware(self.gpu, added=self.devices)
         return self.device(cores, self.num_ranks(role)) if self.devices else None
 
-    def on_host(self, facts: HostFacts, seats: Sequence[tuple[WorkerRole, int]]) -> Launch:
-        """The part of this launch with ``seats``, on one of several hosts."""
+    def on_host(self, facts: HostFacts, workers: Sequence[tuple[WorkerRole, int]]) -> Launch:
+        """The part of this launch with ``workers``, on one of several hosts."""
         return replace(
             self,
             cores=facts.cores,
             memory_bytes=facts.memory_bytes,
             gpu=facts.gpu,
             address=facts.address,
-            seats=tuple(seats),
+            workers=tuple(workers),
         )
 
     @property
-    def all_seats(self) -> tuple[tuple[WorkerRole, int], ...]:
-        """`seats`, with the default filled in: prefill first, then decode, then mixed."""
-        return self.seats or tuple(
+    def all_workers(self) -> tuple[tuple[WorkerRole, int], ...]:
+        """`workers`, with the default filled in: prefill first, then decode, then mixed."""
+        return self.workers or tuple(
             (role, index) for role in WorkerRole for index in range(self.config.phase(role).replicas)
         )
 
     @property
     def roles(self) -> list[WorkerRole]:
-        """One entry per worker, in the order of `all_seats`."""
-        return [role for role, _ in self.all_seats]
+        """One entry per worker, in the order of `all_workers`."""
+        return [role for role, _ in self.all_workers]
 
     @property
     def split(self) -> CoreSplit:
@@ -121,7 +121,7 @@ def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = ""
         cores if _lends_cores(launch, role) else () for role, cores in zip(roles, split.worker_cores, strict=True)
     )
     configs = []
-    for index, ((role, number), cores) in enumerate(zip(launch.all_seats, split.worker_cores, strict=True)):
+    for index, ((role, number), cores) in enumerate(zip(launch.all_workers, split.worker_cores, strict=True)):
         phase = launch.config.phase(role)
         device = launch.predicted_device(role, cores)
         configs.append(

@@ -15,7 +15,7 @@ from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.deploy.checks.model import check_host_memory
 from pdserve.deploy.checks.preflight import check_cores, check_devices
 from pdserve.deploy.cluster.host_facts import LOOPBACK, check_network, host_facts
-from pdserve.deploy.cluster.hosts import Host, RayHost, Seat, choose_hosts
+from pdserve.deploy.cluster.hosts import Host, RayHost, WorkerNeeds, choose_hosts
 from pdserve.deploy.cluster.ray_cluster import RayCluster
 from pdserve.deploy.cluster.resources import gpu_shares, gpu_warning
 from pdserve.deploy.cluster.supervised_process import ProcessState
@@ -45,7 +45,7 @@ class Fleet:
         self._ours = host_facts(LOOPBACK, self._model_path if launch.ray_address else "")
         self._hosts: dict[str, Host] = {}
         """By id of the node."""
-        self._seats: dict[str, Seat] = {}
+        self._needs: dict[str, WorkerNeeds] = {}
         """By worker."""
         self._homes: dict[str, WorkerConfig] = {}
         """First configuration of each worker, which is for its first host."""
@@ -105,24 +105,24 @@ class Fleet:
         num_gpus = sum(host.resources.get("GPU", 0) for host in hosts)
         configs = worker_configs(launch)
         shares = gpu_shares(configs, num_gpus)
-        self._seats = {
-            config.worker_id: Seat(
+        self._needs = {
+            config.worker_id: WorkerNeeds(
                 role=role,
                 number=number,
                 num_ranks=launch.num_ranks(role),
                 gpu_share=share,
                 resources=launch.config.phase(role).resources,
             )
-            for (role, number), config, share in zip(launch.all_seats, configs, shares, strict=True)
+            for (role, number), config, share in zip(launch.all_workers, configs, shares, strict=True)
         }
-        found = choose_hosts(list(self._seats.values()), hosts, {})
-        if missing := [self._seats[name] for name, host in found.items() if host is None]:
-            return " and ".join(_missing(seat) for seat in missing)
+        found = choose_hosts(list(self._needs.values()), hosts, {})
+        if missing := [self._needs[name] for name, host in found.items() if host is None]:
+            return " and ".join(_missing(needs) for needs in missing)
         self.warning = gpu_warning(configs, shares, num_gpus)
         placed = {name: host for name, host in found.items() if host is not None}
         self._check_network(list(placed.values()))
         self._start_timeout_s = start_timeout_s
-        for name in self._seats:
+        for name in self._needs:
             self._add(self._home_config(name, placed), placed[name])
         return ""
 
@@ -132,24 +132,24 @@ class Fleet:
         Raises:
             DeployError: no host has room.
         """
-        numbers = {seat.number for worker in self.workers if (seat := self._seats[worker.name]).role is role}
+        numbers = {needs.number for worker in self.workers if (needs := self._needs[worker.name]).role is role}
         number = next(number for number in itertools.count() if number not in numbers)
-        seat = dataclasses.replace(self._seats[f"{role.value}-{min(numbers)}"], number=number)
-        host = choose_hosts([seat], self._hosts_up, self._taken())[seat.name]
+        needs = dataclasses.replace(self._needs[f"{role.value}-{min(numbers)}"], number=number)
+        host = choose_hosts([needs], self._hosts_up, self._taken())[needs.name]
         if host is None:
-            raise DeployError(f"no host has room: {_missing(seat)}; remove another worker, or add a host")
-        others = [self._seats[worker.name] for worker in self.workers if worker.host is host]
-        check_host_memory(self._launch.on_host(host.facts, [(each.role, each.number) for each in (*others, seat)]))
-        self._seats[seat.name] = seat
-        self._homes[seat.name] = self._away_config(seat, host)
-        return self._add(self._homes[seat.name], host)
+            raise DeployError(f"no host has room: {_missing(needs)}; remove another worker, or add a host")
+        others = [self._needs[worker.name] for worker in self.workers if worker.host is host]
+        check_host_memory(self._launch.on_host(host.facts, [(each.role, each.number) for each in (*others, needs)]))
+        self._needs[needs.name] = needs
+        self._homes[needs.name] = self._away_config(needs, host)
+        return self._add(self._homes[needs.name], host)
 
     def _add(self, config: WorkerConfig, host: Host) -> WorkerProcess:
-        seat = self._seats[config.worker_id]
-        resources = self._ray.worker_resources | dict(seat.resources)
+        needs = self._needs[config.worker_id]
+        resources = self._ray.worker_resources | dict(needs.resources)
         worker_class = WORKER_CLASSES[config.role]
         worker = WorkerProcess(
-            self._ray.desk, config, worker_class, resources, host, seat.gpu_share, self._start_timeout_s
+            self._ray.desk, config, worker_class, resources, host, needs.gpu_share, self._start_timeout_s
         )
         self.workers.append(worker)
         return worker
@@ -160,11 +160,11 @@ class Fleet:
         if host.state is ProcessState.UP:
             return host.seen_s >= worker.failed_s  # a host that died with its worker is not up for long
         taken = self._taken(worker)
-        seat, home = self._seats[worker.name], self._homes[worker.name]
+        needs, home = self._needs[worker.name], self._homes[worker.name]
         at_home = [host for host in self._hosts_up if host.address == home.host]
         for hosts in (at_home, self._hosts_up):
-            if (found := choose_hosts([seat], hosts, taken)[seat.name]) is not None:
-                worker.move(found, home if found.address == home.host else self._away_config(seat, found))
+            if (found := choose_hosts([needs], hosts, taken)[needs.name]) is not None:
+                worker.move(found, home if found.address == home.host else self._away_config(needs, found))
                 return True
         return False
 
@@ -173,12 +173,12 @@ class Fleet:
         """In the order of their addresses, so that a placement is the same after a restart."""
         return sorted((host for host in self.hosts if host.state is ProcessState.UP), key=lambda host: host.address)
 
-    def _taken(self, besides: WorkerProcess | None = None) -> dict[str, list[Seat]]:
-        """Seats in use by address of their host."""
-        taken: dict[str, list[Seat]] = {}
+    def _taken(self, besides: WorkerProcess | None = None) -> dict[str, list[WorkerNeeds]]:
+        """What workers need, by address of their host."""
+        taken: dict[str, list[WorkerNeeds]] = {}
         for worker in self.workers:
             if worker is not besides:
-                taken.setdefault(worker.host.address, []).append(self._seats[worker.name])
+                taken.setdefault(worker.host.address, []).append(self._needs[worker.name])
         return taken
 
     def _check_network(self, hosts: list[Host]) -> None:
@@ -195,18 +195,18 @@ class Fleet:
         """Configuration of a worker on the host where it is placed first; checks the host once."""
         if name not in self._homes:
             host = placed[name]
-            seats = [self._seats[each] for each in self._seats if placed[each] is host]
-            launch = self._launch.on_host(host.facts, [(seat.role, seat.number) for seat in seats])
+            mine = [self._needs[each] for each in self._needs if placed[each] is host]
+            launch = self._launch.on_host(host.facts, [(each.role, each.number) for each in mine])
             if self._launch.ray_address:
                 _check_launch(host, launch)
             self.launches.append(launch)
             self._homes |= self._configs(launch, host)
         return self._homes[name]
 
-    def _away_config(self, seat: Seat, host: Host) -> WorkerConfig:
+    def _away_config(self, needs: WorkerNeeds, host: Host) -> WorkerConfig:
         """Configuration of a worker that joins others on a host: it takes none of their cores for itself."""
-        launch = self._launch.on_host(host.facts, [(seat.role, seat.number)])
-        config = self._configs(launch, host)[seat.name]
+        launch = self._launch.on_host(host.facts, [(needs.role, needs.number)])
+        config = self._configs(launch, host)[needs.name]
         return dataclasses.replace(
             config, cpu_cores=(), core_board="", core_sets=(), transfer_cpu_cores=host.facts.cores
         )
@@ -216,7 +216,7 @@ class Fleet:
         return {config.worker_id: self._on_device(config) for config in configs}
 
     def _on_device(self, config: WorkerConfig) -> WorkerConfig:
-        has_gpu = bool(self._seats[config.worker_id].gpu_share)
+        has_gpu = bool(self._needs[config.worker_id].gpu_share)
         return config if has_gpu else dataclasses.replace(config, device="cpu")
 
 
@@ -229,8 +229,8 @@ def _check_launch(host: Host, launch: Launch) -> None:
         raise DeployError(f"{host.name}: {error}") from error
 
 
-def _missing(seat: Seat) -> str:
-    wanted = [f"{amount:g} {name}" for name, amount in seat.resources.items()]
-    if seat.gpu_share:
-        wanted.append(f"{seat.gpu_share:g} GPU")
-    return f"none has {' and '.join(wanted)} left for {seat.name}"
+def _missing(needs: WorkerNeeds) -> str:
+    wanted = [f"{amount:g} {name}" for name, amount in needs.resources.items()]
+    if needs.gpu_share:
+        wanted.append(f"{needs.gpu_share:g} GPU")
+    return f"none has {' and '.join(wanted)} left for {needs.name}"

@@ -1,4 +1,4 @@
-"""The hosts of a Ray cluster: an agent on each, and the seats of the workers on them.
+"""The hosts of a Ray cluster: an agent on each, and the choice of hosts for workers.
 
 A `Host` is this machine, or a node of Ray whose agent answers. `choose_hosts` is pure.
 """
@@ -227,7 +227,7 @@ def _end_actor(agent: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class WorkerNeeds:
     """What a worker needs of its host."""
 
     role: WorkerRole
@@ -243,54 +243,54 @@ class Seat:
 
 
 def choose_hosts(
-    seats: Sequence[Seat], hosts: Sequence[Host], taken: Mapping[str, Sequence[Seat]]
+    workers: Sequence[WorkerNeeds], hosts: Sequence[Host], taken: Mapping[str, Sequence[WorkerNeeds]]
 ) -> dict[str, Host | None]:
-    """Give each seat the emptiest host with room for it, larger seats first, as the planner simulates it; ``None``
+    """Give each worker the emptiest host with room for it, larger ones first, as the planner simulates it; ``None``
     where no host has room. Cores are shared if they are too few; GPUs and resources are not.
 
     Args:
-        taken: seats in use by address of their host.
+        taken: what other workers need, by address of their host.
     """
     rooms = {host.address: _Room(host, taken.get(host.address, ())) for host in hosts}
     found: dict[str, Host | None] = {}
-    for seat in sorted(seats, key=lambda seat: (seat.gpu_share, seat.num_ranks), reverse=True):
-        fitting = [room for room in rooms.values() if room.fits(seat)]
-        room = min(fitting, key=lambda room: room.load(seat), default=None)
-        found[seat.name] = room.host if room else None
+    for needs in sorted(workers, key=lambda needs: (needs.gpu_share, needs.num_ranks), reverse=True):
+        fitting = [room for room in rooms.values() if room.fits(needs)]
+        room = min(fitting, key=lambda room: room.load(needs), default=None)
+        found[needs.name] = room.host if room else None
         if room:
-            room.take(seat)
+            room.take(needs)
     return found
 
 
 class _Room:
     """What is left of a host."""
 
-    def __init__(self, host: Host, taken: Sequence[Seat]) -> None:
+    def __init__(self, host: Host, taken: Sequence[WorkerNeeds]) -> None:
         self.host = host
         self._num_ranks = 0
         self._gpus = [1.0] * int(host.resources.get(_GPU, 0))
         self._resources = dict(host.resources)
-        for seat in taken:
-            self.take(seat)
+        for needs in taken:
+            self.take(needs)
 
-    def fits(self, seat: Seat) -> bool:
-        has_gpu = not seat.gpu_share or self._gpu(seat) is not None
-        return has_gpu and all(self._resources.get(name, 0) >= amount for name, amount in seat.resources.items())
+    def fits(self, needs: WorkerNeeds) -> bool:
+        has_gpu = not needs.gpu_share or self._gpu(needs) is not None
+        return has_gpu and all(self._resources.get(name, 0) >= amount for name, amount in needs.resources.items())
 
-    def load(self, seat: Seat) -> float:
+    def load(self, needs: WorkerNeeds) -> float:
         """Share of the host's GPUs, or of its cores, that is in use."""
-        if seat.gpu_share:
+        if needs.gpu_share:
             return 1 - sum(self._gpus) / len(self._gpus)
         return self._num_ranks / max(1, len(self.host.facts.cores))
 
-    def take(self, seat: Seat) -> None:
-        self._num_ranks += seat.num_ranks
-        if seat.gpu_share and (index := self._gpu(seat)) is not None:
-            self._gpus[index] -= seat.gpu_share
-        for name, amount in seat.resources.items():
+    def take(self, needs: WorkerNeeds) -> None:
+        self._num_ranks += needs.num_ranks
+        if needs.gpu_share and (index := self._gpu(needs)) is not None:
+            self._gpus[index] -= needs.gpu_share
+        for name, amount in needs.resources.items():
             self._resources[name] = self._resources.get(name, 0) - amount
 
-    def _gpu(self, seat: Seat) -> int | None:
+    def _gpu(self, needs: WorkerNeeds) -> int | None:
         """First GPU with room."""
         rooms = enumerate(self._gpus)
-        return next((index for index, left in rooms if left > seat.gpu_share or isclose(left, seat.gpu_share)), None)
+        return next((index for index, left in rooms if left > needs.gpu_share or isclose(left, needs.gpu_share)), None)

@@ -11,7 +11,7 @@ from pdserve.contracts.deployment import SecurityConfig
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import TlsFiles, WorkerRole
 from pdserve.deploy.cluster.host_facts import check_host, check_network, host_facts, model_digest
-from pdserve.deploy.cluster.hosts import Host, RayHost, Seat, choose_hosts
+from pdserve.deploy.cluster.hosts import Host, RayHost, WorkerNeeds, choose_hosts
 from pdserve.deploy.cluster.ray_cluster import RayNode
 from pdserve.deploy.cluster.ray_desk import RayDesk
 from pdserve.model.weights.demo_model import DEMO_MODEL
@@ -23,12 +23,12 @@ def host(number: int, **resources: float) -> Host:
     return Host(replace(FACTS, address=f"10.0.0.{number}"), "/tmp", resources)
 
 
-def prefill(number: int = 0, **needs: float) -> Seat:
-    return Seat(role=WorkerRole.PREFILL, number=number, **needs)  # type: ignore[arg-type]
+def prefill(number: int = 0, **needs: float) -> WorkerNeeds:
+    return WorkerNeeds(role=WorkerRole.PREFILL, number=number, **needs)  # type: ignore[arg-type]
 
 
-def decode(number: int = 0, **needs: float) -> Seat:
-    return Seat(role=WorkerRole.DECODE, number=number, **needs)  # type: ignore[arg-type]
+def decode(number: int = 0, **needs: float) -> WorkerNeeds:
+    return WorkerNeeds(role=WorkerRole.DECODE, number=number, **needs)  # type: ignore[arg-type]
 
 
 def addresses(found: dict[str, Host | None]) -> dict[str, str]:
@@ -36,8 +36,8 @@ def addresses(found: dict[str, Host | None]) -> dict[str, str]:
 
 
 def test_both_phases_are_spread_over_all_hosts() -> None:
-    seats = [prefill(0), prefill(1), decode(0), decode(1)]
-    found = addresses(choose_hosts(seats, [host(1), host(2)], {}))
+    workers = [prefill(0), prefill(1), decode(0), decode(1)]
+    found = addresses(choose_hosts(workers, [host(1), host(2)], {}))
     assert found == {"prefill-0": "10.0.0.1", "prefill-1": "10.0.0.2", "decode-0": "10.0.0.1", "decode-1": "10.0.0.2"}
 
 
@@ -48,20 +48,20 @@ def test_larger_workers_are_placed_first() -> None:
 
 
 def test_a_share_of_a_gpu_needs_one_gpu_with_room_for_it() -> None:
-    seats = [decode(number, gpu_share=0.5) for number in range(3)] + [prefill(0, gpu_share=0.6)]
-    found = addresses(choose_hosts(seats, [host(1, GPU=1), host(2, GPU=1)], {}))
+    workers = [decode(number, gpu_share=0.5) for number in range(3)] + [prefill(0, gpu_share=0.6)]
+    found = addresses(choose_hosts(workers, [host(1, GPU=1), host(2, GPU=1)], {}))
     assert found["prefill-0"] == "10.0.0.1"
     assert [found[f"decode-{number}"] for number in range(3)] == ["10.0.0.2", "10.0.0.2", ""]
 
 
 def test_resources_bind_workers_to_hosts_and_run_out() -> None:
-    seats = [prefill(number, resources={"fast": 1}) for number in range(2)]  # type: ignore[arg-type]
+    workers = [prefill(number, resources={"fast": 1}) for number in range(2)]  # type: ignore[arg-type]
     hosts = [host(1), host(2, fast=1)]
-    assert addresses(choose_hosts(seats, hosts, {})) == {"prefill-0": "10.0.0.2", "prefill-1": ""}
-    assert addresses(choose_hosts(seats[1:], hosts, {"10.0.0.2": seats[:1]})) == {"prefill-1": ""}
+    assert addresses(choose_hosts(workers, hosts, {})) == {"prefill-0": "10.0.0.2", "prefill-1": ""}
+    assert addresses(choose_hosts(workers[1:], hosts, {"10.0.0.2": workers[:1]})) == {"prefill-1": ""}
 
 
-def test_seats_in_use_count() -> None:
+def test_what_other_workers_need_counts() -> None:
     found = choose_hosts([decode(1)], [host(1), host(2)], {"10.0.0.1": [prefill(0), decode(0)]})
     assert addresses(found) == {"decode-1": "10.0.0.2"}
 
