@@ -38,7 +38,7 @@ from pdserve.router.http.sse import EventStream
 from pdserve.router.http.tools import Tools, merged_grammar, new_call_id, template_options, tools_of
 from pdserve.router.http.writer import AnswerWriter, off_loop
 from pdserve.router.metrics import RouterMetrics, TokenTimer
-from pdserve.router.requests.request import RequestSpec
+from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.answer import Answer, AnswerEnd, AnswerParts, AnswerToken, Choice, TextDelta, deltas_of
 from pdserve.router.text.answer_text import StopStrings
 from pdserve.router.text.chat_template import PromptEnd
@@ -172,7 +172,12 @@ class Edge:
         caller: Caller | None = request.state.caller
         request.state.tier = tier = self._tier(body, caller)
         tenant = "" if caller is None else caller.key.tenant
-        self.cluster.check_room(body.num_answers, tenant=tenant, tier=tier)
+        try:
+            self.cluster.check_room(body.num_answers, tenant=tenant, tier=tier)
+        except GenerationError as error:
+            if error.status != 400:
+                self.metrics.tenant_served(tenant, is_good=False)
+            raise
         if caller is not None:
             _admit_caller(caller, body)
         return max_model_len

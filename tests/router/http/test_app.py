@@ -16,6 +16,7 @@ from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason
 from pdserve.router.http import asgi, unsupported_fields
 from pdserve.router.http.schema import MAX_MEMBERS, ChatBody, CompletionBody
+from pdserve.router.metrics import NO_TENANT
 from pdserve.router.requests.request import GenerationError
 from tests.router.edge_server import (
     MAX_BODY_BYTES,
@@ -30,6 +31,7 @@ from tests.router.edge_server import (
     stuck_after,
     token_event,
 )
+from tests.router.rig import sample
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -214,8 +216,10 @@ def test_a_generation_without_a_last_token_is_a_fault(edge: EdgeServer, http: ht
 
 def test_an_overloaded_cluster_says_when_to_come_back(edge: EdgeServer, http: httpx.Client) -> None:
     edge.generator.refusal = GenerationError(429, "full", retry_after_s=0.2)
+    num_bad = sample(edge.metrics, "pdserve_tenant_requests_total", tenant=NO_TENANT, verdict="bad") or 0
     answer = http.post(CHAT, json={"messages": MESSAGES})
     assert answer.status_code == 429
+    assert sample(edge.metrics, "pdserve_tenant_requests_total", tenant=NO_TENANT, verdict="bad") == num_bad + 1
     assert answer.headers["retry-after"] == "1"
     assert error_of(answer) == {
         "message": "full", "type": "rate_limit_error", "param": None, "code": "rate_limit_exceeded"
