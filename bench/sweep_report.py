@@ -11,16 +11,17 @@ from typing import Any
 
 from pdserve.bench.sweep import Sweep, SweepPoint
 from pdserve.planner import wording
-from pdserve.planner.report.page import CARD, SERIES, SOFT, Chart, Column, card, page, rule, svg, table
+from pdserve.planner.report.page import CARD, GRID, SERIES, SOFT, Chart, Column, card, page, rule, svg, table
 
 PHASE_NAMES = {
+    "tokenise": "tokenisation",
     "queue": "waits in the router",
     "prefill_queue": "waits for prefill",
     "prefill": "prefill",
     "handoff": "handoff",
     "decode": "decode",
 }
-"""Phases of the time budget, in their order. ``decode_queue`` is part of the handoff."""
+"""Phases of the time budget, in their order. ``decode_queue`` is part of the handoff, ``first_write`` beside it."""
 _COLUMNS = (
     Column("requests/s"),
     Column("attainment"),
@@ -151,7 +152,7 @@ def _distribution(
 def _budget(sweep: Sweep) -> Chart:
     def draw(axes: Any) -> None:
         left = [0.0] * len(sweep.points)
-        colors = [SOFT, *SERIES]
+        colors = [GRID, SOFT, *SERIES]
         for color, (phase, name) in zip(colors, PHASE_NAMES.items(), strict=True):
             values = [point.phases_ms.get(phase, 0.0) for point in sweep.points]
             axes.barh(range(len(values)), values, left=left, color=color, label=name)

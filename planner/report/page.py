@@ -23,7 +23,7 @@ _COLORS = {
 }
 """Colours that matplotlib draws with, and the variables of the style sheet in their places."""
 SERIES = list(_COLORS)[:4]
-SOFT, _GRID, CARD = list(_COLORS)[4:]
+SOFT, GRID, CARD = list(_COLORS)[4:]
 _DRAWING = {
     "svg.fonttype": "none",
     "font.size": 9,
@@ -34,7 +34,7 @@ _DRAWING = {
     "axes.grid": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "grid.color": _GRID,
+    "grid.color": GRID,
     "xtick.color": SOFT,
     "ytick.color": SOFT,
     "legend.frameon": False,

@@ -96,7 +96,7 @@ def test_phases_are_means_of_each_run() -> None:
 
 
 def test_the_budget_has_the_phases_of_the_router_in_order() -> None:
-    assert [phase for phase in PHASES if phase != "decode_queue"] == list(PHASE_NAMES)
+    assert [phase for phase in PHASES if phase not in ("first_write", "decode_queue")] == list(PHASE_NAMES)
 
 
 def test_a_generator_that_was_too_busy_is_named_with_the_rate() -> None:
