@@ -96,12 +96,12 @@ class Column(NamedTuple):
     """Omitted if there is little room."""
 
 
-def check_drawing(option: str = "--report") -> None:
-    """Raise ValueError if matplotlib, which ``option`` needs, is not installed."""
+def check_drawing(what: str = "--report") -> None:
+    """Raise ValueError if matplotlib, which ``what`` needs, is not installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError:
-        raise ValueError(f"{option} needs matplotlib: pip install 'pdserve[plan]', or leave it out") from None
+        raise ValueError(f"{what} needs matplotlib: pip install 'pdserve[plan]'") from None
 
 
 def page(title: str, body: str) -> str:
