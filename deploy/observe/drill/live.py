@@ -102,7 +102,8 @@ def running_prometheus(admin_url: str, port: int, *, speed: float = 1) -> Iterat
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             prometheus = Prometheus(f"http://127.0.0.1:{port}")
-            wait_for(lambda: _is_scraping(prometheus), 60)
+            if not wait_for(lambda: _is_scraping(prometheus), 60):
+                raise RuntimeError("Prometheus did not scrape the router within 60 s")
             yield prometheus
         finally:
             process.terminate()
