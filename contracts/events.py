@@ -139,4 +139,4 @@ class SchedulerLoad(NamedTuple):
     """Preempted sequences copied back."""
     num_swap_slots_used: int = 0
     num_blocks_parked: int = 0
-    """Referenced blocks of parked prompts."""
+    """Blocks of parked prompts; one that several share counts for each."""

@@ -99,9 +99,9 @@ class WorkerMetrics:
             "num_parked": series(metrics.parked),
             "num_blocks_free": series(metrics.kv_blocks, "free"),
             "num_blocks_cached": series(metrics.kv_blocks, "cached"),
-            "num_blocks_referenced": series(metrics.kv_blocks, "referenced"),
-            "num_blocks_parked": series(metrics.kv_blocks, "parked"),
         }
+        self._referenced = series(metrics.kv_blocks, "referenced")
+        self._parked = series(metrics.kv_blocks, "parked")
         self._totals = {
             "num_preemptions": series(metrics.preemptions),
             "num_swap_outs": series(metrics.swap_outs),
@@ -130,7 +130,9 @@ class WorkerMetrics:
             self._step_tokens.observe(load.step_tokens)
         for field, gauge in self._gauges.items():
             gauge.set(getattr(load, field))
-        self._gauges["num_blocks_referenced"].set(load.num_blocks_referenced - load.num_blocks_parked)
+        num_parked = min(load.num_blocks_parked, load.num_blocks_referenced)
+        self._parked.set(num_parked)
+        self._referenced.set(load.num_blocks_referenced - num_parked)
         for field, counter in self._totals.items():
             counter.inc(max(0, getattr(load, field) - getattr(self._previous, field)))
         self._previous = load

@@ -823,7 +823,7 @@ class Load(_message.Message):
     step_has_prefill: _builtins.bool
     """whether one of its rows had several new tokens"""
     num_blocks_parked: _builtins.int
-    """referenced blocks of parked prompts"""
+    """blocks of parked prompts; one that several share counts for each"""
     def __init__(
         self,
         *,

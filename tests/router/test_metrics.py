@@ -58,7 +58,9 @@ def test_a_frame_becomes_the_workers_series() -> None:
     assert sample(metrics, "pdserve_preemptions_total", **labels) == 2
     assert sample(metrics, "pdserve_swap_outs_total", **labels) == 2
     assert sample(metrics, "pdserve_swap_ins_total", **labels) == 1
-    worker.observe(worker_pb2.Load(num_preemptions=2))
+    worker.observe(worker_pb2.Load(num_preemptions=2, num_blocks_referenced=5, num_blocks_parked=6))
+    assert sample(metrics, "pdserve_kv_blocks", state="referenced", **labels) == 0, "prompts share blocks"
+    assert sample(metrics, "pdserve_kv_blocks", state="parked", **labels) == 5
     assert sample(metrics, "pdserve_step_seconds_count", kind="decode", **labels) == 2
     worker.observe(worker_pb2.Load(step_s=0.2, step_tokens=50, predicted_step_s=0.1, step_has_prefill=True))
     assert sample(metrics, "pdserve_step_seconds_sum", kind="prefill", **labels) == 0.2
