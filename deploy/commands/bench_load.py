@@ -145,7 +145,9 @@ def sweep(
         str, typer.Option(metavar="RATE,RATE,...", help="Requests per second; by default the goodput is searched.")
     ] = "",
     start_rate: Annotated[float, typer.Option(min=1e-6, help="First rate of the search.")] = 1.0,
-    tolerance: Annotated[float, typer.Option(min=0.005, max=1.0, help="Ratio, less 1, at which it ends.")] = 0.05,
+    tolerance: Annotated[
+        float, typer.Option(min=0.005, max=1.0, help="Share by which the rates around the goodput may differ.")
+    ] = 0.05,
     burstiness: BurstinessOption = 1.0,
     max_concurrency: ConcurrencyOption = None,
     goodput: GoodputOption = None,
