@@ -19,7 +19,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from math import exp, inf
+from math import exp, inf, log, pi, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +45,8 @@ TPOT_SPREAD = 0.05
 LENIENT_TPOT_S = 1.0
 """Stands for no TPOT objective."""
 TTFT_SPREAD, MIN_TTFT_SPREAD_S = 0.08, 3e-3
-"""Error of a predicted TTFT, as a share of it, and its lower bound."""
+"""Error of a predicted TTFT, as a share of it, before any was seen, and its lower bound: scales of logistic
+distributions."""
 SLACK_VALUE = 0.02
 """Misses that a wait as long as the objective is worth: decides where nothing binds."""
 MIN_CHANCE = 0.05
@@ -64,6 +65,8 @@ LENGTH_MEMORY = 2000.0
 """Answers after which an ended one counts 1 / e."""
 CHANGES_PER_COUNT = 32
 """Answers that begin or end between two counts of lengths."""
+_SCALE = sqrt(3) / pi
+"""Scale of a logistic distribution, as a share of its standard deviation."""
 MAX_LENGTH = 8192
 """Answers are counted as at most this long."""
 
@@ -82,6 +85,8 @@ class Goodput(Placement):
         self._harm, self._harm_s = 0.0, 0.0
         """Misses per second of delay, summed over recent placements, and the instant of the sum."""
 
+        self._errors = {True: _Errors(), False: _Errors()}
+        """Of prompts that are handed off, and of those computed where answers decode."""
         self._prefilled_s: dict[str, tuple[float, float]] = {}
         """Decaying seconds of prefill where answers decode, and the instant of the sum, by worker."""
 
@@ -116,7 +121,7 @@ class Goodput(Placement):
             num_behind = self._prompts.num_tokens_after(worker.worker_id, due_s)
             ahead = worker._replace(num_waiting_tokens=max(0, worker.num_waiting_tokens - num_behind))
             ttft_s = predict_ttft_s(ahead, blocks.num_tokens, num_cached, cost)
-            spread_s = max(MIN_TTFT_SPREAD_S, TTFT_SPREAD * ttft_s)
+            spread_s = max(MIN_TTFT_SPREAD_S, self._errors[handoff].spread * ttft_s)
             chance = _chance((slack_s - ttft_s) / spread_s)
             choice = PrefillChoice(
                 worker.worker_id, handoff, ttft_s, num_cached, own_s=own_s[worker.worker_id], due_s=due_s
@@ -171,7 +176,10 @@ class Goodput(Placement):
 
     def placed(self, arrival: Arrival, choice: PrefillChoice) -> None:
         wanted_s = -inf if choice.is_late else arrival.wanted_s
-        self._requests[arrival.request_id] = _Request(wanted_s, arrival.tpot_slo_s or LENIENT_TPOT_S, arrival.weight)
+        tpot_slo_s = arrival.tpot_slo_s or LENIENT_TPOT_S
+        self._requests[arrival.request_id] = _Request(
+            wanted_s, tpot_slo_s, arrival.weight, arrival.now_s, choice.ttft_s, choice.handoff
+        )
         num_new = arrival.blocks.num_tokens - choice.num_cached_tokens
         share = None if choice.is_late else arrival.share
         self._prompts.add(arrival.request_id, choice.worker_id, choice.due_s, num_new, share, choice.own_s)
@@ -181,6 +189,9 @@ class Goodput(Placement):
 
     def decoding(self, request_id: int, began_s: float, num_tokens: int, worker: WorkerSnapshot) -> None:
         request = self._requests.get(request_id, _Request(inf, self.tpot_slo_s or LENIENT_TPOT_S, 1.0))
+        if request.ttft_s and request.wanted_s > -inf and began_s > request.placed_s:
+            self._errors[request.handoff].add(log((began_s - request.placed_s) / request.ttft_s))
+            self._requests[request_id] = request._replace(ttft_s=0.0)
         if began_s <= request.wanted_s:  # another miss costs a late one nothing
             self._answers.add(request_id, worker.worker_id, began_s, num_tokens - worker.num_steps, request)
             self._lengths.changed(self._answers)
@@ -217,16 +228,23 @@ class Goodput(Placement):
         return shortfall(blocks, worker, num_cached_tokens=blocks.num_cached_tokens(worker.cached_blocks))
 
     def _may_prefill(self, arrival: Arrival, worker: WorkerSnapshot) -> bool:
-        """Whether recent prefills on a decode worker leave its mean step within TPOT, and it has the blocks."""
+        """Whether a decode worker has the blocks, and a mean step within TPOT in spite of its prefills, this one
+        included, during a median answer: longer ones see the same share of them, but shorter ones no fewer."""
         cost, num_answers = self.costs[worker.role], worker.num_decoding + 1
+        num_cached = arrival.blocks.num_cached_tokens(worker.cached_blocks)
+        own_s = cost.prefill_s(arrival.blocks.num_tokens - num_cached, num_cached) * worker.prefill_correction
         step_s = cost.decode_s(num_answers, worker.num_context_tokens + arrival.blocks.num_tokens)
-        share = self._recent_s(worker.worker_id, arrival.now_s) / PRICE_MEMORY_S
+        share = (self._recent_s(worker.worker_id, arrival.now_s) + own_s) / self._answer_s()
         is_fast = step_s * worker.decode_correction <= MAX_MEAN_STEP * self.tpot_slo_s * (1 - share)
         return is_fast and self._may_grow(arrival.blocks, worker)
 
+    def _answer_s(self) -> float:
+        """Seconds of a median answer that just meets TPOT."""
+        return self._lengths.median * (self.tpot_slo_s or LENIENT_TPOT_S)
+
     def _recent_s(self, worker_id: str, now_s: float) -> float:
         seconds, at_s = self._prefilled_s.get(worker_id, (0.0, now_s))
-        return seconds * exp((at_s - now_s) / PRICE_MEMORY_S)
+        return seconds * exp((at_s - now_s) / self._answer_s())
 
     def _may_grow(self, blocks: PromptBlocks, worker: WorkerSnapshot) -> bool:
         """Whether ``worker`` has room for the prompt and the rest of all answers: a prompt that is prefilled where it
@@ -249,6 +267,25 @@ class _Request(NamedTuple):
     """Instant at which token 0 is due; in the past, infinitely, for late ones."""
     tpot_slo_s: float
     weight: float
+    placed_s: float = 0.0
+    ttft_s: float = 0.0
+    """Predicted seconds from ``placed_s`` to token 0; 0 once that was held against what came."""
+    handoff: bool = False
+
+
+class _Errors:
+    """How far predictions of TTFT are off, learned from log-ratios of what came to what was predicted."""
+
+    def __init__(self) -> None:
+        self.spread = TTFT_SPREAD
+        """Scale of a logistic distribution."""
+        self._weight, self._squares = PRIOR_ANSWERS, PRIOR_ANSWERS * (TTFT_SPREAD / _SCALE) ** 2
+
+    def add(self, log_ratio: float) -> None:
+        kept = 1 - 1 / LENGTH_MEMORY
+        self._weight = self._weight * kept + 1
+        self._squares = self._squares * kept + log_ratio**2
+        self.spread = _SCALE * sqrt(self._squares / self._weight)
 
 
 class _Prompt(NamedTuple):
@@ -514,6 +551,7 @@ class _Lengths:
         goes_on = 1 - self._ended / np.maximum(as_long, 1e-300)
         survival = np.cumprod(np.maximum(goes_on, 0.0))
         """Chance of an answer to be longer than each length."""
+        self.median = max(1, int(np.argmax(survival < 0.5)))
         after = np.cumsum(survival[::-1])[::-1]
         self.table = np.maximum(1.0, after / np.maximum(survival, 1e-300))
 

@@ -14,6 +14,7 @@ from pdserve.router.requests.goodput import (
     MAX_BOOKED_S,
     MAX_LENGTH,
     PRIOR_TOKENS,
+    TTFT_SPREAD,
     Goodput,
     _Answers,
     _Lengths,
@@ -191,6 +192,31 @@ def test_a_decode_worker_prefills_only_while_its_mean_step_meets_tpot() -> None:
     num_local = chosen.count("decode-0")
     assert 0 < num_local * COST.prefill_s(2000, 0) < 2.2
     assert set(chosen[num_local:]) == {"prefill-0"}
+
+
+def test_short_answers_stand_fewer_prefills_beside_them() -> None:
+    queue = P0._replace(num_waiting_tokens=40_000)
+    busy = D0._replace(num_decoding=8, num_context_tokens=8000)
+    num_local = []
+    for length in (20, 2000):
+        policy = Goodput(COSTS, tpot_slo_s=0.02)
+        for request_id in range(1000, 1320):
+            policy.left(request_id, length)
+        chosen = [placed(policy, arrival(number, 1000, ttft_s=2.0), queue, busy).worker_id for number in range(20)]
+        num_local.append(chosen.count("decode-0"))
+    assert num_local[0] < num_local[1] / 2
+
+
+def test_errors_of_predictions_are_learned() -> None:
+    """A prompt that is predicted to miss by a fifth is late, unless predictions were often further off."""
+    policy = Goodput(COSTS, tpot_slo_s=0.05)
+    tight = 0.75 * COST.prefill_s(2000, 0)
+    assert placed(policy, arrival(1, 2000, ttft_s=tight), P0, D0).is_late
+    for request_id in range(2, 60):
+        choice = placed(policy, arrival(request_id, 2000), P0, D0)
+        policy.decoding(request_id, choice.ttft_s * (2 if request_id % 2 else 0.5), 1, D0)
+    assert not placed(policy, arrival(60, 2000, ttft_s=tight), P0, D0).is_late
+    assert policy._errors[True].spread > TTFT_SPREAD == policy._errors[False].spread
 
 
 def test_what_would_earn_nothing_anywhere_is_refused_if_that_is_wished() -> None:
