@@ -225,7 +225,7 @@ class RouterConfig:
     request_log: str = ""
     """File that gets a line of JSON for each request, without prompts or keys; may be rotated. Empty writes none."""
     log_format: Annotated[str, one_of("text", "json")] = "text"
-    """Of the router's log: ``text``, or ``json``, an object per line."""
+    """Format of the router's log: ``text``, or ``json``, an object per line."""
     replicas: int = 1
     policy: Policy = DEFAULT_POLICY
     """Chooses the workers of each request: ``goodput``, ``least-time``, or a baseline to compare with."""

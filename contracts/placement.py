@@ -108,7 +108,7 @@ class WorkerEndpoint:
     """A running worker, or a micro-batch of one, as the supervisor reports it to the router."""
 
     worker_id: str
-    """Of a micro-batch, that of the worker and a number: ``prefill-0.1``."""
+    """A micro-batch has the id of its worker and a number: ``prefill-0.1``."""
     role: WorkerRole
     address: str
     """``host:port`` of the worker's gRPC service."""

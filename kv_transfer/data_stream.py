@@ -181,14 +181,14 @@ class ExpectedStream:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether it has neither come nor become needless."""
+        """Whether the stream has neither come nor been given up."""
         return not self._coming.done()
 
     async def get(self) -> DataStream:
         """Wait for the stream.
 
         Raises:
-            OSError: it does not come within `HANDSHAKE_TIMEOUT_S`, or is needless meanwhile.
+            OSError: it does not come within `HANDSHAKE_TIMEOUT_S`, or the pull ends first.
         """
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             return await asyncio.shield(self._coming)

@@ -66,8 +66,8 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
 
     @app.get("/targets")
     async def discover(request: Request) -> list[dict[str, Any]]:
-        """What Prometheus is to scrape, in the format of its HTTP service discovery: this router, which reports for all
-        workers, by the address at which it was asked."""
+        """Targets in the format of Prometheus' HTTP service discovery: this router, by the address at which it was
+        asked, because it reports for all workers."""
         return [{"targets": [request.url.netloc], "labels": {"__meta_pdserve_model": config.served_name}}]
 
     @app.get("/workers")

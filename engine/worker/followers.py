@@ -53,7 +53,7 @@ class FollowerConfig:
 
     worker: WorkerConfig
     layout: KvLayout
-    """Of the worker's pool, with the layers and heads of all ranks."""
+    """Layout of the worker's pool, with the layers and heads of all ranks."""
     rank: int
     parent_pid: int
     """Process id of the leader, with which the follower dies."""

@@ -39,7 +39,7 @@ MAX_REASON_CHARS = 300
 COMPILED, FAILED = b"\0", b"\1"
 
 _ANY_CHARACTER, _JSON_CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
-"""What xgrammar allows in a JSON string of bounded length, and what JSON does: no control characters."""
+"""Characters that xgrammar allows in a JSON string of bounded length, and those of JSON: no control characters."""
 
 _SHORT_ESCAPE = re.compile(r"\\\\|\\x([0-9a-fA-F]{2})")
 """xgrammar writes two digits after an x, and reads as many as there are."""

@@ -68,11 +68,11 @@ async def _expire_after(sign: Sign, scope: asyncio.Timeout) -> None:
 BODY_TIMEOUT_S = 60.0
 """Seconds from a request's headers to the end of its body."""
 MAX_HELD_BYTES = 2**30
-"""Of bodies and prompts of all requests together."""
+"""Limit for bodies and prompts of all requests together."""
 
 
 class Memory:
-    """What requests hold, counted so that it stays bounded."""
+    """Bounded number of bytes that requests hold."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

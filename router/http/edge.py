@@ -55,7 +55,7 @@ SALT_BYTES = 32
 TOKEN_BYTES = 40
 """Memory of a prompt's token."""
 MAX_TOKENIZED_CHARS = 2**20
-"""Of a text for ``/tokenize``."""
+"""Longest text for ``/tokenize``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,7 +120,7 @@ def read_keys(path: Path) -> dict[str, ApiKey]:
 
 
 MAX_KNOWN_GRAMMARS = 256
-"""Of a key: about as many as a worker keeps."""
+"""Grammars remembered for a key: about as many as a worker keeps."""
 
 RATE_HEADERS = tuple(
     f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")

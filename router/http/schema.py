@@ -123,7 +123,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_DETOKENIZED = 2**17
 """Tokens of a request to ``/detokenize``."""
 MAX_MEMBERS = 256
-"""Of an object; both APIs have fewer than 100 fields."""
+"""Most members of an object; both APIs have fewer than 100 fields."""
 MAX_TOOLS = 128
 """As at OpenAI."""
 MAX_MESSAGE_CALLS = 128

@@ -311,7 +311,7 @@ class _Prompts:
         self._shares_us: Counter[tuple[str, str]] = Counter()
         """Predicted microseconds by worker and share: whole numbers, whose sum returns to 0."""
         self._last_due_s: dict[tuple[str, str], float] = {}
-        """Of the prompts of a share that wait on a worker and are due at all."""
+        """Latest due time, by worker and share, of the prompts that wait and are due at all."""
 
     def add(
         self, request_id: int, worker_id: str, due_s: float, num_tokens: int, share: str | None, own_s: float

@@ -31,7 +31,7 @@ class Journey:
     """Ids of the workers that got a choice, in order."""
     phases_s: dict[str, float] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
-    """Of each phase, in the order in which they ended."""
+    """Phases in the order in which they ended."""
     token_s: float = 0.0
     """When token 0 arrived."""
     stall_s: float = 0.0
