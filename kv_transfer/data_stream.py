@@ -30,7 +30,7 @@ from pdserve.proto.rpc import TLS_NAME
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_HANDSHAKES = 256
-"""Connections that have not proven anything yet. Further ones are closed."""
+"""Connections that have not proven anything yet, beyond one for each expected stream. Further ones are closed."""
 TICKET_BYTES = 16
 MAGIC = b"pdserve-kv-data1"
 """First bytes of a stream; the last one is the version."""
@@ -255,7 +255,7 @@ class DataListener:
             _log.warning("no data stream was accepted: %s", error)
             await asyncio.sleep(_ACCEPT_RETRY_S)
             return
-        if len(self._handshakes) >= MAX_HANDSHAKES:
+        if len(self._handshakes) >= MAX_HANDSHAKES + len(self._expected):
             sock.close()
             return
         task = asyncio.ensure_future(self._admit(DataStream(sock)))
