@@ -551,7 +551,7 @@ class _Lengths:
         goes_on = 1 - self._ended / np.maximum(as_long, 1e-300)
         survival = np.cumprod(np.maximum(goes_on, 0.0))
         """Chance of an answer to be longer than each length."""
-        self.median = max(1, int(np.argmax(survival < 0.5)))
+        self.median = int(np.argmax(survival < 0.5)) or MAX_LENGTH
         after = np.cumsum(survival[::-1])[::-1]
         self.table = np.maximum(1.0, after / np.maximum(survival, 1e-300))
 

@@ -171,6 +171,14 @@ def test_a_decision_among_some_workers_leaves_the_answers_of_others_as_long_as_t
     assert policy._answers.num_tokens().tolist() == [401]
 
 
+def test_where_most_answers_are_longer_than_any_counted_so_is_the_median() -> None:
+    lengths, answers = _Lengths(), _Answers()
+    for request_id in range(1000):
+        answers.add(request_id, "decode-0", 0.0, 2 * MAX_LENGTH, _Request(inf, 0.05, 1.0))
+        lengths.changed(answers)
+    assert lengths.median == MAX_LENGTH
+
+
 def test_the_ledger_forgets_what_has_left() -> None:
     policy = Goodput(COSTS, tpot_slo_s=0.02)
     for number in range(600):
