@@ -19,7 +19,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from math import exp, inf, log, pi, sqrt
+from math import exp, inf, log
 from typing import NamedTuple
 
 import numpy as np
@@ -65,8 +65,8 @@ LENGTH_MEMORY = 2000.0
 """Answers after which an ended one counts 1 / e."""
 CHANGES_PER_COUNT = 32
 """Answers that begin or end between two counts of lengths."""
-_SCALE = sqrt(3) / pi
-"""Scale of a logistic distribution, as a share of its standard deviation."""
+_SCALE = 1 / (2 * log(2))
+"""Scale of a logistic distribution, as a share of its mean absolute deviation."""
 MAX_LENGTH = 8192
 """Answers are counted as at most this long."""
 
@@ -279,13 +279,13 @@ class _Errors:
     def __init__(self) -> None:
         self.spread = TTFT_SPREAD
         """Scale of a logistic distribution."""
-        self._weight, self._squares = PRIOR_ANSWERS, PRIOR_ANSWERS * (TTFT_SPREAD / _SCALE) ** 2
+        self._weight, self._sum = PRIOR_ANSWERS, PRIOR_ANSWERS * TTFT_SPREAD / _SCALE
 
     def add(self, log_ratio: float) -> None:
         kept = 1 - 1 / LENGTH_MEMORY
         self._weight = self._weight * kept + 1
-        self._squares = self._squares * kept + log_ratio**2
-        self.spread = _SCALE * sqrt(self._squares / self._weight)
+        self._sum = self._sum * kept + abs(log_ratio)
+        self.spread = _SCALE * self._sum / self._weight
 
 
 class _Prompt(NamedTuple):

@@ -19,6 +19,8 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
+from pdserve.contracts.codec import from_plain
+from pdserve.contracts.deployment import SloConfig
 from pdserve.deploy.cluster.folder import running_clusters
 from pdserve.model.weights.demo_model import DEMO_MODEL
 from tests.deploy.clusters import UpProcess, pdserve, wait_for
@@ -89,7 +91,7 @@ def test_the_router_says_what_the_deployment_does(cluster: UpProcess) -> None:
     status = cluster.status()
     workers = {worker["role"]: (worker["tensor_parallel"], worker["dtype"]) for worker in status["workers"]}
     assert workers == {"prefill": (1, "bfloat16"), "decode": (2, "bfloat16")}
-    assert status["slo"] == {"ttft_seconds": 0.25, "tpot_seconds": 0.05, "attainment": 0.8}
+    assert from_plain(SloConfig, status["slo"], "status") == SloConfig(attainment=0.8)
     assert (Path(status["model"]["path"]) / "config.json").is_file()
     assert status["devices"]["decode"]["name"] == "h100-sxm"
 

@@ -194,7 +194,8 @@ def test_what_is_the_clusters_own_cannot_be_forged(
     start = server.edge.generator.start
 
     def recorded(spec: RequestSpec) -> ScriptedGeneration:
-        specs.append(replace(spec, arrived_s=0.0))
+        assert spec.request_id != "7"
+        specs.append(replace(spec, arrived_s=0.0, request_id=""))
         return start(spec)
 
     monkeypatch.setattr(server.edge.generator, "start", recorded)
