@@ -10,27 +10,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from math import inf, log
+from math import log
 
 from pdserve.contracts.request import KvSource, RequestState
 from pdserve.engine.scheduling.interface import AbortPullEvent, PullResult, StartPullEvent
-from pdserve.engine.scheduling.queue import SequenceQueue
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import AdmissionBudget, SequenceTable
 
 OLDEST_EVERY = 8
 """One in so many reservations is for the oldest request: the n-th oldest waits for at most n times so many others."""
-
-
-def _rank(sequence: Sequence) -> float:
-    """Order of a request, the least first: - log(chance per block), less what time adds to all.
-
-    With lengths of a constant hazard, the chance to end within TPOT falls by 1 / e in every ``stall_slo_s`` of wait.
-    """
-    stall_slo_s = sequence.request.stall_slo_s
-    if not stall_slo_s:
-        return inf
-    return log(sequence.num_blocks_expected()) - sequence.arrived_s / stall_slo_s
 
 
 class Reservations:
@@ -41,7 +29,8 @@ class Reservations:
         self._pull_timeout_s = pull_timeout_s
         self._waiting: OrderedDict[Sequence, KvSource] = OrderedDict()
         """In order of arrival."""
-        self._by_chance = SequenceQueue()
+        self._with_objective: dict[Sequence, float] = {}
+        """Those that have a TPOT objective to lose, with the logarithm of their blocks; in order of arrival."""
         self._num_reserved = 0
         self._pulls: dict[int, Sequence] = {}
 
@@ -53,15 +42,23 @@ class Reservations:
         """Sequences that will decode once their pull has ended."""
         return (sequence for sequence in self._pulls.values() if not sequence.is_over)
 
-    def first_waiting(self) -> Sequence | None:
+    def first_waiting(self, now_s: float) -> Sequence | None:
         """Next one to reserve blocks."""
-        if self._num_reserved % OLDEST_EVERY == 0:
+        if self._num_reserved % OLDEST_EVERY == 0 or not self._with_objective:
             return next(iter(self._waiting), None)
-        return self._by_chance.first()
+
+        def rank(sequence: Sequence) -> float:
+            """- log(chance per block). With lengths of a constant hazard, the chance to end within TPOT falls by 1 / e
+            in every ``stall_slo_s`` of wait."""
+            waited_s = now_s - sequence.arrived_s
+            return self._with_objective[sequence] + waited_s / sequence.request.stall_slo_s
+
+        return min(self._with_objective, key=rank)
 
     def push(self, sequence: Sequence, source: KvSource) -> None:
         self._waiting[sequence] = source
-        self._by_chance.push(sequence, _rank(sequence))
+        if sequence.request.stall_slo_s:
+            self._with_objective[sequence] = log(sequence.num_blocks_expected())
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence in any state. The targets of its pull stay reserved until the pull has ended."""
@@ -69,19 +66,16 @@ class Reservations:
             self._table.events.append(AbortPullEvent(sequence.sequence_id))
         else:
             self._waiting.pop(sequence, None)
-            self._by_chance.discard(sequence)
+            self._with_objective.pop(sequence, None)
 
-    def reserve(self, budget: AdmissionBudget, now_s: float) -> bool:
-        """Reserve blocks for the first request in line and start its pull, if it fits ``budget``; returns whether it
-        does."""
-        sequence = self.first_waiting()
-        assert sequence is not None
+    def reserve(self, sequence: Sequence, budget: AdmissionBudget, now_s: float) -> bool:
+        """Reserve blocks for a waiting request and start its pull, if it fits ``budget``; returns whether it does."""
         source = self._waiting[sequence]
         num_tokens = len(sequence.tokens)
         if not self._table.start(sequence, budget, num_tokens // sequence.block_size):
             return False
         del self._waiting[sequence]
-        self._by_chance.discard(sequence)
+        self._with_objective.pop(sequence, None)
         self._num_reserved += 1
         num_cached_blocks = sequence.num_registered_blocks
         sequence.state = RequestState.HANDOFF

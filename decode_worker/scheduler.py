@@ -191,15 +191,15 @@ class DecodeScheduler:
     def _plan_new_work(self, step: PlannedStep, now_s: float) -> None:
         """Resume swapped sequences, reserve blocks and prefill, which compete for blocks and batch slots. Preempted
         sequences go first, then the older of the first reservation and the first prompt, once it lacked blocks."""
-        local, reserving = self._prefill.first_waiting(), self._reservations.first_waiting()
+        local, reserving = self._prefill.first_waiting(), self._reservations.first_waiting(now_s)
         budget = AdmissionBudget(0, 0)
         if local is not None or reserving is not None or self._swapping.num_waiting:
             budget = self._budget()
         self._resume_swapped(step, budget)
         while reserving is not None and budget.num_slots > 0 and not self._must_wait(reserving, local):
-            if not self._reservations.reserve(budget, now_s):
+            if not self._reservations.reserve(reserving, budget, now_s):
                 break
-            reserving = self._reservations.first_waiting()
+            reserving = self._reservations.first_waiting(now_s)
         if reserving is not None and local is not None and not _is_ahead(local, reserving):
             budget.num_slots = 0
         self._prefill.plan_chunks(step, budget, max_tokens=self._max_batch_tokens - step.num_rows, now_s=now_s)

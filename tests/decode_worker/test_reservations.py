@@ -30,10 +30,10 @@ def test_what_is_counted_covers_what_is_taken(block_size: int) -> None:
 
     num_needed = sequence.num_blocks_expected()
     pool.allocate(pool.num_blocks - num_needed + 1)
-    assert not reservations.reserve(AdmissionBudget(1, num_needed - 1), now_s=0.0)
+    assert not reservations.reserve(sequence, AdmissionBudget(1, num_needed - 1), now_s=0.0)
     pool.release([0])
     budget = AdmissionBudget(1, num_needed)
-    assert reservations.reserve(budget, now_s=0.0)
+    assert reservations.reserve(sequence, budget, now_s=0.0)
     assert (budget.num_slots, budget.num_blocks) == (0, 0)
     assert len(sequence.block_table) <= num_needed
     pool.check_integrity()
@@ -59,11 +59,11 @@ class Queue:
         self._num_pushed += 1
         self.reservations.push(sequence, SOURCE)
 
-    def take(self) -> int:
+    def take(self, now_s: float = 100.0) -> int:
         """Reserve; returns the number of the request."""
-        sequence = self.reservations.first_waiting()
+        sequence = self.reservations.first_waiting(now_s)
         assert sequence is not None
-        assert self.reservations.reserve(AdmissionBudget(1, 4096), now_s=0.0)
+        assert self.reservations.reserve(sequence, AdmissionBudget(1, 4096), now_s)
         return sequence.request.request_id
 
 
@@ -73,6 +73,14 @@ def test_the_best_chance_per_block_goes_first() -> None:
     for num_tokens, stall_slo_s, now_s in pushed:
         queue.push(num_tokens, stall_slo_s, now_s)
     assert [queue.take() for _ in range(5)] == [0, 4, 3, 1, 2], "the oldest; the newest small one; what has lost all"
+
+
+@pytest.mark.parametrize("start_s", [0.0, 1e6])
+def test_the_order_depends_on_the_wait_and_not_on_the_clock(start_s: float) -> None:
+    queue = Queue()
+    for num_tokens, stall_slo_s, waited_s in ((16, 9.0, 9.0), (16, 4.0, 1.0), (1600, 3.5, 1.0), (16, 1.0, 3.0)):
+        queue.push(num_tokens, stall_slo_s, start_s - waited_s)
+    assert [queue.take(start_s) for _ in range(4)] == [0, 1, 3, 2], "chances of 78, 5 and 75 %; 2, 2 and 101 blocks"
 
 
 def test_without_objectives_the_first_goes_first() -> None:
