@@ -226,6 +226,9 @@ class RouterConfig:
     """File that gets a line of JSON for each request, without prompts or keys; may be rotated. Empty writes none."""
     log_format: Annotated[str, one_of("text", "json")] = "text"
     """Format of the router's log: ``text``, or ``json``, an object per line."""
+    tracing: str = ""
+    """URL of an OpenTelemetry collector, such as ``http://127.0.0.1:4318`` (OTLP over HTTP), that gets spans of each
+    request and its phases; needs ``pdserve[tracing]``. Empty for none."""
     replicas: int = 1
     policy: Policy = DEFAULT_POLICY
     """Chooses the workers of each request: ``goodput``, ``least-time``, or a baseline to compare with."""

@@ -194,6 +194,7 @@ def router_config(
         page=router.page,
         request_log=router.request_log and str(Path(router.request_log).absolute()),
         log_format=router.log_format,
+        tracing=router.tracing,
         slo=launch.config.slo,
         policy=router.policy,
         max_queued_requests=router.max_queued_requests,

@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 import uvloop
@@ -50,6 +51,9 @@ from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
 from pdserve.router.requests.policy import Costs
 from pdserve.router.text.tokenizer import ChatTokenizer
 from pdserve.router.text.tool_calls import TOOL_FORMATS
+
+if TYPE_CHECKING:  # it needs an extra
+    from pdserve.router.http.tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +110,7 @@ async def serve(config: RouterProcessConfig) -> int:
     tiers = (DEFAULT_TIER, *config.slo.tiers)
     keys = KeyFile(Path(config.keys_file), cache_secret, tiers) if config.keys_file else None
     request_log = RequestLog(Path(config.request_log)) if config.request_log else None
+    tracer = _tracer(config.tracing) if config.tracing else None
     public = listen(config.host, config.port, "router.port")
     admin = listen(config.admin_host, config.admin_port, "router.admin_port")
 
@@ -128,6 +133,7 @@ async def serve(config: RouterProcessConfig) -> int:
         keys=keys,
         cors_origins=config.cors_origins,
         request_log=request_log,
+        tracer=tracer,
     )
     servers = [
         (_server(app, config.tls_certificate, config.tls_key), public),
@@ -158,6 +164,8 @@ async def serve(config: RouterProcessConfig) -> int:
         await cluster.close()
         if request_log is not None:
             request_log.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
     return 0
 
 
@@ -166,6 +174,18 @@ def _return_memory() -> None:
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # other C libraries have none
         mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
         mallopt(M_ARENA_MAX, 2)
+
+
+def _tracer(collector: str) -> Tracer:
+    """
+    Raises:
+        ValueError: OpenTelemetry is not installed.
+    """
+    try:
+        from pdserve.router.http.tracing import Tracer
+    except ImportError as error:
+        raise ValueError("router.tracing needs OpenTelemetry: pip install 'pdserve[tracing]'") from error
+    return Tracer(collector)
 
 
 def build_cost_models(config: RouterProcessConfig) -> Costs:

@@ -43,6 +43,8 @@ class RouterProcessConfig:
     """File that gets a line of JSON for each request (`pdserve.router.http.request_log`); empty writes none."""
     log_format: str = "text"
     """``text``, or ``json``: an object per line."""
+    tracing: str = ""
+    """URL of an OpenTelemetry collector (OTLP over HTTP) that gets the spans of requests; empty for none."""
     slo: SloConfig = field(default_factory=SloConfig)
     policy: Policy = DEFAULT_POLICY
     max_queued_requests: int = 1024

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -25,6 +25,9 @@ from pdserve.router.http.writer import VERSION
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.overview import Overview
 from pdserve.router.text.tokenizer import ChatTokenizer
+
+if TYPE_CHECKING:  # it needs an extra
+    from pdserve.router.http.tracing import Tracer
 
 _READ = ["GET", "HEAD"]
 
@@ -45,6 +48,7 @@ def create_app(
     keys: KeyFile | None = None,
     cors_origins: Sequence[str] = (),
     request_log: RequestLog | None = None,
+    tracer: Tracer | None = None,
     overview: Overview | None = None,
 ) -> FastAPI:
     """Create the application for one model.
@@ -55,13 +59,19 @@ def create_app(
         keys: every route but ``/live`` and the page's files needs one of these; None serves everybody.
         cors_origins: origins whose pages may call the API.
         request_log: gets a line for each request; None writes none.
+        tracer: gets the spans of each request; None emits none.
         overview: what the page at ``/`` shows; None serves no page.
     """
     edge = Edge(cluster=cluster, tokenizer=tokenizer, served_name=served_name, metrics=metrics)
     app = FastAPI(title="pdserve", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     install_error_handlers(app)
     app.add_middleware(
-        EdgeMiddleware, metrics=metrics, max_body_bytes=max_body_bytes, keys=keys, request_log=request_log
+        EdgeMiddleware,
+        metrics=metrics,
+        max_body_bytes=max_body_bytes,
+        keys=keys,
+        request_log=request_log,
+        tracer=tracer,
     )
     if cors_origins:  # outermost: a browser asks before it sends a key
         app.add_middleware(

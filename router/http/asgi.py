@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, cookie_parser
@@ -24,6 +24,9 @@ from pdserve.router.http.keys import Caller, KeyFile
 from pdserve.router.http.page import KEY_COOKIE, PAGE_PATHS
 from pdserve.router.http.request_log import RequestEntry, RequestLog
 from pdserve.router.metrics import RouterMetrics
+
+if TYPE_CHECKING:  # it needs an extra
+    from pdserve.router.http.tracing import Tracer
 
 Sign = Callable[[], Coroutine[Any, Any, None]]
 
@@ -132,6 +135,7 @@ class EdgeMiddleware:
         max_body_bytes: int,
         keys: KeyFile | None,
         request_log: RequestLog | None,
+        tracer: Tracer | None,
     ) -> None:
         self._app = app
         self._metrics = metrics
@@ -139,6 +143,7 @@ class EdgeMiddleware:
         self._keys = keys
         self._request_log = request_log
         self._memory = Memory(MAX_HELD_BYTES)
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -178,11 +183,15 @@ class EdgeMiddleware:
             if state["caller"] is not None:
                 entry.tenant = state["caller"].key.tenant
                 state["caller"].close()
-            is_good = entry.is_good(CLIENT_LEFT if status is None else status)
+            final = CLIENT_LEFT if status is None else status
+            is_good = entry.is_good(final)
             if is_good is not None:
                 self._metrics.tenant_served(entry.tenant, is_good=is_good)
-            if self._request_log is not None and scope["method"] == "POST":
-                self._request_log.write(entry, status)
+            if scope["method"] == "POST":
+                if self._request_log is not None:
+                    self._request_log.write(entry, final)
+                if self._tracer is not None:
+                    self._tracer.record(entry, final, sent.get("traceparent", ""))
 
     def _bounded(self, receive: Receive, headers: Headers, memory: Share) -> Receive:
         """``receive`` that refuses a body which is too large or does not arrive; a declared length is checked before

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from pdserve.contracts.request import Outcome
-from pdserve.router.http.errors import CLIENT_LEFT
 from pdserve.router.metrics import PHASES, TokenTimer
+from pdserve.router.requests.journey import Journey
 from pdserve.router.text.answer import Answer
 
 _encode = msgspec.json.Encoder().encode
@@ -35,9 +35,9 @@ class RequestLog:
                 f"router.request_log {path} cannot be written ({error.strerror}); name a file in a folder of this user"
             ) from error
 
-    def write(self, entry: RequestEntry, status: int | None) -> None:
-        """Append ``entry``; ``status`` is None if none was sent."""
-        line = _encode(entry.fields(CLIENT_LEFT if status is None else status)).decode()
+    def write(self, entry: RequestEntry, status: int) -> None:
+        """Append ``entry``; ``status`` is `CLIENT_LEFT` if none was sent."""
+        line = _encode(entry.fields(status)).decode()
         self._file.handle(logging.makeLogRecord({"msg": line}))
 
     def close(self) -> None:
@@ -50,11 +50,16 @@ class RequestEntry:
     def __init__(self, request_id: str, path: str, arrived_s: float) -> None:
         """``arrived_s``: by `time.monotonic`."""
         self.tenant = ""
+        self.path = path
+        self.arrived_s = arrived_s
         self._request_id = request_id
-        self._path = path
-        self._arrived_s = arrived_s
         self._answers: Sequence[Answer] = ()
         self._timer: TokenTimer | None = None
+
+    @property
+    def journeys(self) -> list[Journey]:
+        """Of each prompt."""
+        return [answer.journey for answer in self._answers]
 
     def is_good(self, status: int) -> bool | None:
         """Whether both objectives were met; None for a request that ended otherwise by its sender's fault or wish."""
@@ -79,17 +84,17 @@ class RequestEntry:
         fields: dict[str, Any] = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "request_id": self._request_id,
-            "path": self._path,
+            "path": self.path,
             "status": status,
-            "duration_s": round(time.monotonic() - self._arrived_s, 6),
+            "duration_s": round(time.monotonic() - self.arrived_s, 6),
         }
         if self.tenant:
             fields["tenant"] = self.tenant
         if self._timer is None:
             return fields
-        journeys = [answer.journey for answer in self._answers]
+        journeys = self.journeys
         return fields | {
-            "outcome": self._outcome,
+            "outcome": self._outcome.value,
             "prompt_tokens": sum(len(answer.prompt_tokens) for answer in self._answers),
             "cached_tokens": sum(answer.num_cached_tokens for answer in self._answers),
             "completion_tokens": sum(answer.num_completion_tokens for answer in self._answers),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
 from fastapi import FastAPI
@@ -23,10 +24,13 @@ from pdserve.router.http.keys import KeyFile
 from pdserve.router.http.protocol import BoundedHttpProtocol
 from pdserve.router.http.request_log import RequestLog
 from pdserve.router.metrics import RouterMetrics
-from pdserve.router.requests.journey import Journey
+from pdserve.router.requests.journey import Journey, Span
 from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.tokenizer import ChatTokenizer
 from tests.router.small_tokenizers import CHAT_TEMPLATE, EOS_ID, write_tokenizer
+
+if TYPE_CHECKING:  # it needs an extra
+    from pdserve.router.http.tracing import Tracer
 
 MODEL = "small"
 MAX_MODEL_LEN = 512
@@ -53,7 +57,11 @@ class ScriptedGeneration(TokenStream):
     cancelled: threading.Event = field(default_factory=threading.Event)
     is_over: bool = False
     journey: Journey = field(
-        default_factory=lambda: Journey(workers=["prefill-0", "decode-1"], phases_s={"queue": 0.001, "prefill": 0.002})
+        default_factory=lambda: Journey(
+            workers=["prefill-0", "decode-1"],
+            phases_s={"queue": 0.001, "prefill": 0.002},
+            spans=[Span("prefill", time.monotonic(), 0.002)],
+        )
     )
     ready: list[TokenEvent] = field(default_factory=list)
     """Tokens that arrive together with the last one yielded by the script."""
@@ -259,6 +267,7 @@ def running_edge(
     template: str = CHAT_TEMPLATE,
     cors_origins: Sequence[str] = (),
     log: Path | None = None,
+    tracer: Tracer | None = None,
 ) -> Iterator[EdgeServer]:
     """Serve a small tokenizer on a free loopback port until the block exits."""
     with TemporaryDirectory() as folder:
@@ -275,6 +284,7 @@ def running_edge(
         keys=keys,
         cors_origins=cors_origins,
         request_log=request_log,
+        tracer=tracer,
     )
     config = uvicorn.Config(app, http=BoundedHttpProtocol, host="127.0.0.1", port=0, log_level="error", lifespan="off")
     server = uvicorn.Server(config)
