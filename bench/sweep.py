@@ -100,6 +100,11 @@ class Sweeper:
         self.problems: list[str] = []
         """Reasons why figures do not count, with their rates."""
 
+    @property
+    def num_points(self) -> int:
+        """Rates measured so far."""
+        return len(self._points)
+
     def rates(self, rates: Sequence[float]) -> None:
         for rate in rates:
             self._measured(rate)

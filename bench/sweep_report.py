@@ -159,6 +159,7 @@ def _budget(sweep: Sweep) -> Chart:
             left = [start + value for start, value in zip(left, values, strict=True)]
         axes.set_yticks(range(len(sweep.points)), [f"{wording.number(point.rate)}/s" for point in sweep.points])
         axes.invert_yaxis()
+        axes.grid(visible=False)
         axes.set(xlabel="ms per request")
 
     return Chart(f"Where the time goes: {sweep.label}", svg(draw), "Mean of all requests at each rate.")

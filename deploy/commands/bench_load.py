@@ -204,16 +204,24 @@ def sweep(
         typer.echo(f"{rate:>8}/s  {share:>7} ({interval})  {good:>6} good/s  {tokens:>7} tokens/s  {state}".rstrip())
 
     sweeper = Sweeper(target.load, slo, phases=target.phases_s, report=report)
-    if rates:
-        sweeper.rates(rates)
-    else:
-        sweeper.search(start_rate, tolerance)
+    interruption: BaseException | None = None
+    try:
+        if rates:
+            sweeper.rates(rates)
+        else:
+            sweeper.search(start_rate, tolerance)
+    except (DeployError, KeyboardInterrupt) as error:
+        if not sweeper.num_points:
+            raise
+        interruption = error
     found = sweeper.result(label, target.address, started.isoformat(timespec="seconds"), traffic.name)
     texts = (to_json(found) + "\n", sweep_csv(found), sweep_html([found, *earlier]))
     for file, text in zip(files, texts, strict=True):
         file.write_text(text)
     typer.echo(f"Goodput: {wording.rate(found.goodput)} ({interval_words(found)})")
     typer.echo(f"Written: {', '.join(map(str, files))}")
+    if interruption is not None:
+        raise interruption
     if sweeper.problems:
         raise DeployError(f"these figures do not count: {'; '.join(sweeper.problems)}")
     return 0 if found.goodput else 1
