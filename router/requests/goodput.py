@@ -84,7 +84,6 @@ class Goodput(Placement):
         """Instant by which the backlog is gone, with all that was refused before."""
         self._harm, self._harm_s = 0.0, 0.0
         """Misses per second of delay, summed over recent placements, and the instant of the sum."""
-
         self._errors = {True: _Errors(), False: _Errors()}
         """Of prompts that are handed off, and of those computed where answers decode."""
         self._prefilled_s: dict[str, tuple[float, float]] = {}
@@ -94,19 +93,22 @@ class Goodput(Placement):
 
     def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
         blocks, now_s, slack_s = arrival.blocks, arrival.now_s, arrival.wanted_s - arrival.now_s
-        candidates = prefill_candidates(workers)
-        if not candidates:
+        offered = prefill_candidates(workers)
+        if not offered:
             return None
-        can_hand_off = any(handoff for _, handoff in candidates)
+        can_hand_off = any(handoff for _, handoff in offered)
         if can_hand_off and self.tpot_slo_s and not arrival.is_probe:
-            local = [(worker, False) for worker in workers if worker.role is WorkerRole.DECODE]
-            candidates += [(worker, handoff) for worker, handoff in local if self._may_prefill(arrival, worker)]
+            offered += [(worker, False) for worker in workers if worker.role is WorkerRole.DECODE]
         decoders = [worker for worker in workers if worker.role is not WorkerRole.PREFILL]
-        cached, own_s = {}, {}
-        for worker, _ in candidates:
-            num = cached[worker.worker_id] = blocks.num_cached_tokens(worker.cached_blocks)
-            seconds = self.costs[worker.role].prefill_s(blocks.num_tokens - num, num)
-            own_s[worker.worker_id] = seconds * worker.prefill_correction
+        candidates, cached, own_s = [], {}, {}
+        for worker, handoff in offered:
+            num = blocks.num_cached_tokens(worker.cached_blocks)
+            seconds = self.costs[worker.role].prefill_s(blocks.num_tokens - num, num) * worker.prefill_correction
+            is_local = can_hand_off and worker.role is WorkerRole.DECODE
+            if is_local and not self._may_prefill(arrival, worker, num, seconds):
+                continue
+            candidates.append((worker, handoff))
+            cached[worker.worker_id], own_s[worker.worker_id] = num, seconds
         stalls_s = {worker.worker_id: own_s[worker.worker_id] for worker, handoff in candidates if not handoff}
         gains = _Gains(self, arrival, decoders, stalls_s)
         handed_off = max(
@@ -164,11 +166,12 @@ class Goodput(Placement):
         weight = arrival.weight * is_in_time
         options = []
         for worker in workers:
-            num_to_pull = blocks.num_tokens - blocks.num_cached_tokens(worker.cached_blocks)
-            stall_s = cost.transfer_s(num_to_pull, same_host=worker.host == source_host)
+            num_cached = blocks.num_cached_tokens(worker.cached_blocks)
+            stall_s = cost.transfer_s(blocks.num_tokens - num_cached, same_host=worker.host == source_host)
             gain = gains.of(worker, weight, own_stall_s=stall_s)
             is_last_resort = worker.worker_id in cut_off
-            options.append((is_last_resort, self._lacking(blocks, worker), -gain, worker.worker_id))
+            lacking = shortfall(blocks, worker, num_cached_tokens=num_cached)
+            options.append((is_last_resort, lacking, -gain, worker.worker_id))
         worker_id = min(options)[-1]
         return Binding(worker_id, gains.stall_slo_s(worker_id) if weight else 0.0)
 
@@ -223,20 +226,15 @@ class Goodput(Placement):
         self._booked_s = min(max(self._booked_s, now_s + backlog_s) + spacing_s, now_s + MAX_BOOKED_S)
         return self._booked_s - now_s
 
-    def _lacking(self, blocks: PromptBlocks, worker: WorkerSnapshot) -> int:
-        """Blocks and batch slots that ``worker`` lacks; blocks in its cache are shared, not allocated."""
-        return shortfall(blocks, worker, num_cached_tokens=blocks.num_cached_tokens(worker.cached_blocks))
-
-    def _may_prefill(self, arrival: Arrival, worker: WorkerSnapshot) -> bool:
-        """Whether a decode worker has the blocks, and a mean step within TPOT in spite of its prefills, this one
-        included, during a median answer: longer ones see the same share of them, but shorter ones no fewer."""
+    def _may_prefill(self, arrival: Arrival, worker: WorkerSnapshot, num_cached_tokens: int, own_s: float) -> bool:
+        """Whether a decode worker has the blocks, and a mean step within TPOT in spite of its prefills, this one of
+        ``own_s`` included, during a median answer. Over a longer time bursts of prefills would even out, but half of
+        the answers do not last longer."""
         cost, num_answers = self.costs[worker.role], worker.num_decoding + 1
-        num_cached = arrival.blocks.num_cached_tokens(worker.cached_blocks)
-        own_s = cost.prefill_s(arrival.blocks.num_tokens - num_cached, num_cached) * worker.prefill_correction
         step_s = cost.decode_s(num_answers, worker.num_context_tokens + arrival.blocks.num_tokens)
         share = (self._recent_s(worker.worker_id, arrival.now_s) + own_s) / self._answer_s()
         is_fast = step_s * worker.decode_correction <= MAX_MEAN_STEP * self.tpot_slo_s * (1 - share)
-        return is_fast and self._may_grow(arrival.blocks, worker)
+        return is_fast and self._may_grow(arrival.blocks, worker, num_cached_tokens)
 
     def _answer_s(self) -> float:
         """Seconds of a median answer that just meets TPOT."""
@@ -246,11 +244,12 @@ class Goodput(Placement):
         seconds, at_s = self._prefilled_s.get(worker_id, (0.0, now_s))
         return seconds * exp((at_s - now_s) / self._answer_s())
 
-    def _may_grow(self, blocks: PromptBlocks, worker: WorkerSnapshot) -> bool:
+    def _may_grow(self, blocks: PromptBlocks, worker: WorkerSnapshot, num_cached_tokens: int) -> bool:
         """Whether ``worker`` has room for the prompt and the rest of all answers: a prompt that is prefilled where it
         decodes takes its blocks early."""
         num_blocks = self._lengths.remaining(0) * (worker.num_decoding + 1) / blocks.block_size
-        return not self._lacking(blocks, worker._replace(num_free_blocks=worker.num_free_blocks - int(num_blocks)))
+        left = worker._replace(num_free_blocks=worker.num_free_blocks - int(num_blocks))
+        return not shortfall(blocks, left, num_cached_tokens=num_cached_tokens)
 
     def _price(self, now_s: float) -> float:
         """Misses among all workers that a second of delay to each arrival would cause, per second of arrivals."""
@@ -386,11 +385,12 @@ class _Gains:
             before_s[row] = cost.decode_s(num, num_context) * correction if num else 0.0
             after_s[row] = cost.decode_s(num + 1, num_context + blocks.num_tokens) * correction
         self._after_s = {worker.worker_id: float(after_s[row]) for worker, row in zip(workers, rows, strict=True)}
-        self._waits_s = {
-            worker.worker_id: self._block_wait_s(lacking, blocks, worker)
-            for worker in workers
-            if worker.num_free_blocks < blocks.num_blocks() and (lacking := policy._lacking(blocks, worker))
-        }
+        self._waits_s = {}
+        for worker in workers:
+            if worker.num_free_blocks < blocks.num_blocks():
+                num_cached = blocks.num_cached_tokens(worker.cached_blocks)
+                if lacking := shortfall(blocks, worker, num_cached_tokens=num_cached):
+                    self._waits_s[worker.worker_id] = self._block_wait_s(lacking, blocks, worker)
         self._rows = dict(zip([worker.worker_id for worker in workers], rows, strict=True))
         answers.num_steps = num_steps
         self._row, self._weight, self._slack, self._steps, self._per_s = answers.slack(arrival.now_s, policy._lengths)
