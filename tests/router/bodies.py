@@ -100,7 +100,7 @@ def odd_body(random: Random, *, is_chat: bool) -> bytes:
     shared = set(random.sample(sorted(SHARED), random.randrange(len(SHARED))))
     shared -= {"stream", "stream_options"} if random.random() < 0.5 else {"prompt_logprobs"}
     shared |= {other for name, other in NEEDS.items() if name in shared}
-    body: Any = {**(CHAT_BODY if is_chat else COMPLETION_BODY), **{name: SHARED[name] for name in shared}}
+    body: Any = {**(CHAT_BODY if is_chat else COMPLETION_BODY), **{name: SHARED[name] for name in sorted(shared)}}
     if is_chat and random.random() < 0.3:
         body = {**body, **TOOLS}
         for other in ("response_format", "structured_outputs", "ignore_eos"):
