@@ -1,12 +1,12 @@
 """Error of the simulator against a measurement of the same requests: attainment and percentiles of both.
 
-Pure; used by the benchmarks that compare `pdserve.planner.simulate.simulator` with real and emulated clusters.
+Pure; used by `pdserve.bench.simulator_vs_emulation`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -64,12 +64,6 @@ class Agreement:
             "attainment_points": round(self.attainment_points, 2),
             "relative_errors": {name: round(error, 4) for name, error in self.relative_errors.items()},
         }
-
-
-def joined(runs: Sequence[RequestTimes]) -> RequestTimes:
-    """The requests of all runs, each on its own clock."""
-    names = [field.name for field in fields(RequestTimes)]
-    return RequestTimes(**{name: np.concatenate([getattr(run, name) for run in runs]) for name in names})
 
 
 def _percentiles(seconds: FloatArray) -> tuple[float, float]:

@@ -1,20 +1,18 @@
 """Inputs of a comparison between simulator and cluster: the rate at saturation, and the overheads.
 
-Used by the benchmarks that compare `pdserve.planner.simulate.simulator` with real and emulated clusters.
+Used by `pdserve.bench.simulator_vs_emulation`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.layout import Layout, PlannedModel
-from pdserve.planner.simulate.simulated_worker import StepCorrections
 from pdserve.planner.simulate.simulation import RequestTimes
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload.workload import Workload
@@ -22,23 +20,11 @@ from pdserve.planner.workload.workload import Workload
 _NUM_HALVINGS = 5
 
 
-def saturation(
-    model: PlannedModel,
-    layout: Layout,
-    workload: Workload,
-    slo: SloConfig,
-    corrections: Mapping[WorkerRole, Sequence[StepCorrections]] | None = None,
-) -> float:
-    """Completed requests per second of a closed loop with more requests than batch slots, after its start.
-
-    Args:
-        corrections: for workers whose steps deviate from the prediction; see `simulate`.
-    """
+def saturation(model: PlannedModel, layout: Layout, workload: Workload, slo: SloConfig) -> float:
+    """Completed requests per second of a closed loop with more requests than batch slots, after its start."""
     concurrency = 2 * sum(pool.replicas * pool.max_batch_size for pool in layout.pools if pool is not layout.prefill)
     requests = workload.draw(4 * concurrency, max_model_len=model.max_model_len).at_rate(1.0)
-    times = simulate(
-        model, layout, requests, slo=slo, overheads=NO_OVERHEADS, concurrency=concurrency, corrections=corrections
-    ).times
+    times = simulate(model, layout, requests, slo=slo, overheads=NO_OVERHEADS, concurrency=concurrency).times
     ended_s = np.sort(times.last_token_s)
     first, last = len(ended_s) // 4, 3 * len(ended_s) // 4
     return float((last - first) / (ended_s[last] - ended_s[first]))

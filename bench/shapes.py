@@ -14,14 +14,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_kv_heads": 4,
         "vocab_size": 512,
     },
-    "small": {
-        "num_layers": 8,
-        "hidden_size": 384,
-        "intermediate_size": 1024,
-        "num_heads": 6,
-        "num_kv_heads": 2,
-        "vocab_size": 512,
-    },
     "half": {
         "num_layers": 24,
         "hidden_size": 896,

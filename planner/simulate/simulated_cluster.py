@@ -6,7 +6,7 @@ Built for `pdserve.planner.simulate.simulator`. A pipeline-parallel worker has a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 
@@ -24,7 +24,7 @@ from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.stage import Stage
 from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
 from pdserve.planner.simulate.event_queue import EventQueue
-from pdserve.planner.simulate.simulated_worker import AS_PREDICTED, SimulatedWorker, StepCorrections, WorkerSink
+from pdserve.planner.simulate.simulated_worker import SimulatedWorker, WorkerSink
 from pdserve.planner.simulate.simulation import WorkerUse
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 from pdserve.router.cluster.worker import Worker
@@ -87,8 +87,6 @@ class VirtualWorker(Worker):
         if seen != self._seen:
             self._seen = seen
             self.load = engine.load()
-            self.prefill_correction = engine.corrections.prefill
-            self.decode_correction = engine.corrections.decode
             self.num_steps = engine.num_steps
             self._snapshot = super().snapshot()
         snapshot = self._snapshot
@@ -129,7 +127,6 @@ class ClusterBuilder:
     is_sharing: bool
     """Whether prompts may share prefixes, so that blocks must be identified by content."""
     turn_s: float
-    corrections: Mapping[WorkerRole, Sequence[StepCorrections]]
     queue: EventQueue
     sink: WorkerSink
 
@@ -181,7 +178,6 @@ class ClusterBuilder:
             sink=self.sink,
             pipeline_depth=self.costs[pool.role].pipeline_depth,
             turn_s=self.turn_s,
-            corrections=self.corrections.get(pool.role, (AS_PREDICTED,)),
         )
         return VirtualWorker(
             engine,

@@ -13,9 +13,7 @@ the last turn of such a *run*, or the first one that receives a new message, and
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import ceil, sqrt
 from typing import NamedTuple, Protocol
 
@@ -31,19 +29,6 @@ from pdserve.model.cost.stage import Stage
 from pdserve.planner.simulate.event_queue import EventQueue
 
 _TOKEN_0 = SampledToken(0, None)
-
-
-class StepCorrections(NamedTuple):
-    """Ratio of actual to predicted step time: see `pdserve.engine.worker.loop.StepTimes`."""
-
-    prefill: float = 1.0
-    """Steps with rows of several new tokens."""
-    decode: float = 1.0
-    from_s: float = 0.0
-    """Start of validity, on the simulation's clock."""
-
-
-AS_PREDICTED = StepCorrections()
 
 
 class WorkerSink(Protocol):
@@ -122,22 +107,17 @@ class SimulatedWorker:
         sink: WorkerSink,
         pipeline_depth: int = 2,
         turn_s: float = 0.0,
-        corrections: Sequence[StepCorrections] = (AS_PREDICTED,),
     ) -> None:
         """
         Args:
             pipeline_depth: the executor's, 1 or 2.
             turn_s: seconds that the loop takes between two steps, unless the second was submitted before the first
                 ended.
-            corrections: one or more, in order of time; the first applies from the start.
         """
         self.worker_id = worker_id
         self.role = role
         self._scheduler = scheduler
         self.cost = cost
-        assert all(one.from_s <= next_one.from_s for one, next_one in pairwise(corrections)), "corrections in order"
-        self.corrections = corrections[0]
-        """As of the last turn; the policy uses it."""
         self.busy_s = 0.0
         self.held_block_s = 0.0
         """Referenced KV blocks times seconds; a shared block counts once."""
@@ -158,7 +138,6 @@ class SimulatedWorker:
         self._num_ahead = pipeline_depth - 1
         """Steps planned while one runs."""
         self._turn_s = turn_s
-        self._next_corrections = deque(corrections[1:])
         self._queue = queue
         self._sink = sink
         self._inbox: list[Message] = []
@@ -218,8 +197,6 @@ class SimulatedWorker:
         now_s = self._queue.now_s
         self.held_block_s += self._block_pool.num_referenced * (now_s - self._held_until_s)
         self._held_until_s = now_s
-        while self._next_corrections and self._next_corrections[0].from_s <= now_s:
-            self.corrections = self._next_corrections.popleft()
         had_step = self._run is not None or bool(self._steps)
         if self._run is not None:
             self._end_run(self._run)
@@ -269,8 +246,6 @@ class SimulatedWorker:
                 chunks.append((len(row.tokens), row.cached_length))
         from_s = max(self._queue.now_s, self._free_at_s)
         step_s = self.cost.step_s(chunks, num_decoded, num_context_tokens)
-        has_prefill = bool(chunks) and max(chunks)[0] > 1
-        step_s = self._corrected_s(step_s, from_s, has_prefill=has_prefill)
         if num_copied_blocks:
             step_s += self.cost.swap_s(num_copied_blocks * self._block_size)
         begins_s = self._stage.enter(from_s, step_s)
@@ -283,19 +258,6 @@ class SimulatedWorker:
     def close(self) -> None:
         """Hold nothing, so release nothing."""
 
-    def _corrected_s(self, predicted_s: float, from_s: float, *, has_prefill: bool) -> float:
-        """Corrected duration of a step that starts at ``from_s``; a new correction applies to the rest of the step."""
-        correction = self.corrections.prefill if has_prefill else self.corrections.decode
-        step_s = predicted_s * correction
-        for corrections in self._next_corrections:
-            until_s = max(0.0, corrections.from_s - from_s)
-            if until_s >= step_s:
-                break
-            next_correction = corrections.prefill if has_prefill else corrections.decode
-            step_s = until_s + (step_s - until_s) * next_correction / correction
-            correction = next_correction
-        return step_s
-
     # Steady runs, whose steps are not planned
 
     def _try_run(self, now_s: float) -> bool:
@@ -306,9 +268,7 @@ class SimulatedWorker:
         if not steady.num_steps:
             return False
         self._loop.flush()
-        correction = self.corrections.decode
         first_s, growth_s = self.cost.decode_run_s(steady.batch_size, steady.num_context_tokens)
-        first_s, growth_s = first_s * correction, growth_s * correction
         begins_s = max(now_s, self._free_at_s)
         if not self._num_ahead:  # A turn precedes every step; the first one's is already over.
             begins_s = self._stage.enter(begins_s, first_s)
@@ -317,8 +277,6 @@ class SimulatedWorker:
         self._run = _SteadyRun(steady.batch_size, self._num_ahead, self._free_at_s, begins_s, first_s, growth_s)
         self._run_length = steady.num_steps
         self._turn_at(self._run.end_s(steady.num_steps))
-        if self._next_corrections:
-            self._cut_run_after(self._next_corrections[0].from_s)
         deadline_s = self._decoding.next_deadline_s()
         if deadline_s is not None:
             self._cut_run_after(deadline_s)

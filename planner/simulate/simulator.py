@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,7 +21,6 @@ import numpy as np
 
 from pdserve.contracts.deployment import PLANNED_POLICY, SloConfig
 from pdserve.contracts.events import ClientEvent, RequestEvent, TokenEvent
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.engine.scheduling.interface import GrantEvent, StartPullEvent
 from pdserve.engine.worker.loop import StepReport
@@ -32,7 +31,7 @@ from pdserve.planner.simulate.request_record import RequestRecord, request_times
 from pdserve.planner.simulate.sampler import Sampler
 from pdserve.planner.simulate.simulated_cluster import ClusterBuilder, VirtualWorker
 from pdserve.planner.simulate.simulated_transfers import SimulatedTransfers
-from pdserve.planner.simulate.simulated_worker import SimulatedWorker, StepCorrections
+from pdserve.planner.simulate.simulated_worker import SimulatedWorker
 from pdserve.planner.simulate.simulation import Simulation
 from pdserve.planner.workload.prompts import Prompt, PromptTable
 from pdserve.planner.workload.requests import SimulatedRequest
@@ -44,9 +43,9 @@ from pdserve.router.requests.request import GenerationError, Request, RequestSpe
 class Overheads:
     """Delays that the cost model does not cover, in seconds.
 
-    The defaults describe clusters on one host of four cores: the middle of the results of
-    `pdserve.bench.simulator_vs_cpu` and `pdserve.bench.simulator_vs_emulation` (whose figures are multiplied by its
-    time scale). The least certain are a turn, from 0.3 to 1.7 ms, and a pull, from 0.2 to 4.5 ms.
+    The defaults describe clusters on one host of four cores: the middle of what was measured, of which
+    `pdserve.bench.simulator_vs_emulation` has part (multiplied by its time scale). The least certain are a turn, from
+    0.3 to 1.7 ms, and a pull, from 0.2 to 4.5 ms.
     """
 
     arrival_s: float = 4.5e-3
@@ -76,7 +75,6 @@ def simulate(
     policy: str = PLANNED_POLICY,
     sample_every_s: float = 0.0,
     cost_of: Callable[[Pool], CostModel] | None = None,
-    corrections: Mapping[WorkerRole, Sequence[StepCorrections]] | None = None,
 ) -> Simulation:
     """Serve ``requests`` on ``layout``.
 
@@ -90,16 +88,12 @@ def simulate(
         policy: name of the router's placement policy.
         sample_every_s: above 0, the interval of `Simulation.timelines`.
         cost_of: cost model of a pool's workers; `Pool.cost` by default.
-        corrections: per role, factors on the predicted step times, which the policy knows; at least one per role
-            given, in order of time.
 
     Raises:
         ValueError: the model does not fit, or does not divide by the layout's degrees.
     """
     settings = DispatchSettings(policy=policy, max_in_flight=max_in_flight, slo=slo)
-    run = _Simulator(
-        model, layout, requests, settings, overheads or Overheads(), concurrency, cost_of, corrections or {}
-    )
+    run = _Simulator(model, layout, requests, settings, overheads or Overheads(), concurrency, cost_of)
     with _no_garbage_collection():
         return run.simulate(sample_every_s)
 
@@ -164,7 +158,6 @@ class _Simulator:
         overheads: Overheads,
         concurrency: int,
         cost_of: Callable[[Pool], CostModel] | None,
-        corrections: Mapping[WorkerRole, Sequence[StepCorrections]],
     ) -> None:
         self._overheads = overheads
         self._events = EventQueue()
@@ -182,7 +175,6 @@ class _Simulator:
             costs=costs,
             is_sharing=self.is_sharing,
             turn_s=overheads.turn_s,
-            corrections=corrections,
             queue=self._events,
             sink=self,
         ).workers()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdserve.bench.agreement import Agreement, figures_of, joined
+from pdserve.bench.agreement import Agreement, figures_of
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.arrays import FloatArray
 from pdserve.planner.simulate.simulation import RequestTimes
@@ -34,13 +34,6 @@ def test_figures_of_known_arrays() -> None:
     assert figures["attainment"] == pytest.approx(1 / 101)  # only the one in the middle meets both
     assert (figures["ttft_p50_s"], figures["ttft_p90_s"]) == pytest.approx((0.1, 0.18))
     assert (figures["tpot_p50_s"], figures["tpot_p90_s"]) == pytest.approx((0.01, 0.018))
-
-
-def test_figures_of_several_runs_are_of_all_their_requests() -> None:
-    ttft_s, tpot_s = np.linspace(0, 0.2, 101), np.linspace(0.02, 0, 101)
-    halves = [some_times(ttft_s[half], tpot_s[half]) for half in (slice(0, 30), slice(30, None))]
-    whole = figures_of(some_times(ttft_s, tpot_s), SLO)
-    assert figures_of(joined(halves), SLO) == pytest.approx(whole)
 
 
 def test_what_never_ended_misses() -> None:

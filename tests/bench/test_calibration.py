@@ -7,8 +7,6 @@ import pytest
 
 from pdserve.bench.calibration import overheads_between, pipelined_overheads, saturation
 from pdserve.bench.simulator_vs_emulation import LOGNORMAL, MODEL, SLO, placement
-from pdserve.contracts.placement import WorkerRole
-from pdserve.planner.simulate.simulated_worker import StepCorrections
 from pdserve.planner.simulate.simulation import RequestTimes
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload.requests import SimulatedRequest
@@ -53,12 +51,6 @@ def test_turns_cannot_be_told_where_nobody_waits() -> None:
 
     with pytest.raises(ValueError, match="rate"):
         pipelined_overheads(simulated(NO_OVERHEADS), simulated)
-
-
-def test_saturation_of_slower_workers_is_lower() -> None:
-    slower = dict.fromkeys(WorkerRole, (StepCorrections(2.0, 2.0),))
-    rate = saturation(MODEL, LAYOUT, LOGNORMAL, SLO)
-    assert saturation(MODEL, LAYOUT, LOGNORMAL, SLO, slower) == pytest.approx(rate / 2, rel=0.02)
 
 
 def test_a_cluster_keeps_up_below_saturation_and_not_beyond() -> None:

@@ -15,8 +15,7 @@ from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.steady_steps import NO_STEADY_STEPS
 from pdserve.model.config.shape import ModelShape
 from pdserve.planner.layout import Layout, PlannedModel
-from pdserve.planner.simulate.simulated_worker import StepCorrections
-from pdserve.planner.simulate.simulation import RequestTimes, Simulation
+from pdserve.planner.simulate.simulation import Simulation
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload.requests import Segment, SimulatedRequest
 from tests.planner.stand_ins import H100, LLAMA_3_8B, a_pool, colocated, disaggregated
@@ -251,7 +250,6 @@ LAYOUTS = [
     rate=st.sampled_from([2, 8, 30]),
     seed=st.integers(0, 1000),
     num_output_tokens=st.sampled_from([1, 2, 3, 60, 300]),
-    corrections=st.sampled_from([StepCorrections(), StepCorrections(prefill=1.1, decode=0.8)]),
     is_sharing=st.booleans(),
 )
 @example(  # the router must see the blocks that a decode worker takes while steps are not planned
@@ -259,11 +257,10 @@ LAYOUTS = [
     rate=30,
     seed=0,
     num_output_tokens=60,
-    corrections=StepCorrections(prefill=1.1, decode=0.8),
     is_sharing=False,
 )
 def test_fast_forwarding_is_the_same_as_planning_every_step(
-    layout: Layout, rate: int, seed: int, num_output_tokens: int, corrections: StepCorrections, is_sharing: bool
+    layout: Layout, rate: int, seed: int, num_output_tokens: int, is_sharing: bool
 ) -> None:
     requests = poisson(rate, 40, seed=seed, num_output_tokens=num_output_tokens)
     if is_sharing:
@@ -273,7 +270,7 @@ def test_fast_forwarding_is_the_same_as_planning_every_step(
         ]
 
     def run() -> Simulation:
-        return simulate(LLAMA_3_8B, layout, requests, slo=SLO, corrections=dict.fromkeys(WorkerRole, (corrections,)))
+        return simulate(LLAMA_3_8B, layout, requests, slo=SLO)
 
     forwarded = run()
     with patch.object(DecodeScheduler, "steady_steps", return_value=NO_STEADY_STEPS):
@@ -337,82 +334,6 @@ def test_each_role_is_predicted_by_a_cost_model_of_its_own() -> None:
     fast, slower = (simulate(LLAMA_3_8B, each, poisson(2, 30), slo=SLO).times for each in (layout, mixed_kinds))
     assert np.median(slower.tpot_s) > 2.5 * np.median(fast.tpot_s)
     assert np.median(slower.ttft_s) == pytest.approx(np.median(fast.ttft_s), rel=0.2)
-
-
-def handed_off(
-    layout: Layout, requests: Sequence[SimulatedRequest], corrections: Sequence[StepCorrections]
-) -> RequestTimes:
-    """Times of requests that are not prefilled where they decode, all roles corrected alike."""
-    of_roles = dict.fromkeys(WorkerRole, corrections)
-    return simulate(
-        LLAMA_3_8B, layout, requests, slo=ALL_HANDED_OFF, overheads=NO_OVERHEADS, corrections=of_roles
-    ).times
-
-
-def test_steps_of_each_kind_take_as_much_longer_as_they_are_corrected() -> None:
-    def phases(slo: SloConfig, layout: Layout, **corrections: StepCorrections) -> tuple[float, float]:
-        """Seconds to the first token, and from the second to the last, of a request that is alone."""
-        times = simulate(
-            LLAMA_3_8B,
-            layout,
-            [SimulatedRequest(1.0, 1000, 50)],
-            slo=slo,
-            overheads=NO_OVERHEADS,
-            corrections={WorkerRole(role): [correction] for role, correction in corrections.items()},
-        ).times
-        return float(times.ttft_s[0]), float((times.last_token_s - times.second_token_s)[0])
-
-    for layout in (disaggregated(), colocated()):
-        ttft_s, decoding_s = phases(ALL_HANDED_OFF, layout)
-        for role in ("prefill", "decode") if layout.mixed is None else ("mixed",):
-            prefilling, decoding = {"prefill": (2, 1), "decode": (1, 3), "mixed": (2, 3)}[role]
-            corrected = phases(ALL_HANDED_OFF, layout, **{role: StepCorrections(prefill=2.0, decode=3.0)})
-            assert corrected == pytest.approx((prefilling * ttft_s, decoding * decoding_s))
-
-
-@pytest.mark.parametrize("layout", [disaggregated(), synchronous(disaggregated())], ids=str)
-def test_corrections_change_while_steps_are_made(layout: Layout) -> None:
-    """Of 1,000 decode steps as many are three times as long as remained when that began."""
-    requests = [SimulatedRequest(0.0, 16, 1000)]
-
-    def ended_s(*corrections: StepCorrections) -> float:
-        return float(handed_off(layout, requests, corrections).last_token_s[0])
-
-    usual_s = ended_s(StepCorrections())
-    for from_s in (0.3 * usual_s, 0.6 * usual_s):
-        expected_s = from_s + 3 * (usual_s - from_s)
-        changes = [StepCorrections(), StepCorrections(9.0, 9.0, from_s), StepCorrections(3.0, 3.0, from_s)]
-        assert ended_s(*changes) == pytest.approx(expected_s, rel=0.01), "the later of two at once holds"
-    assert ended_s(StepCorrections(), StepCorrections(3.0, 3.0, 10 * usual_s)) == pytest.approx(usual_s)
-
-
-def test_corrections_change_within_a_step_and_between_two() -> None:
-    """What is left of a long step goes by the new ones; a worker that was idle meanwhile knows of the last."""
-    requests = [SimulatedRequest(0.0, 2000, 1), SimulatedRequest(5.0, 2000, 1)]
-    step_s = float(handed_off(disaggregated(), requests, [StepCorrections()]).ttft_s[0])
-    changes = [
-        StepCorrections(),
-        StepCorrections(4.0, 1.0, step_s / 2),
-        StepCorrections(2.0, 1.0, step_s),
-        StepCorrections(7.0, 1.0, 3.0),
-        StepCorrections(0.5, 1.0, 4.0),
-    ]
-    # Half of the step is done by then, another eighth at a fourth of the speed, the rest at half of it.
-    first_s, second_s = handed_off(disaggregated(), requests, changes).ttft_s
-    assert first_s == pytest.approx(step_s * (1 / 2 + 1 / 2 + 3 / 8 * 2))
-    assert second_s == pytest.approx(step_s / 2)
-
-
-def test_the_policy_knows_of_corrections() -> None:
-    requests = poisson(25, 100)
-
-    def num_pulls(*corrections: StepCorrections) -> int:
-        of_roles = {WorkerRole.DECODE: corrections}
-        workers = simulate(LLAMA_3_8B, disaggregated(), requests, slo=LENIENT, corrections=of_roles).workers
-        return sum(worker.num_pulls for worker in workers)
-
-    usual, slow = StepCorrections(), StepCorrections(20.0, 20.0)
-    assert num_pulls(usual) < num_pulls(usual, slow._replace(from_s=2.0)) < num_pulls(slow) == 100
 
 
 def test_lanes_of_a_pipeline_work_side_by_side() -> None:
