@@ -23,7 +23,6 @@ from pdserve.bench.kernels.case import OWN, AbsentError, Case, Implementation, M
 from pdserve.kernels.kv_pool import LARGEST_VALUES, KvPool, vector_bytes
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule
-from pdserve.kernels.triton.configs import AttentionTile, KvCut, dtype_name
 from pdserve.kernels.triton.decode_attention import decode_attention
 from pdserve.kernels.triton.prefill_attention import prefill_attention
 
@@ -34,6 +33,10 @@ ATTENTION_KERNELS: Mapping[str, Callable[..., None]] = {
     "prefill_attention": prefill_attention,
     "decode_attention": decode_attention,
 }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Row(NamedTuple):
@@ -84,13 +87,13 @@ class AttentionShape:
         return Work(num_bytes, flops=4 * self.num_heads * self.head_dim * pairs)
 
 
-def attention_case(shape: AttentionShape, *, tile: AttentionTile | None = None, cut: KvCut | None = None) -> Case:
-    """Our kernel, cut by ``tile`` and, for decode attention, ``cut``; by default as in serving."""
+def attention_case(shape: AttentionShape) -> Case:
+    """Our kernel, as in serving."""
 
     def make(device: torch.device) -> Mapping[str, Make]:
         inputs = _Inputs.draw(shape, device)
         return {
-            OWN: partial(_own, inputs, tile, cut),
+            OWN: partial(_own, inputs),
             "sdpa flash": partial(_sdpa, inputs, SDPBackend.FLASH_ATTENTION),
             "sdpa cudnn": partial(_sdpa, inputs, SDPBackend.CUDNN_ATTENTION),
             "flashinfer": partial(_flashinfer, inputs),
@@ -160,14 +163,13 @@ def random_pool(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, 
     return kv_pool
 
 
-def _own(inputs: _Inputs, tile: AttentionTile | None, cut: KvCut | None) -> Implementation:
+def _own(inputs: _Inputs) -> Implementation:
     shape, o_TND = inputs.shape, torch.empty_like(inputs.queries)
     rule = AttentionRule(scale=shape.head_dim**-0.5, window=shape.window, softcap=shape.softcap)
-    split = {} if cut is None else {"split": cut.split(inputs.queries.device, shape.num_kv_heads)}
     attend = partial(ATTENTION_KERNELS[shape.kernel], inputs.queries, o_TND, inputs.kv_pool, 0, inputs.metadata, rule)
 
     def run() -> torch.Tensor:
-        attend(tile=tile, **split)
+        attend()
         return o_TND
 
     return Implementation(run)

@@ -17,7 +17,7 @@ from math import inf
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
-from pdserve.bench.kernels.attention import BLOCK_SIZE, random_pool
+from pdserve.bench.kernels.attention import BLOCK_SIZE, dtype_name, random_pool
 from pdserve.bench.kernels.case import OWN, Case, Implementation, Make, Work, import_peer
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
@@ -26,7 +26,6 @@ from pdserve.kernels.torch import attention as torch_attention
 from pdserve.kernels.torch import sampling as torch_sampling
 from pdserve.kernels.triton import rope as triton_rope
 from pdserve.kernels.triton import sampling as triton_sampling
-from pdserve.kernels.triton.configs import MatmulTile, dtype_name
 from pdserve.kernels.triton.gate import gate
 from pdserve.kernels.triton.norm import rms_normalise
 from pdserve.kernels.triton.quantized_matmul import quantized_matmul
@@ -141,15 +140,8 @@ def _read_rotated(outcome: tuple[torch.Tensor, KvPool]) -> torch.Tensor:
     return torch.cat((qkv_TMD.float().flatten(), values.flatten()))
 
 
-def product_case(
-    weight: str,
-    num_tokens: int,
-    num_inputs: int,
-    num_outputs: int,
-    dtype: torch.dtype = _BF16,
-    tile: MatmulTile | None = None,
-) -> Case:
-    """Product with an ``int8`` or ``int4`` weight; cut by ``tile``, by default as in serving."""
+def product_case(weight: str, num_tokens: int, num_inputs: int, num_outputs: int, dtype: torch.dtype = _BF16) -> Case:
+    """Product with an ``int8`` or ``int4`` weight."""
     is_int4 = weight == "int4"
 
     def make(device: torch.device) -> Mapping[str, Make]:
@@ -163,7 +155,7 @@ def product_case(
                 weight_FE = quantised.values * quantised.scales[:, None]
             return Implementation(partial(linear, x_TE, weight_FE.to(dtype)))
 
-        own = Implementation(partial(quantized_matmul, x_TE, quantised, tile=tile))
+        own = Implementation(partial(quantized_matmul, x_TE, quantised))
         return {OWN: lambda: own, "torch bf16": by_torch}
 
     num_weights = num_inputs * num_outputs

@@ -1,6 +1,6 @@
-"""Report of a GPU benchmark: machine, rows, JSON document, tables and a picture.
+"""Report of a GPU benchmark: machine, rows, JSON document and tables.
 
-Used by `pdserve.bench.kernels.run` and `pdserve.bench.gpu_model`. A picture needs matplotlib.
+Used by `pdserve.bench.kernels.run` and `pdserve.bench.gpu_model`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ from typing import Any
 import torch
 import triton
 
-from pdserve.bench.kernels.case import OWN, Limits
+from pdserve.bench.kernels.case import Limits
 from pdserve.bench.kernels.measure import Result, Timer
 from pdserve.bench.script import commit
 from pdserve.model.cost.hardware import catalogue_name, hardware
 
 Echo = Callable[[str], None]
-_BAR_INCHES = 0.25
 
 
 class NoGpuError(RuntimeError):
@@ -142,30 +140,6 @@ def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]],
     for first, *others in (header, *rows):
         cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
         echo("  ".join((f"{first:<{widths[0]}}", *cells)))
-
-
-def check_plot() -> None:
-    """
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise ValueError("pictures need matplotlib: pip install 'pdserve[plan]', or leave --plot out")
-
-
-def plot_shares(percents: Mapping[str, float], title: str, file: Path) -> None:
-    """Draw one bar per row: the percentage of its limit. Our own are of another colour."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 1.5 + _BAR_INCHES * len(percents)), layout="constrained")
-    axes = figure.subplots()
-    axes.barh(list(percents), list(percents.values()), color=["C0" if OWN in label else "C1" for label in percents])
-    axes.tick_params(axis="y", labelsize=7)
-    axes.invert_yaxis()
-    axes.axvline(100, color="black", linewidth=0.5)
-    axes.set_xlabel("% of the limit")
-    axes.set_title(title)
-    figure.savefig(file)
 
 
 def log(line: str) -> None:

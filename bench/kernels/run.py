@@ -22,19 +22,15 @@ from pdserve.bench.kernels.cases import chosen_cases
 from pdserve.bench.kernels.measure import Result, Timer, clocks_under, gpu_timer, measure
 from pdserve.bench.kernels.report import (
     Echo,
-    check_plot,
     cuda_device,
     limits_of,
     log,
     machine,
     measured_limits,
-    plot_shares,
     show_kernels,
     write_dated,
 )
-from pdserve.bench.kernels.tune import tile_launches
 from pdserve.bench.kernels_compile import compile_all, launches
-from pdserve.kernels.triton.tuned_tiles import tuned_tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +44,6 @@ class Settings:
     """Print JSON instead of tables."""
     folder: Path = Path()
     """Folder of the dated file."""
-    with_plot: bool = False
     hardware: str = ""
     """The device's name in the catalogue; by default found by CUDA's name."""
     skipped_peers: Sequence[str] = ()
@@ -62,28 +57,16 @@ def run(settings: Settings, echo: Echo) -> int:
         NoGpuError: there is no GPU.
     """
     if settings.compile_only:
-        named = [launch for launch in (*launches(), *tile_launches(tuned_tiles())) if settings.only in launch.name]
+        named = [launch for launch in launches() if settings.only in launch.name]
         if not named:
             raise ValueError(f"no launch is named {settings.only!r}: use a part of a kernel's name, such as gate")
         return compile_all(named, echo, as_json=settings.as_json)
     cases = chosen_cases(settings.only, quick=settings.quick)
-    if settings.with_plot:
-        check_plot()
     device = cuda_device()
     document = machine(device, settings.hardware) | {"clocks": {}, "failures": {}}
     limits = limits_of(document["hardware"]) if document["hardware"] else None
     document |= measured_limits(device, gpu_timer)
     results = measure_all(cases, device, gpu_timer, settings, limits=limits, document=document)
-    if settings.with_plot and limits is not None and results:
-        words = ("kernels", settings.only, document["hardware"])
-        percents = {
-            f"{result.case.kernel} {result.case.shape}: {name}": 100 * result.limit_s / seconds
-            for result in results
-            if result.limit_s is not None
-            for name, seconds in result.seconds.items()
-        }
-        file = write_dated(document, settings.folder, *words).with_suffix(".png")
-        plot_shares(percents, f"{document['device']}, {document['commit']}", file)
     if settings.as_json:
         echo(json.dumps(document))
     else:

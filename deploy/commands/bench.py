@@ -38,7 +38,6 @@ def kernels(
     folder: Annotated[
         Path, typer.Option(exists=True, file_okay=False, help="Folder for the dated file of results.")
     ] = Path(),
-    with_plot: Annotated[bool, typer.Option("--plot", help="Draw a picture beside it.")] = False,
     hardware: Annotated[str, typer.Option(help="Name of the GPU, such as h100-sxm, if it is not recognised.")] = "",
     skip_peer: Annotated[list[str] | None, typer.Option(metavar="PEER", help="Leave out, such as flashinfer.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -58,7 +57,6 @@ def kernels(
         compile_only=compile_only,
         as_json=as_json,
         folder=folder,
-        with_plot=with_plot,
         hardware=hardware,
         skipped_peers=tuple(skip_peer or ()),
     )

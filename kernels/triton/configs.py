@@ -1,8 +1,7 @@
-"""Tile sizes of the Triton kernels per GPU and shape, fixed in advance so that serving never tunes.
+"""Tile sizes of the Triton kernels by shape, fixed in advance so that serving never tunes.
 
-Launchers read them. Measured tiles (`pdserve.kernels.triton.tuned_tiles`) take precedence; the rules here cover every
-other shape. Every tile compiles for its GPU without spilling registers, as the tests of `pdserve.bench.kernels_compile`
-check for both.
+Launchers read them. Every tile compiles for Hopper without spilling registers, as the tests of
+`pdserve.bench.kernels_compile` check.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import torch
 from triton import next_power_of_2
 
 from pdserve.kernels.kv_pool import KvPool
-from pdserve.kernels.triton.tuned_tiles import AttentionShape, Key, ProductShape, Tile, tuned_tiles
 
 
 class AttentionTile(NamedTuple):
@@ -34,8 +32,6 @@ _FLOAT32_OVER_QUANTISED = AttentionTile(16, 16, 4, 1)
 
 def prefill_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
     """Return the tile for `pdserve.kernels.triton.prefill_attention`."""
-    if (tuned := _tuned("prefill_attention", q_TND, kv_pool)) is not None:
-        return AttentionTile(**tuned)
     head_dim = kv_pool.shape.head_dim
     if q_TND.dtype == torch.float32:
         if kv_pool.scales is not None:
@@ -50,21 +46,12 @@ def prefill_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
 
 def decode_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
     """Return the tile for `pdserve.kernels.triton.decode_attention`, which has few rows."""
-    if (tuned := _tuned("decode_attention", q_TND, kv_pool)) is not None:
-        return AttentionTile(**tuned)
     if q_TND.dtype == torch.float32:
         return AttentionTile(16, 16, 4, 2) if kv_pool.scales is None else _FLOAT32_OVER_QUANTISED
     head_dim = kv_pool.shape.head_dim
     if kv_pool.scales is not None:
         return AttentionTile(16, 32, 4, 4) if head_dim <= 128 else AttentionTile(16, 16, 4, 4)
     return AttentionTile(16, 64, 4, 3) if head_dim <= 128 else AttentionTile(16, 32, 4, 3)
-
-
-def _tuned(kernel: str, q_TND: torch.Tensor, kv_pool: KvPool) -> Tile | None:
-    """Look up an attention kernel in the table of measured tiles."""
-    group = q_TND.shape[1] // kv_pool.shape.num_kv_heads
-    shape = AttentionShape(dtype_name(q_TND.dtype), dtype_name(kv_pool.dtype), kv_pool.shape.head_dim, group)
-    return tuned_tiles().get(Key(device_name(q_TND.device), kernel, shape))
 
 
 class KvSplit(NamedTuple):
@@ -78,31 +65,19 @@ class KvSplit(NamedTuple):
     """Chunks have exactly ``chunk_tokens``; ``num_chunks`` is ignored."""
 
 
-class KvCut(NamedTuple):
-    """Device-independent parameters of a `KvSplit`."""
-
-    chunks_per_processor: int
-    """Approximate number over all rows and KV heads."""
-    chunk_tokens: int
-    """As in `KvSplit`; a multiple of every tile's ``keys``."""
-
-    def split(self, device: torch.device, num_kv_heads: int) -> KvSplit:
-        """Return the split for batches on ``device``."""
-        return KvSplit(-(-self.chunks_per_processor * _num_processors(device) // num_kv_heads), self.chunk_tokens)
-
-
-_CUT = KvCut(chunks_per_processor=4, chunk_tokens=256)
-_FIXED_SPLIT = KvSplit(num_chunks=1, chunk_tokens=_CUT.chunk_tokens, is_fixed=True)
+_CHUNKS_PER_PROCESSOR = 4
+"""Approximate number over all rows and KV heads."""
+_CHUNK_TOKENS = 256
+"""A multiple of every tile's ``keys``."""
 
 
 def kv_split(q_TND: torch.Tensor, kv_pool: KvPool, *, is_fixed: bool = False) -> KvSplit:
     """Return the split for `pdserve.kernels.triton.decode_attention`: a few chunks per multiprocessor, or chunks that
     do not depend on the batch if ``is_fixed``."""
     if is_fixed:
-        return _FIXED_SPLIT
-    tuned = _tuned("kv_split", q_TND, kv_pool)
-    cut = _CUT if tuned is None else KvCut(**tuned)
-    return cut.split(q_TND.device, kv_pool.shape.num_kv_heads)
+        return KvSplit(num_chunks=1, chunk_tokens=_CHUNK_TOKENS, is_fixed=True)
+    num_chunks = _CHUNKS_PER_PROCESSOR * _num_processors(q_TND.device)
+    return KvSplit(-(-num_chunks // kv_pool.shape.num_kv_heads), _CHUNK_TOKENS)
 
 
 class MatmulTile(NamedTuple):
@@ -116,28 +91,16 @@ class MatmulTile(NamedTuple):
     num_stages: int
 
 
-def matmul_tile(x_TE: torch.Tensor, num_outputs: int, *, is_int4: bool) -> MatmulTile:
+def matmul_tile(x_TE: torch.Tensor, *, is_int4: bool) -> MatmulTile:
     """Return the tile for `pdserve.kernels.triton.quantized_matmul`; int4 tiles take one group of inputs at a time."""
-    num_tokens, num_inputs = x_TE.shape
-    bucket = token_bucket(num_tokens)
-    shape = ProductShape(dtype_name(x_TE.dtype), "int4" if is_int4 else "int8", bucket, num_inputs, num_outputs)
-    tuned = tuned_tiles().get(Key(device_name(x_TE.device), "quantized_matmul", shape))
-    if tuned is not None:
-        return MatmulTile(**tuned)
+    num_tokens = len(x_TE)
     if x_TE.dtype == torch.float32:
         return MatmulTile(16, 32, 128, 4, 1) if is_int4 else MatmulTile(16, 32, 32, 4, 2)
     if num_tokens <= _FEW_TOKENS:
-        return MatmulTile(bucket, 64, 128, 4, 4)
+        return MatmulTile(max(16, next_power_of_2(num_tokens)), 64, 128, 4, 4)
     return MatmulTile(128, 128, 128, 8, 2) if is_int4 else MatmulTile(128, 128, 64, 8, 4)
 
 
-def token_bucket(num_tokens: int) -> int:
-    """Round up to the bucket's largest token count; all counts in a bucket share their kernels."""
-    return max(16, next_power_of_2(num_tokens)) if num_tokens <= _FEW_TOKENS else MANY_TOKENS
-
-
-MANY_TOKENS = 4096
-"""Bucket of every token count over `_FEW_TOKENS`."""
 _FEW_TOKENS = 64
 _PROGRAMS_PER_PROCESSOR = 2
 _SPLIT_INPUTS = 512
@@ -161,18 +124,6 @@ def split_inputs(
         wanted = -(-_PROGRAMS_PER_PROCESSOR * _num_processors(device) // num_tiles)
         num_splits = min(wanted, num_inputs // _SPLIT_INPUTS) if num_tokens <= _FEW_TOKENS else 1
     return -(-num_inputs // (max(num_splits, 1) * tile_inputs)) * tile_inputs
-
-
-@cache
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name that the table of tiles uses."""
-    return str(dtype).removeprefix("torch.")
-
-
-@cache
-def device_name(device: torch.device) -> str:
-    """Return the name that the table of tiles uses, such as "NVIDIA H100 80GB HBM3"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @cache

@@ -46,7 +46,7 @@ def decode_attention(
         max_new_tokens: skips rows with more; skips none by default.
         split: by default keeps the GPU busy. With ``is_fixed``, a row's result does not depend on the rest of its
             batch.
-        tile: by default as tuned. ``rows`` is ignored: the number of queries per row determines it.
+        tile: by default as in serving. ``rows`` is ignored: the number of queries per row determines it.
     """
     check_queries(q_TND, kv_pool, layer, metadata.num_tokens, rule)
     assert o_TND.is_contiguous()

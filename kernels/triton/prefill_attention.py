@@ -45,7 +45,7 @@ def prefill_attention(
         o_TND: contiguous, same dtype; tokens of shorter rows are left untouched.
         metadata: on the device.
         min_new_tokens: skips rows with fewer.
-        tile: by default as tuned.
+        tile: by default as in serving.
         lse_TN: float32, contiguous: receives every query's log-sum-exp of its scores (natural logarithm).
     """
     check_queries(q_TND, kv_pool, layer, metadata.num_tokens, rule)

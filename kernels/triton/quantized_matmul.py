@@ -94,7 +94,7 @@ def quantized_matmul(
         x_TE: float32 (computed without TF32), bfloat16 or float16, contiguous.
         bias_F: contiguous, any float dtype.
         add_to_TF: contiguous, same dtype as ``x_TE``; receives the product in place and is returned.
-        tile: by default as tuned. For an int4 weight, its inputs are one group.
+        tile: by default as in serving. For an int4 weight, its inputs are one group.
         num_splits: most splits of the inputs; by default as many as keep the GPU busy.
     """
     num_tokens, num_inputs = x_TE.shape
@@ -105,7 +105,7 @@ def quantized_matmul(
     y_TF = x_TE.new_empty((num_tokens, num_outputs)) if add_to_TF is None else add_to_TF
     assert (y_TF.shape, y_TF.dtype) == ((num_tokens, num_outputs), x_TE.dtype)
     assert all(matrix.is_contiguous() for matrix in (x_TE, y_TF, values, weight.scales))
-    tile = tile or matmul_tile(x_TE, num_outputs, is_int4=isinstance(weight, Int4Weight))
+    tile = tile or matmul_tile(x_TE, is_int4=isinstance(weight, Int4Weight))
     assert tile.inputs == GROUP_INPUTS or not isinstance(weight, Int4Weight)
     num_tiles = triton.cdiv(num_outputs, tile.outputs)
     per_split = split_inputs(x_TE.device, num_tokens, num_tiles, num_inputs, tile.inputs, num_splits)

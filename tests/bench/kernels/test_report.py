@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 
 from pdserve.bench.kernels.case import Case, Work
 from pdserve.bench.kernels.measure import Result
-from pdserve.bench.kernels.report import limits_of, measured_limits, plot_shares, show_kernels, write_dated
+from pdserve.bench.kernels.report import limits_of, measured_limits, show_kernels, write_dated
 from tests.bench.kernels.scripted_case import fake_timer
 
 DOCUMENT: dict[str, Any] = {
@@ -77,12 +76,6 @@ def test_failures_and_differences_are_shown() -> None:
 def test_files_are_named_by_date_and_part(tmp_path: Path) -> None:
     assert write_dated(DOCUMENT, tmp_path, "kernels", "", "h200").name == "2026-11-21_kernels_h200.json"
     assert write_dated(DOCUMENT, tmp_path, "kernels", "gate", None).name == "2026-11-21_kernels_gate.json"
-
-
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib, of the bench extra")
-def test_a_picture(tmp_path: Path) -> None:
-    plot_shares({"gate 64: pdserve": 80.0, "gate 64: torch": 50.0}, "GPU", tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 5_000
 
 
 def test_limits_are_the_data_sheets() -> None:

@@ -84,12 +84,6 @@ def test_the_remedy_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         run(Settings(), lambda line: None)
 
 
-def test_a_missing_matplotlib_is_found_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.bench.kernels.report.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="need matplotlib"):
-        run(Settings(with_plot=True), lambda line: None)
-
-
 def test_names_are_checked_before_compiling() -> None:
     with pytest.raises(ValueError, match="no launch is named 'gaze'"):
         run(Settings(compile_only=True, only="gaze"), lambda line: None)
