@@ -1,7 +1,8 @@
 """Names, help texts, labels and buckets of every metric, shared by code, dashboards and tests.
 
-Base units (seconds, bytes, tokens) and underscore names; label values come from closed sets. A duration is always the
-difference of two monotonic readings in one process.
+Base units (seconds, bytes, tokens) and underscore names; label values come from closed sets. A worker has series of its
+own for what tells it from others; histograms are those of all workers of a role. A duration is always the difference of
+two monotonic readings in one process.
 """
 
 from __future__ import annotations
@@ -111,12 +112,12 @@ SLO_MISSES = Metric(
     "counter",
     "pdserve_slo_misses",
     "Answers that missed an objective, by the longest part of TTFT, and by what lengthened TPOT.",
-    ("objective", "cause"),
+    ("tier", "objective", "cause"),
 )
 TENANT_REQUESTS = Metric(
     "counter", "pdserve_tenant_requests", "Requests by tenant; good: within both objectives.", ("tenant", "verdict")
 )
-SLO_SECONDS = Metric("gauge", "pdserve_slo_seconds", "Configured latency objectives.", ("objective",))
+SLO_SECONDS = Metric("gauge", "pdserve_slo_seconds", "Configured latency objectives.", ("tier", "objective"))
 SLO_ATTAINMENT = Metric("gauge", "pdserve_slo_attainment", "Configured share of requests that should meet both.")
 PLACEMENTS = Metric(
     "counter",
@@ -145,17 +146,24 @@ WORKER_PRICE = Metric(
     "gauge", "pdserve_worker_usd_per_hour", "List price of these ranks' devices, where known.", ("worker", "role")
 )
 RESTARTS = Metric("counter", "pdserve_worker_restarts", "Workers replaced by a new process.", ("role",))
-STEP_SECONDS = Metric(
-    "histogram", "pdserve_step_seconds", "Engine steps by kind.", ("worker", "role", "kind"), ITL_BUCKETS_S
+WORKER_BUSY_SECONDS = Metric(
+    "counter", "pdserve_worker_busy_seconds", "Seconds of each worker's steps, by kind.", ("worker", "role", "kind")
 )
+WORKER_PREDICTED_BUSY_SECONDS = Metric(
+    "counter",
+    "pdserve_worker_predicted_busy_seconds",
+    "What the cost model said of them.",
+    ("worker", "role", "kind"),
+)
+STEP_SECONDS = Metric("histogram", "pdserve_step_seconds", "Engine steps by kind.", ("role", "kind"), ITL_BUCKETS_S)
 PREDICTED_STEP_SECONDS = Metric(
     "histogram",
     "pdserve_predicted_step_seconds",
-    "What the cost model said of them.",
-    ("worker", "role", "kind"),
+    "What the cost model said of each.",
+    ("role", "kind"),
     ITL_BUCKETS_S,
 )
-STEP_TOKENS = Metric("histogram", "pdserve_step_tokens", "New tokens per step.", ("worker", "role"), TOKENS_BUCKETS)
+STEP_TOKENS = Metric("histogram", "pdserve_step_tokens", "New tokens per step.", ("role",), TOKENS_BUCKETS)
 RUNNING = Metric("gauge", "pdserve_running_sequences", "Sequences being computed.", ("worker", "role"))
 WAITING = Metric("gauge", "pdserve_waiting_sequences", "Sequences waiting for blocks or budget.", ("worker", "role"))
 PARKED = Metric("gauge", "pdserve_parked_sequences", "Prefilled prompts waiting to be pulled.", ("worker", "role"))

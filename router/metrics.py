@@ -19,8 +19,9 @@ from pdserve.contracts.placement import TRANSPORTS, WorkerRole, whole_worker_id
 from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.worker import Worker
+from pdserve.router.plain_histogram import PlainHistogram
 from pdserve.router.requests.dispatch import Dispatcher, DispatchObserver
-from pdserve.router.requests.journey import TPOT_CAUSES, TTFT_CAUSES, Journey, tpot_cause, tpot_parts_s, ttft_cause
+from pdserve.router.requests.journey import TPOT_CAUSES, TTFT_CAUSES, Journey, tpot_cause, ttft_cause
 from pdserve.router.requests.request import Request, RequestSpec
 
 PHASES = ("tokenise", "queue", "prefill_queue", "prefill", "first_write", "handoff", "decode_queue", "decode")
@@ -73,9 +74,10 @@ Family = TypeVar("Family", Counter, Gauge, Histogram)
 
 
 class WorkerMetrics:
-    """Series of one worker. Labels are resolved once, because every frame writes them."""
+    """Series of one worker. Steps are counted with every frame; the rest is that of the last frame before a scrape."""
 
     def __init__(self, metrics: RouterMetrics, worker_id: str, role: WorkerRole) -> None:
+        self._metrics = metrics
         self._series: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
 
         def series(family: Family, *more_labels: str) -> Family:
@@ -90,9 +92,13 @@ class WorkerMetrics:
         self._up = series(metrics.worker_up)
         self._ranks = series(metrics.worker_ranks)
         self._price = series(metrics.worker_price)
-        self._step_seconds = [series(metrics.step_seconds, kind) for kind in STEP_KINDS]
-        self._predicted_step_seconds = [series(metrics.predicted_step_seconds, kind) for kind in STEP_KINDS]
-        self._step_tokens = series(metrics.step_tokens)
+        self._busy = [series(metrics.worker_busy_seconds, kind) for kind in STEP_KINDS]
+        self._predicted_busy = [series(metrics.worker_predicted_busy_seconds, kind) for kind in STEP_KINDS]
+        self._busy_s, self._predicted_busy_s = [0.0, 0.0], [0.0, 0.0]
+        """Since the last scrape, by kind of step."""
+        self._steps = [metrics.step_seconds.labels(role.value, kind) for kind in STEP_KINDS]
+        self._predicted_steps = [metrics.predicted_step_seconds.labels(role.value, kind) for kind in STEP_KINDS]
+        self._step_tokens = metrics.step_tokens.labels(role.value)
         self._gauges = {
             "num_running": series(metrics.running),
             "num_waiting": series(metrics.waiting),
@@ -107,7 +113,8 @@ class WorkerMetrics:
             "num_swap_outs": series(metrics.swap_outs),
             "num_swap_ins": series(metrics.swap_ins),
         }
-        self._previous = worker_pb2.Load()
+        self._load = self._scraped = worker_pb2.Load()
+        metrics.workers.add(self)
 
     def came_up(self, welcome: worker_pb2.Welcome, usd_per_hour: float | None) -> None:
         """``usd_per_hour``: price of one rank's device, if known."""
@@ -124,21 +131,34 @@ class WorkerMetrics:
         self._ranks.set(0)
 
     def observe(self, load: worker_pb2.Load) -> None:
+        self._load = load
         if load.step_s > 0:
-            self._step_seconds[load.step_has_prefill].observe(load.step_s)
-            self._predicted_step_seconds[load.step_has_prefill].observe(load.predicted_step_s)
+            kind = load.step_has_prefill
+            self._busy_s[kind] += load.step_s
+            self._predicted_busy_s[kind] += load.predicted_step_s
+            self._steps[kind].observe(load.step_s)
+            self._predicted_steps[kind].observe(load.predicted_step_s)
             self._step_tokens.observe(load.step_tokens)
+
+    def refresh(self) -> None:
+        """Write what has happened since the last call to the series."""
+        load = self._load
         for field, gauge in self._gauges.items():
             gauge.set(getattr(load, field))
         num_parked = min(load.num_blocks_parked, load.num_blocks_referenced)
         self._parked.set(num_parked)
         self._referenced.set(load.num_blocks_referenced - num_parked)
         for field, counter in self._totals.items():
-            counter.inc(max(0, getattr(load, field) - getattr(self._previous, field)))
-        self._previous = load
+            counter.inc(max(0, getattr(load, field) - getattr(self._scraped, field)))
+        self._scraped = load
+        for kind in range(len(STEP_KINDS)):
+            self._busy[kind].inc(self._busy_s[kind])
+            self._predicted_busy[kind].inc(self._predicted_busy_s[kind])
+            self._busy_s[kind] = self._predicted_busy_s[kind] = 0.0
 
     def remove(self) -> None:
         """Remove the series of a worker that is no longer a target."""
+        self._metrics.workers.remove(self)
         for family, labels in self._series:
             family.remove(*labels)
 
@@ -152,6 +172,11 @@ class RouterMetrics(DispatchObserver):
         self.registry = registry = CollectorRegistry()
         self._dispatcher: Dispatcher | None = None
         self._slo = slo or SloConfig()
+        self.workers: set[WorkerMetrics] = set()
+        """Of all targets."""
+        self.num_output_tokens = 0
+        """Tokens sent to clients."""
+        self._num_scraped_tokens = 0
         self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
         """Requests that failed and workers that were lost, in words, the newest last."""
 
@@ -168,7 +193,7 @@ class RouterMetrics(DispatchObserver):
         self.request_seconds = family(Histogram, metrics.REQUEST_SECONDS)
         self.ttft_seconds = family(Histogram, metrics.TTFT_SECONDS)
         self.tpot_seconds = family(Histogram, metrics.TPOT_SECONDS)
-        self.itl_seconds = family(Histogram, metrics.ITL_SECONDS)
+        self.itl_seconds = PlainHistogram(metrics.ITL_SECONDS, registry).labels()
         self.handoff_stall_seconds = family(Histogram, metrics.HANDOFF_STALL_SECONDS)
         self.predicted_ttft_seconds = family(Histogram, metrics.PREDICTED_TTFT_SECONDS)
         self.predicted_tpot_seconds = family(Histogram, metrics.PREDICTED_TPOT_SECONDS)
@@ -177,7 +202,7 @@ class RouterMetrics(DispatchObserver):
         self.prompt_tokens = family(Counter, metrics.PROMPT_TOKENS)
         self.cached_prompt_tokens = family(Counter, metrics.CACHED_PROMPT_TOKENS)
         self.cached_pull_tokens = family(Counter, metrics.CACHED_PULL_TOKENS)
-        self.output_tokens = family(Counter, metrics.OUTPUT_TOKENS)
+        self._output_tokens = family(Counter, metrics.OUTPUT_TOKENS)
         self.request_prompt_tokens = family(Histogram, metrics.REQUEST_PROMPT_TOKENS)
         self.request_output_tokens = family(Histogram, metrics.REQUEST_OUTPUT_TOKENS)
         self.redispatches = family(Counter, metrics.REDISPATCHES)
@@ -195,9 +220,11 @@ class RouterMetrics(DispatchObserver):
         self.worker_limits = family(Gauge, metrics.WORKER_LIMITS)
         self.worker_price = family(Gauge, metrics.WORKER_PRICE)
         self.restarts = family(Counter, metrics.RESTARTS)
-        self.step_seconds = family(Histogram, metrics.STEP_SECONDS)
-        self.predicted_step_seconds = family(Histogram, metrics.PREDICTED_STEP_SECONDS)
-        self.step_tokens = family(Histogram, metrics.STEP_TOKENS)
+        self.worker_busy_seconds = family(Counter, metrics.WORKER_BUSY_SECONDS)
+        self.worker_predicted_busy_seconds = family(Counter, metrics.WORKER_PREDICTED_BUSY_SECONDS)
+        self.step_seconds = PlainHistogram(metrics.STEP_SECONDS, registry)
+        self.predicted_step_seconds = PlainHistogram(metrics.PREDICTED_STEP_SECONDS, registry)
+        self.step_tokens = PlainHistogram(metrics.STEP_TOKENS, registry)
         self.running = family(Gauge, metrics.RUNNING)
         self.waiting = family(Gauge, metrics.WAITING)
         self.parked = family(Gauge, metrics.PARKED)
@@ -227,18 +254,18 @@ class RouterMetrics(DispatchObserver):
             self.tenant_requests.labels(NO_TENANT, verdict)
         for role in WorkerRole:
             self.restarts.labels(role.value)
+        slo_seconds = family(Gauge, metrics.SLO_SECONDS)
         for tier in (DEFAULT_TIER, *self._slo.tiers):
+            slo_seconds.labels(tier, "ttft").set(self._slo.tier(tier).ttft_seconds)
+            slo_seconds.labels(tier, "tpot").set(self._slo.tier(tier).tpot_seconds)
+            for objective, causes in (("ttft", TTFT_CAUSES), ("tpot", TPOT_CAUSES)):
+                for cause in causes:
+                    self.slo_misses.labels(tier, objective, cause)
             for ttft in ("met", "missed"):
                 for tpot in ("met", "missed", "none"):
                     self.slo_requests.labels(tier, ttft, tpot)
             for verdict in ("failed", "refused"):
                 self.slo_requests.labels(tier, verdict, verdict)
-        for objective, causes in (("ttft", TTFT_CAUSES), ("tpot", TPOT_CAUSES)):
-            for cause in causes:
-                self.slo_misses.labels(objective, cause)
-        slo_seconds = family(Gauge, metrics.SLO_SECONDS)
-        slo_seconds.labels("ttft").set(self._slo.ttft_seconds)
-        slo_seconds.labels("tpot").set(self._slo.tpot_seconds)
         family(Gauge, metrics.SLO_ATTAINMENT).set(self._slo.attainment)
 
     def track(self, dispatcher: Dispatcher) -> None:
@@ -328,12 +355,12 @@ class RouterMetrics(DispatchObserver):
 
     def first_token(self, ttft_s: float, request_id: str = "") -> None:
         self.ttft_seconds.observe(ttft_s, _exemplar(request_id))
-        self.output_tokens.inc()
+        self.num_output_tokens += 1
 
     def gap(self, gap_s: float) -> None:
         """A later token was handed over, ``gap_s`` after the previous one."""
         self.itl_seconds.observe(gap_s)
-        self.output_tokens.inc()
+        self.num_output_tokens += 1
 
     def answered(
         self,
@@ -371,15 +398,19 @@ class RouterMetrics(DispatchObserver):
         ttft = _verdict(ttft_s, slo.ttft_seconds)
         self.slo_requests.labels(tier, ttft, tpot).inc()
         if ttft == "missed":
-            self.slo_misses.labels("ttft", ttft_cause(journeys, ttft_s)).inc()
+            self.slo_misses.labels(tier, "ttft", ttft_cause(journeys, ttft_s)).inc()
         if tpot == "missed":
             cause = tpot_cause(tpot_parts_s or {}, num_gaps, slo.tpot_seconds)
-            self.slo_misses.labels("tpot", cause).inc()
+            self.slo_misses.labels(tier, "tpot", cause).inc()
         return "missed" not in (ttft, tpot)
 
     def refresh(self) -> None:
-        """Read the dispatcher's gauges. Its tables change in the event loop only, so this is called there, before
-        `registry` is written by any thread."""
+        """Bring the series up to date. What they are made from changes in the event loop only, so this is called there,
+        before `registry` is written by any thread."""
+        for worker in self.workers:
+            worker.refresh()
+        self._output_tokens.inc(self.num_output_tokens - self._num_scraped_tokens)
+        self._num_scraped_tokens = self.num_output_tokens
         if self._dispatcher is None:
             return
         for role in WorkerRole:
@@ -400,100 +431,3 @@ def _exemplar(request_id: str) -> dict[str, str] | None:
 
 def _verdict(measured_s: float, slo_s: float) -> str:
     return "met" if measured_s <= slo_s else "missed"
-
-
-class TokenTimer:
-    """Times the choices of one request, each with its own token 0 and gaps; the slowest count for the request."""
-
-    def __init__(
-        self, metrics: RouterMetrics, arrived_s: float, request_id: str = "", *, tier: str = DEFAULT_TIER
-    ) -> None:
-        """
-        Args:
-            arrived_s: `time.monotonic` at arrival of the request.
-            tier: name of its objectives.
-        """
-        self._metrics = metrics
-        self._tier = tier
-        self._arrived_s = arrived_s
-        self._request_id = request_id
-        self._first_s: dict[int, float] = {}
-        self._last_s: dict[int, float] = {}
-        self._num_gaps: dict[int, int] = {}
-        self.write_s = 0.0
-        """Seconds in which writes after token 0 waited for the client."""
-        self.is_good: bool | None = None
-        """Whether both objectives were met; None until the answer is complete."""
-
-    def token(self, choice: int) -> None:
-        """Record that the next token of ``choice`` was handed over."""
-        now_s = time.monotonic()
-        last_s = self._last_s.get(choice)
-        self._last_s[choice] = now_s
-        if last_s is None:
-            self._first_s[choice] = now_s
-            self._num_gaps[choice] = 0
-            self._metrics.first_token(now_s - self._arrived_s, self._request_id)
-        else:
-            self._num_gaps[choice] += 1
-            self._metrics.gap(now_s - last_s)
-
-    def wrote(self, seconds: float) -> None:
-        """A write took ``seconds``."""
-        if self._first_s:
-            self.write_s += seconds
-
-    @property
-    def ttft_s(self) -> float | None:
-        """TTFT; None before token 0."""
-        return max(self._first_s.values()) - self._arrived_s if self._first_s else None
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Mean gap so far; None without one."""
-        return max((self._mean_gap_s(choice) for choice, num_gaps in self._num_gaps.items() if num_gaps), default=None)
-
-    def _mean_gap_s(self, choice: int) -> float:
-        return (self._last_s[choice] - self._first_s[choice]) / self._num_gaps[choice]
-
-    def finished(self, journeys: Sequence[Journey]) -> None:
-        """The answer is complete; ``journeys`` are those of its prompts."""
-        ttft_s = self.ttft_s
-        assert ttft_s is not None
-        slowest_s, num_gaps, slowest_parts_s = 0.0, 0, {}
-        for choice, journey in zip(range(0, len(self._first_s), self._num_choices(journeys)), journeys, strict=False):
-            parts_s = self._measure(choice, journey)
-            if parts_s and self._mean_gap_s(choice) > slowest_s:
-                slowest_s, num_gaps, slowest_parts_s = self._mean_gap_s(choice), self._num_gaps[choice], parts_s
-        self.is_good = self._metrics.answered(
-            ttft_s=ttft_s,
-            tpot_s=self.tpot_s,
-            duration_s=max(self._last_s.values()) - self._arrived_s,
-            num_tokens=sum(1 + num_gaps for num_gaps in self._num_gaps.values()),
-            num_gaps=num_gaps,
-            journeys=journeys,
-            tpot_parts_s=slowest_parts_s,
-            request_id=self._request_id,
-            tier=self._tier,
-        )
-
-    def _num_choices(self, journeys: Sequence[Journey]) -> int:
-        return max(1, len(self._first_s) // max(1, len(journeys)))
-
-    def _measure(self, choice: int, journey: Journey) -> dict[str, float]:
-        """Observe one prompt's first choice beside its predictions; returns the seconds after token 0 by cause."""
-        metrics, num_gaps, first_s = self._metrics, self._num_gaps[choice], self._first_s[choice]
-        if journey.token_s:
-            wait_s = max(0.0, first_s - journey.token_s)
-            metrics.phase_ended("first_write", wait_s)
-            journey.spent("first_write", wait_s, first_s)
-        if journey.predicted_ttft_s:
-            metrics.predicted_ttft_seconds.observe(journey.predicted_ttft_s)
-        if not num_gaps:
-            return {}
-        if journey.predicted_tpot_s:
-            metrics.predicted_tpot_seconds.observe(journey.predicted_tpot_s)
-        parts_s = tpot_parts_s(journey, self._last_s[choice] - first_s, self.write_s)
-        for part, seconds in parts_s.items():
-            metrics.tpot_part_seconds.labels(part).observe(seconds / num_gaps)
-        return parts_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -77,16 +77,19 @@ class Overview:
         """Take a sample; forget those that are older than the long window."""
         metrics = self._metrics
         verdicts = _values(metrics.slo_requests)
+        misses: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for (_, objective, cause), count in _values(metrics.slo_misses).items():
+            misses[objective, cause] += count
         self._samples.append(
             Sample(
                 now_s,
                 sum(_values(metrics.accepted_requests).values()),
-                sum(_values(metrics.output_tokens).values()),
+                metrics.num_output_tokens,
                 sum(verdicts.values()),
                 sum(value for (_, ttft, tpot), value in verdicts.items() if ttft == "met" and tpot in ("met", "none")),
                 _buckets(metrics.ttft_seconds),
                 _buckets(metrics.tpot_seconds),
-                {(objective, cause): count for (objective, cause), count in _values(metrics.slo_misses).items()},
+                misses,
             )
         )
         while now_s - self._samples[0].time_s > LONG_WINDOW_S + SAMPLE_S:

@@ -93,12 +93,12 @@ def _panel_json(panel: Panel) -> dict[str, Any]:
     custom: dict[str, Any] = {"fillOpacity": 20 if panel.is_stacked else 0, "showPoints": "never"}
     if panel.is_stacked:
         custom["stacking"] = {"mode": "normal", "group": "A"}
-    line = {"matcher": {"id": "byName", "options": "objective"}, "properties": [
+    line = {"matcher": {"id": "byRegexp", "options": "/^objective/"}, "properties": [
         {"id": "color", "value": {"mode": "fixed", "fixedColor": "red"}},
         {"id": "custom.lineStyle", "value": {"fill": "dash", "dash": [10, 10]}},
         {"id": "custom.fillOpacity", "value": 0},
     ]}  # fmt: skip
-    has_objective = any(legend == "objective" for _, legend in panel.queries)
+    has_objective = any(legend.startswith("objective") for _, legend in panel.queries)
     return {
         "type": "timeseries",
         "title": panel.title,

@@ -12,9 +12,14 @@ from typing import Any
 _MET = 'pdserve_slo_requests_total{ttft="met", tpot=~"met|none"}'
 WINDOWS = ("5m", "30m", "1h", "6h")
 
-_BUSY = "sum by (role, worker) (rate(pdserve_step_seconds_sum[5m]))"
+_BUSY = "sum by (role, worker) (rate(pdserve_worker_busy_seconds_total[5m]))"
 BUSY = "pdserve:worker_busy:rate5m"
 _MISSES = "(1 - pdserve:slo_attainment:rate{window})"
+_SPENT, _PREDICTED = (
+    f"sum by (role, worker, kind) (rate(pdserve_worker_{name}_seconds_total[5m]))"
+    for name in ("busy", "predicted_busy")
+)
+_ASKED = "sum(rate(pdserve_slo_requests_total[5m]))"
 _BUDGET = "scalar(1 - max(pdserve_slo_attainment))"
 
 
@@ -56,6 +61,11 @@ def _burn(name: str, factor: int, short: str, long: str, severity: str) -> Alert
         "workers, or lower the load. TPOT: compare decode steps with the prediction, and look for preemptions and long "
         "handoffs. `refused` and `failed` are no latency problem: see the outcomes and the router's log.",
     )
+
+
+def _missed(objective: str, causes: str) -> str:
+    """Rate of answers that missed the objective of their tier by one of these causes."""
+    return f'sum(rate(pdserve_slo_misses_total{{objective="{objective}", cause=~"{causes}"}}[5m]))'
 
 
 ALERTS = (
@@ -146,11 +156,10 @@ ALERTS = (
     Alert(
         name="DecodeBusierThanPrefill",
         expr=f'avg({BUSY}{{role="decode"}}) > 0.95 and avg({BUSY}{{role="prefill"}}) < 0.3 and '
-        "histogram_quantile(0.9, sum by (le) (rate(pdserve_tpot_seconds_bucket[5m]))) > "
-        'scalar(max(pdserve_slo_seconds{objective="tpot"}))',
+        f"{_missed('tpot', 'decode')} > 0.1 * {_ASKED}",
         for_="10m",
         severity="ticket",
-        impact="Decode limits the cluster and misses TPOT while prefill workers idle.",
+        impact="Decode limits the cluster, and one request in ten misses its TPOT, while prefill workers idle.",
         query=f"avg by (role) ({BUSY})",
         steps="`pdserve plan --live` proposes a placement with more decode.",
     ),
@@ -166,12 +175,10 @@ ALERTS = (
     ),
     Alert(
         name="PromptsWait",
-        expr="histogram_quantile(0.9, "
-        'sum by (le) (rate(pdserve_request_phase_seconds_bucket{phase="prefill_queue"}[5m]))) > '
-        '0.5 * scalar(max(pdserve_slo_seconds{objective="ttft"}))',
+        expr=f"{_missed('ttft', 'queue|prefill_queue')} > 0.1 * {_ASKED}",
         for_="5m",
         severity="ticket",
-        impact="One prompt in ten waits for more than half of the TTFT objective before its prefill begins.",
+        impact="One request in ten misses its TTFT because its prompt waits.",
         query="sum by (worker) (pdserve_waiting_sequences)",
         steps="If some workers wait and others do not, look at placement; if all do, add prefill workers.",
     ),
@@ -186,13 +193,11 @@ ALERTS = (
     ),
     Alert(
         name="StepsSlowerThanPredicted",
-        expr="sum by (role, kind) (rate(pdserve_step_seconds_sum[5m])) > "
-        "1.5 * sum by (role, kind) (rate(pdserve_predicted_step_seconds_sum[5m]))",
+        expr=f"{_SPENT} > 1.5 * {_PREDICTED}",
         for_="10m",
         severity="ticket",
-        impact="The cost model is wrong for this hardware, so that placement and plans are, too.",
-        query="sum by (worker, kind) (rate(pdserve_step_seconds_sum[5m])) / "
-        "sum by (worker, kind) (rate(pdserve_predicted_step_seconds_sum[5m]))",
+        impact="The cost model is wrong for this worker, so that placement and plans are, too.",
+        query=f"{_SPENT} / {_PREDICTED}",
         steps="One worker alone: its device is throttled or shared. All: measure a profile with `pdserve profile`.",
     ),
     Alert(

@@ -35,9 +35,10 @@ from pdserve.router.http.schema import (
     TokenizeBody,
 )
 from pdserve.router.http.sse import EventStream
+from pdserve.router.http.token_timer import TokenTimer
 from pdserve.router.http.tools import Tools, merged_grammar, new_call_id, template_options, tools_of
 from pdserve.router.http.writer import AnswerWriter, off_loop
-from pdserve.router.metrics import RouterMetrics, TokenTimer
+from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.answer import Answer, AnswerEnd, AnswerParts, AnswerToken, Choice, TextDelta, deltas_of
 from pdserve.router.text.answer_text import StopStrings

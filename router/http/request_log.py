@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from pdserve.contracts.request import Outcome
-from pdserve.router.metrics import PHASES, TokenTimer
+from pdserve.router.http.token_timer import TokenTimer
+from pdserve.router.metrics import PHASES
 from pdserve.router.requests.journey import Journey
 from pdserve.router.text.answer import Answer
 

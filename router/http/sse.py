@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import api_error
+from pdserve.router.http.token_timer import TokenTimer
 from pdserve.router.http.writer import event
-from pdserve.router.metrics import TokenTimer
 from pdserve.router.text.answer import Answer, TextDelta, deltas_of
 
 WRITE_TIMEOUT_S = 60.0

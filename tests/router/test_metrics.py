@@ -8,12 +8,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.contracts import metrics as contract
-from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.deployment import SloConfig, Tier
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router import metrics as router_metrics
-from pdserve.router.metrics import RouterMetrics, TokenTimer, WorkerMetrics
+from pdserve.router.http import token_timer
+from pdserve.router.http.token_timer import TokenTimer
+from pdserve.router.metrics import RouterMetrics, WorkerMetrics
 from pdserve.router.requests.journey import Journey
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 from tests.router.rig import sample
@@ -51,20 +53,23 @@ def test_a_frame_becomes_the_workers_series() -> None:
     worker.observe(load)
     assert sample(metrics, "pdserve_running_sequences", **labels) == 3
     assert sample(metrics, "pdserve_kv_blocks", state="referenced", **labels) == 7
-    assert sample(metrics, "pdserve_step_seconds_count", kind="decode", **labels) == 2
-    assert sample(metrics, "pdserve_predicted_step_seconds_sum", kind="decode", **labels) == 0.016
-    assert sample(metrics, "pdserve_step_seconds_count", kind="prefill", **labels) == 0
-    assert sample(metrics, "pdserve_step_tokens_sum", **labels) == 6
+    assert sample(metrics, "pdserve_step_seconds_count", kind="decode", role="decode") == 2
+    assert sample(metrics, "pdserve_predicted_step_seconds_sum", kind="decode", role="decode") == 0.016
+    assert sample(metrics, "pdserve_step_seconds_count", kind="prefill", role="decode") == 0
+    assert sample(metrics, "pdserve_worker_busy_seconds_total", kind="decode", **labels) == 0.02
+    assert sample(metrics, "pdserve_step_tokens_sum", role="decode") == 6
     assert sample(metrics, "pdserve_preemptions_total", **labels) == 2
     assert sample(metrics, "pdserve_swap_outs_total", **labels) == 2
     assert sample(metrics, "pdserve_swap_ins_total", **labels) == 1
     worker.observe(worker_pb2.Load(num_preemptions=2, num_blocks_referenced=5, num_blocks_parked=6))
     assert sample(metrics, "pdserve_kv_blocks", state="referenced", **labels) == 0, "prompts share blocks"
     assert sample(metrics, "pdserve_kv_blocks", state="parked", **labels) == 5
-    assert sample(metrics, "pdserve_step_seconds_count", kind="decode", **labels) == 2
+    assert sample(metrics, "pdserve_step_seconds_count", kind="decode", role="decode") == 2
     worker.observe(worker_pb2.Load(step_s=0.2, step_tokens=50, predicted_step_s=0.1, step_has_prefill=True))
-    assert sample(metrics, "pdserve_step_seconds_sum", kind="prefill", **labels) == 0.2
-    assert sample(metrics, "pdserve_predicted_step_seconds_sum", kind="prefill", **labels) == 0.1
+    assert sample(metrics, "pdserve_step_seconds_sum", kind="prefill", role="decode") == 0.2
+    assert sample(metrics, "pdserve_worker_busy_seconds_total", kind="prefill", **labels) == 0.2
+    assert sample(metrics, "pdserve_worker_predicted_busy_seconds_total", kind="prefill", **labels) == 0.1
+    assert sample(metrics, "pdserve_worker_busy_seconds_total", kind="decode", **labels) == 0.02, "counted once"
     micro_batch = worker_pb2.Welcome(tensor_parallel=2, pipeline_parallel=3, max_batch_size=8, max_batch_tokens=512)
     worker.came_up(micro_batch, 1.5)
     assert sample(metrics, "pdserve_worker_ranks", **labels) == 2, "its share of 6"
@@ -109,7 +114,8 @@ def test_the_slo_verdict_is_joint(ttft_s: float, tpot_s: float | None, verdict: 
     metrics.gap(0.01)
     metrics.answered(ttft_s=ttft_s, tpot_s=tpot_s, duration_s=1.0, num_tokens=2)
     assert sample(metrics, "pdserve_slo_requests_total", tier="default", ttft=verdict[0], tpot=verdict[1]) == 1
-    assert sample(metrics, "pdserve_output_tokens_total") == 2
+    assert sample(metrics, "pdserve_output_tokens_total") == sample(metrics, "pdserve_output_tokens_total") == 2
+    assert sample(metrics, "pdserve_itl_seconds_count") == 1
     assert sample(metrics, "pdserve_requests_total", route="/v1/completions", code="200") == 1
     assert sample(metrics, "pdserve_tpot_seconds_count") == (0 if tpot_s is None else 1)
 
@@ -127,8 +133,8 @@ def test_misses_are_counted_by_cause() -> None:
             journeys=[journey],
             tpot_parts_s=parts_s,
         )
-    assert sample(metrics, "pdserve_slo_misses_total", objective="ttft", cause="prefill_queue") == 2
-    assert sample(metrics, "pdserve_slo_misses_total", objective="tpot", cause="preemption") == 1
+    assert sample(metrics, "pdserve_slo_misses_total", tier="default", objective="ttft", cause="prefill_queue") == 2
+    assert sample(metrics, "pdserve_slo_misses_total", tier="default", objective="tpot", cause="preemption") == 1
     assert sum(each.value for family in metrics.slo_misses.collect() for each in family.samples) == 3
 
 
@@ -145,7 +151,7 @@ def test_links_beyond_the_bound_are_counted_together(monkeypatch: pytest.MonkeyP
 def test_a_request_is_timed_beside_its_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = RouterMetrics(SloConfig(ttft_seconds=0.25, tpot_seconds=0.05))
     clock = iter((10.2, 10.3, 10.4))
-    monkeypatch.setattr(router_metrics, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(token_timer, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     timer = TokenTimer(metrics, 10.0, "id-1")
     for _ in range(3):
         timer.token(0)
@@ -157,7 +163,7 @@ def test_a_request_is_timed_beside_its_predictions(monkeypatch: pytest.MonkeyPat
     assert sample(metrics, "pdserve_request_phase_seconds_sum", phase="first_write") == pytest.approx(0.05)
     parts = {part: sample(metrics, "pdserve_tpot_part_seconds_sum", part=part) for part in ("handoff", "decode")}
     assert parts == pytest.approx({"handoff": 0.03, "decode": 0.07})
-    assert sample(metrics, "pdserve_slo_misses_total", objective="tpot", cause="decode") == 1
+    assert sample(metrics, "pdserve_slo_misses_total", tier="default", objective="tpot", cause="decode") == 1
     assert [(each.phase, each.end_s) for each in journey.spans] == [("first_write", 10.2)]
 
 
@@ -173,8 +179,10 @@ def test_failed_and_refused_requests_miss_both_objectives() -> None:
 
 
 def test_objectives_and_placements_are_reported() -> None:
-    metrics = RouterMetrics(SloConfig(ttft_seconds=0.25, tpot_seconds=0.05, attainment=0.9))
+    batch = Tier(ttft_seconds=9.0, tpot_seconds=0.2)
+    metrics = RouterMetrics(SloConfig(ttft_seconds=0.25, tpot_seconds=0.05, attainment=0.9, tiers={"batch": batch}))
     metrics.placed("goodput", WorkerRole.DECODE, is_late=True)
-    assert sample(metrics, "pdserve_slo_seconds", objective="tpot") == 0.05
+    assert sample(metrics, "pdserve_slo_seconds", tier="default", objective="tpot") == 0.05
+    assert sample(metrics, "pdserve_slo_seconds", tier="batch", objective="ttft") == 9
     assert sample(metrics, "pdserve_slo_attainment") == 0.9
     assert sample(metrics, "pdserve_placements_total", policy="goodput", role="decode", expected="late") == 1

@@ -64,9 +64,9 @@ def test_goodput_and_attainment_count_failures() -> None:
         assert last(overview)["attainment"] is None
         for ttft, tpot, count in (("met", "met", 6), ("met", "none", 1), ("missed", "met", 2), ("failed", "failed", 1)):
             metrics.slo_requests.labels("default", ttft, tpot).inc(count)
-        metrics.output_tokens.inc(500)
-        metrics.slo_misses.labels("ttft", "queue").inc()
-        metrics.slo_misses.labels("tpot", "decode").inc(2)
+        metrics.num_output_tokens += 500
+        metrics.slo_misses.labels("default", "ttft", "queue").inc()
+        metrics.slo_misses.labels("default", "tpot", "decode").inc(2)
         overview.sample(2.0)
         found = last(overview)
         assert found["misses"] == [("tpot", "decode", 2), ("ttft", "queue", 1)]
@@ -81,7 +81,7 @@ def test_goodput_and_attainment_count_failures() -> None:
 def test_hours_of_samples_take_bounded_room() -> None:
     def check(metrics: RouterMetrics, overview: Overview) -> None:
         for second in range(4 * 900):
-            metrics.output_tokens.inc(10)
+            metrics.num_output_tokens += 10
             overview.sample(float(second))
         assert last(overview)["window_s"] == WINDOW_S
         assert last(overview)["tokens_per_s"] == pytest.approx(10)

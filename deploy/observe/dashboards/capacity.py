@@ -17,7 +17,9 @@ CAPACITY = Dashboard(
                 Panel(
                     title="Busy by worker and kind of step",
                     unit="percentunit",
-                    queries=(("sum by (worker, kind) (rate(pdserve_step_seconds_sum[5m]))", "{{worker}} {{kind}}"),),
+                    queries=(
+                        ("sum by (worker, kind) (rate(pdserve_worker_busy_seconds_total[5m]))", "{{worker}} {{kind}}"),
+                    ),
                     about="Steps with prompt tokens in them are `prefill`, all others `decode`.",
                     is_stacked=True,
                 ),

@@ -16,7 +16,8 @@ def quantiles(metric: str, selector: str = "", by: str = "") -> tuple[tuple[str,
 
 
 def objective(name: str) -> tuple[str, str]:
-    return f'max(pdserve_slo_seconds{{objective="{name}"}})', "objective"
+    """Of each tier."""
+    return f'max by (tier) (pdserve_slo_seconds{{objective="{name}"}})', "objective {{tier}}"
 
 
 def mean(metric: str, by: str, selector: str = "") -> str:

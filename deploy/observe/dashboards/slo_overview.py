@@ -83,7 +83,10 @@ SLO_OVERVIEW = Dashboard(
                     title="Causes of misses",
                     unit="reqps",
                     queries=(
-                        ("sum by (objective, cause) (rate(pdserve_slo_misses_total[5m]))", "{{objective}}: {{cause}}"),
+                        (
+                            "sum by (tier, objective, cause) (rate(pdserve_slo_misses_total[5m]))",
+                            "{{tier}} {{objective}}: {{cause}}",
+                        ),
                     ),
                     about="The longest part of a missed TTFT, and the part without which a missed TPOT would have been "
                     "met.",

@@ -62,7 +62,7 @@ def _plot(
             values = {round((float(at) - start_s) / step_s): scale * float(value) for at, value in series["values"]}
             y = [values.get(index, math.nan) for index in range(len(x))]
             name = _legend(target["legendFormat"], series["metric"])
-            if name == "objective":
+            if name.startswith("objective"):
                 axes.plot(x, y, "r--", linewidth=1, label=name)
             elif "stacking" in defaults["custom"]:
                 top = [low + (0 if math.isnan(high) else high) for low, high in zip(base, y, strict=True)]

@@ -21,6 +21,7 @@ from pdserve.deploy.observe.files import write_files
 from pdserve.deploy.observe.grafana import Panel, dashboard_json
 from pdserve.deploy.observe.rules import ALERTS, recording_rules, rule_file, runbook
 from pdserve.router import metrics as router_metrics
+from pdserve.router.requests.journey import TPOT_CAUSES, TTFT_CAUSES
 
 ROOT = Path(__file__).parents[3]
 FAMILIES = {metric.name: metric for metric in vars(metrics).values() if isinstance(metric, Metric)}
@@ -41,6 +42,7 @@ VALUES = {
     "state": {"free", "cached", "referenced", "parked"},
     "expected": {"on_time", "late"},
     "objective": {"ttft", "tpot"},
+    "cause": {*TTFT_CAUSES, *TPOT_CAUSES},
     "ttft": {"met", "missed", "failed", "refused"},
     "tpot": {"met", "missed", "none", "failed", "refused"},
 }
@@ -171,8 +173,6 @@ def growing(per_minute: float) -> str:
 
 SLO = {
     "pdserve_slo_attainment": at(0.9),
-    'pdserve_slo_seconds{objective="ttft"}': at(0.25),
-    'pdserve_slo_seconds{objective="tpot"}': at(0.05),
 }
 
 
@@ -192,16 +192,16 @@ def up(**workers: float) -> dict[str, str]:
 def busy(prefill: float, decode: float) -> dict[str, str]:
     """Shares of time."""
     return {
-        f'pdserve_step_seconds_sum{{role="{role}", worker="{role}-0", kind="{kind}"}}': growing(30 * share)
+        f'pdserve_worker_busy_seconds_total{{role="{role}", worker="{role}-0", kind="{kind}"}}': growing(30 * share)
         for role, share in (("prefill", prefill), ("decode", decode))
         for kind in ("prefill", "decode")
     }
 
 
-def histogram(name: str, seconds: float, labels: str = "") -> dict[str, str]:
-    """Observations that are all of ``seconds``."""
-    bounds = ("0.04", "0.1", "0.3", "+Inf")
-    return {f'{name}_bucket{{{labels}le="{bound}"}}': growing(60 * (float(bound) >= seconds)) for bound in bounds}
+def misses(objective: str, cause: str, per_minute: float) -> dict[str, str]:
+    """Of 100 requests a minute."""
+    labels = f'{{tier="default", objective="{objective}", cause="{cause}"}}'
+    return {**verdicts(100, 0), f"pdserve_slo_misses_total{labels}": growing(per_minute)}
 
 
 def blocks(**states: float) -> dict[str, str]:
@@ -220,10 +220,10 @@ def pulls(per_minute: float, failures: float = 0) -> dict[str, str]:
 
 
 def steps(seconds: float, predicted: float) -> dict[str, str]:
-    labels = '{role="decode", kind="decode"}'
+    labels = '{role="decode", worker="d", kind="decode"}'
     return {
-        f"pdserve_step_seconds_sum{labels}": growing(seconds),
-        f"pdserve_predicted_step_seconds_sum{labels}": growing(predicted),
+        f"pdserve_worker_busy_seconds_total{labels}": growing(seconds),
+        f"pdserve_worker_predicted_busy_seconds_total{labels}": growing(predicted),
     }
 
 
@@ -248,8 +248,6 @@ def preemptions(per_minute: float) -> dict[str, str]:
 WORKER = 'pdserve_worker_up{role="decode", worker="w"}'
 PARKED = {'pdserve_parked_sequences{role="prefill"}': at(3)}
 EXPIRED = 'pdserve_redispatches_total{reason="expired"}'
-WAIT = "pdserve_request_phase_seconds"
-IN_QUEUE = 'phase="prefill_queue", '
 
 CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     # alert: (series under which it fires, series under which it does not)
@@ -264,11 +262,11 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "ParkedPromptsExpire": ({EXPIRED: growing(3)}, {EXPIRED: growing(1)}),
     "PrefillBusierThanDecode": (busy(0.9, 0.3), busy(0.9, 0.6)),
     "DecodeBusierThanPrefill": (
-        {**busy(0.1, 0.97), **histogram("pdserve_tpot_seconds", 0.1)},
-        {**busy(0.1, 0.97), **histogram("pdserve_tpot_seconds", 0.04)},
+        {**busy(0.1, 0.97), **misses("tpot", "decode", 12)},
+        {**busy(0.1, 0.97), **misses("tpot", "client", 12)},
     ),
     "DecodeKvFull": (blocks(referenced=97, free=3), blocks(referenced=90, cached=10)),
-    "PromptsWait": (histogram(WAIT, 0.3, IN_QUEUE), histogram(WAIT, 0.1, IN_QUEUE)),
+    "PromptsWait": (misses("ttft", "prefill_queue", 12), misses("ttft", "prefill", 12)),
     "AnswersArePreempted": (preemptions(6), preemptions(4)),
     "StepsSlowerThanPredicted": (steps(30, predicted=15), steps(30, predicted=25)),
     "PlacementFallsBack": (fallbacks(20), fallbacks(5)),
@@ -310,6 +308,6 @@ def labels_of_result(name: str) -> dict[str, str]:
         "RouterDown": {"job": "pdserve"},
         "KvPullsFail": {"source": "p", "worker": "d"},
         "WorkerFlaps": {"role": "decode"},
-        "StepsSlowerThanPredicted": {"role": "decode", "kind": "decode"},
+        "StepsSlowerThanPredicted": {"role": "decode", "worker": "d", "kind": "decode"},
     }
     return kept.get(name, {})
