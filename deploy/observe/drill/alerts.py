@@ -21,6 +21,7 @@ from pdserve.deploy.observe.drill.live import (
     load,
     processes,
     running_prometheus,
+    wait_for,
 )
 from pdserve.deploy.observe.drill.pictures import draw_all
 
@@ -60,10 +61,12 @@ def _paused(mark: str, on_s: float, off_s: float) -> Fault:
     return fault
 
 
-def _killed(mark: str, every_s: float) -> Fault:
+def _without_files(mark: str) -> Fault:
+    """Processes with ``mark`` in their command line can open nothing any more, neither files nor connections."""
+
     def fault(cluster: RunningCluster, end: Event) -> None:
-        while not end.wait(every_s):
-            _send(cluster, mark, signal.SIGKILL)
+        for process in processes(cluster, mark):
+            process.rlimit(psutil.RLIMIT_NOFILE, (0, 0))
 
     return fault
 
@@ -106,12 +109,21 @@ CASES = (
     ),
     Case(
         what="long answers, and a KV pool of decode that holds few of them",
-        alerts=("DecodeKvFull", "AnswersArePreempted", "KvDoesNotMove", "ParkedPromptsExpire", "PlacementFallsBack"),
+        alerts=("AnswersArePreempted", "KvDoesNotMove", "ParkedPromptsExpire", "PlacementFallsBack"),
         deployment={**_ONE_EACH, "decode": {"replicas": 1, "kv_memory": "1GiB", "swap_memory": 0}},
         options=("--time-scale", "4"),
         rate=1.0,
         num_prompt_tokens=900,
         num_output_tokens=2000,
+    ),
+    Case(
+        what="short answers to more prompts than the KV pool of decode holds",
+        alerts=("DecodeKvFull",),
+        deployment={**_ONE_EACH, "prefill": {"replicas": 2}, "decode": {"replicas": 1, "kv_memory": "1GiB"}},
+        options=("--time-scale", "16"),
+        rate=14.0,
+        num_prompt_tokens=232,  # with its answer 16 blocks, all of which it holds from the start
+        num_output_tokens=24,
     ),
     Case(
         what="long answers to short prompts, on a decode worker too slow for the objective",
@@ -123,11 +135,11 @@ CASES = (
         num_output_tokens=500,
     ),
     Case(
-        what="workers that stand still half of the time",
+        what="workers that stand still most of the time",
         alerts=("StepsSlowerThanPredicted",),
         deployment=_ONE_EACH,
         options=("--time-scale", "4"),
-        fault=_paused("Worker.", 0.1, 0.1),
+        fault=_paused("Worker", 0.2, 0.1),
     ),
     Case(
         what="a prefill worker that stands still",
@@ -142,10 +154,10 @@ CASES = (
         fault=_paused("DecodeWorker", 9.0, 2.0),
     ),
     Case(
-        what="transfer processes that are killed",
+        what="transfer processes that can open no connection",
         alerts=("KvPullsFail",),
-        deployment=_ONE_EACH,
-        fault=_killed("transfer_process", 1.0),
+        deployment={**_ONE_EACH, "kv_transfer": {"transport": "tcp"}},
+        fault=_without_files("transfer_process"),
     ),
     Case(
         what="a router that stands still",
@@ -176,6 +188,8 @@ def _play(case: Case, pictures: Path | None) -> dict[str, float]:
     with ExitStack() as stack:
         cluster = stack.enter_context(emulated_cluster(case.deployment, *case.options))
         prometheus = stack.enter_context(running_prometheus(cluster.admin_url, PORT, speed=SPEED))
+        # Before its first scrape, Prometheus had nothing from the router.
+        wait_for(lambda: not prometheus.firing() & set(case.alerts), TIMEOUT_S)
         stack.enter_context(load(cluster, case.rate, case.num_prompt_tokens, case.num_output_tokens))
         stack.enter_context(_happening(case.fault, cluster))
         began_s = time.time()
