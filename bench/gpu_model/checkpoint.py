@@ -1,7 +1,7 @@
 """Writes a checkpoint of random weights, drawn on the benchmarked device, one shard per layer.
 
-Called by `pdserve.bench.gpu_model.run`: pdserve and transformers load the same files. Has no tokenizer. The scale of
-the matrices keeps the size of a layer's output constant at any width.
+Called by `pdserve.bench.gpu_model.run`. Has no tokenizer. The scale of the matrices keeps the size of a layer's output
+constant at any width.
 """
 
 from __future__ import annotations

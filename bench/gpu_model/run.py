@@ -1,4 +1,4 @@
-"""A whole model on a GPU, compared with the limits of its memory and tensor cores, and with transformers.
+"""A whole model on a GPU, compared with the limits of its memory and tensor cores.
 
     python -m pdserve.bench.gpu_model [--quick] [--only PART] [--quantised] [--folder FOLDER]
 
@@ -8,8 +8,8 @@ at the speed of a large product. Both speeds are measured in the same run. Goals
 in prompts. The KV of a prompt is transferred between two pools as between two workers of one host, and compared with
 copies of as many bytes to pinned memory and back.
 
-Needs torch, Triton, safetensors and grpcio, and transformers for the comparison. Rewrites a dated file of results after
-each row, so that results survive a lack of time. ``--device cpu`` runs everything on a tiny model, as a check. Has not
+Needs torch, Triton, safetensors and grpcio. Rewrites a dated file of results after each row, so that results survive a
+lack of time. ``--device cpu`` runs everything on a tiny model, as a check. Has not
 run on a GPU yet.
 """
 
@@ -29,9 +29,7 @@ import torch
 
 from pdserve.bench.gpu_model.checkpoint import TINY, write_weights
 from pdserve.bench.gpu_model.handoff import measure_handoff
-from pdserve.bench.gpu_model.steps import BLOCK_SIZE, OwnModel, StepSeconds, Variant, random_tokens
-from pdserve.bench.gpu_model.transformers_steps import TransformersModel
-from pdserve.bench.kernels.case import OWN, AbsentError
+from pdserve.bench.gpu_model.steps import BLOCK_SIZE, OwnModel, StepSeconds, Variant
 from pdserve.bench.kernels.measure import Timer, clocks_under, gpu_timer
 from pdserve.bench.kernels.report import (
     Echo,
@@ -51,15 +49,13 @@ from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.weights.bytes import weight_bytes
 
-PARTS = ("decode", "prefill", "handoff", "peer")
-PEER = "transformers"
+PARTS = ("decode", "prefill", "handoff")
 _QUANTISED = (("int8", "auto"), ("int4", "auto"), ("none", "int8"), ("none", "float8_e4m3fn"))
 _ACTIVATION_BYTES = 6 * 10**9
 """Left for activations, logits and graphs."""
 _SCRATCH_BYTES = 20 * 10**9
 _SHARED_MEMORY = Path("/dev/shm")
-_GREEDY_PROMPT, _GREEDY_ANSWER = 32, 8
-_HEADER = ("shape", "engine", "ms", "tokens/s", "% of limit", "device ms", "host ms")
+_HEADER = ("shape", "precision", "ms", "tokens/s", "% of limit", "device ms", "host ms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +73,6 @@ class Plan:
     """Prompts of each length."""
     matrix_size: int
     """Size of the matrices whose products and copies give the device's speed."""
-    peer_options: Mapping[str, Any]
-    """Options of transformers' ``ContinuousBatchingConfig``; its own choices if empty."""
 
 
 LLAMA = Plan(
@@ -90,7 +84,6 @@ LLAMA = Plan(
     prompt_tokens=(2048, 8192),
     num_prompts=8,
     matrix_size=8192,
-    peer_options={},
 )
 QUICK = replace(LLAMA, decode_rows=(1, 64), num_steps=16, prompt_tokens=(2048,), num_prompts=4)
 ON_CPU = Plan(
@@ -102,7 +95,6 @@ ON_CPU = Plan(
     prompt_tokens=(40,),
     num_prompts=3,
     matrix_size=256,
-    peer_options={"num_blocks": 24, "page_size": 16, "max_batch_tokens": 128, "auto_switch_to_flash": False},
 )
 """A check that everything runs; its figures mean nothing."""
 
@@ -123,11 +115,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One shape of one phase, by one engine."""
+    """One shape of one phase."""
 
     phase: str
     """``decode``, ``prefill`` or ``handoff``."""
-    engine: str
     precision: str
     num_rows: int
     context_tokens: int
@@ -153,7 +144,7 @@ class Row:
     def cells(self) -> list[str]:
         return [
             self.shape,
-            f"{self.engine}, {self.precision}",
+            self.precision,
             f"{self.step_s * 1e3:.3f}",
             f"{self.num_tokens / self.step_s:.0f}",
             f"{self.limit_share:.1%}",
@@ -217,8 +208,7 @@ def num_blocks(plan: Plan, shapes: list[tuple[int, int]]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A checkpoint on a device, and the document that receives its measurements. Only one engine's model is in the
-    device's memory at a time."""
+    """A checkpoint on a device, and the document that receives its measurements."""
 
     folder: Path
     plan: Plan
@@ -228,59 +218,39 @@ class Bench:
     results: Path
     rows: list[Row]
 
-    def own(self, variant: Variant, *, decode: bool, prefill: bool) -> list[int]:
-        """Measure our executor, and return its answer to the common prompt; empty if it failed."""
+    def steps(self, variant: Variant, *, decode: bool, prefill: bool) -> None:
+        """Measure the executor."""
         shapes = self._shapes(variant) if decode else []
-        answer: list[int] = []
-        with self._guarded(f"{OWN}, {variant.name}"):
-            log(f"{OWN}: loading and capturing, {variant.name}")
+        with self._guarded(variant.name):
+            log(f"loading and capturing, {variant.name}")
             most_rows = max((rows for rows, _ in shapes), default=1)
             blocks = num_blocks(self.plan, shapes)
             model = OwnModel(self.folder, variant, self.device, num_blocks=blocks, max_rows=most_rows)
             for rows, context in shapes:
-                with self._guarded(f"{OWN}, {rows} rows"):
-                    self._add_decode(OWN, variant, rows, context, model.decode(rows, context, self.plan.num_steps))
+                with self._guarded(f"{rows} rows"):
+                    self._add_decode(variant, rows, context, model.decode(rows, context, self.plan.num_steps))
                     if self.device.type == "cuda":
                         clocks = clocks_under(lambda: model.step_once(rows, context), self.device)  # noqa: B023
                         self.document["clocks"][f"decoding {rows} rows, {variant.name}"] = clocks
             for num_tokens in self.plan.prompt_tokens if prefill else ():
-                with self._guarded(f"{OWN}, {num_tokens} tokens"):
-                    self._add_prefill(OWN, variant, num_tokens, model.prefill(num_tokens, self.plan.num_prompts))
-            answer += model.greedy(self._prompt(), _GREEDY_ANSWER)
-        return answer
+                with self._guarded(f"{num_tokens} tokens"):
+                    limit_s = prefill_flops(self._shape, num_tokens) / (1e12 * self.document["torch_matmul_tflops"])
+                    seconds = model.prefill(num_tokens, self.plan.num_prompts)._asdict()
+                    self._add("prefill", variant, 1, num_tokens, num_tokens, limit_s, **seconds)
 
     def handoff(self) -> None:
         """Measure the transfer of the shortest prompt's KV from one pool to another."""
         variant, num_tokens = Variant(dtype=self.plan.dtype), min(self.plan.prompt_tokens)
-        with self._guarded(f"{OWN}, handoff"):
+        with self._guarded("handoff"):
             config = DecoderConfig.from_folder(self.folder)
             layout = config.kv_layout(-(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, variant.pool_dtype, "random")
             log(f"handing off {layout.pool_bytes / 1e6:.0f} MB")
             handoff_s, link_s = measure_handoff(layout, self.device)
-            self._add("handoff", OWN, variant, 1, num_tokens, num_tokens, handoff_s, link_s)
-
-    def peer(self, own_answer: list[int]) -> None:
-        """Measure transformers, and compare its answer with ours, if there is one."""
-        variant = Variant(dtype=self.plan.dtype)
-        with self._guarded(PEER):
-            log(f"{PEER}: loading")
-            model = TransformersModel(self.folder, self.plan.dtype, self.device, options=self.plan.peer_options)
-            for num_tokens in self.plan.prompt_tokens:
-                with self._guarded(f"{PEER}, {num_tokens} tokens"):
-                    self._add_prefill(PEER, variant, num_tokens, model.prefill_s(num_tokens, self.plan.num_prompts))
-            if own_answer:
-                note = agreement(own_answer, model.greedy(self._prompt(), len(own_answer)))
-                self.document["notes"].append(note)
-            for rows, context in self._shapes(variant):
-                with self._guarded(f"{PEER}, {rows} rows"):
-                    self._add_decode(PEER, variant, rows, context, model.decode_s(rows, context, self.plan.num_steps))
+            self._add("handoff", variant, 1, num_tokens, num_tokens, link_s, step_s=handoff_s)
 
     @property
     def _shape(self) -> ModelShape:
         return DecoderConfig.from_folder(self.folder).shape
-
-    def _prompt(self) -> list[int]:
-        return random_tokens(_GREEDY_PROMPT, self._shape.vocab_size, seed=1)
 
     def _shapes(self, variant: Variant) -> list[tuple[int, int]]:
         shapes = list(decode_shapes(self.plan, self._shape, variant, free_bytes(self.device)))
@@ -290,46 +260,26 @@ class Bench:
                 self.document["notes"].append(note)
         return shapes
 
-    def _add_decode(
-        self, engine: str, variant: Variant, num_rows: int, context: int, seconds: StepSeconds | float
-    ) -> None:
+    def _add_decode(self, variant: Variant, num_rows: int, context: int, seconds: StepSeconds) -> None:
         num_bytes = decode_bytes(self._shape, variant, num_rows, context - (self.plan.num_steps - 1) / 2)
         limit_s = num_bytes / (1e9 * self.document["torch_copy_gbytes_per_s"])
-        self._add("decode", engine, variant, num_rows, context, num_rows, seconds, limit_s)
-
-    def _add_prefill(self, engine: str, variant: Variant, num_tokens: int, seconds: StepSeconds | float) -> None:
-        limit_s = prefill_flops(self._shape, num_tokens) / (1e12 * self.document["torch_matmul_tflops"])
-        self._add("prefill", engine, variant, 1, num_tokens, num_tokens, seconds, limit_s)
+        self._add("decode", variant, num_rows, context, num_rows, limit_s, **seconds._asdict())
 
     def _add(
-        self,
-        phase: str,
-        engine: str,
-        variant: Variant,
-        num_rows: int,
-        context_tokens: int,
-        num_tokens: int,
-        seconds: StepSeconds | float,
-        limit_s: float,
-    ) -> None:
-        times = seconds._asdict() if isinstance(seconds, StepSeconds) else {"step_s": seconds}
+        self, phase: str, variant: Variant, num_rows: int, context_tokens: int, num_tokens: int, limit_s: float,
+        **seconds: float,
+    ) -> None:  # fmt: skip
         row = Row(
-            phase=phase,
-            engine=engine,
-            precision=variant.name,
-            num_rows=num_rows,
-            context_tokens=context_tokens,
-            num_tokens=num_tokens,
-            limit_s=limit_s,
-            **times,
-        )
+            phase=phase, precision=variant.name, num_rows=num_rows, context_tokens=context_tokens,
+            num_tokens=num_tokens, limit_s=limit_s, **seconds,
+        )  # fmt: skip
         self.rows.append(row)
         self.write()
-        log(f"{phase} {row.shape}: {engine}, {variant.name}: {row.step_s * 1e3:.3f} ms, {row.limit_share:.1%}")
+        log(f"{phase} {row.shape}, {variant.name}: {row.step_s * 1e3:.3f} ms, {row.limit_share:.1%}")
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
-        """Report a failure, and go on. A failure of the peer is a note.
+        """Report a failure, and go on.
 
         Raises:
             DeviceLostError: the device is lost with it.
@@ -338,11 +288,9 @@ class Bench:
             yield
         except DeviceLostError:
             raise
-        except AbsentError as error:
-            self.document["notes"].append(f"{what} is absent: {error}")
         except Exception as error:  # Earlier and later measurements are worth having.
             line = f"{what}: {(str(error) or repr(error)).splitlines()[0]}"
-            self.document["notes" if what.startswith(PEER) else "failures"].append(line)
+            self.document["failures"].append(line)
             log(f"FAILED: {line}")
             if isinstance(error, torch.AcceleratorError):
                 self.write()
@@ -396,16 +344,13 @@ def describe(device: torch.device, plan: Plan, part: str) -> dict[str, Any]:
 
 
 def _measure(bench: Bench, settings: Settings) -> None:
-    answer: list[int] = []
     plain = Variant(dtype=bench.plan.dtype)
     if settings.only in ("", "decode", "prefill"):
-        answer = bench.own(plain, decode=settings.only != "prefill", prefill=settings.only != "decode")
+        bench.steps(plain, decode=settings.only != "prefill", prefill=settings.only != "decode")
     if settings.only in ("", "handoff"):
         bench.handoff()
-    if settings.only in ("", "peer"):
-        bench.peer(answer)
     for quantization, kv_dtype in _QUANTISED if settings.quantised else ():
-        bench.own(replace(plain, quantization=quantization, kv_dtype=kv_dtype), decode=True, prefill=False)
+        bench.steps(replace(plain, quantization=quantization, kv_dtype=kv_dtype), decode=True, prefill=False)
 
 
 def show(document: Mapping[str, Any], rows: list[Row], echo: Echo) -> None:
@@ -425,11 +370,6 @@ def show(document: Mapping[str, Any], rows: list[Row], echo: Echo) -> None:
         echo(f"{name}: {', '.join(f'{key} {value}' for key, value in clocks.items()) or 'clocks unknown'}")
     for line in (*document["notes"], *(f"FAILED: {failure}" for failure in document["failures"])):
         echo(line)
-
-
-def agreement(own: list[int], peer: list[int]) -> str:
-    same = next((index for index, (a, b) in enumerate(zip(own, peer, strict=True)) if a != b), len(own))
-    return f"greedy answers to one prompt: the first {same} of {len(own)} tokens are the same"
 
 
 def _scratch(settings: Settings) -> Path | None:

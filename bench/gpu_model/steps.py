@@ -96,14 +96,6 @@ class OwnModel:
         num_batches = num_steps + _WARM_STEPS
         return _medians(self._run(_prefill_batch(index, tokens, table) for index in range(num_batches)))
 
-    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """Continue ``prompt``."""
-        tables = self._tables(1, len(prompt) + num_tokens)
-        batches = [_prefill_batch(0, prompt, tables[0])]
-        batches += [_decode_batch(index, tables, len(prompt) + index - 1) for index in range(1, num_tokens)]
-        outputs = [timed.output for timed in self._run(batches)]
-        return [sampled.token for output in outputs for sampled in output.sampled if sampled is not None]
-
     def step_once(self, num_rows: int, context_tokens: int) -> None:
         """Run one decode step to its end."""
         batch = _decode_batch(0, self._tables(num_rows, context_tokens), context_tokens - 1, is_first=True)

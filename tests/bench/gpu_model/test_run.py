@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from pdserve.bench.gpu_model.run import (
     DeviceLostError,
     Row,
     Settings,
-    agreement,
     decode_bytes,
     decode_shapes,
     kv_token_bytes,
@@ -119,7 +117,7 @@ def test_every_row_is_written_as_it_comes(tiny: Path, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(Bench, "write", count)
     bench = bench_of(tiny, tmp_path)
-    assert len(bench.own(FLOAT32, decode=True, prefill=True)) == 8
+    bench.steps(FLOAT32, decode=True, prefill=True)
     shapes = [(row.phase, row.num_rows, row.context_tokens, row.num_tokens) for row in bench.rows]
     assert shapes == [("decode", 1, 64, 1), ("decode", 3, 64, 3), ("prefill", 1, 40, 40)]
     assert set(written) == {1, 2, 3}
@@ -136,8 +134,8 @@ def test_a_failed_shape_does_not_stop_the_others(tiny: Path, tmp_path: Path, mon
 
     monkeypatch.setattr(OwnModel, "decode", fails)
     bench = bench_of(tiny, tmp_path)
-    assert bench.own(FLOAT32, decode=True, prefill=True)
-    assert bench.document["failures"] == ["pdserve, 1 rows: out of memory", "pdserve, 3 rows: out of memory"]
+    bench.steps(FLOAT32, decode=True, prefill=True)
+    assert bench.document["failures"] == ["1 rows: out of memory", "3 rows: out of memory"]
     assert [row.phase for row in bench.rows] == ["prefill"]
 
 
@@ -148,36 +146,22 @@ def test_a_device_that_is_lost_ends_it(tiny: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(OwnModel, "decode", is_lost)
     bench = bench_of(tiny, tmp_path)
     with pytest.raises(DeviceLostError):
-        bench.own(FLOAT32, decode=True, prefill=True)
-    assert bench.document["failures"] == ["pdserve, 1 rows: CUDA error: illegal address"]
+        bench.steps(FLOAT32, decode=True, prefill=True)
+    assert bench.document["failures"] == ["1 rows: CUDA error: illegal address"]
 
 
 def test_shapes_that_do_not_fit_are_named(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_run, "free_bytes", lambda device: 0)
     bench = bench_of(tiny, tmp_path)
-    bench.own(FLOAT32, decode=True, prefill=False)
+    bench.steps(FLOAT32, decode=True, prefill=False)
     assert len(bench.document["notes"]) == 2
     assert all("not half of their context fits" in note for note in bench.document["notes"])
     assert not bench.rows
 
 
-def test_a_peer_that_is_not_installed_is_absent(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    bench = bench_of(tiny, tmp_path)
-    bench.peer([])
-    assert bench.document["notes"][0].startswith("transformers is absent: cannot be imported")
-    assert not bench.document["failures"]
-
-
-def test_agreement_is_in_words() -> None:
-    assert agreement([1, 2, 3], [1, 2, 4]) == "greedy answers to one prompt: the first 2 of 3 tokens are the same"
-    assert "first 3 of 3" in agreement([1, 2, 3], [1, 2, 3])
-
-
 def row(phase: str = "decode", **changes: Any) -> Row:
     fields: dict[str, Any] = {
         "phase": phase,
-        "engine": "pdserve",
         "precision": "bfloat16 weights, bfloat16 KV",
         "num_rows": 64,
         "context_tokens": 2048,
@@ -193,7 +177,7 @@ def test_rows_give_shares_of_their_limit() -> None:
 
 
 def test_a_table_for_each_phase() -> None:
-    rows = [row("prefill"), row(num_rows=256), row(device_s=0.009, host_s=0.001), row(engine="transformers")]
+    rows = [row("prefill"), row(num_rows=256), row(device_s=0.009, host_s=0.001)]
     document = {**MACHINE, "torch_matmul_tflops": 700.0, "torch_copy_gbytes_per_s": 4000.0}
     extra = {"clocks": {"decoding": {"clocks.sm": "1980 MHz"}}, "notes": ["a note"], "failures": ["broken"]}
     lines: list[str] = []
@@ -203,7 +187,6 @@ def test_a_table_for_each_phase() -> None:
     )
     assert [line.split(",")[0] for line in lines if line.endswith((", a step", ", a prompt"))] == ["decode", "prefill"]
     assert lines[3].split()[-5:] == ["10.000", "6400", "80.0%", "9.000", "1.000"]
-    assert [line.split(",")[0].split()[-1] for line in lines[3:6]] == ["pdserve", "transformers", "pdserve"]
     assert lines[4].split()[-2:] == ["-", "-"]
     assert lines[-3:] == ["decoding: clocks.sm 1980 MHz", "a note", "FAILED: broken"]
 
@@ -214,11 +197,8 @@ def test_all_of_it_on_a_cpu(tmp_path: Path) -> None:
     document = json.loads(next(tmp_path.glob("*_gpu_model_cpu.json")).read_text())
     assert document["torch"] == torch.__version__
     assert not document["failures"]
-    shapes = [(row["engine"], row["phase"], row["num_rows"]) for row in document["rows"]]
-    ours = [("pdserve", "decode", 1), ("pdserve", "decode", 3), ("pdserve", "prefill", 1)]
-    theirs = [("transformers", "prefill", 1), ("transformers", "decode", 1), ("transformers", "decode", 3)]
-    assert shapes == [*ours, ("pdserve", "handoff", 1), *theirs]
-    assert "greedy answers to one prompt: the first 8 of 8 tokens are the same" in document["notes"]
+    shapes = [(row["phase"], row["num_rows"]) for row in document["rows"]]
+    assert shapes == [("decode", 1), ("decode", 3), ("prefill", 1), ("handoff", 1)]
     assert printed[1] == "decode, a step"
 
 
@@ -237,5 +217,5 @@ def test_without_a_gpu_there_is_something_to_do(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_unknown_part_is_found_before_anything_is_measured() -> None:
-    with pytest.raises(ValueError, match="no part 'peers': use one of decode, prefill, handoff, peer"):
-        run(Settings(only="peers"), lambda line: None)
+    with pytest.raises(ValueError, match="no part 'peer': use one of decode, prefill, handoff"):
+        run(Settings(only="peer"), lambda line: None)

@@ -5,46 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve.bench.gpu_model.steps import OwnModel, Variant, noise_pool, random_tokens
+from pdserve.bench.gpu_model.steps import OwnModel, Variant, noise_pool
 from pdserve.contracts.kv_layout import KvLayout
-from pdserve.contracts.precision import Precision
-from pdserve.contracts.request import SamplingParams
-from pdserve.contracts.step import StepBatch, StepHandle, StepRow
-from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.contracts.step import StepBatch, StepHandle
 from pdserve.model.executors.model import ModelExecutor
 
 CPU = torch.device("cpu")
 FLOAT32 = Variant(dtype="float32")
-
-
-def plain_greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
-    """By the executor of CPUs, each token from a prefill of all before it."""
-    config = DecoderConfig.from_folder(folder)
-    layout = config.kv_layout(8, 16, "float32", "hash")
-    executor = ModelExecutor(
-        folder=folder, config=config, layout=layout, pool=noise_pool(layout, CPU), precision=Precision()
-    )
-    tokens = list(prompt)
-    for step in range(num_tokens):
-        row = StepRow(
-            sequence_id=0,
-            tokens=tokens,
-            cached_length=0,
-            block_table=range(8),
-            sample=SamplingParams(temperature=0),
-            sample_position=len(tokens),
-        )
-        sampled = executor.submit(StepBatch(step_id=step, rows=[row])).result().sampled[0]
-        assert sampled is not None
-        tokens.append(sampled.token)
-    return tokens[len(prompt) :]
-
-
-def test_steps_compute_what_the_executor_of_cpus_does(tiny: Path) -> None:
-    model = OwnModel(tiny, FLOAT32, CPU, num_blocks=12, max_rows=2)
-    for length in (1, 16, 33):
-        prompt = random_tokens(length, model.shape.vocab_size, seed=length)
-        assert model.greedy(prompt, 12) == plain_greedy(tiny, prompt, 12)
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
