@@ -9,7 +9,6 @@ on other cores. Quiet and loaded stretches alternate, so that the machine's nois
 from __future__ import annotations
 
 import os
-import queue
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 
 from pdserve.bench.script import publish, script_parser
+from pdserve.bench.transfer import Engine
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
@@ -29,67 +29,34 @@ from pdserve.contracts.step import StepBatch, StepRow
 from pdserve.kernels.cpu.threads import use_threads
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.executors.model import ModelExecutor
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
-from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
 
 BATCH_SIZE = 8
 CONTEXT_TOKENS = 256
 BLOCKS_PER_PULL = 512
 STEPS_PER_STRETCH = 400
 STRETCHES = 10
-WORKER_EPOCH = 1
 
 
-Messages = queue.SimpleQueue[transfer_pb2.TransferToEngine]
+@contextmanager
+def pulling(source: Engine, target: Engine) -> Iterator[list[float]]:
+    """Pull the source's first blocks into the target's, without a pause, while the body runs; yields the times."""
+    stopping = Event()
+    seconds: list[float] = []
 
-
-class PullLoad:
-    """Pulls the source's first blocks into the target's last ones, over and over, from a thread."""
-
-    def __init__(
-        self, source: TransferProcess, target: TransferProcess, target_said: Messages, layout: KvLayout
-    ) -> None:
-        self._source, self._target, self._target_said, self._layout = source, target, target_said, layout
-        self.num_bytes = 0
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Pull without a pause while the body runs."""
-        stopping = Event()
-        thread = Thread(target=self._run, args=(stopping,))
-        thread.start()
-        try:
-            yield
-        finally:
-            stopping.set()
-            thread.join()
-
-    def _run(self, stopping: Event) -> None:
+    def run() -> None:
         while not stopping.is_set():
-            self._pull_once(os.urandom(16))
+            seconds.append(target.pull(source, BLOCKS_PER_PULL, settle_s=0.0))
 
-    def _pull_once(self, handle: bytes) -> None:
-        blocks = list(range(BLOCKS_PER_PULL))
-        grant = kv_pb2.Grant(
-            block_ids=blocks, generations=[0] * BLOCKS_PER_PULL, final=True,
-            num_tokens=BLOCKS_PER_PULL * self._layout.block_size, first_token=kv_pb2.FirstToken(token=1),
-        )  # fmt: skip
-        self._source.send(transfer_pb2.EngineToTransfer(offer=transfer_pb2.Offer(handle=handle)))
-        self._source.send(transfer_pb2.EngineToTransfer(grant=transfer_pb2.OfferedGrant(handle=handle, grant=grant)))
-        order = transfer_pb2.StartPull(
-            pull_id=int.from_bytes(handle[:8], "little"),
-            source=worker_pb2.KvSource(address=self._source.address, worker_epoch=WORKER_EPOCH, handle=handle),
-            block_ids=[self._layout.num_blocks - 1 - block for block in blocks],
-            deadline_s=30.0,
-        )
-        self._target.send(transfer_pb2.EngineToTransfer(start_pull=order))
-        done = self._target_said.get(timeout=60).pull_done
-        if done.failure_stage:
-            raise RuntimeError(f"a pull failed: {done.failure_stage}: {done.message}")
-        self.num_bytes += done.bytes
+    thread = Thread(target=run)
+    thread.start()
+    try:
+        yield seconds
+    finally:
+        stopping.set()
+        thread.join()
 
 
 def build_executor(folder: Path, memory: PoolMemory, config: DecoderConfig) -> ModelExecutor:
@@ -100,17 +67,18 @@ def build_executor(folder: Path, memory: PoolMemory, config: DecoderConfig) -> M
 
 
 def decode_batch(step_id: int, layout: KvLayout) -> StepBatch:
-    """`BATCH_SIZE` sequences with a context of `CONTEXT_TOKENS` in the pool's first blocks, one new token each."""
+    """`BATCH_SIZE` sequences with a context of `CONTEXT_TOKENS` after the pulled blocks, one new token each."""
     blocks_per_row = layout.num_blocks_for(CONTEXT_TOKENS + 1)
+    firsts = range(BLOCKS_PER_PULL, layout.num_blocks, blocks_per_row)
     greedy = SamplingParams(temperature=0.0)
     return StepBatch(
         step_id=step_id,
         rows=[
             StepRow(
                 sequence_id=row, tokens=[7 + row], cached_length=CONTEXT_TOKENS, sample=greedy,
-                block_table=range(row * blocks_per_row, (row + 1) * blocks_per_row),
+                block_table=range(first, first + blocks_per_row),
             )
-            for row in range(BATCH_SIZE)
+            for row, first in enumerate(firsts[:BATCH_SIZE])
         ],
     )  # fmt: skip
 
@@ -135,27 +103,25 @@ def measure(transport: str) -> dict[str, Any]:
         layout = config.kv_layout(num_blocks=1024, block_size=16, dtype="float32", model_hash="bench")
         source_memory, target_memory = PoolMemory.create(layout), PoolMemory.create(layout)
         executor = build_executor(path, target_memory, config)
-    common: dict[str, Any] = {"worker_epoch": WORKER_EPOCH, "host": "127.0.0.1", "cluster_token": "bench"}
-    common |= {"transport": transport, "on_death": lambda: None, "cpu_cores": transfer_cores}
-    source = TransferProcess.start(memory=source_memory, on_message=lambda message: None, **common)
-    target_said: Messages = queue.SimpleQueue()
-    target = TransferProcess.start(memory=target_memory, on_message=target_said.put, **common)
-    load = PullLoad(source, target, target_said, layout)
+    source = Engine(source_memory, transport, cpu_cores=transfer_cores)
+    target = Engine(target_memory, transport, cpu_cores=transfer_cores)
     os.sched_setaffinity(0, {cores[0]})
+    num_pulls = 0
     try:
         step_times_s(executor, layout)  # warm-up
         quiet, loaded, loaded_s = [], [], 0.0
         for _ in range(STRETCHES):
             quiet += step_times_s(executor, layout)
             started_s = time.perf_counter()
-            with load.running():
+            with pulling(source, target) as pulls:
                 loaded += step_times_s(executor, layout)
             loaded_s += time.perf_counter() - started_s
+            num_pulls += len(pulls)
     finally:
         os.sched_setaffinity(0, set(cores))
-        target.close()
-        source.close()
-    return report(transport, quiet, loaded, load.num_bytes / loaded_s, layout)
+        target.process.close()
+        source.process.close()
+    return report(transport, quiet, loaded, num_pulls * BLOCKS_PER_PULL * layout.block_bytes / loaded_s, layout)
 
 
 def report(

@@ -62,12 +62,14 @@ def layout_of(num_blocks: int) -> KvLayout:
 class Engine:
     """The engine's side of a transfer process."""
 
-    def __init__(self, memory: PoolMemory, transport: str, tls: TlsFiles | None) -> None:
+    def __init__(
+        self, memory: PoolMemory, transport: str, tls: TlsFiles | None = None, cpu_cores: tuple[int, ...] = ()
+    ) -> None:
         self.memory = memory
         self._said: queue.SimpleQueue[transfer_pb2.TransferToEngine] = queue.SimpleQueue()
         self.process = TransferProcess.start(
             memory=memory, worker_epoch=EPOCH, host="127.0.0.1", cluster_token=TOKEN, transport=transport,
-            cpu_cores=(), on_message=self._said.put, on_death=lambda: None, tls=tls,
+            cpu_cores=cpu_cores, on_message=self._said.put, on_death=lambda: None, tls=tls,
         )  # fmt: skip
 
     def offer(self, num_blocks: int) -> bytes:
@@ -81,8 +83,8 @@ class Engine:
         self.process.send(transfer_pb2.EngineToTransfer(grant=transfer_pb2.OfferedGrant(handle=handle, grant=grant)))
         return handle
 
-    def pull(self, source: Engine, num_blocks: int) -> float:
-        """Seconds of a pull of the source's first blocks."""
+    def pull(self, source: Engine, num_blocks: int, *, settle_s: float = 0.01) -> float:
+        """Seconds of a pull of the source's first blocks, ``settle_s`` after they were offered."""
         order = transfer_pb2.StartPull(
             pull_id=1,
             source=worker_pb2.KvSource(
@@ -91,7 +93,7 @@ class Engine:
             block_ids=range(num_blocks),
             deadline_s=PULL_TIMEOUT_S,
         )
-        time.sleep(0.01)  # the source has read the offer
+        time.sleep(settle_s)
         started_s = time.perf_counter()
         self.process.send(transfer_pb2.EngineToTransfer(start_pull=order))
         done = self._said.get(timeout=2 * PULL_TIMEOUT_S).pull_done
