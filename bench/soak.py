@@ -35,7 +35,7 @@ MIB = 2**20
 
 
 class Load:
-    """Clients that send one request after the other until told to stop."""
+    """Clients that send one random request after the other."""
 
     def __init__(self, url: str, vocab_size: int, num_clients: int) -> None:
         self.counts: Counter[str] = Counter()
@@ -45,65 +45,44 @@ class Load:
 
     async def run(self, until_s: float) -> None:
         limits = httpx.Limits(max_connections=2 * self._num_clients)
+
+        async def send_until(rng: random.Random) -> None:
+            while time.monotonic() < until_s:
+                kind = rng.choice(("whole", "streamed", "leaver", "conversation", "refused"))
+                await self._send(client, kind, rng)
+                self.counts[kind] += 1
+
         async with httpx.AsyncClient(base_url=self._url, timeout=120, limits=limits) as client:
-            await asyncio.gather(
-                *(self._client(client, random.Random(seed), until_s) for seed in range(self._num_clients))
-            )
+            await asyncio.gather(*(send_until(random.Random(seed)) for seed in range(self._num_clients)))
 
-    async def _client(self, client: httpx.AsyncClient, rng: random.Random, until_s: float) -> None:
-        kinds = (self._whole, self._streamed, self._conversation, self._leaver, self._refused)
-        while time.monotonic() < until_s:
-            kind = rng.choice(kinds)
-            await kind(client, rng)
-            self.counts[kind.__name__.strip("_")] += 1
-
-    def _completion(self, rng: random.Random) -> dict[str, Any]:
-        prompt = [rng.randrange(self._vocab_size) for _ in range(int(rng.lognormvariate(4.5, 1)) % 800 + 1)]
-        return {
-            "prompt": prompt,
+    async def _send(self, client: httpx.AsyncClient, kind: str, rng: random.Random) -> None:
+        if kind == "conversation":
+            messages = [{"role": "user", "content": f"Tell me about the number {rng.randrange(10**6)}."}]
+            for _ in range(3):
+                body = {"messages": messages, "max_tokens": rng.randint(1, 60), "temperature": 0}
+                response = await client.post("/v1/chat/completions", json=body)
+                messages.append(response.raise_for_status().json()["choices"][0]["message"])
+                messages.append({"role": "user", "content": "Go on."})
+            return
+        if kind == "refused":
+            body = rng.choice([{"prompt": [1] * 5000}, {"prompt": "a", "n": 10**6}, {"prompt": 7}])
+            response = await client.post("/v1/completions", json=body)
+            assert response.status_code == 400, response.text
+            return
+        body = {
+            "prompt": [rng.randrange(self._vocab_size) for _ in range(int(rng.lognormvariate(4.5, 1)) % 800 + 1)],
             "max_tokens": rng.randint(1, 100),
             "temperature": rng.choice([0, 0.8]),
             "n": rng.choice([1, 1, 1, 3]),
             "logprobs": rng.choice([None, None, 3]),
             "presence_penalty": rng.choice([0, 0.5]),
+            "stream": kind != "whole",
         }
-
-    async def _whole(self, client: httpx.AsyncClient, rng: random.Random) -> None:
-        response = await client.post("/v1/completions", json=self._completion(rng))
-        response.raise_for_status()
-
-    async def _streamed(self, client: httpx.AsyncClient, rng: random.Random) -> None:
-        async with client.stream("POST", "/v1/completions", json={**self._completion(rng), "stream": True}) as response:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
             response.raise_for_status()
             async for _ in response.aiter_bytes():
-                pass
-
-    async def _leaver(self, client: httpx.AsyncClient, rng: random.Random) -> None:
-        async with client.stream("POST", "/v1/completions", json={**self._completion(rng), "stream": True}) as response:
-            async for _ in response.aiter_bytes():
-                if rng.random() < 0.2:
+                if kind == "leaver" and rng.random() < 0.2:
                     return
-
-    async def _conversation(self, client: httpx.AsyncClient, rng: random.Random) -> None:
-        messages = [{"role": "user", "content": f"Tell me about the number {rng.randrange(10**6)}."}]
-        for _ in range(3):
-            body = {"messages": messages, "max_tokens": rng.randint(1, 60), "temperature": 0}
-            response = await client.post("/v1/chat/completions", json=body)
-            response.raise_for_status()
-            messages.append({"role": "assistant", "content": response.json()["choices"][0]["message"]["content"]})
-            messages.append({"role": "user", "content": "Go on."})
-
-    async def _refused(self, client: httpx.AsyncClient, rng: random.Random) -> None:
-        bodies: list[dict[str, Any]] = [
-            {"messages": []},
-            {"prompt": [1] * 5000},
-            {"prompt": "a", "n": 10**6},
-            {"prompt": 7},
-        ]
-        body = rng.choice(bodies)
-        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        response = await client.post(path, json=body)
-        assert response.status_code == 400, response.text
 
 
 def memory_mib(root: psutil.Process) -> dict[str, float]:

@@ -1,0 +1,35 @@
+"""Fair shares of tenants under a flood, in the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pdserve.bench.models import LLAMA_3_8B
+from pdserve.bench.policies import MAX_IN_FLIGHT, SETTINGS
+from pdserve.contracts.deployment import DEFAULT_POLICY
+from pdserve.planner.simulate.simulator import simulate
+from pdserve.planner.workload.requests import SimulatedRequest
+
+(UNIFORM,) = [setting for setting in SETTINGS if setting.workload.name == "uniform"]
+
+
+def drawn(rate: float, seed: int, tenant: str) -> list[SimulatedRequest]:
+    """Requests of one tenant for two seconds."""
+    requests = UNIFORM.workload.draw(int(2 * rate), seed, max_model_len=LLAMA_3_8B.max_model_len).at_rate(rate)
+    return [replace(request, tenant=tenant) for request in requests]
+
+
+@pytest.mark.parametrize(("flooding", "low", "high"), [("large", 0.97, 1.0), ("small", 0.0, 0.8)])
+def test_a_flood_of_one_tenant_takes_nothing_from_another(flooding: str, low: float, high: float) -> None:
+    small, flood = drawn(20.0, 1, "small"), drawn(1000.0, 2, flooding)
+    requests = sorted([*small, *flood], key=lambda request: request.arrived_s)
+    slo = replace(UNIFORM.slo, when_hopeless="refuse")
+    times = simulate(
+        LLAMA_3_8B, UNIFORM.layout, requests, slo=slo, max_in_flight=MAX_IN_FLIGHT, policy=DEFAULT_POLICY
+    ).times
+    met = (times.ttft_s <= slo.ttft_seconds) & (times.tpot_s <= slo.tpot_seconds) & ~times.is_rejected
+    is_small = np.isin([id(request) for request in requests], [id(request) for request in small])
+    assert low <= met[is_small].mean() <= high
