@@ -24,10 +24,6 @@ class Arrivals(Protocol):
         """Ascending instants, one per second on average."""
         ...
 
-    def at_rate(self, unit_times: FloatArray, arrivals_per_s: float) -> FloatArray:
-        """Those instants, in seconds, at another rate."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class RandomGaps:
@@ -48,9 +44,6 @@ class RandomGaps:
             return np.arange(1, num_arrivals + 1, dtype=np.float64)
         shape = self.coefficient_of_variation**-2
         return np.cumsum(np.random.default_rng((_STREAM, seed)).gamma(shape, 1 / shape, num_arrivals))
-
-    def at_rate(self, unit_times: FloatArray, arrivals_per_s: float) -> FloatArray:
-        return unit_times / arrivals_per_s
 
 
 POISSON = RandomGaps()
@@ -86,9 +79,6 @@ class Recorded:
         first = first_row(len(self.recorded_s), num_arrivals, seed)
         stretch_s: FloatArray = self.recorded_s[first : first + num_arrivals] - self.recorded_s[first]
         return stretch_s
-
-    def at_rate(self, unit_times: FloatArray, arrivals_per_s: float) -> FloatArray:
-        return unit_times / arrivals_per_s
 
 
 def first_row(num_rows: int, num_wanted: int, seed: int) -> int:

@@ -38,10 +38,8 @@ class SystemPrompts:
     """The k-th most popular is used in proportion to ``k ** -zipf_exponent``; 0 for a uniform choice."""
 
     def __post_init__(self) -> None:
-        if self.num_prompts < 1 or self.num_tokens < 1:
-            raise ValueError("system prompts need at least one prompt of at least one token: omit them for none")
-        if not 0 <= self.zipf_exponent < np.inf:
-            raise ValueError(f"a Zipf exponent of {self.zipf_exponent} is not possible: use 0 or more")
+        assert min(self.num_prompts, self.num_tokens) >= 1
+        assert 0 <= self.zipf_exponent < np.inf
 
     def draw(self, num_conversations: int, random: np.random.Generator) -> IntArray:
         """Index of each conversation's system prompt."""
@@ -59,10 +57,8 @@ class Turns:
     """From an answer's last token to the next message: exponentially distributed."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.mean_turns < np.inf:
-            raise ValueError(f"{self.mean_turns} mean turns are not possible: a conversation has at least one")
-        if not 0 <= self.mean_think_s < np.inf:
-            raise ValueError(f"a think time of {self.mean_think_s} s is not possible: use 0 or more")
+        assert 1 <= self.mean_turns < np.inf, "a conversation has a turn or more"
+        assert 0 <= self.mean_think_s < np.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

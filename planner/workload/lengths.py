@@ -36,7 +36,8 @@ class FixedLengths:
     num_output_tokens: int
 
     def __post_init__(self) -> None:
-        _check_positive(num_prompt_tokens=self.num_prompt_tokens, num_output_tokens=self.num_output_tokens)
+        if self.num_prompt_tokens < 1 or self.num_output_tokens < 1:
+            raise ValueError("a request has at least one prompt token and one answer token")
 
     def draw(self, num_requests: int, random: np.random.Generator) -> LengthPairs:
         return LengthPairs(np.full(num_requests, self.num_prompt_tokens), np.full(num_requests, self.num_output_tokens))
@@ -58,10 +59,9 @@ class LogNormalLengths:
     """Correlation of the logarithms."""
 
     def __post_init__(self) -> None:
-        _check_positive(mean_prompt_tokens=self.mean_prompt_tokens, mean_output_tokens=self.mean_output_tokens)
-        if self.prompt_variation < 0 or self.output_variation < 0:
-            raise ValueError("a coefficient of variation must be 0 or more")
-        _check_correlation(self.correlation)
+        assert min(self.mean_prompt_tokens, self.mean_output_tokens) >= 1, "a prompt and an answer have a token or more"
+        assert min(self.prompt_variation, self.output_variation) >= 0
+        assert -1 <= self.correlation <= 1
 
     def draw(self, num_requests: int, random: np.random.Generator) -> LengthPairs:
         first, second = _correlated_normals(self.correlation, num_requests, random)
@@ -93,7 +93,7 @@ class QuantileLengths:
         for row in (self.shares, self.num_prompt_tokens, self.num_output_tokens):
             assert len(row) == len(self.shares), "every share has a quantile"
             assert list(row) == sorted(row), "quantiles ascend"
-        _check_correlation(self.correlation)
+        assert -1 <= self.correlation <= 1
         fits = self.num_prompt_tokens[-1] + self.num_output_tokens[0] <= self.max_total_tokens
         assert fits or not self.max_total_tokens, "every prompt leaves room for some answer"
 
@@ -119,28 +119,9 @@ class EmpiricalLengths:
     num_prompt_tokens: IntArray
     num_output_tokens: IntArray
 
-    def __post_init__(self) -> None:
-        if not len(self.num_prompt_tokens) or len(self.num_prompt_tokens) != len(self.num_output_tokens):
-            raise ValueError(
-                f"{len(self.num_prompt_tokens)} prompt and {len(self.num_output_tokens)} output lengths are not pairs: "
-                "give equal numbers of both, at least one"
-            )
-        _check_positive(num_prompt_tokens=min(self.num_prompt_tokens), num_output_tokens=min(self.num_output_tokens))
-
     def draw(self, num_requests: int, random: np.random.Generator) -> LengthPairs:
         rows = random.integers(len(self.num_prompt_tokens), size=num_requests)
         return LengthPairs(self.num_prompt_tokens[rows], self.num_output_tokens[rows])
-
-
-def _check_positive(**values: float) -> None:
-    for name, value in values.items():
-        if not 1 <= value < np.inf:
-            raise ValueError(f"{name} is {value}: a request has at least one prompt token and one answer token")
-
-
-def _check_correlation(correlation: float) -> None:
-    if not -1 <= correlation <= 1:
-        raise ValueError(f"a correlation of {correlation} is not possible: use a number from -1 to 1")
 
 
 def _correlated_normals(

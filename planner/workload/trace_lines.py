@@ -18,6 +18,8 @@ from pdserve.planner.workload.requests import Segment
 from pdserve.planner.workload.trace import MAX_TOKENS, Trace, TraceBuilder, TraceRow
 
 Record = Mapping[str, Any]
+Fields = tuple[str, str, str]
+"""Names of the time, the prompt tokens and the answer tokens."""
 
 MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length")
 AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -115,13 +117,7 @@ def read_burstgpt(path: Path, *, lenient: bool = False) -> Trace:
     Raises:
         ValueError: a line is malformed, or there is no request.
     """
-
-    def row(record: Record) -> TraceRow:
-        return TraceRow(
-            _number(record, "Timestamp"), _count(record, "Request tokens"), _count(record, "Response tokens")
-        )
-
-    return _read(_csv_records(path, BURSTGPT_FIELDS), row, TraceBuilder(path, lenient=lenient))
+    return _read(_csv_records(path, BURSTGPT_FIELDS), _row_of(BURSTGPT_FIELDS), TraceBuilder(path, lenient=lenient))
 
 
 def read_plain(path: Path, *, lenient: bool = False) -> Trace:
@@ -130,14 +126,15 @@ def read_plain(path: Path, *, lenient: bool = False) -> Trace:
     Raises:
         ValueError: a line is malformed, or there is no request.
     """
-
-    def row(record: Record) -> TraceRow:
-        return TraceRow(_number(record, "arrived_s"), _count(record, "prompt_tokens"), _count(record, "output_tokens"))
-
     with _opened(path) as file:
         is_json = next((line for line in file if line.strip()), "").startswith("{")
     records = _json_records(path) if is_json else _csv_records(path, PLAIN_FIELDS)
-    return _read(records, row, TraceBuilder(path, lenient=lenient))
+    return _read(records, _row_of(PLAIN_FIELDS), TraceBuilder(path, lenient=lenient))
+
+
+def _row_of(fields: Fields) -> Callable[[Record], TraceRow]:
+    arrived_s, prompt, output = fields
+    return lambda record: TraceRow(_number(record, arrived_s), _count(record, prompt), _count(record, output))
 
 
 def _read(

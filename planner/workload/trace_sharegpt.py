@@ -6,7 +6,9 @@ Called by `pdserve.planner.workload.trace_reading`. Reads one array element at a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,26 +23,15 @@ _CHUNK_CHARACTERS = 1 << 20
 _USER_NAMES = frozenset({"human", "user"})
 _MODEL_NAMES = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard"})
 
-Exchange = tuple[int, int]
-"""Tokens of a message and its answer."""
 
-
-def read_sharegpt(
-    path: Path,
-    *,
-    num_tokens: Callable[[str], int] | None = None,
-    multi_turn: bool = False,
-    lenient: bool = False,
-) -> Trace:
+def read_sharegpt(path: Path, *, lenient: bool = False) -> Trace:
     """``[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}, ...]``, without times.
 
-    A system message counts towards the next user message. Leading model messages are dropped, and consecutive messages
+    The first answer of each conversation is a request; tokens are characters / 4, as the trace's notes mention. A
+    system message counts towards the next user message. Leading model messages are dropped, and consecutive messages
     of one side are merged. Conversations without an answer are left out and counted.
 
     Args:
-        num_tokens: counts the tokens of a text; by default characters / 4, which the trace's notes mention.
-        multi_turn: make every answer a request whose prompt is the whole conversation before it; otherwise only the
-            first one.
         lenient: skip and count conversations that are malformed. A file that is not JSON is always an error.
 
     Raises:
@@ -50,41 +41,21 @@ def read_sharegpt(
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         for line, conversation in _elements(path, file):
             try:
-                exchanges = _exchanges(conversation, num_tokens or _estimated_tokens)
+                builder.add(_first_exchange(conversation))
             except ValueError as problem:
                 builder.refuse(line, problem)
-                continue
-            if not exchanges:
-                builder.skip_empty()
-            _add(builder, exchanges if multi_turn else exchanges[:1])
-    notes = () if num_tokens else (f"lengths are characters / {CHARACTERS_PER_TOKEN}",)
-    return builder.build(has_times=False, notes=notes)
+    return builder.build(has_times=False, notes=(f"lengths are characters / {CHARACTERS_PER_TOKEN}",))
 
 
-def _add(builder: TraceBuilder, exchanges: list[Exchange]) -> None:
-    num_before = 0
-    for turn, (message, answer) in enumerate(exchanges):
-        builder.add(TraceRow(0.0, num_before + message, answer, turn=turn))
-        num_before += message + answer
-
-
-def _exchanges(conversation: object, num_tokens: Callable[[str], int]) -> list[Exchange]:
-    if not isinstance(conversation, dict) or not isinstance(conversation.get("conversations"), list):
+def _first_exchange(conversation: object) -> TraceRow:
+    messages = conversation.get("conversations") if isinstance(conversation, dict) else None
+    if not isinstance(messages, list):
         raise ValueError('a conversation has no list "conversations"')
-    said: list[tuple[bool, str]] = []
-    for message in conversation["conversations"]:
-        is_model, text = _message(message)
-        if said and said[-1][0] == is_model:
-            said[-1] = (is_model, f"{said[-1][1]}\n{text}")
-        elif said or not is_model:
-            said.append((is_model, text))
-    exchanges = [
-        (num_tokens(message), num_tokens(answer))
-        for (_, message), (_, answer) in zip(said[::2], said[1::2], strict=False)
-    ]
-    # An empty message or answer ends the part that can be replayed.
-    num_usable = next((row for row, pair in enumerate(exchanges) if not all(pair)), len(exchanges))
-    return exchanges[:num_usable]
+    said = [(is_model, list(group)) for is_model, group in groupby(map(_message, messages), key=itemgetter(0))]
+    first = 1 if said and said[0][0] else 0
+    texts = ["\n".join(text for _, text in group) for _, group in said[first : first + 2]]
+    prompt, answer, *_ = (-(-len(text) // CHARACTERS_PER_TOKEN) for text in (*texts, "", ""))
+    return TraceRow(0.0, prompt, answer)
 
 
 def _message(message: object) -> tuple[bool, str]:
@@ -97,10 +68,6 @@ def _message(message: object) -> tuple[bool, str]:
     if name in _USER_NAMES or name == "system":
         return False, message["value"]
     raise ValueError(f"a message is from {str(name)[:40]!r}, which is neither the user nor the model")
-
-
-def _estimated_tokens(text: str) -> int:
-    return -(-len(text) // CHARACTERS_PER_TOKEN)
 
 
 def _elements(path: Path, file: IO[str]) -> Iterator[tuple[int, Any]]:

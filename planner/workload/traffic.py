@@ -100,8 +100,7 @@ class Traffic:
         arrivals = self.workload.arrivals
         if isinstance(arrivals, Recorded):
             return f"in the pattern of the trace, which has {wording.rate(arrivals.requests_per_s)}"
-        if not isinstance(arrivals, RandomGaps):
-            return "at a rate that swings with the hour"
+        assert isinstance(arrivals, RandomGaps)
         variation = arrivals.coefficient_of_variation
         return {0.0: "evenly spaced", 1.0: "Poisson arrivals"}.get(variation, f"gaps with a variation of {variation:g}")
 

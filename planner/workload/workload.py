@@ -27,7 +27,6 @@ class WorkloadSample:
     """First turns, each with its follow-ups."""
     unit_times: FloatArray
     """Start times at one conversation per second."""
-    arrivals: Arrivals
     clamped: Clamped
     """Report it to the user."""
 
@@ -48,7 +47,7 @@ class WorkloadSample:
         if not 0 < requests_per_s < np.inf:
             raise ValueError(f"a rate of {requests_per_s} requests/s is not possible: use a number above 0")
         conversations_per_s = requests_per_s * len(self.conversations) / self.num_requests
-        arrived_s = self.arrivals.at_rate(self.unit_times, conversations_per_s).tolist()
+        arrived_s = (self.unit_times / conversations_per_s).tolist()
         return [
             SimulatedRequest(at_s, it.num_prompt_tokens, it.num_output_tokens, it.segments, it.follow_up)
             for at_s, it in zip(arrived_s, self.conversations, strict=True)
@@ -96,23 +95,19 @@ class Workload:
         return WorkloadSample(
             conversations=conversations,
             unit_times=self.arrivals.unit_times(len(conversations), seed),
-            arrivals=self.arrivals,
             clamped=clamped,
         )
 
 
-def trace_workload(
-    trace: Trace, *, arrivals: Arrivals | None = None, mean_think_s: float = 0.0, slo: SloConfig | None = None
-) -> Workload:
+def trace_workload(trace: Trace, *, arrivals: Arrivals | None = None) -> Workload:
     """A trace's requests in order, at its own times or at those of another arrival process.
 
     Args:
         arrivals: by default the trace's own, or a Poisson process if it has no times.
-        mean_think_s: before follow-up turns, which traces do not record.
     """
     if arrivals is None:
         arrivals = POISSON if trace.arrived_s is None else Recorded(trace.arrived_s)
-    return Workload(name=trace.name, contents=TracePrompts(trace, mean_think_s), arrivals=arrivals, slo=slo)
+    return Workload(name=trace.name, contents=TracePrompts(trace), arrivals=arrivals)
 
 
 def _clamp(conversations: list[SimulatedRequest], max_model_len: int) -> tuple[list[SimulatedRequest], Clamped]:

@@ -22,7 +22,7 @@ def test_arrivals_are_as_many_as_asked_and_in_order(
 ) -> None:
     unit_times = process.unit_times(num_arrivals, seed)
     np.testing.assert_array_equal(unit_times, process.unit_times(num_arrivals, seed))
-    arrived_s = process.at_rate(unit_times, rate)
+    arrived_s = unit_times / rate
     assert len(arrived_s) == num_arrivals
     assert arrived_s[0] >= 0
     assert (np.diff(arrived_s) >= 0).all()
@@ -38,7 +38,7 @@ def test_gaps_have_the_mean_and_the_variation_asked_for(variation: float) -> Non
 def test_twice_the_rate_is_the_same_pattern_in_half_the_time() -> None:
     for process in (POISSON, RandomGaps(2), Recorded(np.array([5.0, 6, 6, 9]))):
         unit_times = process.unit_times(4, seed=0)
-        np.testing.assert_array_equal(process.at_rate(unit_times, 4.0) * 2, process.at_rate(unit_times, 2.0))
+        np.testing.assert_array_equal(unit_times / 4.0 * 2, unit_times / 2.0)
 
 
 def test_seeds_differ() -> None:
@@ -48,19 +48,19 @@ def test_seeds_differ() -> None:
 def test_a_recording_at_its_own_rate_is_as_recorded() -> None:
     recorded = Recorded(np.array([10.0, 11.0, 13.0, 20.0]))
     assert recorded.requests_per_s == pytest.approx(0.3)
-    arrived_s = recorded.at_rate(recorded.unit_times(4, seed=0), recorded.requests_per_s)
+    arrived_s = recorded.unit_times(4, seed=0) / recorded.requests_per_s
     np.testing.assert_allclose(arrived_s, [0, 1, 3, 10])
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_stretch_has_the_rate_that_is_asked_in_quiet_and_in_busy_hours(seed: int) -> None:
     recorded = Recorded(np.concatenate([np.arange(100.0), 100 + 0.1 * np.arange(100.0)]))
-    arrived_s = recorded.at_rate(recorded.unit_times(20, seed), 5.0)
+    arrived_s = recorded.unit_times(20, seed) / 5.0
     assert 19 / (arrived_s[-1] - arrived_s[0]) == pytest.approx(5.0)
     own_per_s = recorded.stretch_per_s(20, seed)
     first = first_row(200, 20, seed)
     as_recorded = recorded.recorded_s[first : first + 20] - recorded.recorded_s[first]
-    np.testing.assert_allclose(recorded.at_rate(recorded.unit_times(20, seed), own_per_s), as_recorded)
+    np.testing.assert_allclose(recorded.unit_times(20, seed) / own_per_s, as_recorded)
     at_once = Recorded(np.array([1.0, 1.0, 3.0]))
     assert at_once.stretch_per_s(2, 0) == at_once.requests_per_s
 

@@ -65,18 +65,3 @@ def test_messages_of_conversations_are_their_own() -> None:
     messages = [each.segments[1].content for each in contents.draw(500, 0)]
     assert len(set(messages)) == 500
     assert min(messages) == 3
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SystemPrompts(0, 10), "at least one prompt"),
-        (lambda: SystemPrompts(1, 10, -1), "Zipf exponent of -1"),
-        (lambda: Turns(0.5), "0.5 mean turns"),
-        (lambda: Turns(2, -1), "think time of -1"),
-    ],
-)
-def test_what_is_not_possible_is_refused(make: object, message: str) -> None:
-    assert callable(make)
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -5,38 +5,38 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.planner.workload.trace_reading import TraceFormat, read_trace, recognise
+from pdserve.planner.workload.trace_reading import read_trace, recognise
 from tests.planner.workload import test_trace_lines as lines
-from tests.planner.workload.test_trace_sharegpt import TWO_TURNS, num_words
+from tests.planner.workload.test_trace_sharegpt import TWO_TURNS
 
 TEXTS = [
-    (TraceFormat.MOONCAKE, lines.MOONCAKE),
-    (TraceFormat.AZURE, lines.AZURE_2023),
-    (TraceFormat.BURSTGPT, lines.BURSTGPT),
-    (TraceFormat.BURSTGPT, lines.BURSTGPT_SESSIONS),
-    (TraceFormat.PLAIN, lines.PLAIN_CSV),
-    (TraceFormat.PLAIN, lines.PLAIN_JSON),
-    (TraceFormat.SHAREGPT, json.dumps([TWO_TURNS])),
+    ("mooncake", lines.MOONCAKE),
+    ("azure", lines.AZURE_2023),
+    ("burstgpt", lines.BURSTGPT),
+    ("burstgpt", lines.BURSTGPT_SESSIONS),
+    ("plain", lines.PLAIN_CSV),
+    ("plain", lines.PLAIN_JSON),
+    ("sharegpt", json.dumps([TWO_TURNS])),
 ]
 
 
 @pytest.mark.parametrize(("trace_format", "text"), TEXTS)
 @pytest.mark.parametrize("before", ["", "\ufeff", "\n\n"])
-def test_a_format_is_known_by_its_content(trace_format: TraceFormat, text: str, before: str, tmp_path: Path) -> None:
+def test_a_format_is_known_by_its_content(trace_format: str, text: str, before: str, tmp_path: Path) -> None:
     path = tmp_path / "data.txt"
     path.write_text(before + text)
-    assert recognise(path) is trace_format
+    assert recognise(path) == trace_format
 
 
 @pytest.mark.parametrize(("trace_format", "text"), TEXTS)
 @pytest.mark.parametrize("before", ["", "\n\n"])
-def test_any_trace_is_read(trace_format: TraceFormat, text: str, before: str, tmp_path: Path) -> None:
+def test_any_trace_is_read(trace_format: str, text: str, before: str, tmp_path: Path) -> None:
     path = tmp_path / "data.txt"
     path.write_text(before + text)
-    trace = read_trace(path, num_tokens=num_words, multi_turn=True)
+    trace = read_trace(path)
     assert trace.name == "data"
-    assert trace.num_requests == 2
-    assert (trace.arrived_s is None) == (trace_format is TraceFormat.SHAREGPT)
+    assert trace.num_requests == (1 if trace_format == "sharegpt" else 2)
+    assert (trace.arrived_s is None) == (trace_format == "sharegpt")
 
 
 def test_leniency_is_passed_on(tmp_path: Path) -> None:
@@ -53,5 +53,5 @@ def test_what_is_not_known_is_refused_with_what_is(text: str, tmp_path: Path) ->
     path.write_text(text)
     with pytest.raises(ValueError, match="no known trace begins with") as caught:
         recognise(path)
-    for trace_format in TraceFormat:
-        assert trace_format.value in str(caught.value)
+    for trace_format, _ in TEXTS:
+        assert trace_format in str(caught.value)

@@ -9,8 +9,6 @@ import pytest
 from pdserve.planner.workload import trace_sharegpt
 from pdserve.planner.workload.trace import Trace
 from pdserve.planner.workload.trace_sharegpt import read_sharegpt
-from pdserve.planner.workload.workload import trace_workload
-from tests.planner.workload.test_conversations import turns_of
 
 
 def conversation(*said: str) -> dict[str, Any]:
@@ -23,49 +21,21 @@ TWO_TURNS = conversation("human: one two three", "gpt: four", "human: five six",
 ONE_TURN = conversation("human: a b", "gpt: c d e")
 
 
-def num_words(text: str) -> int:
-    return len(text.split())
-
-
 def read(folder: Path, data: object, **arguments: Any) -> Trace:
     path = folder / "sg.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data, indent=1))
     return read_sharegpt(path, **arguments)
 
 
-def lengths(trace: Trace) -> list[tuple[int, int, int]]:
-    return [*zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), trace.turns.tolist(), strict=True)]
+def lengths(trace: Trace) -> list[tuple[int, int]]:
+    return [*zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)]
 
 
-def test_the_first_answers_are_requests(tmp_path: Path) -> None:
-    trace = read(tmp_path, [TWO_TURNS, ONE_TURN], num_tokens=num_words)
-    assert lengths(trace) == [(3, 1, 0), (2, 3, 0)]
+def test_the_first_answers_are_requests_of_estimated_lengths(tmp_path: Path) -> None:
+    trace = read(tmp_path, [TWO_TURNS, ONE_TURN])
+    assert lengths(trace) == [(4, 1), (1, 2)]
     assert trace.arrived_s is None
-    assert trace.notes == ()
-
-
-def test_estimated_lengths_are_said_to_be(tmp_path: Path) -> None:
-    trace = read(tmp_path, [conversation("human: 123456789", "gpt: 1234")])
-    assert lengths(trace) == [(3, 1, 0)]
     assert trace.notes == ("lengths are characters / 4",)
-
-
-def test_every_turn_may_be_a_request(tmp_path: Path) -> None:
-    trace = read(tmp_path, [TWO_TURNS, ONE_TURN], num_tokens=num_words, multi_turn=True)
-    assert lengths(trace) == [(3, 1, 0), (6, 2, 1), (2, 3, 0)]
-    first, second = trace_workload(trace, mean_think_s=4.0).draw(3).conversations
-    assert [turn.num_prompt_tokens for turn in turns_of(first)] == [3, 6]
-    assert first.follow_up is not None
-    assert first.follow_up.arrived_s > 0
-    assert second.follow_up is None
-
-
-def test_a_stretch_begins_with_a_conversation(tmp_path: Path) -> None:
-    trace = read(tmp_path, [TWO_TURNS] * 10, num_tokens=num_words, multi_turn=True)
-    for seed in range(20):
-        sample = trace_workload(trace).draw(5, seed)
-        assert sample.num_requests == 5
-        assert [each.num_prompt_tokens for each in sample.conversations] == [3, 3, 3]
 
 
 def test_odd_conversations_make_sense(tmp_path: Path) -> None:
@@ -76,8 +46,8 @@ def test_odd_conversations_make_sense(tmp_path: Path) -> None:
         conversation("human: empty", "gpt: "),
         conversation(),
     ]
-    trace = read(tmp_path, data, num_tokens=num_words, multi_turn=True)
-    assert lengths(trace) == [(5, 2, 0), (1, 1, 0)]
+    trace = read(tmp_path, data)
+    assert lengths(trace) == [(6, 3), (2, 1)]
     assert trace.num_empty == 3
 
 
@@ -125,8 +95,8 @@ def test_what_is_no_array_is_always_refused(text: str, message: str, tmp_path: P
 @pytest.mark.parametrize("num_characters", [1, 7, 64, 5000])
 def test_files_are_read_in_pieces(num_characters: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_sharegpt, "_CHUNK_CHARACTERS", num_characters)
-    trace = read(tmp_path, [TWO_TURNS, ONE_TURN] * 20, num_tokens=num_words)
-    assert lengths(trace) == [(3, 1, 0), (2, 3, 0)] * 20
+    trace = read(tmp_path, [TWO_TURNS, ONE_TURN] * 20)
+    assert lengths(trace) == [(4, 1), (1, 2)] * 20
 
 
 def test_an_endless_conversation_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

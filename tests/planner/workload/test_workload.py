@@ -156,7 +156,6 @@ def test_times_and_lengths_of_a_stretch_belong_together(tmp_path: Path) -> None:
         num_prompt_tokens=trace.num_prompt_tokens,
         num_output_tokens=trace.num_output_tokens,
         segments=[],
-        turns=trace.turns,
     )
     starts = set()
     for seed in range(8):
