@@ -94,8 +94,6 @@ class WorkerConfig:
     """Factor on emulated durations."""
     park_timeout_s: float = 30.0
     """Time until the worker frees a parked prompt that was not pulled."""
-    session_grace_s: float = 3.0
-    """Time after a router's stream breaks until the worker cancels its requests."""
 
 
 def whole_worker_id(worker_id: str) -> str:

@@ -240,7 +240,6 @@ def emulated_config(model_path: Path, role: WorkerRole, **fields: object) -> Wor
         "emulate": "h100-sxm",
         "time_scale": 0.0,
         "cluster_token": "secret",
-        "session_grace_s": 0.3,
         **fields,
     }
     return WorkerConfig(role=role, model_path=str(model_path), **values)  # type: ignore[arg-type]

@@ -90,7 +90,7 @@ class WorkerService:
         self._inbox = inbox
         self._is_healthy = is_healthy
         self._announce = announce
-        self._sessions = SessionTable(grace_s=config.session_grace_s, on_end=lambda n: inbox.put(SessionEnded(n)))
+        self._sessions = SessionTable(lambda n: inbox.put(SessionEnded(n)))
         self._load = worker_pb2.Load()
         """Load in the last report, without its step."""
         self._cached_hashes: set[bytes] = set()

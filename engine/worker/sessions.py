@@ -38,8 +38,6 @@ class Session:
         self.closed = asyncio.Event()
         self.has_ended = False
         """Its requests are being cancelled."""
-        self.grace: asyncio.TimerHandle | None = None
-        """Ends the session some time after its stream broke."""
 
     def send(self, message: worker_pb2.WorkerMessage) -> None:
         """Queue a message. If the queue is full the router has stalled, and the session is closed instead."""
@@ -77,8 +75,7 @@ class Session:
 class SessionTable:
     """All sessions of a worker. ``on_end`` receives the id of a session whose requests must be cancelled."""
 
-    def __init__(self, *, grace_s: float, on_end: Callable[[int], None]) -> None:
-        self._grace_s = grace_s
+    def __init__(self, on_end: Callable[[int], None]) -> None:
         self._on_end = on_end
         self._newest: dict[str, Session] = {}
         """Last session of each router."""
@@ -102,17 +99,11 @@ class SessionTable:
         return session
 
     def leave(self, session: Session) -> None:
-        """Handle the end of a stream. Its requests live on for the grace time, or end now if this side closed it."""
-        self.open.pop(session.id, None)
+        """Handle the end of a stream, whoever ended it: the router counts what it sent through it as lost."""
         session.closed.set()
-        if session.close_reason:
-            self._end(session)
-        elif not session.has_ended:
-            session.grace = asyncio.get_running_loop().call_later(self._grace_s, self._end, session)
+        self._end(session)
 
     def _end(self, session: Session) -> None:
-        if session.grace is not None:
-            session.grace.cancel()
         self.open.pop(session.id, None)
         if not session.has_ended:
             session.has_ended = True

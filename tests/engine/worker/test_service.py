@@ -45,7 +45,6 @@ from pdserve.proto.v1 import worker_pb2
 from tests.workers import RouterClient, wait_until
 
 LIMITS = ModelLimits(max_model_len=256, vocab_size=512, eos_token_ids=(2,))
-GRACE_S = 0.3
 NO_HANDLE: Future[StepOutput] = Future()
 
 
@@ -60,7 +59,6 @@ class LoopSide:
             role=WorkerRole.DECODE,
             model_path="",
             cluster_token="secret",
-            session_grace_s=GRACE_S,
         )
         welcome = worker_pb2.Welcome(worker_id="decode-0", worker_epoch=7, max_model_len=256, kv_address="127.0.0.1:1")
         self.announced: list[Grammar] = []
@@ -235,13 +233,11 @@ def test_a_session_starts_with_a_hello_and_has_one(loop_side: LoopSide) -> None:
         router.wait_for(lambda: router.error is grpc.StatusCode.INVALID_ARGUMENT, "a refusal")
 
 
-def test_a_broken_session_ends_after_the_grace_time(loop_side: LoopSide) -> None:
+def test_a_broken_session_ends(loop_side: LoopSide) -> None:
     with RouterClient(loop_side.address, token="secret") as router:
         router.submit(a_request(1))
         key = loop_side.next_key()
-    broken_s = time.monotonic()
     assert loop_side.next_message() == SessionEnded(key.session)
-    assert time.monotonic() - broken_s > GRACE_S / 2
 
 
 def test_a_newer_epoch_ends_the_older_session_at_once_and_an_older_one_is_refused(loop_side: LoopSide) -> None:
@@ -411,7 +407,6 @@ def test_a_call_that_is_cancelled_while_its_parts_end_ends_its_session(loop_side
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await asyncio.sleep(2 * GRACE_S)
 
     asyncio.run(cancel_late())
     assert loop_side.next_message() == SessionEnded(1)
