@@ -229,7 +229,9 @@ class RouterConfig:
     tracing: str = ""
     """URL of an OpenTelemetry collector, such as ``http://127.0.0.1:4318`` (OTLP over HTTP), that gets spans of each
     request and its phases; needs ``pdserve[tracing]``. Empty for none."""
-    replicas: int = 1
+    replicas: Annotated[int, between(1, 64)] = 1
+    """Router processes that share ``port``: the system spreads connections over them. Each has sessions to all workers,
+    an admin port, the next ones after ``admin_port`` unless that is 0, and its share of limits."""
     policy: Policy = DEFAULT_POLICY
     """Chooses the workers of each request: ``goodput``, ``least-time``, or a baseline to compare with."""
     max_queued_requests: Annotated[int, between(1, 2**20)] = 1024

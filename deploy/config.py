@@ -112,9 +112,6 @@ def _check_fit(config: DeploymentConfig, use: Use) -> None:
         raise ConfigError(
             "router.host is empty; write 127.0.0.1 for this machine only or 0.0.0.0 for every interface", "router.host"
         )
-    if config.router.replicas != 1:
-        key = "router.replicas"
-        raise ConfigError(f"{key} is {config.router.replicas}; only 1 is supported today", key)
     for origin in config.router.cors_origins:
         if not _ORIGIN.fullmatch(origin):
             raise ConfigError(

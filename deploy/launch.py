@@ -163,6 +163,17 @@ def _lends_cores(launch: Launch, role: WorkerRole) -> bool:
     return launch.config.phase(role).lend_cores and launch.num_ranks(role) == 1
 
 
+def router_configs(
+    launch: Launch, cluster_token: str = "", admin_token: str = "", hosts: Sequence[Launch] = ()
+) -> list[RouterProcessConfig]:
+    """Configuration of each router, with the arguments of `router_config`."""
+    config, num = router_config(launch, cluster_token, admin_token, hosts), launch.config.router.replicas
+    admin_ports = [config.admin_port and config.admin_port + number for number in range(num)]
+    return [
+        replace(config, replica=number, num_replicas=num, admin_port=port) for number, port in enumerate(admin_ports)
+    ]
+
+
 def router_config(
     launch: Launch, cluster_token: str = "", admin_token: str = "", hosts: Sequence[Launch] = ()
 ) -> RouterProcessConfig:

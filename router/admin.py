@@ -48,7 +48,14 @@ class Target(BaseModel):
 
 def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs, overview: Overview) -> FastAPI:
     model = {"path": str(Path(config.model_path).resolve()), "name": config.served_name}
+    replicas = cluster.dispatcher.replicas
     app = FastAPI(title="pdserve admin", docs_url=None, redoc_url=None, openapi_url=None)
+
+    def routers(request: Request) -> list[str]:
+        """Admin addresses: that at which this router was asked, then those of its replicas."""
+        own_port = request.scope["server"][1]
+        others = [request.url.replace(port=port).netloc for port in replicas.admin_ports if port != own_port]
+        return [request.url.netloc, *others]
 
     @app.middleware("http")
     async def check_caller(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -67,8 +74,8 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
     @app.get("/targets")
     async def discover(request: Request) -> list[dict[str, Any]]:
         """Targets in the format of Prometheus' HTTP service discovery: this router, by the address at which it was
-        asked, because it reports for all workers."""
-        return [{"targets": [request.url.netloc], "labels": {"__meta_pdserve_model": config.served_name}}]
+        asked, and its replicas. The first one reports for all workers."""
+        return [{"targets": routers(request), "labels": {"__meta_pdserve_model": config.served_name}}]
 
     @app.get("/workers")
     async def list_workers() -> list[dict[str, Any]]:
@@ -83,6 +90,11 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
             raise HTTPException(400, str(error)) from None
         return await list_workers()
 
+    @app.put("/routers")
+    async def put_routers(admin_ports: list[int]) -> None:
+        """Replace the list of routers that share the port of the API: those that are up, this one included."""
+        replicas.put(admin_ports)
+
     @app.post("/drain")
     async def drain() -> dict[str, Any]:
         """Refuse new requests; running ones continue. The process stays; SIGTERM ends it once `in_flight` is 0."""
@@ -95,10 +107,11 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
         return overview.now()
 
     @app.get("/status")
-    async def status() -> dict[str, Any]:
+    async def status(request: Request) -> dict[str, Any]:
         """State of the router and its workers, and what `pdserve plan --live` needs to know of the deployment."""
         dispatcher = cluster.dispatcher
         return {
+            "routers": routers(request),
             "ready": cluster.is_ready,
             "draining": dispatcher.is_draining,
             "in_flight": dispatcher.num_in_flight,

@@ -47,6 +47,7 @@ from pdserve.router.log_format import configure_log
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.overview import Overview
 from pdserve.router.process_config import RouterProcessConfig
+from pdserve.router.replicas import Replicas
 from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
 from pdserve.router.requests.policy import Costs
 from pdserve.router.text.tokenizer import ChatTokenizer
@@ -108,19 +109,20 @@ async def serve(config: RouterProcessConfig) -> int:
     # From the token, so that a restarted router finds the blocks that workers have cached.
     cache_secret = config.cluster_token.encode() or secrets.token_bytes(32)
     tiers = (DEFAULT_TIER, *config.slo.tiers)
-    keys = KeyFile(Path(config.keys_file), cache_secret, tiers) if config.keys_file else None
+    replicas = Replicas(config.num_replicas)
+    keys = KeyFile(Path(config.keys_file), cache_secret, tiers, replicas) if config.keys_file else None
     request_log = RequestLog(Path(config.request_log)) if config.request_log else None
     tracer = _tracer(config.tracing) if config.tracing else None
-    public = listen(config.host, config.port, "router.port")
+    public = listen(config.host, config.port, "router.port", is_shared=config.num_replicas > 1)
     admin = listen(config.admin_host, config.admin_port, "router.admin_port")
 
-    metrics = RouterMetrics(config.slo)
+    metrics = RouterMetrics(config.slo, has_workers=config.replica == 0)
     settings = DispatchSettings(
         policy=config.policy,
         max_in_flight=config.max_queued_requests,
         slo=config.slo,
     )
-    dispatcher = Dispatcher(costs, settings, time.monotonic, metrics)
+    dispatcher = Dispatcher(costs, settings, time.monotonic, metrics, replicas)
     metrics.track(dispatcher)
     cluster = Cluster(dispatcher, metrics, cluster_token=config.cluster_token, tls=config.tls)
     overview = Overview(cluster, metrics, config.slo, config.served_name)
@@ -200,8 +202,8 @@ def build_cost_models(config: RouterProcessConfig) -> Costs:
     return costs
 
 
-def listen(host: str, port: int, key: str) -> socket.socket:
-    """Open a socket that listens on ``host:port``.
+def listen(host: str, port: int, key: str, *, is_shared: bool = False) -> socket.socket:
+    """Open a socket that listens on ``host:port``; ``is_shared`` with other processes of this user.
 
     Raises:
         ValueError: the address is unusable; the message names ``key`` of the deployment file as the remedy.
@@ -213,6 +215,8 @@ def listen(host: str, port: int, key: str) -> socket.socket:
         raise ValueError(f"cannot listen on {host}: {error}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

@@ -166,10 +166,12 @@ class WorkerMetrics:
 class RouterMetrics(DispatchObserver):
     """Every metric family of the router process; counts the events of the dispatcher and the HTTP edge."""
 
-    def __init__(self, slo: SloConfig | None = None) -> None:
+    def __init__(self, slo: SloConfig | None = None, *, has_workers: bool = True) -> None:
+        """``has_workers``: whether `registry` has what workers report, which one of several routers shows."""
         # They would double the number of series, and nothing reads them.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
+        worker_registry = registry if has_workers else CollectorRegistry()
         self._dispatcher: Dispatcher | None = None
         self._slo = slo or SloConfig()
         self.workers: set[WorkerMetrics] = set()
@@ -180,10 +182,13 @@ class RouterMetrics(DispatchObserver):
         self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
         """Requests that failed and workers that were lost, in words, the newest last."""
 
-        def family(kind: type[Family], metric: metrics.Metric) -> Family:
+        def family(kind: type[Family], metric: metrics.Metric, shown_in: CollectorRegistry = registry) -> Family:
             assert metric.kind == kind.__name__.lower()
             options: dict[str, Any] = {"buckets": metric.buckets} if metric.buckets else {}
-            return kind(metric.name, metric.help, metric.labels, registry=registry, **options)
+            return kind(metric.name, metric.help, metric.labels, registry=shown_in, **options)
+
+        def worker_family(kind: type[Family], metric: metrics.Metric) -> Family:
+            return family(kind, metric, worker_registry)
 
         self.requests = family(Counter, metrics.REQUESTS)
         self.outcomes = family(Counter, metrics.OUTCOMES)
@@ -214,30 +219,30 @@ class RouterMetrics(DispatchObserver):
         self.fallbacks = family(Counter, metrics.FALLBACKS)
         self.placements = family(Counter, metrics.PLACEMENTS)
         self.route_seconds = family(Histogram, metrics.ROUTE_SECONDS)
-        self.worker_up = family(Gauge, metrics.WORKER_UP)
-        self.ready_workers = family(Gauge, metrics.READY_WORKERS)
-        self.worker_ranks = family(Gauge, metrics.WORKER_RANKS)
-        self.worker_limits = family(Gauge, metrics.WORKER_LIMITS)
-        self.worker_price = family(Gauge, metrics.WORKER_PRICE)
-        self.restarts = family(Counter, metrics.RESTARTS)
-        self.worker_busy_seconds = family(Counter, metrics.WORKER_BUSY_SECONDS)
-        self.worker_predicted_busy_seconds = family(Counter, metrics.WORKER_PREDICTED_BUSY_SECONDS)
-        self.step_seconds = PlainHistogram(metrics.STEP_SECONDS, registry)
-        self.predicted_step_seconds = PlainHistogram(metrics.PREDICTED_STEP_SECONDS, registry)
-        self.step_tokens = PlainHistogram(metrics.STEP_TOKENS, registry)
-        self.running = family(Gauge, metrics.RUNNING)
-        self.waiting = family(Gauge, metrics.WAITING)
-        self.parked = family(Gauge, metrics.PARKED)
-        self.kv_blocks = family(Gauge, metrics.KV_BLOCKS)
-        self.preemptions = family(Counter, metrics.PREEMPTIONS)
-        self.swap_outs = family(Counter, metrics.SWAP_OUTS)
-        self.swap_ins = family(Counter, metrics.SWAP_INS)
-        self.transfer_seconds = family(Histogram, metrics.TRANSFER_SECONDS)
-        self.transfer_bytes = family(Histogram, metrics.TRANSFER_BYTES)
-        self.transfer_failures = family(Counter, metrics.TRANSFER_FAILURES)
-        self.link_pulls = family(Counter, metrics.LINK_PULLS)
-        self.link_bytes = family(Counter, metrics.LINK_BYTES)
-        self.link_seconds = family(Counter, metrics.LINK_SECONDS)
+        self.worker_up = worker_family(Gauge, metrics.WORKER_UP)
+        self.ready_workers = worker_family(Gauge, metrics.READY_WORKERS)
+        self.worker_ranks = worker_family(Gauge, metrics.WORKER_RANKS)
+        self.worker_limits = worker_family(Gauge, metrics.WORKER_LIMITS)
+        self.worker_price = worker_family(Gauge, metrics.WORKER_PRICE)
+        self.restarts = worker_family(Counter, metrics.RESTARTS)
+        self.worker_busy_seconds = worker_family(Counter, metrics.WORKER_BUSY_SECONDS)
+        self.worker_predicted_busy_seconds = worker_family(Counter, metrics.WORKER_PREDICTED_BUSY_SECONDS)
+        self.step_seconds = PlainHistogram(metrics.STEP_SECONDS, worker_registry)
+        self.predicted_step_seconds = PlainHistogram(metrics.PREDICTED_STEP_SECONDS, worker_registry)
+        self.step_tokens = PlainHistogram(metrics.STEP_TOKENS, worker_registry)
+        self.running = worker_family(Gauge, metrics.RUNNING)
+        self.waiting = worker_family(Gauge, metrics.WAITING)
+        self.parked = worker_family(Gauge, metrics.PARKED)
+        self.kv_blocks = worker_family(Gauge, metrics.KV_BLOCKS)
+        self.preemptions = worker_family(Counter, metrics.PREEMPTIONS)
+        self.swap_outs = worker_family(Counter, metrics.SWAP_OUTS)
+        self.swap_ins = worker_family(Counter, metrics.SWAP_INS)
+        self.transfer_seconds = worker_family(Histogram, metrics.TRANSFER_SECONDS)
+        self.transfer_bytes = worker_family(Histogram, metrics.TRANSFER_BYTES)
+        self.transfer_failures = worker_family(Counter, metrics.TRANSFER_FAILURES)
+        self.link_pulls = worker_family(Counter, metrics.LINK_PULLS)
+        self.link_bytes = worker_family(Counter, metrics.LINK_BYTES)
+        self.link_seconds = worker_family(Counter, metrics.LINK_SECONDS)
         self._links: set[tuple[str, str]] = set()
         # A series that appears with its first event has no rate before the second.
         for outcome in Outcome:

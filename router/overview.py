@@ -110,6 +110,7 @@ class Overview:
         return {
             "model": self._model,
             "state": state,
+            "num_routers": dispatcher.replicas.num,
             "in_flight": dispatcher.num_in_flight,
             "queued": dispatcher.num_queued,
             "objective": {

@@ -23,6 +23,9 @@ class RouterProcessConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     """Port of the API; 0 picks a free one."""
+    replica: int = 0
+    """Number of this router among ``num_replicas``, which share ``port``. The first one's metrics have the workers'."""
+    num_replicas: int = 1
     admin_host: str = "127.0.0.1"
     admin_port: int = 0
     """Port of metrics, targets, drain and status; 0 picks a free one."""

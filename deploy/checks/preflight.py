@@ -32,7 +32,9 @@ _CONNECT_TIMEOUT_S = 5.0
 def check_ports(launch: Launch) -> None:
     """Raises DeployError if the router cannot listen: port taken or not permitted, or address not on this host."""
     router = launch.config.router
-    for key, host, port in (("port", router.host, router.port), ("admin_port", router.admin_host, router.admin_port)):
+    admin_ports = range(router.admin_port, router.admin_port + (router.replicas if router.admin_port else 1))
+    listeners = [("port", router.host, router.port), *(("admin_port", router.admin_host, port) for port in admin_ports)]
+    for key, host, port in listeners:
         try:
             with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -34,6 +34,8 @@ class ClusterNote:
     """Process id of the supervisor."""
     url: str
     admin_url: str
+    """That of the first router."""
+    other_admin_urls: tuple[str, ...] = ()
     folder: str = ""
     admin_token_file: str = ""
     """File with the admin port's token, readable by the user only."""
@@ -139,7 +141,7 @@ def admin_headers(admin_url: str) -> dict[str, str]:
     """Headers with the token of the user's cluster at ``admin_url``, or of ``PDSERVE_ADMIN_TOKEN`` for another's."""
     token = os.environ.get("PDSERVE_ADMIN_TOKEN", "")
     for note in running_clusters():
-        if note.admin_url == admin_url.rstrip("/") and note.admin_token_file:
+        if admin_url.rstrip("/") in (note.admin_url, *note.other_admin_urls) and note.admin_token_file:
             with contextlib.suppress(OSError):
                 token = Path(note.admin_token_file).read_text().strip()
     return {"Authorization": f"Bearer {token}"} if token else {}

@@ -1,6 +1,7 @@
-"""The router's process: starts it, watches it, and sends it the list of workers.
+"""A router's process: starts it, watches it, and sends it the lists of workers and routers.
 
-Talks to the router through its admin port and ``/live``. A restarted router keeps its ports.
+Talks to the router through its admin port, because the port of the API may be that of several. A restarted router keeps
+its ports.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -30,13 +32,16 @@ _NO_KEEPALIVE = httpx.Limits(max_keepalive_connections=0)
 
 
 class RouterProcess(SupervisedProcess):
-    def __init__(self, config: RouterProcessConfig, log_path: Path) -> None:
-        super().__init__("router")
+    def __init__(self, config: RouterProcessConfig, folder: Path) -> None:
+        """``folder``: of its log."""
+        super().__init__(f"router-{config.replica}" if config.num_replicas > 1 else "router")
         self.config = config
         """Its ports are those in use once the router is up."""
-        self._log_path = log_path
+        self.are_lists_due = False
+        """Whether `put_lists` has something new to tell the router."""
+        self._log_path = folder / f"{self.name}.log"
         self._process: subprocess.Popen[bytes] | None = None
-        # Its certificate is for other names than that of this machine for itself.
+        # The admin port has no TLS, and loading certificates takes longer than an answer.
         self._http = httpx.Client(timeout=_HTTP_TIMEOUT_S, limits=_NO_KEEPALIVE, trust_env=False, verify=False)
         self._checked_s = self._alive_s = 0.0
 
@@ -59,13 +64,14 @@ class RouterProcess(SupervisedProcess):
         """Exit code; ``None`` while the router runs."""
         return self._process.poll() if self._process else None
 
-    def put_targets(self, endpoints: Sequence[WorkerEndpoint]) -> bool:
-        """Replace the router's list of workers; returns whether the router has accepted it."""
-        try:
-            body = to_plain(list(endpoints))
-            return self._http.put(f"{self.admin_url}/workers", json=body, headers=self._admin_headers()).is_success
-        except httpx.HTTPError:
-            return False
+    def put_lists(self, endpoints: Sequence[WorkerEndpoint], admin_ports: Sequence[int]) -> None:
+        """Replace the router's lists of workers and routers; they are due until it has accepted both."""
+        lists = {"workers": to_plain(list(endpoints)), "routers": list(admin_ports)}
+        with suppress(httpx.HTTPError):
+            self.are_lists_due = not all(
+                self._http.put(f"{self.admin_url}/{name}", json=body, headers=self._admin_headers()).is_success
+                for name, body in lists.items()
+            )
 
     def is_ready(self) -> bool:
         """True if both phases have answered a real request. Asks the admin port: ``/health`` may need an API key."""
@@ -115,7 +121,7 @@ class RouterProcess(SupervisedProcess):
         if now_s - self._checked_s < CHECK_INTERVAL_S:
             return
         self._checked_s = now_s
-        if self._answers("/live"):
+        if self._answers():
             self._alive_s = now_s
         elif now_s - self._alive_s > HANG_S:
             raise TimeoutError(f"no answer for {HANG_S:.0f} s")
@@ -129,9 +135,9 @@ class RouterProcess(SupervisedProcess):
         reason = last_error(self._log_path).removeprefix("python -m pdserve.router: ")
         raise RuntimeError(reason or f"ended with exit code {code}")
 
-    def _answers(self, path: str) -> bool:
+    def _answers(self) -> bool:
         try:
-            return self._http.get(f"{self.address}{path}").status_code == httpx.codes.OK
+            return self._http.get(f"{self.admin_url}/workers", headers=self._admin_headers()).is_success
         except httpx.HTTPError:
             return False
 

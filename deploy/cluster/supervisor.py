@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent import futures
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -41,7 +42,7 @@ from pdserve.deploy.cluster.supervised_process import ProcessState, SupervisedPr
 from pdserve.deploy.cluster.worker_process import MIN_START_TIMEOUT_S, WorkerProcess
 from pdserve.deploy.commands.progress import Progress
 from pdserve.deploy.commands.status import fetch_status, num_blocks
-from pdserve.deploy.launch import Launch, router_config
+from pdserve.deploy.launch import Launch, router_configs
 from pdserve.kernels.cpu.build import is_built
 from pdserve.model.weights.demo_model import DEMO_MODEL
 
@@ -64,13 +65,12 @@ class Supervisor:
         self._cluster_token = secrets.token_hex(32)
         self._num_signals = 0
         self._is_ready = False
-        self._are_targets_due = False
         self._folder: Path
         self._desk = RayDesk()
         self._ray: RayCluster
         self._is_silent = False
         """True while Ray does not answer."""
-        self._router: RouterProcess
+        self._routers: list[RouterProcess]
         self._fleet: Fleet
         self._waits_for = ""
         """What the placement of the workers waits for."""
@@ -102,8 +102,8 @@ class Supervisor:
             token_file = launch.config.router.admin_token_file or self._folder / "admin_token"
             self._admin_token_file = Path(token_file).absolute()
             self._admin_token = make_admin_token(self._admin_token_file)
-            config = router_config(launch, self._cluster_token, self._admin_token)
-            self._router = RouterProcess(config, self._folder / "router.log")
+            configs = router_configs(launch, self._cluster_token, self._admin_token)
+            self._routers = [RouterProcess(config, self._folder) for config in configs]
             if launch.ray_address:
                 self._ray = ExistingRay(self._desk, launch.ray_address)
             else:
@@ -111,7 +111,7 @@ class Supervisor:
                 self._ray = PrivateRay(self._desk, self._folder / "ray", len(launch.roles), ray_token)
             self._fleet = Fleet(self._ray, launch, self._cluster_token, self._folder)
             self._control = ControlPort(self._folder)
-            self._changes = Changes(self._fleet, launch.drain_timeout_s, self._put_targets_soon)
+            self._changes = Changes(self._fleet, launch.drain_timeout_s, self._put_lists_soon)
             try:
                 self._begin(model_warning)
                 while not self._num_signals:
@@ -154,13 +154,14 @@ class Supervisor:
         self._reconcile_processes()
         if self._compiler is not None:
             self._reconcile_compiler(self._compiler)
-        if self._router.state is ProcessState.UP:
-            if self._are_targets_due:
+        up = [router for router in self._routers if router.state is ProcessState.UP]
+        for router in up:
+            if router.are_lists_due:
                 endpoints = [endpoint for worker in self._workers for endpoint in worker.endpoints]
-                self._are_targets_due = not self._router.put_targets(endpoints)
-            if not self._is_ready and self._router.is_ready():
-                with contextlib.suppress(DeployError):  # retried at the next tick
-                    self._announce()
+                router.put_lists(endpoints, [each.config.admin_port for each in up])
+        if not self._is_ready and up == self._routers and all(router.is_ready() for router in up):
+            with contextlib.suppress(DeployError):  # retried at the next tick
+                self._announce()
         if self._is_ready and (said := self._control.turn(self._begin_change)):
             self._progress.note("change", said)
         if not self._is_ready and time.monotonic() > self._start_deadline_s:
@@ -169,9 +170,8 @@ class Supervisor:
 
     def _reconcile_processes(self) -> None:
         """Check every process once."""
-        is_router_known = self._workers or not self._launch.ray_address  # it predicts with the devices of the hosts
-        if is_router_known and (self._router.exit_code is None or not self._num_signals):  # a signal ends it
-            self._reconcile(self._router)
+        if self._workers or not self._launch.ray_address:  # routers predict with the devices of the hosts
+            self._reconcile_routers()
         self._reconcile(self._ray)
         if self._workers and self._desk.is_silent is not self._is_silent and not self._loss:
             self._report_silence()
@@ -190,6 +190,16 @@ class Supervisor:
             if worker.state is not ProcessState.STOPPED or self._fleet.has_host(worker):
                 self._reconcile(worker)
 
+    def _reconcile_routers(self) -> None:
+        first = self._routers[0]
+        for router in self._routers:
+            if router.exit_code is not None and self._num_signals:
+                continue  # it was asked to end
+            if not router.config.port:
+                router.config = replace(router.config, port=first.config.port)
+            if router is first or router.config.port:  # 0: the first one picks the port of all
+                self._reconcile(router)
+
     def _reconcile(self, process: SupervisedProcess) -> None:
         """Check a process, and report it if it came up or failed."""
         state = process.state
@@ -197,7 +207,7 @@ class Supervisor:
         if process.state is state or process.state is ProcessState.STARTING:
             return
         self._take_signals()
-        self._are_targets_due = True
+        self._put_lists_soon()
         if process.state is ProcessState.UP:
             self._progress.note(process.name, f"up at {process.address}")
             if isinstance(process, Host) and process.warning and not self._launch.emulate:
@@ -231,8 +241,9 @@ class Supervisor:
                 return self._changes.restart(names)
         raise DeployError("the cluster is of another version, which does not know this command")
 
-    def _put_targets_soon(self) -> None:
-        self._are_targets_due = True
+    def _put_lists_soon(self) -> None:
+        for router in self._routers:
+            router.are_lists_due = True
 
     def _outlive(self, ray: ExistingRay) -> None:
         """Serve what still runs after Ray has lost this process.
@@ -251,8 +262,8 @@ class Supervisor:
             self._loss = RayLoss(ray, self._folder / "probe.log", time.monotonic())
             self._is_silent = True
             self._write_note()
-        if self._loss.is_over(time.monotonic(), self._router):
-            raise RayLostError(self._router.config.port)
+        if self._loss.is_over(time.monotonic(), self._routers[0]):
+            raise RayLostError(self._routers[0].config.port)
 
     def _report_silence(self) -> None:
         self._is_silent = self._desk.is_silent
@@ -264,11 +275,12 @@ class Supervisor:
             self._write_note()
 
     def _write_note(self) -> None:
-        router = self._router
+        first, *others = self._routers
         note = ClusterNote(
             pid=os.getpid(),
-            url=router.address,
-            admin_url=router.admin_url,
+            url=first.address,
+            admin_url=first.admin_url,
+            other_admin_urls=tuple(router.admin_url for router in others),
             folder=str(self._folder),
             admin_token_file=str(self._admin_token_file),
             is_ray_silent=self._is_silent,
@@ -290,9 +302,9 @@ class Supervisor:
         if self._fleet.warning:
             self._progress.warn("gpus", self._fleet.warning)
         if self._workers and self._launch.ray_address:
-            self._router.config = router_config(
-                self._launch, self._cluster_token, self._admin_token, self._fleet.launches
-            )
+            configs = router_configs(self._launch, self._cluster_token, self._admin_token, self._fleet.launches)
+            for router, config in zip(self._routers, configs, strict=True):
+                router.config = config
 
     def _reconcile_compiler(self, compiler: subprocess.Popen[bytes]) -> None:
         if compiler.poll() is None:
@@ -309,7 +321,7 @@ class Supervisor:
         Raises:
             DeployError: the router does not answer.
         """
-        config, router = self._launch.config, self._router
+        config, router = self._launch.config, self._routers[0]
         self._write_note()  # has the token that `fetch_status` sends
         workers = fetch_status(router.admin_url)["workers"]
         self._is_ready = True
@@ -323,7 +335,7 @@ class Supervisor:
         rows += [("transport", config.kv_transfer.transport), ("API", f"{router.address}/v1")]
         if config.router.page:
             rows.append(("page", f"{router.address}/"))
-        rows.append(("admin", router.admin_url))
+        rows.append(("admin", ", ".join(router.admin_url for router in self._routers)))
         self._progress.banner(rows, curl_command(router.address, router.config.served_name))
 
     def _leave_cores_to_workers(self) -> None:
@@ -337,7 +349,7 @@ class Supervisor:
                 process = psutil.Process(worker.process_id)
                 workers |= {process.pid, *(child.pid for child in process.children(recursive=True))}
         daemons = self._ray.process_ids if isinstance(self._ray, PrivateRay) else []
-        for process_id in {self._router.process_id, *daemons} - workers:
+        for process_id in {*(router.process_id for router in self._routers), *daemons} - workers:
             pin_process(process_id, spare_cores)
 
     def _drain(self) -> int:
@@ -347,18 +359,23 @@ class Supervisor:
         self._progress.note("stopping", "finishing running requests; Ctrl-C again ends them")
         num_signals = self._num_signals
         deadline_s = time.monotonic() + self._launch.drain_timeout_s + _CLOSE_STREAMS_S
-        self._router.terminate()
-        while self._router.exit_code is None and time.monotonic() < deadline_s and self._num_signals == num_signals:
+        drained = [router for router in self._routers if router.state is ProcessState.UP]
+        for router in self._routers:
+            router.terminate()
+        while self._num_signals == num_signals and time.monotonic() < deadline_s:
+            if all(router.exit_code is not None for router in self._routers):
+                break
             self._tick()
             time.sleep(_TICK_S)
-        return 0 if self._router.exit_code == 0 else 1
+        return 0 if all(router.exit_code == 0 for router in drained) else 1
 
     def _end(self) -> None:
         """End every process, in any state."""
         self._control.close()
         if self._loss is not None:
             self._loss.end()
-        self._router.end()
+        for router in self._routers:
+            router.end()
         if self._compiler is not None:
             end_session(self._compiler, 0)
         if not self._desk.is_stuck and self._loss is None:

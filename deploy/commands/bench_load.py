@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -284,20 +285,18 @@ class _Target:
 
         from pdserve.contracts.metrics import PHASE_SECONDS
 
-        admin_url = next((note.admin_url for note in running_clusters() if note.url == self.address), "")
-        if not admin_url:
-            return {}
-        try:
-            text = httpx.get(f"{admin_url}/metrics", headers=admin_headers(admin_url), trust_env=False).text
-        except httpx.HTTPError:
-            return {}
-        families = {family.name: family for family in text_string_to_metric_families(text)}
-        samples = families[PHASE_SECONDS.name].samples if PHASE_SECONDS.name in families else ()
-        return {
-            sample.labels["phase"]: sample.value / self._time_scale
-            for sample in samples
-            if sample.name == f"{PHASE_SECONDS.name}_sum"
-        }
+        notes = [note for note in running_clusters() if note.url == self.address]
+        seconds: dict[str, float] = defaultdict(float)
+        for url in (url for note in notes for url in (note.admin_url, *note.other_admin_urls)):
+            try:
+                text = httpx.get(f"{url}/metrics", headers=admin_headers(url), trust_env=False).text
+            except httpx.HTTPError:
+                return {}
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    if sample.name == f"{PHASE_SECONDS.name}_sum":
+                        seconds[sample.labels["phase"]] += sample.value / self._time_scale
+        return dict(seconds)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from pdserve.deploy.cluster.folder import admin_headers
 from pdserve.deploy.commands import plan_options as options
 from pdserve.deploy.commands.plan_answer import Outputs, search, write_files
 from pdserve.deploy.commands.plan_options import ModelOptions, Objectives
-from pdserve.deploy.commands.status import fetch_status
+from pdserve.deploy.commands.status import fetch_status, other_routers
 
 if TYPE_CHECKING:
     from pdserve.model.cost.hardware import Hardware
@@ -53,7 +53,8 @@ def plan_live(
 
     added = options.added_hardware(watch.hardware_file)
     with options.failure():
-        cluster = running_cluster(fetch_status(watch.url, "--live"))
+        status = fetch_status(watch.url, "--live")
+        cluster = running_cluster(status)
         layout = running_layout(cluster.workers, lambda worker: _device(worker, cluster, watch.gpu, added))
     folder = outputs.model or _served_folder(cluster)
     served = dataclasses.replace(cluster.model, path=str(folder))
@@ -64,7 +65,7 @@ def plan_live(
         effort=effort,
     )
     overrides = list(_overrides(cluster, question, model_options, objectives))
-    observed = _observe(watch)
+    observed = _observe(watch, [watch.url, *other_routers(status)])
     traffic = observed_traffic(observed, question.model)
     found = search(question, traffic, num_processes=outputs.num_processes)
     with options.failure(), options.working("comparing with the placement that runs"):
@@ -136,13 +137,13 @@ def _overrides(
             yield f"--model names another model than the one in {served}, which the cluster serves."
 
 
-def _observe(watch: Watch) -> ObservedTraffic:
+def _observe(watch: Watch, routers: Sequence[str]) -> ObservedTraffic:
     from pdserve.planner.live.live import observe
 
-    before, begun_s = _fetch_metrics(watch.url), time.monotonic()
+    before, begun_s = "".join(map(_fetch_metrics, routers)), time.monotonic()
     with options.working(f"watching {watch.url} for {watch.window_s:g} s"):
         time.sleep(watch.window_s)
-    after, ended_s = _fetch_metrics(watch.url), time.monotonic()
+    after, ended_s = "".join(map(_fetch_metrics, routers)), time.monotonic()
     with options.failure():
         return observe(before, after, ended_s - begun_s)
 

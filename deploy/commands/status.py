@@ -1,7 +1,8 @@
-"""``pdserve status``: the router's view of a cluster as a table."""
+"""``pdserve status``: the routers' view of a cluster as a table."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -31,7 +32,8 @@ def show_status(admin_url: str, console: Console, *, is_ray_silent: bool = False
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in status["outcomes"].items() if count)
     console.print(
         f"{state}: {status['in_flight']} in flight, {status['queued']} queued, {status['accepted']} accepted"
-        + (f" ({outcomes})" if outcomes else ""),
+        + (f" ({outcomes})" if outcomes else "")
+        + (f" by {len(status['routers'])} routers" if len(status["routers"]) > 1 else ""),
         highlight=False,
     )
     if is_ray_silent:
@@ -41,8 +43,23 @@ def show_status(admin_url: str, console: Console, *, is_ray_silent: bool = False
 
 
 def fetch_status(admin_url: str, option: str = "--admin-url") -> dict[str, Any]:
-    """Fetch the router's status, as `fetch`."""
-    return fetch(admin_url, "status", option)
+    """Fetch the status of a router, as `fetch`, with the requests of its replicas."""
+    status = fetch(admin_url, "status", option)
+    for url in other_routers(status):
+        with suppress(DeployError):  # it is being restarted
+            other = fetch(url, "status", option)
+            for name in ("in_flight", "queued", "accepted"):
+                status[name] += other[name]
+            for outcome, count in other["outcomes"].items():
+                status["outcomes"][outcome] += count
+            status["ready"] = status["ready"] and other["ready"]
+            status["draining"] = status["draining"] or other["draining"]
+    return status
+
+
+def other_routers(status: dict[str, Any]) -> list[str]:
+    """Admin addresses of the replicas of the router that reported ``status``."""
+    return [f"http://{address}" for address in status["routers"][1:]]
 
 
 def fetch(admin_url: str, path: str, option: str = "--admin-url") -> dict[str, Any]:

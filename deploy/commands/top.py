@@ -39,6 +39,8 @@ def draw(overview: dict[str, Any], status: dict[str, Any]) -> RenderableType:
         f"{last['requests_per_s']:.1f} requests/s, {last['good_per_s']:.1f} good requests/s, "
         f"{last['tokens_per_s']:,.0f} tokens/s"
     )
+    if overview["num_routers"] > 1:
+        rates += f"\nrequests of one of {overview['num_routers']} routers: {', '.join(status['routers'])}"
     table = Table(box=None, pad_edge=False)
     for name in (f"last {last['window_s']:.0f} s", *(f"p{share * 100:.0f}" for share in QUANTILES), "objective"):
         table.add_column(name, no_wrap=True)

@@ -6,6 +6,7 @@ lengths are drawn independently, because histograms do not record their pairs.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -68,7 +69,8 @@ class ObservedTraffic:
 
 
 def observe(before: str, after: str, seconds: float) -> ObservedTraffic:
-    """The traffic between two scrapes of the router's `/metrics`, ``seconds`` apart.
+    """The traffic between two scrapes of the router's `/metrics`, or of those of all routers one after the other,
+    ``seconds`` apart.
 
     Raises:
         LiveError: the texts are not pdserve's metrics, the router restarted in between, or it received no requests.
@@ -107,14 +109,14 @@ def _meets_tpot(labels: tuple[tuple[str, str], ...]) -> bool:
 
 
 def _parse(text: str) -> Samples:
+    samples: defaultdict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
     try:
-        return {
-            (sample.name, tuple(sorted(sample.labels.items()))): float(sample.value)
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        }
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                samples[sample.name, tuple(sorted(sample.labels.items()))] += float(sample.value)
     except ValueError as error:
         raise LiveError(f"these are not Prometheus metrics: {error}; name the router's admin address") from error
+    return dict(samples)
 
 
 def _grown(old: Samples, new: Samples, name: str) -> float:

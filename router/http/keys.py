@@ -15,7 +15,7 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -24,6 +24,7 @@ from pdserve.contracts.codec import between, from_json, to_json
 from pdserve.contracts.deployment import DEFAULT_TIER
 from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.request import Grammar
+from pdserve.router.replicas import Replicas
 
 logger = logging.getLogger(__name__)
 
@@ -151,12 +152,19 @@ class Budget:
 class KeyFile:
     """Keys of a file, read again when it changes. A file that becomes unreadable changes nothing, and is logged."""
 
-    def __init__(self, path: Path, cache_secret: bytes, tiers: Collection[str] = (DEFAULT_TIER,)) -> None:
+    def __init__(
+        self,
+        path: Path,
+        cache_secret: bytes,
+        tiers: Collection[str] = (DEFAULT_TIER,),
+        replicas: Replicas | None = None,
+    ) -> None:
         """Read the file.
 
         Args:
             cache_secret: without it nobody can compute block hashes of a tenant.
             tiers: names that keys may have.
+            replicas: routers that share the limits.
 
         Raises:
             ConfigError: the file cannot be read.
@@ -164,6 +172,7 @@ class KeyFile:
         self._path = path
         self._stamp = _stamp(path)
         self._tiers = tiers
+        self._replicas = replicas or Replicas()
         self._keys = self._read()
         self._cache_secret = cache_secret
         self._in_flight: Counter[str] = Counter()
@@ -181,16 +190,31 @@ class KeyFile:
         key = self._keys.get(key_id, self._nobody)
         if not key.matches(secret):
             return None
+        key = self._limited(key)
         limits = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
         budgets = {of: self._budget(key.id, of, limit) for of, limit in limits.items() if limit}
         of_grammars = key.grammars_per_minute and self._budget(key.id, "grammars", key.grammars_per_minute)
         known = self._grammars.setdefault(key.id, OrderedDict())
         return Caller(key, self._cache_secret, self._in_flight, budgets, GrammarLimit(of_grammars or None, known))
 
+    def _limited(self, key: ApiKey) -> ApiKey:
+        """``key`` with this router's share of its limits."""
+        if self._replicas.num == 1:
+            return key
+        share = self._replicas.share
+        return replace(
+            key,
+            max_in_flight=share(key.max_in_flight),
+            requests_per_minute=share(key.requests_per_minute),
+            tokens_per_minute=share(key.tokens_per_minute),
+            grammars_per_minute=share(key.grammars_per_minute),
+        )
+
     def _budget(self, key_id: str, of: str, per_minute: int) -> Budget:
         budget = self._budgets.get((key_id, of))
-        if budget is None or budget.per_minute != per_minute:
+        if budget is None:
             budget = self._budgets[key_id, of] = Budget(per_minute, time.monotonic())
+        budget.per_minute = per_minute
         return budget
 
     def _read(self) -> dict[str, ApiKey]:

@@ -37,6 +37,7 @@ from pdserve.contracts.events import (
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import KvSource, Outcome, RequestState
 from pdserve.router.cluster.worker import Worker
+from pdserve.router.replicas import Replicas
 from pdserve.router.requests.placement import Arrival
 from pdserve.router.requests.policies import placement
 from pdserve.router.requests.policy import Costs, PrefillChoice, PromptBlocks, shortfall
@@ -59,7 +60,7 @@ class DispatchSettings:
     policy: Policy = DEFAULT_POLICY
     """Name of the placement policy."""
     max_in_flight: int = 1024
-    """Maximum choices accepted and not ended: a request for n answers counts as n requests."""
+    """Maximum choices accepted by all routers and not ended: a request for n answers counts as n requests."""
     slo: SloConfig = NO_OBJECTIVES
     """Tiers; an objective of 0 is none. Without one for TPOT, decode workers prefill nothing."""
     deadline_s: float = 600.0
@@ -119,8 +120,14 @@ class Dispatcher:
         settings: DispatchSettings,
         now_s: Callable[[], float],
         observer: DispatchObserver | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
-        """``now_s``: returns the current monotonic instant, of any origin."""
+        """
+        Args:
+            now_s: returns the current monotonic instant, of any origin.
+            replicas: routers that share ``settings.max_in_flight``.
+        """
+        self.replicas = replicas or Replicas()
         self.workers: dict[str, Worker] = {}
         """Workers that are up, by id."""
         self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(Outcome, 0))
@@ -353,7 +360,7 @@ class Dispatcher:
         if self.is_draining:
             self._observer.refused(tier)
             raise GenerationError(503, "the router is draining", retry_after_s=MIN_RETRY_AFTER_S)
-        max_in_flight = self._settings.max_in_flight
+        max_in_flight = self.replicas.share(self._settings.max_in_flight)
         if num_choices > max_in_flight:
             raise GenerationError(
                 400, f"{num_choices} choices are more than this router takes at once: {max_in_flight}"

@@ -101,7 +101,7 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ),
         ("model: {block_size: 0}", "model.block_size is 0; write a whole number from 1"),
         ("decode: {replicas: -1}", "decode.replicas is -1; write a whole number from 0"),
-        ("router: {replicas: 2}", "router.replicas is 2; only 1 is supported today"),
+        ("router: {replicas: 0}", "router.replicas is 0; write a whole number from 1 to 64"),
         ("router: {cors_origins: [chat.example.com]}", "router.cors_origins has 'chat.example.com'; write origins as"),
         ("router: {cors_origins: ['https://a.example/chat']}", "router.cors_origins has 'https://a.example/chat'"),
         ("router: {port: 70000}", "router.port is 70000; write a whole number from 0 to 65535"),

@@ -65,8 +65,23 @@ async def test_targets_are_put_whole(p: ScriptedWorker, d: ScriptedWorker) -> No
             parts = [{**target(d), "worker_id": f"decode-1.{number}", "epoch": epoch} for number in range(2)]
             await client.put("/workers", json=[target(p), *parts])
         assert rig.sample("pdserve_worker_restarts_total", role="decode") == 2, "once for both micro-batches"
-        discovered = (await client.get("/targets")).json()
-        assert discovered == [{"targets": ["127.0.0.1:9"], "labels": {"__meta_pdserve_model": SERVED.served_name}}]
+
+
+@with_workers("prefill-0")
+async def test_prometheus_discovers_every_router(p: ScriptedWorker) -> None:
+    async with running_rig() as rig, admin_client(rig) as client:
+
+        async def discovered() -> list[str]:
+            [group] = (await client.get("/targets")).json()
+            assert group["labels"] == {"__meta_pdserve_model": SERVED.served_name}
+            assert group["targets"] == (await client.get("/status")).json()["routers"]
+            return group["targets"]  # type: ignore[no-any-return]
+
+        assert await discovered() == ["127.0.0.1:9"]
+        for ports in ([9, 10], [10, 9]):
+            assert (await client.put("/routers", json=ports)).is_success
+            assert await discovered() == ["127.0.0.1:9", "127.0.0.1:10"]
+            assert rig.dispatcher.replicas.num == 2
 
 
 @with_workers("prefill-0")

@@ -33,6 +33,12 @@ def test_every_family_of_the_contract_is_there_and_no_other() -> None:
         assert rendered[metric.name].documentation == metric.help
 
 
+def test_one_of_several_routers_shows_the_workers() -> None:
+    text = scrape(RouterMetrics(has_workers=False))
+    of_requests = FAMILIES[: FAMILIES.index(contract.WORKER_UP)]
+    assert {family.name for family in text_string_to_metric_families(text)} == {each.name for each in of_requests}
+
+
 def test_a_frame_becomes_the_workers_series() -> None:
     metrics = RouterMetrics()
     worker = WorkerMetrics(metrics, "decode-0", WorkerRole.DECODE)

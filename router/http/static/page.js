@@ -67,7 +67,8 @@ function showState(text, isGood) {
 function draw({ now, points: added }) {
   points = [...points, ...added].slice(-MAX_POINTS);
   byId("model").textContent = now.model;
-  showState(now.state, now.state === "ready");
+  const part = now.num_routers > 1 ? `; requests of one of ${now.num_routers} routers` : "";
+  showState(now.state + part, now.state === "ready");
   drawFigures(now);
   drawWorkers(now);
   for (const name of ["ttft", "tpot"]) drawLatency(name, now.last[`${name}_s`], now.objective[`${name}_s`]);

@@ -24,14 +24,14 @@ def checked(router: RouterProcess) -> RouterProcess:
 
 def test_a_router_that_cannot_start_and_one_that_is_killed_say_why(tmp_path: Path) -> None:
     config = RouterProcessConfig(model_path="/nowhere", served_name="s", port=0)
-    router = RouterProcess(config, tmp_path / "log")
+    router = RouterProcess(config, tmp_path)
     try:
         wait_for(lambda: checked(router).failure, "its end")
         assert "/nowhere" in router.failure
         assert not router.failure.startswith("python -m")
     finally:
         router.end()
-    router = RouterProcess(RouterProcessConfig(model_path=str(DEMO_MODEL), served_name="s", port=0), tmp_path / "log")
+    router = RouterProcess(RouterProcessConfig(model_path=str(DEMO_MODEL), served_name="s", port=0), tmp_path)
     try:
         wait_for(lambda: checked(router).state is ProcessState.UP, "its ports")
         os.kill(router.process_id, signal.SIGKILL)
@@ -39,6 +39,12 @@ def test_a_router_that_cannot_start_and_one_that_is_killed_say_why(tmp_path: Pat
         assert router.failure == "killed by SIGKILL"
     finally:
         router.end()
+
+
+def accepts_lists(router: RouterProcess) -> bool:
+    router.are_lists_due = True
+    router.put_lists([], [router.config.admin_port])
+    return not router.are_lists_due
 
 
 class AnsweringRouter(RouterProcess):
@@ -52,12 +58,12 @@ class AnsweringRouter(RouterProcess):
     def _check_starting(self, now_s: float) -> bool:
         return True
 
-    def _answers(self, path: str) -> bool:
+    def _answers(self) -> bool:
         return self.answers
 
 
 def test_a_router_counts_as_hung_only_some_time_after_its_last_answer(tmp_path: Path) -> None:
-    router = AnsweringRouter(RouterProcessConfig(model_path="", served_name="s", port=0), tmp_path / "log")
+    router = AnsweringRouter(RouterProcessConfig(model_path="", served_name="s", port=0), tmp_path)
     for now_s in 0.0, 0.0, 100.0:
         router.check(now_s)
     router.answers = False
@@ -73,17 +79,17 @@ def test_a_router_that_hangs_is_killed_and_restarted_at_its_port(
     monkeypatch.setattr(router_process, "CHECK_INTERVAL_S", 0.05)
     monkeypatch.setattr(router_process, "HANG_S", 1.0)
     monkeypatch.setattr(router_process, "_HTTP_TIMEOUT_S", 0.2)
-    router = RouterProcess(RouterProcessConfig(model_path=str(DEMO_MODEL), served_name="s", port=0), tmp_path / "log")
+    router = RouterProcess(RouterProcessConfig(model_path=str(DEMO_MODEL), served_name="s", port=0), tmp_path)
     try:
         wait_for(lambda: checked(router).state is ProcessState.UP, "its ports")
         address = router.address
-        assert router.put_targets([])
+        assert accepts_lists(router)
         os.kill(router.process_id, signal.SIGSTOP)
-        assert not router.put_targets([])
+        assert not accepts_lists(router)
         wait_for(lambda: checked(router).failure, "its end")
         assert router.failure == "no answer for 1 s"
         wait_for(lambda: checked(router).state is ProcessState.UP, "its successor")
         assert router.address == address
-        assert router.put_targets([])
+        assert accepts_lists(router)
     finally:
         router.end()

@@ -21,6 +21,7 @@ LAST: dict[str, Any] = {
 }
 OVERVIEW: dict[str, Any] = {
     "state": "ready",
+    "num_routers": 1,
     "in_flight": 3,
     "queued": 1,
     "objective": {"ttft_s": 0.2, "tpot_s": 0.05, "attainment": 0.9},

@@ -14,8 +14,8 @@ from tests.scrape import scrape
 class Router:
     """The metrics of a router, and requests that it pretends to have served."""
 
-    def __init__(self) -> None:
-        self.metrics = RouterMetrics(SloConfig(ttft_seconds=0.25, tpot_seconds=0.05))
+    def __init__(self, *, has_workers: bool = True) -> None:
+        self.metrics = RouterMetrics(SloConfig(ttft_seconds=0.25, tpot_seconds=0.05), has_workers=has_workers)
         for index, role in enumerate((WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.DECODE)):
             WorkerMetrics(self.metrics, f"worker-{index}", role).came_up(worker_pb2.Welcome(), None)
         WorkerMetrics(self.metrics, "lost", WorkerRole.DECODE).went_down()
@@ -50,6 +50,18 @@ def test_only_what_came_between_the_scrapes_counts() -> None:
     assert traffic.cached_share == pytest.approx(5000 / 19000)
     assert traffic.attainment == 0.75
     assert traffic.num_workers == {WorkerRole.PREFILL: 1, WorkerRole.DECODE: 2, WorkerRole.MIXED: 0}
+
+
+def test_the_traffic_of_several_routers_is_added() -> None:
+    first, second = Router(), Router(has_workers=False)
+    before = first.text + second.text
+    first.serve(300, 20)
+    second.serve(500, 20, ttft_s=9.0)
+    traffic = observe(before, first.text + second.text, 2.0)
+    assert traffic.requests_per_s == 1
+    assert traffic.prompt_tokens.mean == 400
+    assert traffic.attainment == 0.5
+    assert traffic.num_workers[WorkerRole.DECODE] == 2, "each worker once"
 
 
 def test_lengths_are_drawn_like_those_observed() -> None:

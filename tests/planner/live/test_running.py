@@ -66,6 +66,7 @@ def status(*workers: dict[str, object], **changes: object) -> dict[str, object]:
     """Of a router on the machine that a test runs on."""
     return {
         "ready": True,
+        "routers": ["127.0.0.1:9000"],
         "workers": list(workers),
         "model": {"path": "/models/llama", "name": "llama"},
         "slo": {"ttft_seconds": 0.25, "tpot_seconds": 0.02, "attainment": 0.8},

@@ -16,6 +16,7 @@ import pytest
 
 from pdserve.contracts.errors import ConfigError
 from pdserve.router.http.keys import Budget, KeyFile, add_key, read_keys
+from pdserve.router.replicas import Replicas
 from pdserve.router.requests.request import RequestSpec
 from tests.router.edge_server import (
     MODEL,
@@ -296,6 +297,35 @@ def test_requests_of_a_minute_are_limited(server: KeyedServer) -> None:
     assert "spent its requests of this minute" in refusal.json()["error"]["message"]
     assert server.post().status_code == 200, "another key"
     assert "x-ratelimit-limit-requests" not in server.post().headers
+
+
+def test_routers_share_the_limits_of_a_key(tmp_path: Path) -> None:
+    path, replicas = tmp_path / "keys.jsonl", Replicas(2)
+    limits: dict[str, Any] = {
+        "max_in_flight": 4,
+        "requests_per_minute": 7,
+        "tokens_per_minute": 9,
+        "grammars_per_minute": 1,
+    }
+    text = add_key(path, "team-b", **limits, max_tokens=8)
+    keys = KeyFile(path, SECRET, replicas=replicas)
+
+    def share() -> dict[str, int]:
+        caller = keys.caller(text)
+        assert caller is not None
+        assert caller.key.max_tokens == 8
+        assert caller.rate_headers()["x-ratelimit-limit-requests"] == str(caller.key.requests_per_minute)
+        return {name: getattr(caller.key, name) for name in limits}
+
+    assert list(share().values()) == [2, 3, 4, 1]
+    caller = keys.caller(text)
+    assert caller is not None
+    caller.spend(requests=3)
+    replicas.put([9000])
+    assert share() == limits
+    spent = caller.spent()
+    assert spent is not None, "what was spent stays so when another router ends"
+    assert spent[0] == "requests"
 
 
 def test_new_grammars_of_a_minute_are_limited(server: KeyedServer) -> None:

@@ -277,6 +277,21 @@ def test_a_tenant_may_hold_as_many_choices_as_are_free() -> None:
         core.start(tenant="a")
 
 
+def test_places_are_shared_by_routers() -> None:
+    core = Core(max_in_flight=4)
+    core.dispatcher.replicas.put([9000, 9001])
+    core.start()
+    held = core.start()
+    with pytest.raises(GenerationError, match="2 answers are in flight already"):
+        core.start()
+    core.dispatcher.cancel(held)
+    core.dispatcher.replicas.put(range(9000, 9009))
+    with pytest.raises(GenerationError, match="1 answers are in flight already"):
+        core.start()
+    core.dispatcher.replicas.put([9000])
+    core.start(3)
+
+
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", ""]), st.integers(1, 9), st.booleans()), max_size=30))
 def test_places_are_counted_by_tenant(arrivals: list[tuple[str, int, bool]]) -> None:
     core = Core(max_in_flight=20)
