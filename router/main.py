@@ -39,7 +39,6 @@ from pdserve.model.cost.hardware import hardware, slowed
 from pdserve.router.admin import create_admin_app
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.app import create_app
-from pdserve.router.http.json_body import LARGE_BYTES
 from pdserve.router.http.keys import KeyFile
 from pdserve.router.http.protocol import BoundedHttpProtocol
 from pdserve.router.http.request_log import RequestLog
@@ -66,9 +65,10 @@ CLOSE_TIMEOUT_S = 5
 BACKLOG = 2048
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 """Parameters of mallopt in glibc."""
+KEPT_BYTES = 2**20
+"""Smaller blocks of memory are kept for the next ones. What arrives at once is smaller, and to get new pages for it
+costs more than to read it."""
 SWITCH_S = 0.001
-NUM_THREADS = 4
-"""For long prompts and large bodies."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +103,8 @@ async def serve(config: RouterProcessConfig) -> int:
     _return_memory()
     # Threads that compute let the event loop go on after this long, each.
     sys.setswitchinterval(SWITCH_S)
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
+    # One: they would only wait for one another, and the event loop for all of them.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     tokenizer = ChatTokenizer.from_folder(Path(config.model_path), TOOL_FORMATS.get(config.tool_format))
     costs = build_cost_models(config)
     # From the token, so that a restarted router finds the blocks that workers have cached.
@@ -174,7 +175,7 @@ async def serve(config: RouterProcessConfig) -> int:
 def _return_memory() -> None:
     """Have the C library return the memory of large bodies to the system, instead of keeping it for the next ones."""
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # other C libraries have none
-        mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+        mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
         mallopt(M_ARENA_MAX, 2)
 
 

@@ -369,11 +369,5 @@ def _admit_caller(caller: Caller, body: GenerationBody) -> None:
         raise ApiError(400, message, param=body.limit_field)
     if key.max_in_flight and body.num_answers > key.max_in_flight:
         raise ApiError(400, f"this API key allows {key.max_in_flight} answers at once; ask for fewer")
-    if spent := caller.spent():
-        of, wait_s = spent
-        message = f"this API key has spent its {of} of this minute; wait {wait_s:.1f} s"
-        raise ApiError(429, message, headers={"Retry-After": str(ceil(wait_s))})
-    if not caller.begin(body.num_answers):
-        message = f"this API key has {key.max_in_flight} answers in flight at most; wait for the end of one"
-        raise ApiError(429, message, headers={"Retry-After": "1"})
-    caller.spend(requests=1)
+    caller.check_left(body.num_answers)
+    caller.begin(body.num_answers)

@@ -1,13 +1,15 @@
 """JSON bodies: bounded before anything of them is built, decoded, and checked by the model of the route.
 
 While C code builds or checks objects, no other thread of the process runs, the event loop included. So the number of
-objects is bounded, and large bodies are read in a thread.
+objects is bounded while a body arrives, and large bodies are read in a thread, one at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -26,11 +28,14 @@ MAX_STRINGS = 2**17
 MAX_VALUES = 2**20
 """Prompts of token ids may be that long."""
 
+_PIECE_BYTES = 2**16
+
 _decode = msgspec.json.Decoder().decode
 
 
 class JsonRoute(APIRoute):
-    """Route that accepts only ``application/json``. Sets ``num_body_bytes`` in the request's state."""
+    """Route that accepts only ``application/json``, of keys that have something left. Sets ``num_body_bytes`` in the
+    request's state."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -44,6 +49,8 @@ class JsonRoute(APIRoute):
             if content_type != "application/json":
                 shown = content_type[:MAX_NAME_CHARS] or "none"
                 raise ApiError(415, f"send the request with Content-Type: application/json; it was {shown}")
+            if request.state.caller is not None:
+                request.state.caller.check_left()
             return await handle(_JsonRequest(request, model))
 
         return handle_json
@@ -55,23 +62,42 @@ class _JsonRequest(Request):
     def __init__(self, request: Request, model: type[BaseModel]) -> None:
         super().__init__(request.scope, request.receive)
         self._model = model
+        self._data = bytearray()
+
+    async def body(self) -> bytes:
+        """Receive the body; return its first byte, because FastAPI keeps what this returns and only asks whether it is
+        empty."""
+        structure = Structure()
+        async with aclosing(self.stream()) as pieces:
+            async for piece in pieces:
+                structure.add(piece)
+                self._data += piece
+        return bytes(self._data[:1])
 
     async def json(self) -> Any:
-        data = await self.body()
-        self._body = b""
+        data, self._data = self._data, bytearray()
         self.state.num_body_bytes = len(data)
         if len(data) <= LARGE_BYTES:
             return read_body(data, self._model)
-        return await asyncio.to_thread(read_body, data, self._model)
+        return await asyncio.to_thread(_read_large, data, self._model)
 
 
-def read_body(data: bytes, model: type[BaseModel]) -> BaseModel:
-    """
+def _read_large(data: bytearray, model: type[BaseModel]) -> BaseModel:
+    """`read_body` without the collections that so many new objects cause: none of them is garbage, and a collection
+    holds up the event loop for longer than all else."""
+    gc.disable()
+    try:
+        return read_body(data, model)
+    finally:
+        gc.enable()
+
+
+def read_body(data: bytes | bytearray, model: type[BaseModel]) -> BaseModel:
+    """Decode a body whose structure is bounded.
+
     Raises:
-        ApiError: it is not JSON, too large in structure, or not of the model.
+        ApiError: it is not JSON, or not of the model.
     """
-    if len(data) > LARGE_BYTES:
-        _check_structure(data)
     try:
         return model.model_validate(_decode(data))
     except UnicodeDecodeError:
@@ -93,21 +119,40 @@ def refusal_of(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param}: {first['msg']}" if param else first["msg"], param=param or None)
 
 
-def _check_structure(data: bytes) -> None:
-    """Count what would be built. Never counts less, whether the bytes are JSON or not."""
-    if not any(number > most for _, number, most in _counts(data, data)):
-        return  # with the text of strings, which is usually far below
-    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    outside = b"".join(unescaped.split(b'"')[::2]) if unescaped.count(b'"') <= 2 * MAX_STRINGS else b""
-    for what, number, most in _counts(unescaped, outside):
-        if number > most:
-            raise ApiError(400, f"the request body has {number} {what}; send {most} at most")
+class Structure:
+    """Counts what a body would build, while it arrives. Never counts less, whether the bytes are JSON or not."""
 
+    def __init__(self) -> None:
+        self._num_quotes = self._num_containers = self._num_commas = 0
+        self._is_in_string = False
+        self._rest = b""
+        """A backslash whose character has not arrived."""
 
-def _counts(unescaped: bytes, outside: bytes) -> tuple[tuple[str, int, int], ...]:
-    """Parts, their number and its limit. ``outside`` is the text outside strings."""
-    return (
-        ("strings", unescaped.count(b'"') // 2, MAX_STRINGS),
-        ("objects and lists", outside.count(b"{") + outside.count(b"["), MAX_CONTAINERS),
-        ("values", outside.count(b",") + 1, MAX_VALUES),
-    )
+    def add(self, data: bytes) -> None:
+        """Count the next bytes.
+
+        Raises:
+            ApiError: there are too many parts of a kind.
+        """
+        for start in range(0, len(data), _PIECE_BYTES):
+            self._add(self._rest + data[start : start + _PIECE_BYTES])
+
+    def _add(self, data: bytes) -> None:
+        self._rest = b""
+        if b"\\" in data:
+            if (len(data) - len(data.rstrip(b"\\"))) % 2:
+                data, self._rest = data[:-1], b"\\"
+            data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = data.split(b'"')
+        outside = b"".join(parts[self._is_in_string :: 2])
+        self._is_in_string ^= len(parts) % 2 == 0
+        self._num_quotes += len(parts) - 1
+        self._num_containers += outside.count(b"{") + outside.count(b"[")
+        self._num_commas += outside.count(b",")
+        for what, number, most in (
+            ("strings", self._num_quotes // 2, MAX_STRINGS),
+            ("objects and lists", self._num_containers, MAX_CONTAINERS),
+            ("values", self._num_commas + 1, MAX_VALUES),
+        ):
+            if number > most:
+                raise ApiError(400, f"the request body has more than {most} {what}; send fewer")

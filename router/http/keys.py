@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from math import ceil
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -24,6 +25,7 @@ from pdserve.contracts.codec import between, from_json, to_json
 from pdserve.contracts.deployment import DEFAULT_TIER
 from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.request import Grammar
+from pdserve.router.http.errors import ApiError
 from pdserve.router.replicas import Replicas
 
 logger = logging.getLogger(__name__)
@@ -285,13 +287,21 @@ class Caller:
         self.num_answered: Callable[[], int] = lambda: 0
         """Returns the tokens of the request's answers, which `close` takes from the budget."""
 
-    def spent(self) -> tuple[str, float] | None:
-        """The first of ``requests`` and ``tokens`` of which nothing is left, and the seconds until something is."""
+    def check_left(self, num_answers: int = 1) -> None:
+        """Check that the key has enough left for a request that wants so many answers.
+
+        Raises:
+            ApiError: nothing is left of its minute, or too many answers are in flight.
+        """
         now_s = time.monotonic()
         for of, budget in self._budgets.items():
             if wait_s := budget.seconds_until(1, now_s):
-                return of, wait_s
-        return None
+                message = f"this API key has spent its {of} of this minute; wait {wait_s:.1f} s"
+                raise ApiError(429, message, headers={"Retry-After": str(ceil(wait_s))})
+        limit = self.key.max_in_flight
+        if limit and self._in_flight[self.key.id] + num_answers > limit:
+            message = f"this API key has {limit} answers in flight at most; wait for the end of one"
+            raise ApiError(429, message, headers={"Retry-After": "1"})
 
     def spend(self, *, requests: int = 0, tokens: int = 0) -> None:
         now_s = time.monotonic()
@@ -309,14 +319,11 @@ class Caller:
             headers[f"x-ratelimit-reset-{of}"] = f"{budget.seconds_until(budget.per_minute, now_s):.3f}s"
         return headers
 
-    def begin(self, num_answers: int) -> bool:
-        """Count answers of the request until `close`; False, and none counted, if they pass the key's limit."""
-        limit = self.key.max_in_flight
-        if limit and self._in_flight[self.key.id] + num_answers > limit:
-            return False
+    def begin(self, num_answers: int) -> None:
+        """Count a request, and its answers until `close`."""
         self._num_answers += num_answers
         self._in_flight[self.key.id] += num_answers
-        return True
+        self.spend(requests=1)
 
     def close(self) -> None:
         self.spend(tokens=self.num_answered())

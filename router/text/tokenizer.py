@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,8 @@ from pdserve.router.text.tool_calls import ToolFormat, tool_format
 MAX_INLINE_CHARS = 4096
 """Longest text that is encoded faster than it is handed to a thread and back."""
 
-_CHARS_PER_TOKEN = 4
-"""About what usual texts have."""
+NUM_THREADS = max(1, len(os.sched_getaffinity(0)) - 1)
+"""Long texts encoded at a time; one core is left to the event loop."""
 
 _CONTEXT_TOKENS = 8
 """Tokens before an answer that can change the text of its first token."""
@@ -73,6 +75,7 @@ class ChatTokenizer:
         special_texts = sorted((each.content for each in added.values() if each.special), key=len, reverse=True)
         self._special_text = re.compile("|".join(map(re.escape, special_texts)) or "(?!)")
         self._bytes_of_token: dict[int, bytes] = {}
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
         decoders = _decoder_types(tokenizer)
         self._byte_of_char = _byte_level_alphabet() if "ByteLevel" in decoders else {}
         self._has_decoder = bool(decoders)
@@ -156,8 +159,8 @@ class ChatTokenizer:
         """
         if len(text) <= MAX_INLINE_CHARS:
             return self._encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(
-            self._encode, text, add_special_tokens=add_special_tokens, most_tokens=most_tokens
+        return await self._in_thread(
+            partial(self._encode, text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
         )
 
     async def encode_chat(self, text: str, *, most_tokens: int | None = None) -> list[int]:
@@ -168,7 +171,10 @@ class ChatTokenizer:
         """
         if _LITERAL not in text:
             return await self.encode(text, add_special_tokens=False, most_tokens=most_tokens)
-        return await asyncio.to_thread(self._encode_marked, text, most_tokens)
+        return await self._in_thread(partial(self._encode_marked, text, most_tokens))
+
+    async def _in_thread(self, encode: Callable[[], list[int]]) -> list[int]:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
     def _encode_marked(self, text: str, most_tokens: int | None) -> list[int]:
         tokens: list[int] = []
@@ -240,8 +246,8 @@ class ChatTokenizer:
         if len(text) <= MAX_INLINE_CHARS:
             ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             return ids
-        # A far too long text is refused by its beginning: all of it may take seconds, and 100 bytes a token
-        length = len(text) if most_tokens is None else max(most_tokens * _CHARS_PER_TOKEN, MAX_INLINE_CHARS)
+        # A text that is too long is refused by its beginning: all of it may take seconds, and hundreds of bytes a token
+        length = len(text) if most_tokens is None else max(most_tokens // 4, MAX_INLINE_CHARS)
         while True:
             # encode_batch, even for one text, releases the GIL; encode does not
             (encoding,) = tokenizer.encode_batch_fast([text[:length]], add_special_tokens=add_special_tokens)
@@ -249,7 +255,9 @@ class ChatTokenizer:
                 raise TooLongError(len(encoding))
             if length >= len(text):
                 return list(encoding.ids)
-            length *= 2
+            assert most_tokens is not None
+            # As much as should be too long by a little, if the rest is like the beginning
+            length = max(2 * length, length * most_tokens // max(len(encoding), 1) * 9 // 8)
 
 
 def _decoder_types(tokenizer: Tokenizer) -> set[str]:

@@ -15,6 +15,7 @@ import pytest
 from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason
 from pdserve.router.http import asgi, unsupported_fields
+from pdserve.router.http.json_body import MAX_CONTAINERS
 from pdserve.router.http.schema import MAX_MEMBERS, ChatBody, CompletionBody
 from pdserve.router.metrics import NO_TENANT
 from pdserve.router.requests.request import GenerationError
@@ -308,6 +309,24 @@ def test_bodies_over_the_limit_are_refused_with_and_without_a_length(edge: EdgeS
         assert (answer.status_code, answer.headers["connection"]) == (413, "close")
         assert str(MAX_BODY_BYTES) in error_of(answer)["message"]
     assert edge.metrics.responses == [(COMPLETIONS, 413)] * 2
+
+
+def test_bodies_of_too_many_parts_are_refused_while_they_arrive(edge: EdgeServer, http: httpx.Client) -> None:
+    parts = b"[" + b"{}," * (2 * MAX_CONTAINERS)
+    length = MAX_BODY_BYTES - 1
+    with socket.create_connection(("127.0.0.1", int(edge.url.rpartition(":")[2])), 10) as client:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+        client.sendall(head.encode() + parts)
+        answer = client.recv(4096).partition(b"\r\n\r\n")
+        assert answer[0].startswith(b"HTTP/1.1 400 "), "the rest was awaited"
+        # A client that sends all of it before it reads goes on with the same connection
+        client.sendall(b" " * (length - len(parts)) + b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+        data = answer[2]
+        while b'"live"' not in data:
+            more = client.recv(4096)
+            assert more, data
+            data += more
+    assert b"objects and lists" in data
 
 
 @pytest.mark.parametrize(
