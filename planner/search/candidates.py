@@ -14,6 +14,7 @@ from pdserve.planner.search.estimates import Estimate, Estimator, Resource
 from pdserve.planner.search.goodput import Goodput
 from pdserve.planner.search.hosts import host_sentence
 from pdserve.planner.search.plan import Candidate, Objective, PoolFigures, Question, Sensitivity, Verdict
+from pdserve.planner.search.ranking import Entry
 from pdserve.planner.simulate.attainment import Attainment, PoolUse
 from pdserve.planner.wording import dollars, share
 from pdserve.planner.wording import rate as rate_words
@@ -25,36 +26,32 @@ _FULL_SHARE = 0.9
 def assemble(
     question: Question,
     estimator: Estimator,
-    layout: Layout,
-    estimate: Estimate,
-    goodput: Goodput | None,
-    dollars_per_hour: float | None,
-    *,
-    is_final: bool,
-    at_winners_rate: Attainment | None,
-    saturation_rate: float | None,
-    sensitivity: tuple[Sensitivity, ...],
+    entry: Entry,
     winner: Candidate | None,
+    *,
+    at_winners_rate: Attainment | None = None,
+    saturation_rate: float | None = None,
+    sensitivity: tuple[Sensitivity, ...] = (),
 ) -> Candidate:
     """A candidate with its figures and reasons; ``winner`` is ``None`` for the first in rank."""
+    layout, goodput = entry.layout, entry.goodput
     seen = goodput.at_rate if goodput is not None else None
-    resource = _resource(layout, estimate, seen)
-    rate = estimate.rate if goodput is None else goodput.rate
+    resource = _resource(layout, entry.estimate, seen)
     reasons = [_binding_words(seen, resource, estimator.idle_ttft_miss_share(layout))]
     if winner is None and layout.spans_hosts:
         reasons.append(host_sentence(layout, seen))
     if winner is not None:
-        reasons.append(_losing_words(question, winner, layout, goodput, rate, at_winners_rate, is_final=is_final))
-        if question.objective.has_rate and rate >= question.rate:
-            reasons += _cost_words(question, winner, layout, dollars_per_hour)
+        reasons.append(_losing_words(question, winner, entry, at_winners_rate))
+        if question.objective.has_rate and entry.rate >= question.rate:
+            reasons += _cost_words(question, winner, layout, entry.dollars_per_hour)
     return Candidate(
         layout=layout,
-        estimate=estimate,
+        estimate=entry.estimate,
         goodput=goodput,
         resource=resource,
         pools=tuple(_figures(question, estimator, pool, seen) for pool in layout.pools),
-        dollars_per_hour=dollars_per_hour,
-        is_final=is_final,
+        dollars_per_hour=entry.dollars_per_hour,
+        is_final=entry.final is not None,
         at_winners_rate=at_winners_rate,
         saturation_rate=saturation_rate,
         sensitivity=sensitivity,
@@ -89,16 +86,8 @@ def _binding_words(seen: Attainment | None, resource: Resource, idle_miss_share:
     return text
 
 
-def _losing_words(
-    question: Question,
-    winner: Candidate,
-    layout: Layout,
-    goodput: Goodput | None,
-    rate: float,
-    seen: Attainment | None,
-    *,
-    is_final: bool,
-) -> str:
+def _losing_words(question: Question, winner: Candidate, entry: Entry, seen: Attainment | None) -> str:
+    goodput, num_devices = entry.goodput, entry.layout.num_devices
     if seen is not None:
         text = (
             f"At {rate_words(seen.rate)} it meets both objectives for {share(seen.share)}: TTFT is missed by "
@@ -107,10 +96,10 @@ def _losing_words(
         if goodput is not None and _overlaps(question, winner, goodput):
             text += " Its confidence interval overlaps the winner's."
         return text
-    how = "Estimated at" if goodput is None else "Screened at" if not is_final else "Simulated at"
-    less = 1 - rate / layout.num_devices / winner.rate_per_device
+    how = "Estimated" if goodput is None else "Screened" if entry.final is None else "Simulated"
+    less = 1 - entry.rate / num_devices / winner.rate_per_device
     than = f"{share(abs(less))} {'less' if less >= 0 else 'more'} per device than the winner"
-    return f"{how} {rate_words(rate)} with {layout.num_devices} devices, {than}."
+    return f"{how} at {rate_words(entry.rate)} with {num_devices} devices, {than}."
 
 
 def _cost_words(question: Question, winner: Candidate, layout: Layout, dollars_per_hour: float | None) -> Iterator[str]:

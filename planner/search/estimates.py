@@ -13,7 +13,7 @@ cost model only. All figures describe a steady state at a demand's mean lengths 
   one-token answers, which have no TPOT, already reach the target. The router may let decode workers prefill, so the
   same holds for both.
 - Link: KV that is prefilled elsewhere and misses the prefix cache must cross the link, one pull at a time per worker,
-  at the speed of the slower side, within a host or over the network (`pdserve.planner.search.links`).
+  at the speed of the slower side, within a host or over the network.
 
 The estimate is the lesser of both phases' rates at the best ``(n, b)``. Sources: Little, "A proof for the queuing
 formula L = lambda W" (1961); for waiting, Pollaczek and Khinchine's mean, and Kingman's exponential tail of it (1961).
@@ -22,6 +22,8 @@ formula L = lambda W" (1961); for waiting, Pollaczek and Khinchine's mean, and K
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import ceil, sqrt
@@ -35,9 +37,7 @@ from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.arrays import BoolArray, FloatArray, IntArray
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.search import links
 from pdserve.planner.search.demand import Demand
-from pdserve.planner.search.links import PullTimes
 from pdserve.planner.simulate.simulator import Overheads
 
 _MAX_SAMPLE = 200
@@ -130,6 +130,19 @@ def fits(pool: Pool, model: PlannedModel, cost: CostModel) -> bool:
     return num_blocks // pool.pipeline_parallel >= ceil((model.max_model_len + 1) / model.block_size)
 
 
+def even_pulls_per_s(layout: Layout, near_s: float, far_s: float) -> float:
+    """Pulls per second if every prefill worker's prompts go to all decode workers equally: under load, the policy
+    balances load rather than saving network traffic. Each worker, or each micro-batch of a pipeline, has one link."""
+    hosts = layout.worker_hosts
+    senders, takers = (
+        Counter({place: count * pool.pipeline_parallel for place, count in Counter(hosts[pool.role]).items()})
+        for pool in (layout.prefill, layout.decode)
+        if pool is not None
+    )
+    near_share = sum(count * takers[place] for place, count in senders.items()) / (senders.total() * takers.total())
+    return min(senders.total(), takers.total()) / (near_share * near_s + (1 - near_share) * far_s)
+
+
 class Estimator:
     """Estimate of a model's layouts under one demand; caches what several layouts share."""
 
@@ -184,7 +197,7 @@ class Estimator:
             idle_ttft_s = np.minimum(self.figures(layout.prefill).idle_ttft_s, idle_ttft_s)
             if layout.prefill not in self._queued:
                 self._queued[layout.prefill] = float(self._queued_rates(layout.prefill)[0])
-            handed_off, linked = self._queued[layout.prefill], links.even_per_s(layout, self._pull_times(layout))
+            handed_off, linked = self._queued[layout.prefill], even_pulls_per_s(layout, *self._pull_times_s(layout))
             is_link_limited = linked < handed_off
             prefilled = min(handed_off, linked) + prefilled * self._local_share(decode_pool)
         else:
@@ -258,14 +271,12 @@ class Estimator:
         tokens = self._sample(self._demand.num_new_tokens)
         return float(tokens[is_short].sum() / tokens.sum())
 
-    def _pull_times(self, layout: Layout) -> PullTimes:
+    def _pull_times_s(self, layout: Layout) -> Iterator[float]:
+        """Seconds of a pull of mean length within a host, and over the network."""
         num_tokens = int(self._demand.mean_new_tokens)
         costs = [self.figures(pool).cost for pool in (layout.prefill, layout.decode) if pool is not None]
-        near_s, far_s = (
-            max([1e-9, *(cost.transfer_s(num_tokens, same_host=same_host) for cost in costs)])
-            for same_host in (True, False)
-        )
-        return PullTimes(near_s, far_s)
+        for same_host in (True, False):
+            yield max([1e-9, *(cost.transfer_s(num_tokens, same_host=same_host) for cost in costs)])
 
     # One worker
 

@@ -16,10 +16,11 @@ from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.search.estimates import fits
 from pdserve.planner.search.hosts import placed
-from pdserve.planner.search.plan import FitsNowhereError, Objective, Question, Space, Supply
+from pdserve.planner.search.plan import FitsNowhereError, Objective, Question, Supply
 
-_BATCH_TOKENS = 2048
-"""Token budget of the steps of decode workers, which may prefill a prompt."""
+_PREFILL_TOKENS, _DECODE_TOKENS = 8192, 2048
+"""Token budgets of the steps of prefill workers, and of decode workers, which may prefill a prompt."""
+_BATCH_SIZE = 256
 _FIRST_CHUNK_TOKENS = (512, 2048)
 """Token budgets of the steps of mixed workers before they are tuned: short steps for TPOT, long ones for TTFT."""
 _MAX_REMEDY_DEGREE = 64
@@ -80,15 +81,14 @@ class _Worker(NamedTuple):
 def _all(question: Question) -> Iterator[tuple[Layout, bool]]:
     space = question.space
     wants_all = question.objective is Objective.RATE
-    if space.may_colocate:
-        for worker in _workers(question, WorkerRole.MIXED, space.mixed_batch_tokens or _FIRST_CHUNK_TOKENS):
-            for (replicas,) in _replicas((worker,), space, wants_all=wants_all):
-                yield Layout(mixed=replace(worker.pool, replicas=replicas)), worker.holds
+    for worker in _workers(question, WorkerRole.MIXED, space.mixed_batch_tokens or _FIRST_CHUNK_TOKENS):
+        for (replicas,) in _replicas((worker,), wants_all=wants_all):
+            yield Layout(mixed=replace(worker.pool, replicas=replicas)), worker.holds
     if space.may_disaggregate:
-        prefills = _workers(question, WorkerRole.PREFILL, space.prefill_batch_tokens)
-        decodes = _workers(question, WorkerRole.DECODE, (_BATCH_TOKENS,))
+        prefills = _workers(question, WorkerRole.PREFILL, (_PREFILL_TOKENS,))
+        decodes = _workers(question, WorkerRole.DECODE, (_DECODE_TOKENS,))
         for prefill, decode in product(prefills, decodes):
-            for num_prefill, num_decode in _replicas((prefill, decode), space, wants_all=wants_all):
+            for num_prefill, num_decode in _replicas((prefill, decode), wants_all=wants_all):
                 layout = Layout(
                     prefill=replace(prefill.pool, replicas=num_prefill),
                     decode=replace(decode.pool, replicas=num_decode),
@@ -98,11 +98,10 @@ def _all(question: Question) -> Iterator[tuple[Layout, bool]]:
 
 def _workers(question: Question, role: WorkerRole, budgets: Sequence[int]) -> list[_Worker]:
     space = question.space
-    batch_sizes = (256,) if role is WorkerRole.PREFILL else space.decode_batch_size
     workers = []
     for supply in question.fleet:
         degrees = space.tensor_parallel or _degrees(supply.devices_per_node)
-        for tensor, pipeline, budget, batch_size in product(degrees, space.pipeline_parallel, budgets, batch_sizes):
+        for tensor, pipeline, budget in product(degrees, space.pipeline_parallel, budgets):
             if tensor > supply.devices_per_node or tensor * pipeline > supply.num_devices:
                 continue
             pool = Pool(
@@ -112,7 +111,7 @@ def _workers(question: Question, role: WorkerRole, budgets: Sequence[int]) -> li
                 tensor_parallel=tensor,
                 pipeline_parallel=pipeline,
                 max_batch_tokens=budget,
-                max_batch_size=batch_size,
+                max_batch_size=_BATCH_SIZE,
             )
             holds = _holds(pool, question.model)
             if holds is not None:
@@ -136,31 +135,31 @@ def _degrees(devices_per_node: int) -> list[int]:
     return sorted(divisors | {2**power for power in range(devices_per_node.bit_length())})
 
 
-def _replicas(workers: tuple[_Worker, ...], space: Space, *, wants_all: bool) -> Iterator[tuple[int, ...]]:
+def _replicas(workers: tuple[_Worker, ...], *, wants_all: bool) -> Iterator[tuple[int, ...]]:
     """Numbers of workers of each pool that fit on the hosts."""
     first, *others = workers
-    for count in range(1, _most((), first, space) + 1):
+    most_first = _most((), first)
+    for count in range(1, most_first + 1):
         if not others:
-            if not wants_all or count == _most((), first, space):
+            if not wants_all or count == most_first:
                 yield (count,)
             continue
         (other,) = others
-        most = _most(((first, count),), other, space)
+        most = _most(((first, count),), other)
         for other_count in range(most if wants_all else 1, most + 1):
-            if other_count and not (wants_all and count < _most(((other, other_count),), first, space)):
+            if other_count and not (wants_all and count < _most(((other, other_count),), first)):
                 yield count, other_count
 
 
-def _most(placed: tuple[tuple[_Worker, int], ...], worker: _Worker, space: Space) -> int:
+def _most(placed: tuple[tuple[_Worker, int], ...], worker: _Worker) -> int:
     """Maximum replicas of ``worker`` next to those already placed."""
     pool, supply = worker.pool, worker.supply
     groups: list[int] = []
     for other, count in placed:
         if other.supply is supply:
             groups += [other.pool.tensor_parallel] * (other.pool.pipeline_parallel * count)
-    most = _room(supply.num_nodes, supply.devices_per_node, tuple(groups), pool.tensor_parallel)
-    most //= pool.pipeline_parallel
-    return min(most, space.max_replicas) if space.max_replicas else most
+    num_groups = _room(supply.num_nodes, supply.devices_per_node, tuple(groups), pool.tensor_parallel)
+    return num_groups // pool.pipeline_parallel
 
 
 @cache

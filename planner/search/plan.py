@@ -64,14 +64,9 @@ class Space:
     """Degrees to try; empty tries powers of two up to a host's devices, and divisors of that number, if they divide the
     model."""
     pipeline_parallel: tuple[int, ...] = (1, 2, 4)
-    prefill_batch_tokens: tuple[int, ...] = (8192,)
     mixed_batch_tokens: tuple[int, ...] = ()
     """Chunk budgets of colocated workers; empty: the best power of two, by the scout."""
-    decode_batch_size: tuple[int, ...] = (256,)
     may_disaggregate: bool = True
-    may_colocate: bool = True
-    max_replicas: int = 0
-    """Per pool; 0 for no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

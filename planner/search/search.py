@@ -122,7 +122,7 @@ def _check_prices(question: Question) -> None:
 
 def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ...]:
     notes = []
-    if len(question.fleet) > 1 and question.space.may_colocate:
+    if len(question.fleet) > 1:
         notes.append("A colocated layout uses one kind of device; the other kinds stay idle.")
     if any(candidate.layout.spans_hosts for candidate in candidates):
         notes.append(
@@ -338,26 +338,15 @@ class _Search:
         seen = [future.result() for future in losers]
         self._num_requests += sum(each.num_requests for each in seen) + sum(each.num_requests for each in analysed)
         saturation_rate, sensitivity = analysis.results(analysed)
-        assembled: list[Candidate] = []
-        for entry in (*finalists, *screened, *estimated):
-            index = finalists.index(entry) if entry.final else -1
-            assembled.append(
-                assemble(
-                    self._question,
-                    self._estimator,
-                    entry.layout,
-                    entry.estimate,
-                    entry.goodput,
-                    entry.dollars_per_hour,
-                    is_final=entry.final is not None,
-                    at_winners_rate=seen[index - 1] if index > 0 else None,
-                    saturation_rate=saturation_rate if entry is winner else None,
-                    sensitivity=sensitivity if entry is winner else (),
-                    winner=assembled[0] if assembled else None,
-                )
-            )
+        put_together = partial(assemble, self._question, self._estimator)
+        best = put_together(winner, None, saturation_rate=saturation_rate, sensitivity=sensitivity)
+        losing = [
+            put_together(entry, best, at_winners_rate=at_rate)
+            for entry, at_rate in zip(finalists[1:], seen, strict=True)
+        ]
+        others = [put_together(entry, best) for entry in (*screened, *estimated)]
         self._report(1.0, "done")
-        return tuple(assembled)
+        return best, *losing, *others
 
     def notes(self) -> tuple[str, ...]:
         """Limits of the simulations' accuracy."""

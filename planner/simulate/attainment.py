@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -277,27 +277,19 @@ def _weighted_distribution(runs: Sequence[Simulation]) -> Distribution:
 
 
 def _pool_uses(runs: Sequence[Simulation]) -> Iterable[PoolUse]:
-    roles = {worker.role: None for worker in runs[0].workers}
-    for role in roles:
-        busy_s = available_s = num_decoded = num_steps = held_s = block_s = 0.0
-        num_preemptions = num_pulls = num_network_pulls = 0
-        for run in runs:
-            workers = [worker for worker in run.workers if worker.role is role]
-            span_s = _span_s(run)
-            busy_s += sum(worker.busy_s for worker in workers)
-            available_s += span_s * len(workers)
-            num_decoded += sum(worker.num_decode_tokens for worker in workers)
-            num_steps += sum(worker.num_steps for worker in workers)
-            num_preemptions += sum(worker.num_preemptions for worker in workers)
-            num_pulls += sum(worker.num_pulls for worker in workers)
-            num_network_pulls += sum(worker.num_network_pulls for worker in workers)
-            held_s += sum(worker.held_block_s for worker in workers)
-            block_s += span_s * sum(worker.num_kv_blocks for worker in workers)
+    for role in {worker.role: None for worker in runs[0].workers}:
+        of_runs = [(_span_s(run), [worker for worker in run.workers if worker.role is role]) for run in runs]
+
+        def total(name: str) -> Any:
+            return sum(getattr(worker, name) for _, workers in of_runs for worker in workers)  # noqa: B023
+
+        num_steps, num_pulls = total("num_steps"), total("num_pulls")
+        block_s = sum(span_s * sum(worker.num_kv_blocks for worker in workers) for span_s, workers in of_runs)
         yield PoolUse(
             role=role,
-            busy_share=min(1.0, busy_s / available_s),
-            mean_batch_size=num_decoded / num_steps if num_steps else 0.0,
-            kv_share=min(1.0, held_s / block_s),
-            num_preemptions=num_preemptions,
-            network_share=num_network_pulls / num_pulls if num_pulls else 0.0,
+            busy_share=min(1.0, total("busy_s") / sum(span_s * len(workers) for span_s, workers in of_runs)),
+            mean_batch_size=total("num_decode_tokens") / num_steps if num_steps else 0.0,
+            kv_share=min(1.0, total("held_block_s") / block_s),
+            num_preemptions=total("num_preemptions"),
+            network_share=total("num_network_pulls") / num_pulls if num_pulls else 0.0,
         )

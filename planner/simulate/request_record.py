@@ -5,19 +5,19 @@ Written by `pdserve.planner.simulate.simulator`; kept until the end of the run, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from math import nan
+from typing import Any
 
 import numpy as np
 
-from pdserve.planner.arrays import FloatArray, IntArray
 from pdserve.planner.simulate.simulation import RequestTimes
 
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """Instants in seconds of the simulation; NaN before the event."""
+    """Instants in seconds of the simulation, NaN before the event; the names are those of `RequestTimes`."""
 
     arrived_s: float
     num_prompt_tokens: int
@@ -32,21 +32,10 @@ class RequestRecord:
 
 def request_times(records: Sequence[RequestRecord]) -> RequestTimes:
     """Arrays of ``records``, which are in order of arrival."""
+    kinds = {"num": np.int64, "is": np.bool_}
 
-    def floats(values: Iterable[float]) -> FloatArray:
-        return np.fromiter(values, np.float64, len(records))
+    def column(name: str) -> Any:
+        kind = kinds.get(name.partition("_")[0], np.float64)
+        return np.fromiter((getattr(record, name) for record in records), kind, len(records))
 
-    def integers(values: Iterable[int]) -> IntArray:
-        return np.fromiter(values, np.int64, len(records))
-
-    return RequestTimes(
-        arrived_s=floats(record.arrived_s for record in records),
-        started_s=floats(record.started_s for record in records),
-        first_token_s=floats(record.first_token_s for record in records),
-        second_token_s=floats(record.second_token_s for record in records),
-        last_token_s=floats(record.last_token_s for record in records),
-        num_prompt_tokens=integers(record.num_prompt_tokens for record in records),
-        num_cached_tokens=integers(record.num_cached_tokens for record in records),
-        num_output_tokens=integers(record.num_output_tokens for record in records),
-        is_rejected=np.fromiter((record.is_rejected for record in records), np.bool_, len(records)),
-    )
+    return RequestTimes(**{field.name: column(field.name) for field in fields(RequestTimes)})

@@ -23,25 +23,16 @@ class Sampler:
         for role, load in loads:
             by_role.setdefault(role, []).append(load)
         for role, of_role in by_role.items():
-            num_referenced = sum(load.num_blocks_referenced for load in of_role)
-            num_others = sum(load.num_blocks_free + load.num_blocks_cached for load in of_role)
-            self._rows.setdefault(role, []).append(
-                (
-                    now_s,
-                    sum(load.num_waiting for load in of_role),
-                    sum(load.num_running for load in of_role),
-                    num_referenced / (num_referenced + num_others),
-                )
+            num_waiting, num_running, num_referenced, num_free, num_cached = (
+                sum(getattr(load, f"num_{name}") for load in of_role)
+                for name in ("waiting", "running", "blocks_referenced", "blocks_free", "blocks_cached")
             )
+            share = num_referenced / (num_referenced + num_free + num_cached)
+            self._rows.setdefault(role, []).append((now_s, num_waiting, num_running, share))
 
     def timelines(self) -> list[Timeline]:
         return [
-            Timeline(
-                role=role,
-                sampled_s=np.array([row[0] for row in rows], np.float64),
-                num_waiting=np.array([row[1] for row in rows], np.int64),
-                num_running=np.array([row[2] for row in rows], np.int64),
-                kv_share=np.array([row[3] for row in rows], np.float64),
-            )
+            Timeline(role, np.array(at_s), np.array(num_waiting), np.array(num_running), np.array(kv_share))
             for role, rows in self._rows.items()
+            for at_s, num_waiting, num_running, kv_share in [zip(*rows, strict=True)]
         ]

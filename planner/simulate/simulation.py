@@ -94,7 +94,7 @@ class WorkerUse:
     """Pulls from another host."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Timeline:
     """Samples of a pool at equal intervals, summed over its workers."""
 

@@ -13,6 +13,7 @@ from pdserve.planner.search.demand import Demand
 from pdserve.planner.search.estimates import Estimator, Resource
 from pdserve.planner.search.goodput import Goodput
 from pdserve.planner.search.plan import Candidate, Objective, Question, Supply
+from pdserve.planner.search.ranking import Entry
 from pdserve.planner.simulate.attainment import Attainment, Distribution, Interval, PoolUse
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, colocated, disaggregated
 
@@ -86,19 +87,8 @@ def a_candidate(
         points=(seen,),
         num_requests=100,
     )
-    return assemble(
-        question or replace(QUESTION, slo=slo),
-        estimator,
-        layout,
-        estimator.estimate(layout),
-        goodput,
-        3.0 * layout.num_devices,
-        is_final=True,
-        at_winners_rate=at_winners_rate,
-        saturation_rate=None,
-        sensitivity=(),
-        winner=winner,
-    )
+    entry = Entry(layout, estimator.estimate(layout), 3.0 * layout.num_devices, final=goodput)
+    return assemble(question or replace(QUESTION, slo=slo), estimator, entry, winner, at_winners_rate=at_winners_rate)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import pytest
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.layout import Layout
-from pdserve.planner.search.links import PullTimes, even_per_s
+from pdserve.planner.search.estimates import even_pulls_per_s
 from tests.planner.stand_ins import a_pool, disaggregated
 
-TIMES = PullTimes(1.0, 4.0)
+NEAR_S, FAR_S = 1.0, 4.0
 
 
 def on_hosts(prefill: tuple[int, ...], decode: tuple[int, ...]) -> Layout:
@@ -38,7 +38,7 @@ def test_wires_carry_what_is_near_and_what_is_far(
     prefill: tuple[int, ...], decode: tuple[int, ...], expected: float
 ) -> None:
     layout = on_hosts(prefill, decode)
-    assert even_per_s(layout, TIMES) == pytest.approx(expected)
+    assert even_pulls_per_s(layout, NEAR_S, FAR_S) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_lanes_have_wires_and_pipelines_over_the_same_hosts_meet_stage_by_stage(
 ) -> None:
     prefill, decode = (a_pool(role, 1, 1, 4) for role in (WorkerRole.PREFILL, WorkerRole.DECODE))
     layout = Layout(prefill=prefill, decode=decode, hosts=((one,), (other,)))
-    assert even_per_s(layout, TIMES) == expected
+    assert even_pulls_per_s(layout, NEAR_S, FAR_S) == expected
