@@ -38,10 +38,10 @@ def read_planned_model(
     file = path / "config.json" if path.is_dir() else path
     values = _read_object(file)
     try:
-        _check_is_planned(values)
+        known = _with_architectures(values)
         if precision.quantization == "none":
             precision = replace(precision, quantization=_checkpoint_quantization(values))
-        shape = ModelShape.from_hf_config(values)
+        shape = ModelShape.from_hf_config(known)
         own_limit = positive_int(values, "max_position_embeddings", MAX_DEFAULT_LENGTH)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
@@ -55,14 +55,19 @@ def read_planned_model(
     )
 
 
-def _check_is_planned(values: Mapping[str, object]) -> None:
-    """Raise ValueError for a config that would be planned as another model."""
+def _with_architectures(values: Mapping[str, object]) -> Mapping[str, object]:
+    """``values`` with the architecture that ``model_type`` names, if they have none.
+
+    Raises:
+        ValueError: the config would be planned as another model.
+    """
     families = {**FAMILIES, **PLANNED_FAMILIES}
     architectures, kind = values.get("architectures"), str(values.get("model_type", ""))
-    is_known = find_family(values, families) is not None
     if not architectures:
-        is_known = any(name.lower().startswith(kind.replace("_", "")) for name in families)
-    if not is_known:
+        start = f"{kind.removesuffix('_text').replace('_', '')}for"
+        names = [name for name in families if name.lower().startswith(start)]
+        values = {**values, "architectures": names[-1:] if "text_config" in values else names[:1]}
+    if find_family(values, families) is None:
         found = f"architectures {architectures} are" if architectures else f"model_type {kind} is"
         raise ValueError(
             f"{found} not known; plan for one of {', '.join(sorted(families))}, or write LlamaForCausalLM as "
@@ -73,11 +78,12 @@ def _check_is_planned(values: Mapping[str, object]) -> None:
         raise ValueError(
             f"num_key_value_heads {num_kv_heads} does not divide num_attention_heads {num_heads}: download it again"
         )
+    return values
 
 
 def _unserved(values: Mapping[str, object]) -> str:
     if find_family(values, FAMILIES) is None:
-        return f"{values.get('architectures')} cannot be served yet"
+        return f"{values.get('architectures') or 'a config.json without architectures'} cannot be served yet"
     return "quantised checkpoints cannot be served yet" if values.get("quantization_config") else ""
 
 

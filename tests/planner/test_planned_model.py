@@ -109,3 +109,14 @@ def test_what_cannot_be_served_is_told(tmp_path: Path) -> None:
 def test_quantised_weights_are_planned_as_asked(tmp_path: Path) -> None:
     folder = written(tmp_path / "model", quantization_config={"quant_method": "fp8"})
     assert read_planned_model(folder, precision=Precision(quantization="int8")).precision.quantization == "int8"
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [("gemma3_text", "Gemma3ForCausalLM"), ("mixtral", "MixtralForCausalLM"), ("gemma", "GemmaForCausalLM")],
+)
+def test_a_model_type_names_the_architecture_of_a_config_without(tmp_path: Path, kind: str, architecture: str) -> None:
+    named = read_planned_model(written(tmp_path / "named", architectures=[architecture], model_type=kind))
+    bare = read_planned_model(written(tmp_path / "bare", architectures=None, model_type=kind))
+    assert bare.shape == named.shape
+    assert bare.unserved == "a config.json without architectures cannot be served yet"
