@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import pairwise
 from math import exp, inf, log
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.model.cost.cost_model import CostModel
@@ -225,16 +225,30 @@ def find_best(
         best = higher
 
 
-def confirmed(runner: Runner, trial: Trial, scouted: Goodput) -> Goodput:
-    """The goodput that the scout found, with the judge's result at that rate; the judge's own if it misses the target.
+class Confirmed(NamedTuple):
+    """The judge's answer to a goodput that the scout found."""
+
+    goodput: Goodput
+    """The scout's, with the judge's result at that rate; the judge's own if it misses the target."""
+    judge: Attainment
+    """Results of both at the scout's goodput, on the same requests."""
+    scout: Attainment
+
+
+def confirmed(runner: Runner, trial: Trial, scouted: Goodput) -> Confirmed:
+    """Let the judge serve what the scout found.
 
     Args:
         trial: of the judge.
     """
-    seen = runner.attainment(trial, scouted.rate)
-    if seen.meets(trial.slo.attainment):
-        return replace(scouted, judged=seen)
-    return find_goodput(runner, trial, scouted.rate, step=_JUDGE_STEP, tolerance=_JUDGE_TOLERANCE, known=[seen])
+    judge, scout = (
+        runner.attainment(replace(trial, is_scouted=is_scouted), scouted.rate) for is_scouted in (False, True)
+    )
+    goodput = replace(scouted, judged=judge)
+    if not judge.meets(trial.slo.attainment):
+        step, tolerance = _JUDGE_STEP, _JUDGE_TOLERANCE
+        goodput = find_goodput(runner, trial, scouted.rate, step=step, tolerance=tolerance, known=[judge])
+    return Confirmed(goodput, judge, scout)
 
 
 def highest_rate(meets: Callable[[float], bool], start_rate: float, step: float, tolerance: float) -> float:

@@ -32,7 +32,16 @@ from pdserve.planner.layout import Layout
 from pdserve.planner.search.candidates import assemble, verdict_of
 from pdserve.planner.search.demand import Demand
 from pdserve.planner.search.estimates import Estimator, fits
-from pdserve.planner.search.goodput import Goodput, Runner, Trial, Workload, confirmed, find_best, find_goodput
+from pdserve.planner.search.goodput import (
+    Confirmed,
+    Goodput,
+    Runner,
+    Trial,
+    Workload,
+    confirmed,
+    find_best,
+    find_goodput,
+)
 from pdserve.planner.search.infeasible import nothing_met, slo_infeasible, too_slow
 from pdserve.planner.search.layouts import Enumeration, dollars_per_hour, enumerate_layouts
 from pdserve.planner.search.plan import Candidate, Objective, Plan, Question, Screening
@@ -265,7 +274,7 @@ class _Search:
     def _simulate_finalists(self, chosen: Sequence[Entry]) -> None:
         """Find the goodput of the finalists by the scout, and let the judge serve the best of either kind, until it
         agrees with both or has replaced them. While it serves one kind's, the scout continues with the other kind."""
-        judged: list[tuple[Entry, Future[Goodput]]] = []
+        judged: list[tuple[Entry, Future[Confirmed]]] = []
         for is_colocated, low, high in ((False, 0.35, 0.5), (True, 0.5, 0.65)):
             of_kind = [entry for entry in chosen if entry.layout.is_colocated is is_colocated]
             for entry, goodput in zip(of_kind, self._goodputs(of_kind, low, high, "finalists"), strict=True):
@@ -274,12 +283,12 @@ class _Search:
         self._report(0.65, "judging")
         while judged:
             for entry, future in judged:
-                goodput = future.result()
-                self._note_difference(entry, goodput)
-                entry.final = goodput
+                found = future.result()
+                self._note_difference(entry.layout, found)
+                entry.final = found.goodput
             judged = [*self._start_judging(False), *self._start_judging(True)]
 
-    def _start_judging(self, is_colocated: bool) -> Iterator[tuple[Entry, Future[Goodput]]]:
+    def _start_judging(self, is_colocated: bool) -> Iterator[tuple[Entry, Future[Confirmed]]]:
         """The best finalist of a kind and its coming result, unless the judge has served it."""
         best = best_of_kinds(self._ranking.ranked(self._finalists())).get(is_colocated)
         if best is not None and best.rate and best not in self._judged:
@@ -290,16 +299,12 @@ class _Search:
                 self._pool.submit(partial(confirmed, trial=self._judge_trial(best.layout), scouted=best.final)),
             )
 
-    def _note_difference(self, entry: Entry, judged: Goodput) -> None:
-        scouted = entry.final
-        assert scouted is not None
-        assert scouted.at_rate is not None
-        seen = judged.judged or next(point for point in judged.points if point.rate == scouted.rate)
-        if abs(seen.share - scouted.at_rate.share) > _MOST_POINTS:
+    def _note_difference(self, layout: Layout, found: Confirmed) -> None:
+        judge, scout = found.judge, found.scout
+        if abs(judge.share - scout.share) > _MOST_POINTS:
             self._notes.append(
-                f"Scout and judge differ on {entry.layout}: at {rate_words(scouted.rate)} the scout finds "
-                f"{share(scouted.at_rate.share)} of requests within the SLO, the judge {share(seen.share)}. The "
-                "judge's figures count."
+                f"Scout and judge differ on {layout}: at {rate_words(scout.rate)} the scout finds {share(scout.share)} "
+                f"of requests within the SLO, the judge {share(judge.share)}. The judge's figures count."
             )
 
     def _judge_trial(self, layout: Layout) -> Trial:

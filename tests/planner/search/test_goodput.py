@@ -144,7 +144,7 @@ class JudgeRunner(CurveRunner):
 def test_the_judge_lowers_a_goodput_and_never_raises_one(factor: float, rate: float) -> None:
     trial, runner = a_trial(), JudgeRunner(factor)
     scouted = find_goodput(runner, replace(trial, is_scouted=True), 5.0)
-    goodput = confirmed(runner, replace(trial, seeds=(9,)), scouted)
+    goodput = confirmed(runner, replace(trial, seeds=(9,)), scouted).goodput
     assert goodput.rate == pytest.approx(rate, rel=0.03)
     assert goodput.is_scouted is (factor >= 1)
     assert goodput.at_rate is not None

@@ -16,6 +16,7 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.search.demand import Demand
 from pdserve.planner.search.estimates import Estimator
+from pdserve.planner.search.goodput import Runner, Trial
 from pdserve.planner.search.plan import (
     Effort,
     InfeasibleRateError,
@@ -27,6 +28,8 @@ from pdserve.planner.search.plan import (
     Supply,
 )
 from pdserve.planner.search.search import find_plan
+from pdserve.planner.search.sensitivity import _slowed
+from pdserve.planner.simulate.simulation import Simulation
 from pdserve.planner.wording import share
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, UnitRateRequests
 
@@ -188,7 +191,7 @@ class HarderForTheJudge(PoissonWorkload):
         return replace(drawn, requests=tuple(longer))
 
 
-def test_where_scout_and_judge_differ_the_judge_is_believed_and_the_plan_says_so() -> None:
+def test_harder_requests_lower_the_goodput_and_are_no_difference_of_scout_and_judge() -> None:
     plan = find_plan(a_question(), HarderForTheJudge(1500, 20), num_processes=1)
     best = plan.best
     assert best.goodput is not None
@@ -196,6 +199,22 @@ def test_where_scout_and_judge_differ_the_judge_is_believed_and_the_plan_says_so
     assert best.goodput.at_rate is not None
     assert best.goodput.at_rate.meets(0.9)
     assert best.rate < 0.8 * a_plan().best.rate
+    assert not any("differ" in note for note in plan.notes)
+
+
+def test_where_scout_and_judge_differ_the_judge_is_believed_and_the_plan_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judge = Runner._judged
+
+    def slower(runner: Runner, trial: Trial, rate: float, seed: int) -> Simulation:
+        return judge(runner, replace(trial, layout=_slowed(trial.layout, 1.5)), rate, seed)
+
+    monkeypatch.setattr(Runner, "_judged", slower)
+    plan = find_plan(a_question(), WORKLOAD, num_processes=1)
+    best = plan.best
+    assert best.goodput is not None
+    assert not best.goodput.is_scouted
     assert any(
         note.startswith(f"Scout and judge differ on {best.layout}: at ") and note.endswith("The judge's figures count.")
         for note in plan.notes
