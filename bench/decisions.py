@@ -2,8 +2,9 @@
 
     python -m pdserve.bench.decisions [--json FILE]
 
-N prefill and N decode workers, 256 answers on each of the latter. Prompts are cached nowhere, or on every worker; their
-block hashes are computed once, by the first decision.
+N prefill and N decode workers, 256 answers on each of the latter. Before each decision one decode worker reports a
+step, as happens where answers are 256 tokens long. Prompts are cached nowhere, or on every worker; their block hashes
+are computed once, by the first decision.
 """
 
 from __future__ import annotations
@@ -59,6 +60,14 @@ def _worker(role: WorkerRole, index: int, cached: frozenset[bytes]) -> IdleWorke
     return worker
 
 
+def _step(worker: Worker) -> None:
+    """All answers of ``worker`` have one more token."""
+    load = worker.load
+    worker.num_steps += 1
+    worker.stepped_s += TPOT_S / 2
+    worker.load = load._replace(num_context_tokens=load.num_context_tokens + load.num_running)
+
+
 def decision_times_us(num_workers: int, num_tokens: int, num_decisions: int, *, is_cached: bool) -> list[float]:
     """Process time of each request's two decisions."""
     costs = {pool.role: pool.cost(LLAMA_3_8B) for pool in layout(1, 1).pools}
@@ -72,10 +81,11 @@ def decision_times_us(num_workers: int, num_tokens: int, num_decisions: int, *, 
     for worker_index, worker in enumerate(decodes):
         snapshot = worker.snapshot()
         for index in range(NUM_ANSWERS):
-            policy.decoding(-1 - worker_index * NUM_ANSWERS - index, -100 * TPOT_S, 100, snapshot)
+            policy.decoding(-1 - worker_index * NUM_ANSWERS - index, -100 * TPOT_S * index / NUM_ANSWERS, 100, snapshot)
     times_us = []
     blocks = PromptBlocks(prompt, BLOCK_SIZE)
     for request_id in range(num_decisions):
+        _step(decodes[request_id % num_workers])
         now_s = request_id * 0.005
         arrival = Arrival(request_id, blocks, now_s, now_s + TTFT_S, tpot_slo_s=TPOT_S)
         began_ns = time.process_time_ns()
@@ -86,6 +96,9 @@ def decision_times_us(num_workers: int, num_tokens: int, num_decisions: int, *, 
         binding = policy.decode(arrival, [worker.snapshot() for worker in decodes], set(), "")
         times_us.append((time.process_time_ns() - began_ns) / 1e3)
         assert binding is not None
+        bound = next(worker for worker in decodes if worker.worker_id == binding.worker_id)
+        bound.in_flight.add_decode(request_id, num_tokens, blocks.num_blocks())
+        bound.in_flight.remove(request_id)
     return times_us[1:]
 
 

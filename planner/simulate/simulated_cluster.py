@@ -68,9 +68,8 @@ class VirtualWorker(Worker):
         """Pulls from another host."""
         self._block_pool = block_pool
         self._queue = queue
-        self._seen: tuple[int, ...] = ()
-        """What the last snapshot was made of: the load changes only at turns, and with requests in flight."""
-        self._snapshot: WorkerSnapshot
+        self._num_turns_seen = -1
+        """The load changes only at turns."""
 
     def submit(self, request: GenerationRequest) -> None:
         self.engine.receive(AddRequest(_key(request), request, self._queue.now_s))
@@ -82,20 +81,20 @@ class VirtualWorker(Worker):
         self.engine.receive(CancelRequest(RequestKey(0, request_id, attempt)))
 
     def snapshot(self) -> WorkerSnapshot:
-        engine, sent = self.engine, self.in_flight
-        seen = engine.num_turns, sent.num_prefill_tokens, sent.num_context_tokens, sent.num_blocks, sent.num_decodes
-        if seen != self._seen:
-            self._seen = seen
+        engine = self.engine
+        if engine.num_turns != self._num_turns_seen:
+            self._num_turns_seen = engine.num_turns
             self.load = engine.load()
             self.num_steps = engine.num_steps
-            self._snapshot = super().snapshot()
-        snapshot = self._snapshot
+            self.stepped_s = self._queue.now_s
+        snapshot = super().snapshot()
         num_steps, num_tokens, num_blocks = engine.run_growth()
         if num_steps:
             return snapshot._replace(
                 num_context_tokens=snapshot.num_context_tokens + num_tokens,
                 num_free_blocks=snapshot.num_free_blocks - num_blocks,
                 num_steps=snapshot.num_steps + num_steps,
+                stepped_s=self._queue.now_s,
             )
         return snapshot
 

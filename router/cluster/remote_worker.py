@@ -159,7 +159,9 @@ class RemoteWorker(Worker):
                 dispatcher.event_received(self, event)
         for prompt_logprobs in frame.prompt_logprobs:
             dispatcher.prompt_logprobs_received(self, prompt_logprobs_from_proto(prompt_logprobs))
-        self.num_steps += bool(frame.tokens.request_id)
+        if frame.tokens.request_id:
+            self.num_steps += 1
+            self.stepped_s = time.monotonic()
         dispatcher.tokens_received(self, unpack_tokens(frame.tokens))
         for event in endings:
             dispatcher.event_received(self, event)

@@ -18,27 +18,32 @@ from pdserve.router.requests.policy import WorkerSnapshot
 class InFlightLoad:
     """Requests sent to a worker that its reported load does not include yet, by request id."""
 
-    __slots__ = ("_decodes", "_prefills", "num_blocks", "num_context_tokens", "num_prefill_tokens")
+    __slots__ = ("_decodes", "_prefills", "num_blocks", "num_changes", "num_context_tokens", "num_prefill_tokens")
 
     def __init__(self) -> None:
         self._prefills: dict[int, int] = {}
         self._decodes: dict[int, tuple[int, int]] = {}
         """Context tokens and blocks by request id."""
         self.num_prefill_tokens = self.num_context_tokens = self.num_blocks = 0
+        self.num_changes = 0
+        """Grows with each change."""
 
     def add_prefill(self, request_id: int, num_tokens: int) -> None:
         """Count the tokens of a prompt as waiting until it starts."""
+        self.num_changes += 1
         self._prefills[request_id] = num_tokens
         self.num_prefill_tokens += num_tokens
 
     def add_decode(self, request_id: int, num_tokens: int, num_blocks: int) -> None:
         """Count the blocks of a decode request as taken until they are reserved."""
+        self.num_changes += 1
         self._decodes[request_id] = num_tokens, num_blocks
         self.num_context_tokens += num_tokens
         self.num_blocks += num_blocks
 
     def remove(self, request_id: int) -> None:
         """Remove a request that the reported load now includes, or that is over."""
+        self.num_changes += 1
         self.num_prefill_tokens -= self._prefills.pop(request_id, 0)
         num_tokens, num_blocks = self._decodes.pop(request_id, (0, 0))
         self.num_context_tokens -= num_tokens
@@ -72,7 +77,9 @@ class Worker(ABC):
         self.is_draining = False
         self.load = SchedulerLoad()
         self.num_steps = 0
-        """Steps that decoded since the first report."""
+        """Steps that decoded since the first report ..."""
+        self.stepped_s = 0.0
+        """... and the instant of the last one."""
         self.prefill_correction = 1.0
         """Observed over predicted time of steps with prefill rows."""
         self.decode_correction = 1.0
@@ -80,17 +87,25 @@ class Worker(ABC):
         self.cached_blocks: AbstractSet[bytes] = frozenset()
         """Hashes of the blocks in its prefix cache."""
         self.in_flight = InFlightLoad()
+        self._snapshot: WorkerSnapshot | None = None
+        self._seen: tuple[SchedulerLoad, int, int]
+        """Load, changes in flight and steps that the snapshot was made of."""
 
     @property
     def takes_work(self) -> bool:
         return self.is_up and not self.is_draining
 
     def snapshot(self) -> WorkerSnapshot:
-        """Snapshot for one decision of the policy. A waiting prompt appears in the reported load soon after it is sent
-        and stays in flight until it starts, so the larger of the two counts is used, not the sum; started ones are
-        added."""
+        """Snapshot for decisions of the policy; the same one until a load is reported, a step ends, or what is in
+        flight changes. A waiting prompt appears in the reported load soon after it is sent and stays in flight until it
+        starts, so the larger of the two counts is used, not the sum; started ones are added."""
         load, in_flight = self.load, self.in_flight
-        return WorkerSnapshot(  # by position, which takes half the time
+        if self._snapshot is not None:
+            seen_load, num_changes, num_steps = self._seen
+            if seen_load is load and num_changes == in_flight.num_changes and num_steps == self.num_steps:
+                return self._snapshot
+        self._seen = load, in_flight.num_changes, self.num_steps
+        self._snapshot = WorkerSnapshot(  # by position, which takes half the time
             self.worker_id,
             self.role,
             self.max_batch_tokens,
@@ -104,7 +119,9 @@ class Worker(ABC):
             self.cached_blocks,
             self.host,
             self.num_steps,
+            self.stepped_s,
         )
+        return self._snapshot
 
     @abstractmethod
     def submit(self, request: GenerationRequest) -> None:

@@ -9,44 +9,32 @@ Prompts are due in the order in which their objectives end, each share (a tenant
 work, which counts the more the less it is worth: shares that send more than others get no more of the workers than by
 weight. With one share, that is the order of arrival.
 
-It keeps a ledger of its own requests: prompts that wait, in the order of workers, and answers that decode, as columns
-of numpy arrays, so that a decision takes a fixed number of array operations.
+It keeps ledgers of its own requests (`pdserve.router.requests.ledger`), and all workers as columns of one array
+(`pdserve.router.requests.worker_table`): what follows from a worker's report is computed once, and a decision takes a
+fixed number of array operations.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from math import exp, inf, log
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pdserve.contracts.placement import WorkerRole
+from pdserve.router.requests.ledger import TPOT_SPREAD, Answers, Prompts
+from pdserve.router.requests.lengths import Errors, Lengths
 from pdserve.router.requests.placement import Arrival, Binding, Placement
-from pdserve.router.requests.policy import (
-    Costs,
-    PrefillChoice,
-    PromptBlocks,
-    WorkerSnapshot,
-    predict_ttft_s,
-    prefill_candidates,
-    shortfall,
-)
+from pdserve.router.requests.policy import Costs, PrefillChoice, PromptBlocks, WorkerSnapshot, queue_s
+from pdserve.router.requests.worker_table import ROLES, FloatArray, IntArray, WorkerColumns, WorkerTable
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
-
-TPOT_SPREAD = 0.05
-"""Error of a predicted TPOT, as a share of the objective: the scale of a logistic distribution."""
 LENIENT_TPOT_S = 1.0
 """Stands for no TPOT objective."""
-TTFT_SPREAD, MIN_TTFT_SPREAD_S = 0.08, 3e-3
-"""Error of a predicted TTFT, as a share of it, before any was seen, and its lower bound: scales of logistic
-distributions."""
+MIN_TTFT_SPREAD_S = 3e-3
+"""Lower bound for the error of a predicted TTFT: the scale of a logistic distribution."""
 SLACK_VALUE = 0.02
 """Misses that a wait as long as the objective is worth: decides where nothing binds."""
 MIN_CHANCE = 0.05
@@ -59,16 +47,7 @@ MAX_BOOKED_S = 60.0
 """Refused requests are asked to come back within this."""
 MAX_MEAN_STEP = 0.75
 """Mean step, prefills included, up to which a decode worker prefills, as a share of the TPOT objective."""
-PRIOR_TOKENS, PRIOR_ANSWERS = 200, 20.0
-"""Mean length and weight of the answers assumed before any has ended."""
-LENGTH_MEMORY = 2000.0
-"""Answers after which an ended one counts 1 / e."""
-CHANGES_PER_COUNT = 32
-"""Answers that begin or end between two counts of lengths."""
-_SCALE = 1 / (2 * log(2))
-"""Scale of a logistic distribution, as a share of its mean absolute deviation."""
-MAX_LENGTH = 8192
-"""Answers are counted as at most this long."""
+PREFILL, DECODE, MIXED = range(len(ROLES))
 
 
 class Goodput(Placement):
@@ -76,83 +55,53 @@ class Goodput(Placement):
 
     def __init__(self, costs: Costs, *, tpot_slo_s: float = 0.0) -> None:
         super().__init__(costs, tpot_slo_s=tpot_slo_s)
-        self._lengths = _Lengths()
-        self._answers = _Answers()
-        self._prompts = _Prompts()
+        self._workers = WorkerTable(costs)
+        self._lengths = Lengths()
+        self._answers = Answers()
+        self._prompts = Prompts()
         self._requests: dict[int, _Request] = {}
         self._booked_s = 0.0
         """Instant by which the backlog is gone, with all that was refused before."""
         self._harm, self._harm_s = 0.0, 0.0
         """Misses per second of delay, summed over recent placements, and the instant of the sum."""
-        self._errors = {True: _Errors(), False: _Errors()}
+        self._errors = {True: Errors(), False: Errors()}
         """Of prompts that are handed off, and of those computed where answers decode."""
-        self._prefilled_s: dict[str, tuple[float, float]] = {}
+        self._prefilled_s = np.zeros((2, 8))
         """Decaying seconds of prefill where answers decode, and the instant of the sum, by worker."""
 
     # Decisions
 
     def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
-        blocks, now_s, slack_s = arrival.blocks, arrival.now_s, arrival.wanted_s - arrival.now_s
-        offered = prefill_candidates(workers)
-        if not offered:
+        view = self._view(arrival, workers)
+        offers = self._offers(arrival, view)
+        if offers is None:
             return None
-        can_hand_off = any(handoff for _, handoff in offered)
-        if can_hand_off and self.tpot_slo_s and not arrival.is_probe:
-            offered += [(worker, False) for worker in workers if worker.role is WorkerRole.DECODE]
-        decoders = [worker for worker in workers if worker.role is not WorkerRole.PREFILL]
-        candidates, cached, own_s = [], {}, {}
-        for worker, handoff in offered:
-            num = blocks.num_cached_tokens(worker.cached_blocks)
-            seconds = self.costs[worker.role].prefill_s(blocks.num_tokens - num, num) * worker.prefill_correction
-            is_local = can_hand_off and worker.role is WorkerRole.DECODE
-            if is_local and not self._may_prefill(arrival, worker, num, seconds):
-                continue
-            candidates.append((worker, handoff))
-            cached[worker.worker_id], own_s[worker.worker_id] = num, seconds
-        stalls_s = {worker.worker_id: own_s[worker.worker_id] for worker, handoff in candidates if not handoff}
-        gains = _Gains(self, arrival, decoders, stalls_s)
-        handed_off = max(
-            (gains.of(worker, arrival.weight) for worker in decoders if worker.role is WorkerRole.DECODE), default=0.0
-        )
-        price = self._price(now_s) / len(candidates)
-        best, late, most = (inf, inf, True, _NO_CHOICE, 0.0), (inf, _NO_CHOICE), -inf
-        for worker, handoff in candidates:
-            cost = self.costs[worker.role]
-            num_cached = cached[worker.worker_id]
-            due_s = self._due_s(arrival, worker.worker_id)
-            num_behind = self._prompts.num_tokens_after(worker.worker_id, due_s)
-            ahead = worker._replace(num_waiting_tokens=max(0, worker.num_waiting_tokens - num_behind))
-            ttft_s = predict_ttft_s(ahead, blocks.num_tokens, num_cached, cost)
-            spread_s = max(MIN_TTFT_SPREAD_S, self._errors[handoff].spread * ttft_s)
-            chance = _chance((slack_s - ttft_s) / spread_s)
-            choice = PrefillChoice(
-                worker.worker_id, handoff, ttft_s, num_cached, own_s=own_s[worker.worker_id], due_s=due_s
-            )
-            # The harm of decoding remains if TTFT is missed.
-            kept = handed_off - (1 - chance) * max(0.0, handed_off)
-            gain = kept if handoff else gains.of(worker, arrival.weight * chance, is_local=True)
-            toll = price * own_s[worker.worker_id] * ttft_s
-            most = max(most, arrival.weight * chance - toll)
-            scale_s = max(slack_s, ttft_s) if slack_s < inf else 1.0
-            gain -= toll + gains.slack_value * ttft_s / scale_s
-            harm = arrival.weight * chance * (1 - chance) / spread_s
-            best = min(best, (-gain, ttft_s, worker.role is WorkerRole.DECODE, choice, harm))
-            if handoff or not can_hand_off:
-                late = min(late, (predict_ttft_s(worker, blocks.num_tokens, num_cached, cost), choice))
-        loss, *_, choice, harm = best
-        least = MIN_CHANCE * arrival.weight
-        if arrival.may_refuse and -loss < least:
-            spacing_s = min(own_s.values()) / len(candidates)
-            return choice._replace(retry_after_s=self._book(now_s, late[0], max(spacing_s, gains.spacing_s())))
-        if most < least and not arrival.is_probe:
-            return late[1]._replace(is_late=True, due_s=now_s + LATE_S)
-        self._harm += harm
-        if not choice.handoff:
-            self._prefilled_s[choice.worker_id] = (
-                self._recent_s(choice.worker_id, now_s) + own_s[choice.worker_id],
-                now_s,
-            )
-        return choice
+        now_s, weight, slack_s = arrival.now_s, arrival.weight, arrival.wanted_s - arrival.now_s
+        ttft_s, own_s, handoff = offers.ttft_s, offers.own_s, offers.handoff
+        spread = np.where(handoff, self._errors[True].spread, self._errors[False].spread)
+        spread_s = np.maximum(MIN_TTFT_SPREAD_S, spread * ttft_s)
+        chance = _chance((slack_s - ttft_s) / spread_s)
+        toll = self._price(now_s) / len(ttft_s) * own_s * ttft_s
+        scale_s = np.maximum(slack_s, ttft_s) if slack_s < inf else 1.0
+        gain = self._gains(weight, chance, offers, view) - toll - _slack_value(weight) * ttft_s / scale_s
+        least_gain = MIN_CHANCE * weight
+        is_refused = arrival.may_refuse and float(gain.max()) < least_gain
+        is_late = float((weight * chance - toll).max()) < least_gain and not arrival.is_probe
+        ids = [workers[index].worker_id for index in offers.workers]
+        best = _least(ids, -gain, ttft_s, ~handoff & (offers.state.role == DECODE))
+        if is_refused or is_late:
+            backlog_s = np.where(handoff | (not handoff.any()), self._ttft_s(arrival, offers), inf)
+            last = _least(ids, backlog_s)
+            if not is_refused:
+                return offers.choice(last, ids[last])._replace(is_late=True, due_s=now_s + LATE_S)
+            spacing_s = max(float(own_s.min()) / len(own_s), self._end_spacing_s(view))
+            retry_after_s = self._book(now_s, float(backlog_s[last]), spacing_s)
+            return offers.choice(best, ids[best])._replace(retry_after_s=retry_after_s)
+        self._harm += float(weight * chance[best] * (1 - chance[best]) / spread_s[best])
+        if not handoff[best]:
+            row = view.rows[offers.workers[best]]
+            self._prefilled_s[:, row] = self._recent_s(row, now_s) + own_s[best], now_s
+        return offers.choice(best, ids[best])
 
     def decode(
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
@@ -160,20 +109,15 @@ class Goodput(Placement):
         workers = [worker for worker in workers if worker.role is WorkerRole.DECODE]
         if not workers:
             return None
-        blocks, cost = arrival.blocks, self.costs[WorkerRole.DECODE]
-        gains = _Gains(self, arrival, workers)
-        is_in_time = self._wanted_s(arrival.request_id) >= arrival.now_s
-        weight = arrival.weight * is_in_time
-        options = []
-        for worker in workers:
-            num_cached = blocks.num_cached_tokens(worker.cached_blocks)
-            stall_s = cost.transfer_s(blocks.num_tokens - num_cached, same_host=worker.host == source_host)
-            gain = gains.of(worker, weight, own_stall_s=stall_s)
-            is_last_resort = worker.worker_id in cut_off
-            lacking = shortfall(blocks, worker, num_cached_tokens=num_cached)
-            options.append((is_last_resort, lacking, -gain, worker.worker_id))
-        worker_id = min(options)[-1]
-        return Binding(worker_id, gains.stall_slo_s(worker_id) if weight else 0.0)
+        cost = self.costs[WorkerRole.DECODE]
+        token_s = {is_same: cost.transfer_s(1, same_host=is_same) for is_same in (False, True)}
+        view = self._view(arrival, workers, np.array([token_s[worker.host == source_host] for worker in workers]))
+        weight = arrival.weight * (self._wanted_s(arrival.request_id) >= arrival.now_s)
+        ids = [worker.worker_id for worker in workers]
+        is_last_resort = np.array([worker_id in cut_off for worker_id in ids])
+        best = _least(ids, is_last_resort, view.lacking, view.harm - weight * view.chance)
+        stall_slo_s = self._lengths.remaining(0) * ((arrival.tpot_slo_s or LENIENT_TPOT_S) - float(view.step_s[best]))
+        return Binding(ids[best], max(0.0, stall_slo_s) if weight else 0.0)
 
     # What became of them
 
@@ -185,7 +129,8 @@ class Goodput(Placement):
         )
         num_new = arrival.blocks.num_tokens - choice.num_cached_tokens
         share = None if choice.is_late else arrival.share
-        self._prompts.add(arrival.request_id, choice.worker_id, choice.due_s, num_new, share, choice.own_s)
+        row = self._row(choice.worker_id)
+        self._prompts.add(arrival.request_id, row, choice.due_s, num_new, share, choice.own_s)
 
     def prefilled(self, request_id: int, worker_id: str) -> None:
         self._prompts.remove(request_id)
@@ -196,29 +141,162 @@ class Goodput(Placement):
             self._errors[request.handoff].add(log((began_s - request.placed_s) / request.ttft_s))
             self._requests[request_id] = request._replace(ttft_s=0.0)
         if began_s <= request.wanted_s:  # another miss costs a late one nothing
-            self._answers.add(request_id, worker.worker_id, began_s, num_tokens - worker.num_steps, request)
-            self._lengths.changed(self._answers)
+            row, base = self._row(worker.worker_id), num_tokens - worker.num_steps
+            self._answers_changed(self._answers.remove(request_id))
+            self._answers.add(request_id, row, began_s, base, request.tpot_slo_s, request.weight)
+            self._answers_changed(row)
+            self._count_lengths()
 
     def left(self, request_id: int, num_tokens: int) -> None:
-        self._answers.remove(request_id)
+        self._answers_changed(self._answers.remove(request_id))
         self._requests.pop(request_id, None)
         self._prompts.remove(request_id)
         if num_tokens:
             self._lengths.add(num_tokens)
-            self._lengths.changed(self._answers)
+            self._count_lengths()
 
-    # Parts
+    # Ledgers
+
+    def _row(self, worker_id: str) -> int:
+        """Row of the worker, for which there is space in all ledgers."""
+        row = self._workers.row(worker_id)
+        num_new = self._workers.num_rows - self._prefilled_s.shape[1]
+        if num_new > 0:
+            self._prefilled_s = np.pad(self._prefilled_s, ((0, 0), (0, num_new)))
+        self._prompts.reserve(self._workers.num_rows)
+        self._answers.reserve(self._workers.num_rows)
+        return row
+
+    def _answers_changed(self, row: int | None) -> None:
+        if row is not None:
+            self._workers.is_stale[row] = True
+
+    def _count_lengths(self) -> None:
+        """An answer began or ended."""
+        if self._lengths.is_due():
+            self._lengths.count(self._answers.num_tokens(self._workers.columns(slice(None)).num_steps))
 
     def _wanted_s(self, request_id: int) -> float:
         request = self._requests.get(request_id)
         return inf if request is None else request.wanted_s
 
-    def _due_s(self, arrival: Arrival, worker_id: str) -> float:
-        """When the prompt is due: it gives way to other shares for the seconds of its own share's prompts that wait on
-        the worker, the more the less it is worth, and to those prompts."""
-        share_s = self._prompts.seconds(worker_id, arrival.share)
-        turn_s = min(share_s / arrival.weight, LATE_S) if arrival.weight else LATE_S
-        return max(arrival.wanted_s + turn_s, self._prompts.last_due_s(worker_id, arrival.share))
+    # Parts of a decision
+
+    def _view(
+        self, arrival: Arrival, workers: Sequence[WorkerSnapshot], pulled_token_s: FloatArray | float = 0.0
+    ) -> _View:
+        """``pulled_token_s``: seconds to pull each token that a worker does not cache."""
+        table, blocks = self._workers, arrival.blocks
+        rows = table.rows(workers)
+        if table.num_rows > self._prefilled_s.shape[1]:
+            self._row(workers[0].worker_id)
+        state = table.columns(rows)
+        is_stale = table.is_stale[rows] & (state.role != PREFILL)
+        if is_stale.any():
+            stale = rows[is_stale]
+            self._answers.update(stale, table.columns(stale), self._lengths)
+            table.is_stale[stale] = False
+        num_cached = np.array(blocks.num_cached_tokens_on(workers))
+        length, tpot_slo_s = self._lengths.remaining(0), arrival.tpot_slo_s or LENIENT_TPOT_S
+        step_s = state.next_step_s + blocks.num_tokens * state.token_s
+        lacking = _lacking(blocks, state, num_cached)
+        stall_s = pulled_token_s * (blocks.num_tokens - num_cached)
+        if (is_waiting := state.num_free_blocks < blocks.num_blocks()).any():
+            # All that is held goes in the time of an answer.
+            num_held = np.maximum(state.num_context_tokens, blocks.num_tokens)
+            stall_s = stall_s + length * step_s * (lacking * is_waiting) * blocks.block_size / num_held
+        tpot = (step_s + stall_s / length) / tpot_slo_s
+        harm = self._answers.harm(rows, blocks.num_tokens) + _slack_value(arrival.weight) * tpot
+        return _View(rows, state, num_cached, lacking, step_s, _chance((1 - tpot) / TPOT_SPREAD), harm)
+
+    def _offers(self, arrival: Arrival, view: _View) -> _Offers | None:
+        """Candidates for prefill, as in `pdserve.router.requests.policy.prefill_candidates`, and decode workers that
+        may prefill beside prefill workers; ``None`` without any."""
+        num_tokens, state = arrival.blocks.num_tokens, view.state
+        role = state.role.astype(np.int64)
+        is_prefill, is_decode = role == PREFILL, role == DECODE
+        prefill_s = np.array([self.costs[each].prefill_s(num_tokens) if each in self.costs else 0.0 for each in ROLES])
+        raw_s = prefill_s[role]
+        for index in view.num_cached.nonzero()[0]:
+            num_cached = int(view.num_cached[index])
+            raw_s[index] = self.costs[ROLES[role[index]]].prefill_s(num_tokens - num_cached, num_cached)
+        own_s = raw_s * state.prefill_correction
+        if not is_prefill.any():
+            is_offered = ~is_prefill
+        elif not is_decode.any():
+            is_offered = role == MIXED
+        else:
+            is_offered = ~is_decode
+            if self.tpot_slo_s and not arrival.is_probe:
+                is_offered |= is_decode & self._may_prefill(arrival, view, own_s)
+        index = is_offered.nonzero()[0]
+        if not len(index):
+            return None
+        rows = view.rows[index]
+        due_s = self._due_s(arrival, rows)
+        offers = _Offers(
+            workers=index,
+            state=self._workers.columns(rows),
+            handoff=is_prefill[index],
+            num_cached=view.num_cached[index],
+            raw_s=raw_s[index],
+            own_s=own_s[index],
+            due_s=due_s,
+            ttft_s=own_s[index],
+        )
+        return offers._replace(ttft_s=self._ttft_s(arrival, offers, self._prompts.num_tokens_after(rows, due_s)))
+
+    def _due_s(self, arrival: Arrival, rows: IntArray) -> FloatArray:
+        """When the prompt is due on each worker: it gives way to other shares for the seconds of its own share's
+        prompts that wait there, the more the less it is worth, and to those prompts."""
+        share_s = self._prompts.seconds(arrival.share, rows)
+        turn_s = np.minimum(share_s / arrival.weight, LATE_S) if arrival.weight else LATE_S
+        due_s: FloatArray = np.maximum(arrival.wanted_s + turn_s, self._prompts.last_due_s(arrival.share, rows))
+        return due_s
+
+    def _ttft_s(self, arrival: Arrival, offers: _Offers, num_behind: IntArray | None = None) -> FloatArray:
+        """Seconds to token 0 on each worker, as `pdserve.router.requests.policy.predict_ttft_s` has it, if
+        ``num_behind`` of the tokens that wait there run after the prompt."""
+        state, num_cached = offers.state, offers.num_cached
+        num_ahead, ahead_s = state.num_waiting_tokens, state.queue_s
+        if num_behind is not None and num_behind.any():
+            num_ahead, ahead_s = np.maximum(0.0, num_ahead - num_behind), ahead_s.copy()
+            for index in num_behind.nonzero()[0]:
+                cost = self.costs[ROLES[int(state.role[index])]]
+                ahead_s[index] = queue_s(int(num_ahead[index]), int(state.max_batch_tokens[index]), cost)
+        seconds = ahead_s + offers.raw_s
+        beside = (state.num_decoding * (state.role != PREFILL)).nonzero()[0]
+        if len(beside):
+            num_left = num_ahead[beside] + arrival.blocks.num_tokens - num_cached[beside]
+            budget = state.max_batch_tokens[beside]
+            added_s = [
+                self.costs[ROLES[int(role)]].decode_beside_s(int(chunk), int(num), int(num_context))
+                for role, chunk, num, num_context in zip(
+                    state.role[beside].tolist(),
+                    np.minimum(num_left, budget).tolist(),
+                    state.num_decoding[beside].tolist(),
+                    state.num_context_tokens[beside].tolist(),
+                    strict=True,
+                )
+            ]
+            seconds[beside] += np.ceil(num_left / budget) * added_s
+        seconds *= state.mixed_correction
+        return seconds
+
+    def _gains(self, weight: float, chance: FloatArray, offers: _Offers, view: _View) -> FloatArray:
+        """Chance of each candidate to meet both objectives, less the misses of answers; ``chance`` is that of TTFT."""
+        gain = np.zeros(len(chance))
+        if offers.handoff.any():
+            is_decode = view.state.role == DECODE
+            best = float(np.max(weight * view.chance[is_decode] - view.harm[is_decode]))
+            # The harm of decoding remains if TTFT is missed.
+            gain = best - (1 - chance) * max(0.0, best)
+        local = (~offers.handoff).nonzero()[0]
+        if len(local):
+            index = offers.workers[local]
+            delay_harm = self._answers.delay_harm(view.rows[index], offers.own_s[local])
+            gain[local] = weight * chance[local] * view.chance[index] - view.harm[index] - delay_harm
+        return gain
 
     def _book(self, now_s: float, backlog_s: float, spacing_s: float) -> float:
         """Seconds after which a refused request would find the backlog gone: refused ones are asked back one by one,
@@ -226,39 +304,40 @@ class Goodput(Placement):
         self._booked_s = min(max(self._booked_s, now_s + backlog_s) + spacing_s, now_s + MAX_BOOKED_S)
         return self._booked_s - now_s
 
-    def _may_prefill(self, arrival: Arrival, worker: WorkerSnapshot, num_cached_tokens: int, own_s: float) -> bool:
-        """Whether a decode worker has the blocks, and a mean step within TPOT in spite of its prefills, this one of
+    def _end_spacing_s(self, view: _View) -> float:
+        """Seconds between two ends of answers on all workers; 0 if none decodes."""
+        num, step_s = view.state.num_decoding, view.state.step_s
+        ends_per_s = float(np.sum(np.divide(num, step_s, out=np.zeros(len(num)), where=step_s > 0)))
+        return self._lengths.remaining(0) / ends_per_s if ends_per_s else 0.0
+
+    def _may_prefill(self, arrival: Arrival, view: _View, own_s: FloatArray) -> npt.NDArray[np.bool_]:
+        """Whether each decode worker has the blocks, and a mean step within TPOT in spite of its prefills, this one of
         ``own_s`` included, during a median answer. Over a longer time bursts of prefills would even out, but half of
         the answers do not last longer."""
-        cost, num_answers = self.costs[worker.role], worker.num_decoding + 1
-        step_s = cost.decode_s(num_answers, worker.num_context_tokens + arrival.blocks.num_tokens)
-        share = (self._recent_s(worker.worker_id, arrival.now_s) + own_s) / self._answer_s()
-        is_fast = step_s * worker.decode_correction <= MAX_MEAN_STEP * self.tpot_slo_s * (1 - share)
-        return is_fast and self._may_grow(arrival.blocks, worker, num_cached_tokens)
+        share = (self._recent_s(view.rows, arrival.now_s) + own_s) / self._answer_s()
+        is_fast = view.step_s <= MAX_MEAN_STEP * self.tpot_slo_s * (1 - share)
+        # A prompt that is prefilled where it decodes takes its blocks early: all answers must have room for their rest.
+        state = view.state
+        num_growing = self._lengths.remaining(0) * (state.num_decoding + 1) // arrival.blocks.block_size
+        left = state._replace(num_free_blocks=state.num_free_blocks - num_growing)
+        may_prefill: npt.NDArray[np.bool_] = is_fast & (_lacking(arrival.blocks, left, view.num_cached) == 0)
+        return may_prefill
 
     def _answer_s(self) -> float:
         """Seconds of a median answer that just meets TPOT."""
         return self._lengths.median * (self.tpot_slo_s or LENIENT_TPOT_S)
 
-    def _recent_s(self, worker_id: str, now_s: float) -> float:
-        seconds, at_s = self._prefilled_s.get(worker_id, (0.0, now_s))
-        return seconds * exp((at_s - now_s) / self._answer_s())
-
-    def _may_grow(self, blocks: PromptBlocks, worker: WorkerSnapshot, num_cached_tokens: int) -> bool:
-        """Whether ``worker`` has room for the prompt and the rest of all answers: a prompt that is prefilled where it
-        decodes takes its blocks early."""
-        num_blocks = self._lengths.remaining(0) * (worker.num_decoding + 1) / blocks.block_size
-        left = worker._replace(num_free_blocks=worker.num_free_blocks - int(num_blocks))
-        return not shortfall(blocks, left, num_cached_tokens=num_cached_tokens)
+    def _recent_s(self, rows: IntArray | np.int64, now_s: float) -> FloatArray:
+        """Decaying seconds of prefill on decode workers."""
+        seconds, at_s = self._prefilled_s[:, rows]
+        recent_s: FloatArray = seconds * np.exp((at_s - now_s) / self._answer_s())
+        return recent_s
 
     def _price(self, now_s: float) -> float:
         """Misses among all workers that a second of delay to each arrival would cause, per second of arrivals."""
         self._harm *= exp((self._harm_s - now_s) / PRICE_MEMORY_S)
         self._harm_s = now_s
         return self._harm / PRICE_MEMORY_S
-
-
-_NO_CHOICE = PrefillChoice("", False, 0.0, 0)
 
 
 class _Request(NamedTuple):
@@ -272,290 +351,74 @@ class _Request(NamedTuple):
     handoff: bool = False
 
 
-class _Errors:
-    """How far predictions of TTFT are off, learned from log-ratios of what came to what was predicted."""
+class _View(NamedTuple):
+    """Workers of a decision, and what decoding the answer on each of them means."""
 
-    def __init__(self) -> None:
-        self.spread = TTFT_SPREAD
-        """Scale of a logistic distribution."""
-        self._weight, self._sum = PRIOR_ANSWERS, PRIOR_ANSWERS * TTFT_SPREAD / _SCALE
-
-    def add(self, log_ratio: float) -> None:
-        kept = 1 - 1 / LENGTH_MEMORY
-        self._weight = self._weight * kept + 1
-        self._sum = self._sum * kept + abs(log_ratio)
-        self.spread = _SCALE * self._sum / self._weight
-
-
-class _Prompt(NamedTuple):
-    """A prompt that waits on a worker, or is computed there; in the order of workers."""
-
-    due_s: float
-    request_id: int
-    num_tokens: int
-    worker_id: str
-    share: str | None
-    """None for a late one."""
-    own_us: int
+    rows: IntArray
+    state: WorkerColumns
+    num_cached: IntArray
+    """Tokens of the prompt that it caches."""
+    lacking: FloatArray
+    """Blocks and batch slots, as in `pdserve.router.requests.policy.shortfall`."""
+    step_s: FloatArray
+    """Seconds of a step with the answer."""
+    chance: FloatArray
+    """Chance to meet TPOT."""
+    harm: FloatArray
+    """Expected misses of other answers, and what its own time is worth."""
 
 
-class _Prompts:
-    """Prompts that the last chunk has not been planned of, in the order of each worker."""
+class _Offers(NamedTuple):
+    """Workers that may compute a prompt."""
 
-    def __init__(self) -> None:
-        self._prompts: dict[int, _Prompt] = {}
-        self._in_time: dict[str, list[_Prompt]] = {}
-        """By worker, in order."""
-        self._num_late_tokens: Counter[str] = Counter()
-        self._shares_us: Counter[tuple[str, str]] = Counter()
-        """Predicted microseconds by worker and share: whole numbers, whose sum returns to 0."""
-        self._last_due_s: dict[tuple[str, str], float] = {}
-        """Latest due time, by worker and share, of the prompts that wait and are due at all."""
+    workers: IntArray
+    """Index among all workers of the decision."""
+    state: WorkerColumns
+    handoff: npt.NDArray[np.bool_]
+    num_cached: IntArray
+    raw_s: FloatArray
+    """Seconds of the prompt's own tokens, not corrected ..."""
+    own_s: FloatArray
+    """... and corrected."""
+    due_s: FloatArray
+    ttft_s: FloatArray
 
-    def add(
-        self, request_id: int, worker_id: str, due_s: float, num_tokens: int, share: str | None, own_s: float
-    ) -> None:
-        self.remove(request_id)
-        prompt = _Prompt(due_s, request_id, num_tokens, worker_id, share, int(own_s * 1e6))
-        self._prompts[request_id] = prompt
-        if share is None:
-            self._num_late_tokens[worker_id] += num_tokens
-        else:
-            insort(self._in_time.setdefault(worker_id, []), prompt)
-            self._shares_us[worker_id, share] += prompt.own_us
-            if due_s < inf:
-                self._last_due_s[worker_id, share] = max(due_s, self.last_due_s(worker_id, share))
-
-    def remove(self, request_id: int) -> None:
-        prompt = self._prompts.pop(request_id, None)
-        if prompt is None:
-            return
-        worker_id, share = prompt.worker_id, prompt.share
-        if share is None:
-            self._num_late_tokens[worker_id] -= prompt.num_tokens
-        else:
-            in_time = self._in_time[worker_id]
-            del in_time[bisect_left(in_time, prompt)]
-            self._shares_us[worker_id, share] -= prompt.own_us
-            if not self._shares_us[worker_id, share]:
-                del self._shares_us[worker_id, share]
-                self._last_due_s.pop((worker_id, share), None)
-
-    def seconds(self, worker_id: str, share: str) -> float:
-        """Predicted seconds of the prompts of a share that wait on a worker."""
-        return self._shares_us[worker_id, share] / 1e6
-
-    def last_due_s(self, worker_id: str, share: str) -> float:
-        """When the last of the prompts of a share that wait on a worker is due."""
-        return self._last_due_s.get((worker_id, share), -inf)
-
-    def num_tokens_after(self, worker_id: str, due_s: float) -> int:
-        """Tokens of the prompts on a worker that run after one due at ``due_s``."""
-        num_tokens = self._num_late_tokens[worker_id]
-        for prompt in reversed(self._in_time.get(worker_id, ())):
-            if prompt.due_s <= due_s:
-                break
-            num_tokens += prompt.num_tokens
-        return num_tokens
-
-
-class _Gains:
-    """Gains of one prompt on decode and mixed workers: its own chance, less the misses of answers there."""
-
-    def __init__(
-        self,
-        policy: Goodput,
-        arrival: Arrival,
-        workers: Sequence[WorkerSnapshot],
-        stalls_s: Mapping[str, float] | None = None,
-    ) -> None:
-        """``stalls_s``: seconds that a prefill of the prompt would delay the answers on each worker that may do it."""
-        blocks = arrival.blocks
-        self.slack_value = SLACK_VALUE * (arrival.weight or 1.0)
-        self._tpot_slo_s = arrival.tpot_slo_s or LENIENT_TPOT_S
-        self._length = policy._lengths.remaining(0)
-        answers = policy._answers
-        rows = [answers.row(worker.worker_id) for worker in workers]
-        num_rows = answers.num_rows
-        num_steps, before_s, after_s = answers.steps().copy(), np.zeros(num_rows), np.zeros(num_rows)
-        for worker, row in zip(workers, rows, strict=True):
-            cost, correction = policy.costs[worker.role], worker.decode_correction
-            num, num_context = worker.num_decoding, worker.num_context_tokens
-            num_steps[row] = worker.num_steps
-            before_s[row] = cost.decode_s(num, num_context) * correction if num else 0.0
-            after_s[row] = cost.decode_s(num + 1, num_context + blocks.num_tokens) * correction
-        self._after_s = {worker.worker_id: float(after_s[row]) for worker, row in zip(workers, rows, strict=True)}
-        self._waits_s = {}
-        for worker in workers:
-            if worker.num_free_blocks < blocks.num_blocks():
-                num_cached = blocks.num_cached_tokens(worker.cached_blocks)
-                if lacking := shortfall(blocks, worker, num_cached_tokens=num_cached):
-                    self._waits_s[worker.worker_id] = self._block_wait_s(lacking, blocks, worker)
-        self._rows = dict(zip([worker.worker_id for worker in workers], rows, strict=True))
-        answers.num_steps = num_steps
-        self._row, self._weight, self._slack, self._steps, self._per_s = answers.slack(arrival.now_s, policy._lengths)
-        kept = self._met(before_s)
-        self._harm = kept - self._met(after_s)
-        self._ends_per_s = sum(
-            worker.num_decoding / (self._length * before)
-            for worker, row in zip(workers, rows, strict=True)
-            if (before := before_s[row])
+    def choice(self, index: int, worker_id: str) -> PrefillChoice:
+        return PrefillChoice(
+            worker_id,
+            bool(self.handoff[index]),
+            float(self.ttft_s[index]),
+            int(self.num_cached[index]),
+            own_s=float(self.own_s[index]),
+            due_s=float(self.due_s[index]),
         )
-        if stalls_s:
-            stall_s = np.zeros(num_rows)
-            for worker_id, seconds in stalls_s.items():
-                stall_s[self._rows[worker_id]] = seconds
-            self._slack -= self._per_s * stall_s[self._row]
-            self._local_harm = kept - self._met(after_s)
-
-    def _block_wait_s(self, num_lacking: int, blocks: PromptBlocks, worker: WorkerSnapshot) -> float:
-        """Seconds until ends of answers have freed ``num_lacking`` blocks: all that is held goes in the time of an
-        answer."""
-        lifetime_s = self._length * self._after_s[worker.worker_id]
-        return lifetime_s * num_lacking * blocks.block_size / max(worker.num_context_tokens, blocks.num_tokens)
-
-    def stall_slo_s(self, worker_id: str) -> float:
-        """Seconds that an answer of expected length may lose on the worker and still meet TPOT."""
-        return max(0.0, self._length * (self._tpot_slo_s - self._after_s[worker_id]))
-
-    def spacing_s(self) -> float:
-        """Seconds between two ends of answers on all workers; 0 if none decodes."""
-        return 1 / self._ends_per_s if self._ends_per_s else 0.0
-
-    def _met(self, step_s: FloatArray) -> FloatArray:
-        """Expected worth of the answers that meet TPOT, by row, if steps take ``step_s``."""
-        row = self._row
-        worth = self._weight / (1 + np.exp(np.minimum(self._steps * step_s[row] - self._slack, 50.0)))
-        return np.bincount(row, worth, len(step_s)).astype(np.float64, copy=False)
-
-    def of(self, worker: WorkerSnapshot, weight: float, *, is_local: bool = False, own_stall_s: float = 0.0) -> float:
-        """Gain on ``worker``.
-
-        Args:
-            is_local: it prefills there, too.
-            weight: value of the request if it meets TPOT.
-            own_stall_s: its own wait before token 1.
-        """
-        row, step_s = self._rows[worker.worker_id], self._after_s[worker.worker_id]
-        harm = float((self._local_harm if is_local else self._harm)[row])
-        tpot_s = step_s + (own_stall_s + self._waits_s.get(worker.worker_id, 0.0)) / self._length
-        own = weight * _chance((1 - tpot_s / self._tpot_slo_s) / TPOT_SPREAD)
-        return own - harm - self.slack_value * tpot_s / self._tpot_slo_s
 
 
-class _Answers:
-    """Answers that decode, in compact columns."""
-
-    def __init__(self) -> None:
-        self._index: dict[int, int] = {}
-        self._ids: list[int] = []
-        self._rows: dict[str, int] = {}
-        self._row = np.zeros(256, np.int64)
-        self._began_s = np.zeros(256)
-        self._base = np.zeros(256)
-        """Tokens so far less the worker's steps so far."""
-        self._tpot_slo_s = np.zeros(256)
-        self._weight = np.zeros(256)
-        self.num_steps = np.zeros(0)
-        """Steps so far by row, as last seen; rows may have been added since."""
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._rows)
-
-    def row(self, worker_id: str) -> int:
-        """Number of the worker."""
-        return self._rows.setdefault(worker_id, len(self._rows))
-
-    def add(self, request_id: int, worker_id: str, began_s: float, base: float, request: _Request) -> None:
-        self.remove(request_id)
-        index = self._index[request_id] = len(self._ids)
-        self._ids.append(request_id)
-        if index == len(self._row):
-            self._row, self._began_s, self._base, self._tpot_slo_s, self._weight = (
-                np.concatenate([column, np.zeros_like(column)]) for column in self._columns()
-            )
-        self._row[index], self._began_s[index], self._base[index] = self.row(worker_id), began_s, base
-        self._tpot_slo_s[index], self._weight[index] = request.tpot_slo_s, request.weight
-
-    def _columns(self) -> tuple[npt.NDArray[np.int64 | np.float64], ...]:
-        return self._row, self._began_s, self._base, self._tpot_slo_s, self._weight
-
-    def remove(self, request_id: int) -> None:
-        """Remove the answer, if it is there; the last one takes its place."""
-        index = self._index.pop(request_id, None)
-        if index is None:
-            return
-        last = self._ids.pop()
-        if last != request_id:
-            self._ids[index], self._index[last] = last, index
-            for column in self._columns():
-                column[index] = column[len(self._ids)]
-
-    def num_tokens(self) -> IntArray:
-        """Tokens so far of each answer."""
-        num = len(self._ids)
-        num_tokens = self._base[:num] + self.steps()[self._row[:num]]
-        np.maximum(num_tokens, 1.0, out=num_tokens)
-        np.minimum(num_tokens, MAX_LENGTH, out=num_tokens)
-        return num_tokens.astype(np.int64)
-
-    def steps(self) -> FloatArray:
-        """Steps so far by row, as last seen, or 0."""
-        num_new = self.num_rows - len(self.num_steps)
-        return np.append(self.num_steps, np.zeros(num_new)) if num_new else self.num_steps
-
-    def slack(self, now_s: float, lengths: _Lengths) -> tuple[IntArray, FloatArray, FloatArray, FloatArray, FloatArray]:
-        """Per answer: row, weight, slack in units of the error, the same per second of mean step, and of stall."""
-        num = len(self._ids)
-        row, num_tokens, tpot_slo_s = self._row[:num], self.num_tokens(), self._tpot_slo_s[:num]
-        remaining = lengths.table[num_tokens]
-        total = num_tokens + remaining
-        per_s = 1 / (total * (tpot_slo_s * TPOT_SPREAD))
-        slack = (tpot_slo_s * total - (now_s - self._began_s[:num])) * per_s
-        return row, self._weight[:num], slack, remaining * per_s, per_s
+def _slack_value(weight: float) -> float:
+    return SLACK_VALUE * (weight or 1.0)
 
 
-class _Lengths:
-    """Expected remaining length of an answer: the survival curve of Kaplan and Meier over the answers that ended and,
-    as far as they have come, those that run. Without the latter a router that has just started would know short ones
-    only."""
-
-    def __init__(self) -> None:
-        lengths = np.arange(MAX_LENGTH + 1)
-        self._ended = PRIOR_ANSWERS / PRIOR_TOKENS * np.exp(-lengths / PRIOR_TOKENS)
-        """Weight of the answers that ended, by length."""
-        self._num_new, self._num_changes = 0, 0
-        self._rebuild(np.zeros(MAX_LENGTH + 1, np.int64))
-
-    def add(self, num_tokens: int) -> None:
-        self._ended[min(num_tokens, MAX_LENGTH)] += 1
-        self._num_new += 1
-
-    def changed(self, answers: _Answers) -> None:
-        """An answer began or ended: count anew now and then."""
-        self._num_changes += 1
-        if self._num_changes >= CHANGES_PER_COUNT:
-            self._ended *= exp(-self._num_new / LENGTH_MEMORY)
-            self._num_new = self._num_changes = 0
-            self._rebuild(np.bincount(answers.num_tokens(), minlength=MAX_LENGTH + 1))
-
-    def remaining(self, num_tokens: int) -> float:
-        """Expected tokens after ``num_tokens``, at least 1."""
-        return float(self.table[min(num_tokens, MAX_LENGTH)])
-
-    def _rebuild(self, running: IntArray) -> None:
-        """``running``: number of running answers by tokens so far."""
-        as_long = np.cumsum((self._ended + running)[::-1])[::-1]
-        """Weight of answers of at least each length."""
-        goes_on = 1 - self._ended / np.maximum(as_long, 1e-300)
-        survival = np.cumprod(np.maximum(goes_on, 0.0))
-        """Chance of an answer to be longer than each length."""
-        self.median = int(np.argmax(survival < 0.5)) or MAX_LENGTH
-        after = np.cumsum(survival[::-1])[::-1]
-        self.table = np.maximum(1.0, after / np.maximum(survival, 1e-300))
+def _lacking(blocks: PromptBlocks, state: WorkerColumns, num_cached_tokens: IntArray) -> FloatArray:
+    """`pdserve.router.requests.policy.shortfall` of each worker."""
+    if (state.num_free_blocks >= blocks.num_blocks()).all() and (state.num_decoding < state.max_batch_size).all():
+        return np.zeros(len(num_cached_tokens))
+    num_new_blocks = blocks.num_blocks() - num_cached_tokens // blocks.block_size
+    missing_blocks = np.maximum(0.0, num_new_blocks - state.num_free_blocks)
+    lacking: FloatArray = missing_blocks + np.maximum(0.0, state.num_decoding + 1 - state.max_batch_size)
+    return lacking
 
 
-def _chance(margin: float) -> float:
+def _least(ids: Sequence[str], *keys: npt.NDArray[Any]) -> int:
+    """Index of the least by keys in turn, then by id."""
+    index = (keys[0] == keys[0].min()).nonzero()[0]
+    for key in keys[1:]:
+        if len(index) == 1:
+            break
+        index = index[key[index] == key[index].min()]
+    return int(min(index.tolist(), key=ids.__getitem__))
+
+
+def _chance(margin: FloatArray) -> FloatArray:
     """Logistic distribution."""
-    return 1 / (1 + exp(-margin)) if margin > -50 else 0.0
+    chance: FloatArray = 1 / (1 + np.exp(np.minimum(-margin, 50.0)))
+    return chance

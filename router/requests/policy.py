@@ -46,7 +46,9 @@ class WorkerSnapshot(NamedTuple):
     host: str = ""
     """Host of the worker: KV between two workers of one host takes the faster path."""
     num_steps: int = 0
-    """Steps in which its sequences decoded so far."""
+    """Steps in which its sequences decoded so far ..."""
+    stepped_s: float = 0.0
+    """... and the instant of the last one."""
 
 
 class PromptBlocks:
@@ -95,6 +97,15 @@ class PromptBlocks:
         while num_blocks < self._num_cacheable and self._next_hash() in cached_blocks:
             num_blocks += 1
         return num_blocks * self.block_size
+
+    def num_cached_tokens_on(self, workers: Sequence[WorkerSnapshot]) -> list[int]:
+        """`num_cached_tokens` of each worker."""
+        num_cached = [0] * len(workers)
+        if self._num_cacheable:
+            first = self._hashes[0] if self._hashes else self._next_hash()
+            for index in [index for index, worker in enumerate(workers) if first in worker.cached_blocks]:
+                num_cached[index] = self.num_cached_tokens(workers[index].cached_blocks)
+        return num_cached
 
     def _next_hash(self) -> bytes:
         start = len(self._hashes) * self.block_size
@@ -170,11 +181,7 @@ def predict_ttft_s(
     """
     num_new = num_tokens - num_cached_tokens
     budget = worker.max_batch_tokens
-    queue_s = 0.0
-    if worker.num_waiting_tokens > budget:
-        queue_s = cost.prefill_s(budget, 0) * worker.num_waiting_tokens / budget
-    elif worker.num_waiting_tokens > 0:
-        queue_s = cost.prefill_s(worker.num_waiting_tokens, 0)
+    ahead_s = queue_s(worker.num_waiting_tokens, budget, cost)
     own_s = cost.prefill_s(num_new, num_cached_tokens)
     beside_s = 0.0
     if worker.role is not WorkerRole.PREFILL and worker.num_decoding > 0:
@@ -182,7 +189,14 @@ def predict_ttft_s(
         chunk = min(num_left, budget)
         step_s = cost.mixed_s(chunk, num_cached_tokens, worker.num_decoding, worker.num_context_tokens)
         beside_s = -(-num_left // budget) * (step_s - cost.prefill_s(chunk, num_cached_tokens))
-    return (queue_s + own_s + beside_s) * max(least_correction, _mixed_correction(worker))
+    return (ahead_s + own_s + beside_s) * max(least_correction, mixed_correction(worker))
+
+
+def queue_s(num_tokens: int, max_batch_tokens: int, cost: CostModel) -> float:
+    """Seconds of so many waiting tokens, in steps of ``max_batch_tokens``."""
+    if num_tokens > max_batch_tokens:
+        return cost.prefill_s(max_batch_tokens, 0) * num_tokens / max_batch_tokens
+    return cost.prefill_s(num_tokens, 0) if num_tokens > 0 else 0.0
 
 
 def may_prefill_locally(
@@ -202,7 +216,7 @@ def may_prefill_locally(
     step_s = cost.mixed_s(
         min(num_new, worker.max_batch_tokens), num_cached_tokens, worker.num_decoding, worker.num_context_tokens
     )
-    return step_s * _mixed_correction(worker) <= tpot_slo_s
+    return step_s * mixed_correction(worker) <= tpot_slo_s
 
 
 def choose_prefill(
@@ -276,7 +290,7 @@ def choose_decode(
     return min(choices)[-1] if choices else None
 
 
-def _mixed_correction(worker: WorkerSnapshot) -> float:
+def mixed_correction(worker: WorkerSnapshot) -> float:
     """Observed over predicted time of steps with prefill rows. A decode worker may not have run one lately, or ever, so
     its correction for pure decode steps is a lower bound."""
     if worker.role is WorkerRole.DECODE:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from math import inf
+from collections.abc import Sequence
+from math import exp, inf
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,17 +14,16 @@ from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.placement import WorkerRole
 from pdserve.router.requests.goodput import (
     MAX_BOOKED_S,
-    MAX_LENGTH,
-    PRIOR_TOKENS,
-    TTFT_SPREAD,
+    MAX_MEAN_STEP,
+    MIN_CHANCE,
+    MIN_TTFT_SPREAD_S,
+    SLACK_VALUE,
     Goodput,
-    _Answers,
-    _Lengths,
-    _Prompts,
-    _Request,
 )
+from pdserve.router.requests.ledger import TPOT_SPREAD
+from pdserve.router.requests.lengths import TTFT_SPREAD
 from pdserve.router.requests.placement import Arrival
-from pdserve.router.requests.policy import PrefillChoice, PromptBlocks, WorkerSnapshot, predict_ttft_s
+from pdserve.router.requests.policy import PrefillChoice, PromptBlocks, WorkerSnapshot, predict_ttft_s, shortfall
 from tests.router.requests.test_policy import BLOCK_SIZE, COST, COSTS, worker
 
 P0, P1 = worker("prefill-0"), worker("prefill-1")
@@ -112,7 +113,7 @@ def test_a_request_that_missed_its_ttft_earns_nothing_on_a_decode_worker() -> No
     one = arrival(1)
     placed(policy, one, P0, on_time._replace(num_free_blocks=0), lost._replace(num_free_blocks=0))
     late = one._replace(now_s=TTFT_S + 1)
-    on_time = on_time._replace(num_steps=int(late.now_s / policy.tpot_slo_s))
+    on_time = on_time._replace(num_steps=int(late.now_s / policy.tpot_slo_s), stepped_s=late.now_s)
     assert decoder(policy, late, on_time, lost) == "decode-1"
 
 
@@ -142,41 +143,14 @@ def test_the_price_follows_recent_harm_and_decays() -> None:
     assert policy._price(10.0) == pytest.approx(price * 0.0067, rel=0.01)
 
 
-def test_lengths_are_learned() -> None:
-    lengths, answers = _Lengths(), _Answers()
-    assert lengths.remaining(0) == pytest.approx(PRIOR_TOKENS, rel=0.02)
-    for _ in range(2000):
-        lengths.add(50)
-        lengths.changed(answers)
-    assert lengths.remaining(0) == pytest.approx(50, rel=0.1)
-    assert lengths.remaining(40) == pytest.approx(10, rel=0.5)
-    assert lengths.remaining(10 * MAX_LENGTH) == 1.0
-
-
-def test_answers_that_run_lengthen_what_is_expected() -> None:
-    lengths, answers = _Lengths(), _Answers()
-    for request_id in range(1000):
-        answers.add(request_id, "decode-0", 0.0, 400, _Request(0.0, 0.05, 1.0))
-        lengths.changed(answers)
-    assert lengths.remaining(0) > 400 + PRIOR_TOKENS / 2
-    assert lengths.remaining(400) == pytest.approx(PRIOR_TOKENS, rel=0.1), "nothing is known of what follows"
-
-
 def test_a_decision_among_some_workers_leaves_the_answers_of_others_as_long_as_they_are() -> None:
     policy = Goodput(COSTS, tpot_slo_s=0.05)
     mixed = worker("mixed-0", WorkerRole.MIXED)._replace(num_steps=1000)
     policy.decoding(1, 0.0, 1, mixed)
     placed(policy, arrival(2), mixed._replace(num_steps=1400))
     decoder(policy, arrival(3), D0)
-    assert policy._answers.num_tokens().tolist() == [401]
-
-
-def test_where_most_answers_are_longer_than_any_counted_so_is_the_median() -> None:
-    lengths, answers = _Lengths(), _Answers()
-    for request_id in range(1000):
-        answers.add(request_id, "decode-0", 0.0, 2 * MAX_LENGTH, _Request(inf, 0.05, 1.0))
-        lengths.changed(answers)
-    assert lengths.median == MAX_LENGTH
+    steps = policy._workers.columns(slice(None)).num_steps
+    assert policy._answers.num_tokens(steps).tolist() == [401]
 
 
 def test_the_ledger_forgets_what_has_left() -> None:
@@ -188,7 +162,7 @@ def test_the_ledger_forgets_what_has_left() -> None:
         policy.left(number, 10)
     assert not policy._requests
     assert not policy._prompts._prompts
-    assert not policy._answers._ids
+    assert not len(policy._answers)
 
 
 def test_a_decode_worker_prefills_only_while_its_mean_step_meets_tpot() -> None:
@@ -287,29 +261,6 @@ def test_a_share_waits_behind_its_own_work() -> None:
     assert placed(policy, arrival(31, 1000)._replace(share="a"), P0, D0).due_s == TTFT_S
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 99), st.sampled_from(["a", "b", None]))))
-def test_the_queue_of_a_worker_equals_a_recount(prompts: list[tuple[int, int, str | None]]) -> None:
-    queue, held = _Prompts(), dict[int, tuple[float, int, str | None]]()
-    for number, (due_s, num_tokens, share) in enumerate(prompts):
-        queue.add(number % 9, "prefill-0", due_s, num_tokens, share, num_tokens / 7)
-        held[number % 9] = float(due_s), num_tokens, share
-        if number % 4 == 3:
-            queue.remove(number % 5)
-            held.pop(number % 5, None)
-        for limit_s in range(6):
-            after = sum(num for due_s, num, share in held.values() if share is None or due_s > limit_s)
-            assert queue.num_tokens_after("prefill-0", limit_s) == after
-        for each in "ab":
-            seconds = sum(num / 7 for _, num, share in held.values() if share == each)
-            assert queue.seconds("prefill-0", each) == pytest.approx(seconds, abs=1e-4)
-    for number in range(9):
-        queue.remove(number)
-    assert not queue._prompts
-    assert not queue._shares_us
-    assert not queue._last_due_s
-    assert queue.num_tokens_after("prefill-0", -1.0) == 0
-
-
 def test_an_answer_that_goes_on_elsewhere_does_not_hold_up_its_share() -> None:
     """Its prompt has no objective any more; those of later requests do."""
     policy = Goodput(COSTS)
@@ -349,6 +300,90 @@ def test_the_same_events_give_the_same_decisions(events: list[tuple[float, int, 
         return choices
 
     assert decide() == decide()
+
+
+def plain_gains(policy: Goodput, one: Arrival, workers: Sequence[WorkerSnapshot]) -> dict[str, float]:
+    """Gain of each candidate for prefill, one after the other, before any was placed."""
+    blocks, tpot_slo_s, length = one.blocks, policy.tpot_slo_s, policy._lengths.remaining(0)
+    rows = {each.worker_id: policy._workers.rows([each]) for each in workers}
+    policy._view(one, workers)
+    own_s, decodes = dict[str, float](), dict[str, tuple[float, float]]()
+    for each in workers:
+        num_cached = blocks.num_cached_tokens(each.cached_blocks)
+        prefill_s = COST.prefill_s(blocks.num_tokens - num_cached, num_cached)
+        own_s[each.worker_id] = prefill_s * each.prefill_correction
+        step_s = COST.decode_s(each.num_decoding + 1, each.num_context_tokens + blocks.num_tokens)
+        tpot_s = step_s = step_s * each.decode_correction
+        if each.num_free_blocks < blocks.num_blocks():
+            lacking = shortfall(blocks, each, num_cached_tokens=num_cached)
+            tpot_s += step_s * lacking * BLOCK_SIZE / max(each.num_context_tokens, blocks.num_tokens)
+        chance = 1 / (1 + exp(-(1 - tpot_s / tpot_slo_s) / TPOT_SPREAD))
+        harm = float(policy._answers.harm(rows[each.worker_id], blocks.num_tokens)[0])
+        decodes[each.worker_id] = chance, harm + SLACK_VALUE * tpot_s / tpot_slo_s
+    best = max(decodes[each.worker_id][0] - decodes[each.worker_id][1] for each in workers[-2:])
+    gains = {}
+    for each in workers:
+        num_cached = blocks.num_cached_tokens(each.cached_blocks)
+        ttft_s = predict_ttft_s(each, blocks.num_tokens, num_cached, COST)
+        chance = 1 / (1 + exp(min(50, (ttft_s - TTFT_S) / max(MIN_TTFT_SPREAD_S, TTFT_SPREAD * ttft_s))))
+        gain = best - (1 - chance) * max(0.0, best)
+        if each.role is WorkerRole.DECODE:
+            own = own_s[each.worker_id]
+            step_s = COST.decode_s(each.num_decoding + 1, each.num_context_tokens + blocks.num_tokens)
+            share = own / (policy._lengths.median * tpot_slo_s)
+            left = each.num_free_blocks - int(length * (each.num_decoding + 1) / BLOCK_SIZE)
+            lacking = shortfall(blocks, each._replace(num_free_blocks=left), num_cached_tokens=num_cached)
+            if step_s * each.decode_correction > MAX_MEAN_STEP * tpot_slo_s * (1 - share) or lacking:
+                continue
+            delay = policy._answers.delay_harm(rows[each.worker_id], np.array([own]))
+            gain = chance * decodes[each.worker_id][0] - decodes[each.worker_id][1] - float(delay[0])
+        gains[each.worker_id] = gain - SLACK_VALUE * ttft_s / max(TTFT_S, ttft_s)
+    return gains
+
+
+HASHES = block_hashes(range(9000), BLOCK_SIZE)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 20_000),
+            st.integers(0, 60),
+            st.integers(0, 12_000),
+            st.sampled_from([0.7, 1.0, 1.4]),
+            st.integers(0, len(HASHES)),
+        ),
+        min_size=4,
+        max_size=4,
+    ),
+    st.integers(1, 9000),
+    st.floats(-0.5, 0.2),
+)
+def test_the_best_candidate_of_all_is_chosen(
+    loads: list[tuple[int, int, int, float, int]], num_tokens: int, late_s: float
+) -> None:
+    policy, workers = Goodput(COSTS, tpot_slo_s=0.03), list[WorkerSnapshot]()
+    for each, (num_waiting, num_answers, num_free, correction, num_cached) in zip((P0, P1, D0, D1), loads, strict=True):
+        is_decode = each.role is WorkerRole.DECODE
+        one = each._replace(
+            num_waiting_tokens=0 if is_decode else num_waiting,
+            num_decoding=num_answers * is_decode,
+            num_context_tokens=700 * num_answers * is_decode,
+            num_free_blocks=num_free,
+            prefill_correction=correction,
+            decode_correction=correction,
+            cached_blocks=frozenset(HASHES[:num_cached]),
+        )
+        workers.append(one)
+        for number in range(one.num_decoding):
+            policy.decoding(1000 * len(workers) + number, -number * policy.tpot_slo_s - late_s, number, one)
+    prompt = arrival(1, num_tokens)._replace(tpot_slo_s=policy.tpot_slo_s)
+    gains, choice = plain_gains(policy, prompt, workers), policy.prefill(prompt, workers)
+    assert choice is not None
+    if choice.is_late:
+        assert max(gains.values()) < MIN_CHANCE
+    else:
+        assert gains[choice.worker_id] == pytest.approx(max(gains.values()), abs=1e-6)
 
 
 def test_what_an_answer_may_lose_is_told_unless_all_is_lost() -> None:

@@ -1,0 +1,83 @@
+"""What the ``goodput`` policy learns from requests that are over: how long answers are, and how far predictions of TTFT
+are off. Pure; `pdserve.router.requests.goodput` owns both.
+"""
+
+from __future__ import annotations
+
+from math import exp, log
+
+import numpy as np
+import numpy.typing as npt
+
+TTFT_SPREAD = 0.08
+"""Error of a predicted TTFT, as a share of it, before any was seen: the scale of a logistic distribution."""
+PRIOR_TOKENS, PRIOR_ANSWERS = 200, 20.0
+"""Mean length and weight of the answers assumed before any has ended."""
+LENGTH_MEMORY = 2000.0
+"""Answers after which an ended one counts 1 / e."""
+MAX_LENGTH = 8192
+"""Answers are counted as at most this long."""
+CHANGES_PER_COUNT = 32
+"""Answers that begin or end between two counts of lengths."""
+_SCALE = 1 / (2 * log(2))
+"""Scale of a logistic distribution, as a share of its mean absolute deviation."""
+
+
+class Lengths:
+    """Expected remaining length of an answer: the survival curve of Kaplan and Meier over the answers that ended and,
+    as far as they have come, those that run. Without the latter a router that has just started would know short ones
+    only."""
+
+    def __init__(self) -> None:
+        lengths = np.arange(MAX_LENGTH + 1)
+        self._ended = PRIOR_ANSWERS / PRIOR_TOKENS * np.exp(-lengths / PRIOR_TOKENS)
+        """Weight of the answers that ended, by length."""
+        self._num_new, self._num_changes = 0, 0
+        self._rebuild(np.zeros(MAX_LENGTH + 1, np.int64))
+
+    def add(self, num_tokens: int) -> None:
+        """An answer ended with so many tokens."""
+        self._ended[min(num_tokens, MAX_LENGTH)] += 1
+        self._num_new += 1
+
+    def is_due(self) -> bool:
+        """Note that an answer began or ended; True if `count` is to be called."""
+        self._num_changes += 1
+        return self._num_changes >= CHANGES_PER_COUNT
+
+    def count(self, num_tokens: npt.NDArray[np.int64]) -> None:
+        """Compute the curve anew. ``num_tokens``: tokens so far of each running answer, at most `MAX_LENGTH`."""
+        self._ended *= exp(-self._num_new / LENGTH_MEMORY)
+        self._num_new = self._num_changes = 0
+        self._rebuild(np.bincount(num_tokens, minlength=MAX_LENGTH + 1))
+
+    def remaining(self, num_tokens: int) -> float:
+        """Expected tokens after ``num_tokens``, at least 1."""
+        return float(self.table[min(num_tokens, MAX_LENGTH)])
+
+    def _rebuild(self, running: npt.NDArray[np.int64]) -> None:
+        """``running``: number of running answers by tokens so far."""
+        as_long = np.cumsum((self._ended + running)[::-1])[::-1]
+        """Weight of answers of at least each length."""
+        goes_on = 1 - self._ended / np.maximum(as_long, 1e-300)
+        survival = np.cumprod(np.maximum(goes_on, 0.0))
+        """Chance of an answer to be longer than each length."""
+        self.median = int(np.argmax(survival < 0.5)) or MAX_LENGTH
+        after = np.cumsum(survival[::-1])[::-1]
+        self.table = np.maximum(1.0, after / np.maximum(survival, 1e-300))
+        """Expected remaining tokens by tokens so far."""
+
+
+class Errors:
+    """How far predictions of TTFT are off, learned from log-ratios of what came to what was predicted."""
+
+    def __init__(self) -> None:
+        self.spread = TTFT_SPREAD
+        """Scale of a logistic distribution."""
+        self._weight, self._sum = PRIOR_ANSWERS, PRIOR_ANSWERS * TTFT_SPREAD / _SCALE
+
+    def add(self, log_ratio: float) -> None:
+        kept = 1 - 1 / LENGTH_MEMORY
+        self._weight = self._weight * kept + 1
+        self._sum = self._sum * kept + abs(log_ratio)
+        self.spread = _SCALE * self._sum / self._weight

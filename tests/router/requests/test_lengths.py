@@ -1,0 +1,46 @@
+"""Lengths of answers, as learned from those that ended and those that run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pdserve.router.requests.lengths import CHANGES_PER_COUNT, MAX_LENGTH, PRIOR_TOKENS, Lengths
+
+
+def counted(lengths: Lengths, num_answers: int, num_tokens: int) -> None:
+    """Count ``num_answers`` that run."""
+    lengths.count(np.full(num_answers, num_tokens))
+
+
+def test_lengths_are_learned() -> None:
+    lengths = Lengths()
+    assert lengths.remaining(0) == pytest.approx(PRIOR_TOKENS, rel=0.02)
+    for _ in range(2000):
+        lengths.add(50)
+        if lengths.is_due():
+            counted(lengths, 0, 0)
+    assert lengths.remaining(0) == pytest.approx(50, rel=0.1)
+    assert lengths.remaining(40) == pytest.approx(10, rel=0.5)
+    assert lengths.remaining(10 * MAX_LENGTH) == 1.0
+
+
+def test_a_count_is_due_now_and_then() -> None:
+    lengths = Lengths()
+    due = [lengths.is_due() for _ in range(CHANGES_PER_COUNT)]
+    assert due == [False] * (CHANGES_PER_COUNT - 1) + [True]
+    counted(lengths, 0, 0)
+    assert not lengths.is_due()
+
+
+def test_answers_that_run_lengthen_what_is_expected() -> None:
+    lengths = Lengths()
+    counted(lengths, 1000, 400)
+    assert lengths.remaining(0) > 400 + PRIOR_TOKENS / 2
+    assert lengths.remaining(400) == pytest.approx(PRIOR_TOKENS, rel=0.1), "nothing is known of what follows"
+
+
+def test_where_most_answers_are_longer_than_any_counted_so_is_the_median() -> None:
+    lengths = Lengths()
+    counted(lengths, 1000, MAX_LENGTH)
+    assert lengths.median == MAX_LENGTH
