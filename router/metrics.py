@@ -45,7 +45,8 @@ worker pulls it."""
 
 FALLBACK_REASONS = ("no_worker", "no_prefill", "no_decode", "no_room", "cut_off")
 """Values of the ``reason`` label of placements without a free choice: no worker is up; prompts go to decode workers
-because no prefill worker is up; no decode worker is up, or none has room; the only ones recently failed to pull."""
+because no prefill worker is up; no decode worker is up, or none has room; the only ones recently failed to pull, or
+failed steps."""
 
 NO_TENANT = "anonymous"
 """Tenant of requests to a router without API keys."""

@@ -33,6 +33,7 @@ from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.worker_pb2_grpc import WorkerStub
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.metrics import WorkerMetrics
+from pdserve.router.requests.retries import backoff_s
 
 if TYPE_CHECKING:
     from pdserve.router.cluster.cluster import Cluster
@@ -44,7 +45,6 @@ STALL_TICKS = 6
 router's own process from being taken for silence of the worker."""
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_ANNOUNCED = 256
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -198,15 +198,15 @@ class RemoteWorker(Worker):
 
     async def _run(self) -> None:
         """Run one stream after another, with backoff between them."""
-        backoff_s = MIN_BACKOFF_S
+        num_failures = 0
         last_reason = ""
         while True:
             reason, was_up = await self._live_once()
             if reason != last_reason or was_up:
                 log.warning("session with %s at %s: %s", self.worker_id, self.endpoint.address, reason)
             last_reason = reason
-            backoff_s = MIN_BACKOFF_S if was_up else min(2 * backoff_s, MAX_BACKOFF_S)
-            await asyncio.sleep(backoff_s * random.uniform(0.75, 1.25))
+            num_failures = 1 if was_up else num_failures + 1
+            await asyncio.sleep(backoff_s(num_failures, random.random()))
 
     async def _live_once(self) -> tuple[str, bool]:
         """Run one stream from hello to break; return why it ended and whether the worker had answered."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -40,13 +41,12 @@ from pdserve.router.cluster.worker import Worker
 from pdserve.router.replicas import Replicas
 from pdserve.router.requests.placement import Arrival
 from pdserve.router.requests.policies import placement
-from pdserve.router.requests.policy import Costs, PrefillChoice, PromptBlocks, shortfall
+from pdserve.router.requests.policy import Costs, PrefillChoice, PromptBlocks, prefill_candidates, shortfall
 from pdserve.router.requests.request import MIN_DURATION_S, Attempt, GenerationError, Request, RequestSpec
+from pdserve.router.requests.retries import MAX_FAILURES, Breaker, backoff_s, may_retry
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 2
-"""Failed steps after which the request itself is blamed."""
 MAX_ATTEMPTS = 8
 """Maximum dispatches of one choice, whatever the cause."""
 MAX_LOSSES = 2
@@ -71,7 +71,8 @@ class DispatchSettings:
     """Maximum seconds that a new request waits for a worker. Long enough to hide a quick restart of a worker; a client
     that would wait longer had better retry, perhaps elsewhere."""
     cut_off_s: float = 10.0
-    """Seconds after a failed pull during which its decode worker is avoided for prompts of the same prefill worker."""
+    """Seconds after a failed pull during which its decode worker is avoided for prompts of the same prefill worker, and
+    for which a worker is left alone that failed several requests."""
 
 
 class DispatchObserver:
@@ -151,6 +152,11 @@ class Dispatcher:
         in the queue."""
         self._cut_off_until_s: dict[tuple[Worker, Worker], float] = {}
         """End of each cut-off by (prefill worker, decode worker); a replaced worker is another key and starts clean."""
+        self._breakers: dict[Worker, Breaker] = {}
+        """Of workers that failed a request and sent no token since."""
+        self._retrying: set[int] = set()
+        """Attempts that follow an error and have no token yet, by request id."""
+        self._random = random.Random(0)
         self._request_ids = itertools.count(1)
         self._num_choices: Counter[tuple[str, str]] = Counter()
         """In flight, by tenant and tier."""
@@ -234,17 +240,21 @@ class Dispatcher:
         self.is_draining = True
 
     def sweep(self) -> None:
-        """Fail requests that are past their deadline or have waited too long for a worker."""
+        """Fail requests that are past their deadline or have waited too long for a worker; place those that may go."""
         now_s = self._now_s()
         for request in list(self._requests):
             if now_s >= self._deadline_s(request):
                 self.fail(request, _late_error())
+        self._place_queued()
         for attempt in list(self._queued.values()):
-            if self._awaits_trial(attempt):
+            if self._awaits_turn(attempt):
                 attempt.queued_s = now_s
                 continue
             wait_s = self._settings.new_wait_s if attempt.number < 0 else self._settings.worker_wait_s
-            if now_s - attempt.queued_s >= wait_s:
+            if now_s - attempt.queued_s < wait_s or attempt.request_id not in self._queued:
+                continue
+            self._place(attempt)
+            if attempt.request_id in self._queued:
                 retry_after_s = max(self._settings.new_wait_s, MIN_RETRY_AFTER_S)
                 missing = "decode worker" if any(worker.takes_work for worker in self.workers.values()) else "worker"
                 self.fail(attempt.request, GenerationError(503, f"no {missing} is up", retry_after_s=retry_after_s))
@@ -264,8 +274,7 @@ class Dispatcher:
         has ended."""
         worker.is_up = True
         self.workers[worker.worker_id] = worker
-        for attempt in list(self._queued.values()):
-            self._place(attempt)
+        self._place_queued()
         for attempt in list(self._unbound.values()):
             self._bind(attempt)
 
@@ -273,6 +282,7 @@ class Dispatcher:
         """Remove ``worker``; everything sent to it is void."""
         worker.is_up = False
         worker.in_flight.clear()
+        self._breakers.pop(worker, None)
         if self.workers.get(worker.worker_id) is worker:
             del self.workers[worker.worker_id]
         held = [attempt for attempt in self._attempts.values() if worker in attempt.workers]
@@ -283,7 +293,8 @@ class Dispatcher:
             if worker is attempt.prefill and not attempt.needs_prefill:
                 attempt.is_prefill_over = True
             elif attempt not in computed or not self._is_to_blame(attempt):
-                self._go_on_without(attempt, worker, "worker_lost", f"worker {worker.worker_id} was lost")
+                message = f"worker {worker.worker_id} was lost"
+                self._go_on_without(attempt, worker, "worker_lost", message, is_error=False)
 
     # Events
 
@@ -309,7 +320,7 @@ class Dispatcher:
             return
         if not attempt.request.take_prompt_logprobs(event.first_position, event.entries):
             log.error("request %s: no prompt logprobs before position %d", attempt.name, event.first_position)
-            self._failed(attempt, "prompt logprobs were lost between worker and router")
+            self._failed(attempt, worker, "prompt logprobs were lost between worker and router")
 
     def event_received(self, worker: Worker, event: RequestEvent) -> None:
         """Handle an event of the current attempt."""
@@ -342,7 +353,7 @@ class Dispatcher:
             case RequestEventKind.REJECTED:
                 self._rejected(attempt, worker, event)
             case RequestEventKind.FAILED:
-                self._failed(attempt, event.message)
+                self._failed(attempt, worker, event.message)
             case RequestEventKind.KV_UNAVAILABLE:
                 self._kv_unavailable(attempt, worker, event)
             case RequestEventKind.CANCELLED:
@@ -428,6 +439,7 @@ class Dispatcher:
         del self._attempts[attempt.request_id]
         self._queued.pop(attempt.request_id, None)
         self._unbound.pop(attempt.request_id, None)
+        self._retrying.discard(attempt.request_id)
         self._acquit(attempt)
 
     def _deadline_s(self, request: Request) -> float:
@@ -436,17 +448,56 @@ class Dispatcher:
     # Placing and binding
 
     def _place(self, attempt: Attempt) -> None:
-        """Send the attempt to the worker chosen by the policy, or queue it until one comes up."""
+        """Send the attempt to the worker chosen by the policy, or queue it until one comes up or its turn comes."""
         self._unbound.pop(attempt.request_id, None)
-        if self._awaits_trial(attempt):
+        if self._awaits_turn(attempt):
             self._queued[attempt.request_id] = attempt
             return
         self._send(attempt, self._decide(attempt))
 
+    def _place_queued(self) -> None:
+        """Place queued attempts while a worker has less to prefill than two steps compute: the first one that comes up
+        would get all, and the next none."""
+        for attempt in list(self._queued.values()):
+            if attempt.request_id not in self._queued or self._awaits_turn(attempt):
+                continue
+            candidates = prefill_candidates(worker.snapshot() for worker in self._offered(attempt))
+            if all(worker.num_waiting_tokens >= 2 * worker.max_batch_tokens for worker, _ in candidates):
+                return
+            self._place(attempt)
+
+    def _awaits_turn(self, attempt: Attempt) -> bool:
+        """Whether the attempt may not start now: it is a suspect and another one is on trial, or it follows an error
+        and has to wait."""
+        if self._awaits_trial(attempt):
+            return True
+        if not attempt.num_errors:
+            return False
+        is_early = self._now_s() < attempt.retry_at_s
+        return is_early or not may_retry(len(self._retrying), self._num_choices.total())
+
+    def _offered(self, attempt: Attempt) -> list[Worker]:
+        """Workers that accept work, without those to avoid, as far as others have their role."""
+        workers = [worker for worker in self.workers.values() if worker.takes_work]
+        if not self._breakers and attempt.failed_on is None:
+            return workers
+        avoided = {worker for worker in workers if self._is_avoided(worker, attempt)}
+        roles = {worker.role for worker in workers if worker not in avoided}
+        return [worker for worker in workers if worker not in avoided or worker.role not in roles]
+
+    def _is_avoided(self, worker: Worker, attempt: Attempt) -> bool:
+        """Whether ``worker`` failed the attempt, or several others recently."""
+        breaker = self._breakers.get(worker)
+        return worker is attempt.failed_on or (breaker is not None and breaker.is_open(self._now_s()))
+
+    def _tried(self, worker: Worker) -> None:
+        if worker in self._breakers:
+            self._breakers[worker].tried(self._now_s() + self._settings.cut_off_s)
+
     def _decide(self, attempt: Attempt) -> _Decision | None:
         """Choice of the policy; ``None`` if no worker can start."""
         start_s = self._now_s()
-        workers = [worker for worker in self.workers.values() if worker.takes_work]
+        workers = self._offered(attempt)
         if not workers:
             return None
         blocks = attempt.blocks(workers[0].block_size)
@@ -471,6 +522,9 @@ class Dispatcher:
         ttft_slo_s = max(choice.due_s - now_s, MIN_DURATION_S) if choice.due_s < inf else 0.0
         self._placement.placed(arrival, choice)
         worker = self.workers[choice.worker_id]
+        self._tried(worker)
+        if attempt.num_errors:
+            self._retrying.add(attempt.request_id)
         self._observer.placed(self._settings.policy, worker.role, is_late=choice.is_late)
         roles = [each.role for each in self.workers.values() if each.takes_work]
         if worker.role is WorkerRole.DECODE and WorkerRole.PREFILL not in roles:
@@ -518,10 +572,11 @@ class Dispatcher:
             return
         start_s = self._now_s()
         blocks = attempt.blocks(prefill.block_size)
-        cut_off = self._cut_off_from(prefill)
+        decoders = [w for w in self.workers.values() if w.role is WorkerRole.DECODE and w.takes_work]
+        cut_off = self._cut_off_from(prefill) | {w.worker_id for w in decoders if self._is_avoided(w, attempt)}
         binding = self._placement.decode(
             self._arrival(attempt, blocks, start_s),
-            [w.snapshot() for w in self.workers.values() if w.role is WorkerRole.DECODE and w.takes_work],
+            [w.snapshot() for w in decoders],
             cut_off,
             prefill.host,
         )
@@ -533,6 +588,7 @@ class Dispatcher:
             self._unbound[attempt.request_id] = attempt
             return
         worker = self.workers[binding.worker_id]
+        self._tried(worker)
         if worker.worker_id in cut_off:
             self._observer.fell_back("cut_off")
         elif shortfall(blocks, worker.snapshot(), num_cached_tokens=blocks.num_cached_tokens(worker.cached_blocks)):
@@ -568,12 +624,12 @@ class Dispatcher:
                 return
             expected = len(attempt.emitted)
             log.error("request %s: token %d came where %d was next", attempt.name, token.index, expected)
-            self._failed(attempt, "a token was lost between worker and router")
+            self._failed(attempt, worker, "a token was lost between worker and router")
             return
         is_first = attempt.awaits_first
         if is_first:
             if attempt.asks_prompt_logprobs:
-                self._failed(attempt, "prompt logprobs are missing at token 0")
+                self._failed(attempt, worker, "prompt logprobs are missing at token 0")
                 return
             self._first_token(attempt)
         elif token.index == 1 and attempt.handoff:
@@ -581,6 +637,8 @@ class Dispatcher:
             self._observer.handoff_stalled(stall_s)
             if attempt.choice == 0:
                 attempt.request.journey.stall_s = stall_s
+        if self._breakers:
+            self._breakers.pop(worker, None)
         attempt.emitted.append(token.token)
         if attempt.num_losses and attempt.num_new_tokens > 1:
             attempt.num_losses = 0
@@ -606,6 +664,8 @@ class Dispatcher:
     def _first_token(self, attempt: Attempt) -> None:
         now_s = self._now_s()
         attempt.awaits_first = False
+        attempt.num_errors = 0
+        self._retrying.discard(attempt.request_id)
         journey = attempt.request.journey
         if not attempt.emitted:
             attempt.began_s = now_s
@@ -673,7 +733,8 @@ class Dispatcher:
             self.fail(attempt.request, GenerationError(400, event.message))
             return
         worker.is_draining |= event.refusal is RefusalCode.DRAINING
-        self._go_on_without(attempt, worker, "refused", event.message)
+        is_error = event.refusal is RefusalCode.OVERLOADED
+        self._go_on_without(attempt, worker, "refused", event.message, is_error=is_error)
 
     def _kv_unavailable(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
         if worker is attempt.decode and event.refusal is not RefusalCode.SOURCE:
@@ -717,23 +778,29 @@ class Dispatcher:
 
     # Fail-over
 
-    def _failed(self, attempt: Attempt, message: str) -> None:
+    def _failed(self, attempt: Attempt, worker: Worker, message: str) -> None:
         attempt.num_failures += 1
+        if (now_s := self._now_s()) < self._deadline_s(attempt.request):  # workers enforce deadlines, too
+            attempt.failed_on = worker
+            breaker = self._breakers.setdefault(worker, Breaker())
+            breaker.failed(attempt.request_id, now_s + self._settings.cut_off_s)
         self._retry(attempt, "failed", message)
 
-    def _go_on_without(self, attempt: Attempt, worker: Worker, reason: str, message: str) -> None:
+    def _go_on_without(
+        self, attempt: Attempt, worker: Worker, reason: str, message: str, *, is_error: bool = True
+    ) -> None:
         """Continue without ``worker``: bind the parked prompt to another decode worker if possible, else retry."""
         is_late = self._now_s() >= self._deadline_s(attempt.request)
         if worker is not attempt.decode or not attempt.may_rebind or is_late:
-            self._retry(attempt, reason, message)
+            self._retry(attempt, reason, message, is_error=is_error)
             return
         log.info("request %s, attempt %d is bound anew: %s (%s)", attempt.name, attempt.number, reason, message)
         attempt.unbind()
         self._observer.retried("rebound", 0)
         self._bind(attempt)
 
-    def _retry(self, attempt: Attempt, reason: str, message: str) -> None:
-        """Give up the attempt and place the next one."""
+    def _retry(self, attempt: Attempt, reason: str, message: str, *, is_error: bool = True) -> None:
+        """Give up the attempt and place the next one: at once, or after an error when its turn comes."""
         log.info("request %s, attempt %d: %s (%s)", attempt.name, attempt.number, reason, message)
         error = self._verdict(attempt)
         if error is not None:
@@ -746,6 +813,10 @@ class Dispatcher:
         self._observer.retried(reason, num_tokens if is_started else 0)
         attempt.request.journey.num_retries += attempt.choice == 0
         attempt.queued_s = attempt.paused_s = self._now_s()
+        self._retrying.discard(attempt.request_id)
+        if is_error:
+            attempt.num_errors += 1
+            attempt.retry_at_s = attempt.queued_s + backoff_s(attempt.num_errors, self._random.random())
         self._bind_others(attempt)
         self._place(attempt)
 

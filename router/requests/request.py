@@ -136,6 +136,12 @@ class Attempt:
     """Number of the attempt on workers; -1 before the first."""
     num_failures: int = 0
     """Attempts that ended with a failed step."""
+    failed_on: Worker | None = None
+    """Worker of the last failed step."""
+    num_errors: int = 0
+    """Errors in a row, without a token between."""
+    retry_at_s: float = 0.0
+    """When the attempt after an error may begin."""
     num_losses: int = 0
     """Workers that ended while they computed it, since it last had two tokens of one attempt."""
     state: RequestState = RequestState.QUEUED

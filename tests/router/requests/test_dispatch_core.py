@@ -128,6 +128,10 @@ class Core:
         self.dispatcher.start(request)
         return request
 
+    def wait(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+        self.dispatcher.sweep()
+
     def event(self, worker: Worker, kind: RequestEventKind, request_id: int = 1, attempt: int = 0) -> None:
         key = RequestKey(0, request_id, attempt)
         self.dispatcher.event_received(worker, RequestEvent(key, kind, handle=HANDLE))
@@ -199,6 +203,7 @@ def test_the_next_attempt_counts_what_the_client_has() -> None:
     for index, worker in enumerate((core.prefill, core.decodes[0], core.decodes[0])):
         core.token(worker, index)
     core.event(core.decodes[0], RequestEventKind.FAILED)
+    core.wait(0.1)
     again = core.prefill.submitted[-1]
     assert (again.attempt, again.emitted_tokens, again.ttft_slo_s) == (1, (7, 7, 7), 0.0)
     assert request.attempts[0].blocks(4).num_tokens == 8
@@ -331,6 +336,8 @@ def test_a_passing_refusal_is_retried_whatever_its_words(code: RefusalCode) -> N
     event = RequestEvent(RequestKey(0, 1, 0), RequestEventKind.REJECTED, "can never run", refusal=code)
     core.dispatcher.event_received(core.prefill, event)
     assert request.outcome is None
+    assert request.attempts[0].number == (code is RefusalCode.DRAINING)
+    core.wait(0.1)
     assert request.attempts[0].number == 1
     assert core.prefill.is_draining is (code is RefusalCode.DRAINING)
 
@@ -345,6 +352,7 @@ def test_only_the_code_decides_whether_another_worker_pulls(is_refused: bool) ->
     message = "connect: no route" if is_refused else "refused: NOT_FOUND"
     event = RequestEvent(RequestKey(0, 1, 0), RequestEventKind.KV_UNAVAILABLE, message, refusal=code)
     core.dispatcher.event_received(core.decodes[0], event)
+    core.wait(0.1)
     assert len(core.decodes[1].prepared) == (not is_refused)
     assert len(core.prefill.submitted) == 1 + is_refused
 
