@@ -11,7 +11,6 @@ import logging
 import random
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import grpc
@@ -55,6 +54,9 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 )
+
+
+_Call = grpc.aio.StreamStreamCall[worker_pb2.RouterMessage, worker_pb2.WorkerMessage]
 
 
 class SessionRefusedError(Exception):
@@ -245,7 +247,8 @@ class RemoteWorker(Worker):
     async def _read(self, channel: grpc.aio.Channel) -> str:
         """Receive until the stream ends; return the reason."""
         metadata = call_metadata(self._cluster.cluster_token)
-        call = WorkerStub(channel).Session(self._outgoing(self._commands), metadata=metadata)
+        call = WorkerStub(channel).Session(None, metadata=metadata)
+        writer = asyncio.create_task(self._write(call, self._commands))
         try:
             async for message in call:
                 self._num_received += 1
@@ -258,17 +261,20 @@ class RemoteWorker(Worker):
             log.exception("session with %s: a message could not be handled", self.worker_id)
             return "a message could not be handled"
         finally:
-            call.cancel()
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
         return "the worker ended the stream"
 
-    async def _outgoing(
-        self, commands: asyncio.Queue[worker_pb2.RouterMessage]
-    ) -> AsyncIterator[worker_pb2.RouterMessage]:
+    async def _write(self, call: _Call, commands: asyncio.Queue[worker_pb2.RouterMessage]) -> None:
+        """Send commands until cancelled; ends the stream. gRPC would not end a task that reads an iterator for it."""
         # The clock grows over all sessions to a worker, even if it left the targets and returned.
         hello = worker_pb2.Hello(router_id=self._cluster.router_id, session_epoch=time.monotonic_ns())
-        yield worker_pb2.RouterMessage(hello=hello)
-        while True:
-            yield await commands.get()
+        try:
+            await call.write(worker_pb2.RouterMessage(hello=hello))
+            while True:
+                await call.write(await commands.get())
+        finally:
+            call.cancel()
 
     def _receive(self, message: worker_pb2.WorkerMessage) -> None:
         body = message.WhichOneof("body")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from dataclasses import replace
 
@@ -65,6 +66,28 @@ def test_frames_and_commands_arrive_in_order() -> None:
         await session.close()
         assert session.reasons == ["closed"]
         await worker.stop()
+
+    asyncio.run(run())
+
+
+def test_broken_sessions_leave_no_task_behind() -> None:
+    async def run() -> None:
+        complaints: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
+        worker = await ScriptedWorker("prefill-0", WorkerRole.PREFILL).start()
+        session = Recorder(worker.endpoint)
+        session.start()
+        for number in range(3):
+            await until(lambda: session.is_up)
+            await worker.stop()
+            await until(lambda: len(session.reasons) == number + 1)  # noqa: B023  # it is called here
+            await asyncio.sleep(0.2)  # for attempts that nobody answers
+            await worker.start()
+        await session.close()
+        await worker.stop()
+        gc.collect()  # "Task was destroyed but it is pending!"
+        await asyncio.sleep(0)
+        assert not complaints
 
     asyncio.run(run())
 
