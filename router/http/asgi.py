@@ -125,7 +125,8 @@ OPEN_PATHS = frozenset({"/live", *PAGE_PATHS})
 
 class EdgeMiddleware:
     """Sets in the request's state ``request_id``, ``arrived_s`` (`time.monotonic`), ``entry`` of the log, ``memory``
-    (its `Share`) and ``caller`` (None without keys); returns ``X-Request-Id``. Refuses requests without a key of
+    (its `Share`), ``caller`` (None without keys) and ``send`` (of this middleware, for the parts of a stream: those
+    further in only look at the start of a response); returns ``X-Request-Id``. Refuses requests without a key of
     ``keys`` before anything of them is read. Logs every POST at its end."""
 
     def __init__(
@@ -156,7 +157,7 @@ class EdgeMiddleware:
         arrived_s = time.monotonic()
         entry = RequestEntry(request_id, scope["path"], arrived_s)
         memory = Share(self._memory)
-        state.update(request_id=request_id, arrived_s=arrived_s, entry=entry, memory=memory, caller=None)
+        state.update(request_id=request_id, arrived_s=arrived_s, entry=entry, memory=memory, caller=None, send=send)
         status: int | None = None
 
         async def send_noted(message: Message) -> None:

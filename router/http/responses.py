@@ -173,7 +173,7 @@ class ResponseWriter:
             "usage": None,
         }
 
-    async def events(self, batch: Sequence[TextDelta]) -> bytes:
+    def events(self, batch: Sequence[TextDelta]) -> bytes:
         """Events of tokens that arrived together, including those that open and end the response."""
         return b"".join(
             b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event))

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Protocol
 
 from starlette.requests import ClientDisconnect
@@ -19,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import api_error
 from pdserve.router.http.token_timer import TokenTimer
-from pdserve.router.http.writer import event
+from pdserve.router.http.writer import event, off_loop
 from pdserve.router.text.answer import Answer, TextDelta, deltas_of
 
 WRITE_TIMEOUT_S = 60.0
@@ -31,7 +32,7 @@ WAITING_S = 10.0
 
 
 class EventWriter(Protocol):
-    async def events(self, batch: Sequence[TextDelta]) -> bytes:
+    def events(self, batch: Sequence[TextDelta]) -> bytes:
         """Events of tokens that arrived together, including those that open and end the stream."""
         ...
 
@@ -47,17 +48,21 @@ class EventStream(StreamingResponse):
     ) -> None:
         """``shows_workers``: end with a comment that names the workers."""
         self._answers = answers
+        self._has_echo = any(answer.has_echo for answer in answers)
         self._writer = writer
         self._timer = timer
         self._shows_workers = shows_workers
         self._is_started = False
         self._writing_since_s: float | None = None
+        self._send_part: Send
         super().__init__((), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send_part = scope["state"]["send"]
         try:
             async with cancel_on_disconnect(receive, self._stall):
-                await self._write_all(send)
+                # A task of its own: for each token, every await that is pending is resumed
+                await asyncio.create_task(self._write_all(send))
         except ClientDisconnect:
             if not self._is_started:
                 raise
@@ -69,11 +74,15 @@ class EventStream(StreamingResponse):
         try:
             async with aclosing(deltas_of(self._answers)) as deltas:
                 async for batch in deltas:
-                    data = await self._writer.events(batch)
+                    if self._has_echo:
+                        num_echoed = sum(delta.num_echoed for delta in batch)
+                        data = await off_loop(num_echoed, partial(self._writer.events, batch))
+                    else:
+                        data = self._writer.events(batch)
                     if not waiting.done():
                         await _end(waiting)
                         await self._start(send)
-                    await self._write(send, data)
+                    await self._write(data)
                     for delta in batch:
                         self._timer.token(delta.choice)
             self._timer.finished([answer.journey for answer in self._answers])
@@ -87,23 +96,23 @@ class EventStream(StreamingResponse):
             last = event(api_error(error).body())
         finally:
             waiting.cancel()
-        await self._write(send, last, more_body=False)
+        await self._write(last, more_body=False)
 
     async def _wait(self, send: Send) -> None:
         """Write comments until token 0 arrives."""
         while True:
             await asyncio.sleep(WAITING_S)
             await self._start(send)
-            await self._write(send, b": waiting\n\n")
+            await self._write(b": waiting\n\n")
 
     async def _start(self, send: Send) -> None:
         if not self._is_started:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             self._is_started = True
 
-    async def _write(self, send: Send, body: bytes, *, more_body: bool = True) -> None:
+    async def _write(self, body: bytes, *, more_body: bool = True) -> None:
         self._writing_since_s = time.monotonic()
-        await send({"type": "http.response.body", "body": body, "more_body": more_body})
+        await self._send_part({"type": "http.response.body", "body": body, "more_body": more_body})
         self._timer.wrote(time.monotonic() - self._writing_since_s)
         self._writing_since_s = None
 

@@ -46,7 +46,6 @@ class AnswerWriter:
         self._body = body
         self._answers = answers
         self._is_chat = isinstance(body, ChatBody)
-        self._shows_prompt = body.shows_prompt
         self._has_usage_everywhere = body.has_usage_everywhere
         prefix, kind = ("chatcmpl-", "chat.completion") if self._is_chat else ("cmpl-", "text_completion")
         self._envelope = {
@@ -59,9 +58,11 @@ class AnswerWriter:
         # Streams
         self._head = b"data: " + _encode(self._envelope)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if body.has_usage_chunk else b"]}\n\n"
-        text = b'"delta":{"content":%b}' if self._is_chat else b'"text":%b'
-        self._text_chunk = b'{"index":%d,' + text + b',"logprobs":null,"finish_reason":null}'
-        self._token_chunk = b'{"index":%d,' + text + b',"logprobs":%b,"finish_reason":null%b}'
+        before, after = (b'"delta":{"content":', b"}") if self._is_chat else (b'"text":', b"")
+        num_streamed = body.num_answers if body.stream else 0
+        self._before_text = [self._head + b'{"index":%d,' % index + before for index in range(num_streamed)]
+        self._after_text = after + b',"logprobs":null,"finish_reason":null}'
+        self._after_token_text = after + b',"logprobs":%b,"finish_reason":null%b}'
         self._unopened = set(range(body.num_answers)) if self._is_chat else set()
         """Choices whose role has not been written."""
         self._num_running = body.num_answers
@@ -75,10 +76,9 @@ class AnswerWriter:
 
     # Streams
 
-    async def events(self, batch: Sequence[TextDelta]) -> bytes:
+    def events(self, batch: Sequence[TextDelta]) -> bytes:
         """Events of tokens that arrived together, including those that open and end choices and the stream."""
-        num_echoed = sum(delta.num_echoed for delta in batch) if self._shows_prompt else 0
-        return await off_loop(num_echoed, lambda: b"".join(map(self._events, batch)))
+        return b"".join([self._events(delta) for delta in batch])
 
     def _events(self, delta: TextDelta) -> bytes:
         data = b""
@@ -89,9 +89,9 @@ class AnswerWriter:
         if delta.reasoning:
             data += self._delta_chunk(delta.choice, {"reasoning_content": delta.reasoning})
         if self.shows_tokens:
-            data += self._chunk(self._token_chunk % self._shown(delta))
+            data += self._text_chunk(delta, self._after_token_text % self._shown(delta))
         elif delta.text or (delta.end is None and not delta.reasoning and not delta.calls):
-            data += self._chunk(self._text_chunk % (delta.choice, _encode(delta.text)))
+            data += self._text_chunk(delta, self._after_text)
         for call in delta.calls:
             data += self._delta_chunk(delta.choice, {"tool_calls": [_call_delta(call)]})
         return data if delta.end is None else data + self._ending(delta.choice, delta.end)
@@ -99,11 +99,15 @@ class AnswerWriter:
     def _delta_chunk(self, choice: int, delta: dict[str, Any]) -> bytes:
         return self._chunk(b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (choice, _encode(delta)))
 
-    def _shown(self, delta: TextDelta) -> tuple[int, bytes, bytes, bytes]:
+    def _text_chunk(self, delta: TextDelta, after: bytes) -> bytes:
+        tail = self._usage_tail() if self._has_usage_everywhere else self._tail
+        return self._before_text[delta.choice] + _encode(delta.text) + after + tail
+
+    def _shown(self, delta: TextDelta) -> tuple[bytes, bytes]:
         ids = b""
         if self._body.return_token_ids:
             ids = b',"token_ids":%b' % _encode([token.token for token in delta.tokens[delta.num_echoed :]])
-        return delta.choice, _encode(delta.text), _encode(self._logprobs(delta.tokens)), ids
+        return _encode(self._logprobs(delta.tokens)), ids
 
     def _ending(self, choice: int, end: AnswerEnd) -> bytes:
         text = b'"delta":{}' if self._is_chat else b'"text":""'

@@ -17,7 +17,7 @@ from pdserve.contracts.step import TokenLogprobs
 from pdserve.router.cluster.cluster import Cluster, TokenStream
 from pdserve.router.requests.journey import Journey
 from pdserve.router.requests.request import GenerationError, RequestSpec
-from pdserve.router.text.answer_text import Detokenizer, StopStrings
+from pdserve.router.text.answer_text import ByteDetokenizer, Detokenizer, StopStrings
 from pdserve.router.text.reasoning import ReasoningParser
 from pdserve.router.text.tool_calls import CallDelta, ToolCallParser
 
@@ -87,7 +87,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        detokenizer: Detokenizer,
+        detokenizer: Detokenizer | ByteDetokenizer,
         stop_strings: StopStrings,
         *,
         shows_stop_token: bool,
@@ -166,6 +166,10 @@ class Answer:
         self._choices = choices
         self._echo = echo
 
+    @property
+    def has_echo(self) -> bool:
+        return self._echo is not None
+
     async def deltas(self) -> AsyncGenerator[list[TextDelta], None]:
         """Start the generation and yield tokens of all choices; tokens that arrive together share one list. The caller
         must close it; closing early cancels the generation.
@@ -183,7 +187,7 @@ class Answer:
                     for token in (token, *stream.take_ready())
                     if not self._choices[token.choice].is_over  # by a stop string that workers do not know about yet
                 ]
-                num_running -= sum(delta.end is not None for delta in deltas)
+                num_running -= sum([delta.end is not None for delta in deltas])
                 if deltas:
                     yield deltas
                 if not num_running:

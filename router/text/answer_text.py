@@ -12,7 +12,8 @@ split: it comes before the stop string that is complete first.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -79,6 +80,30 @@ class Detokenizer:
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return text
+
+
+class ByteDetokenizer:
+    """`Detokenizer` of a byte-level tokenizer, whose text is that of its tokens' bytes."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], hidden_ids: Container[int], context: Sequence[int]) -> None:
+        """
+        Args:
+            token_bytes: returns the bytes of a token.
+            hidden_ids, context: as in `Detokenizer`.
+        """
+        self._token_bytes = token_bytes
+        self._hidden_ids = hidden_ids
+        self._decode = getincrementaldecoder("utf-8")("replace").decode
+        for token in context:
+            self.push(token)
+
+    def push(self, token: int) -> str:
+        """Take the next token and return the text that is now certain, often that of the token."""
+        return "" if token in self._hidden_ids else self._decode(self._token_bytes(token))
+
+    def flush(self) -> str:
+        """Return the remaining text at the end of the answer."""
+        return self._decode(b"", final=True)
 
 
 class StopStrings:

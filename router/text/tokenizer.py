@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from pdserve.router.text.answer_text import Detokenizer
+from pdserve.router.text.answer_text import ByteDetokenizer, Detokenizer
 from pdserve.router.text.chat_template import END_MARK, ChatTemplate, PromptEnd
 from pdserve.router.text.tool_calls import ToolFormat, tool_format
 
@@ -78,6 +78,7 @@ class ChatTokenizer:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
         decoders = _decoder_types(tokenizer)
         self._byte_of_char = _byte_level_alphabet() if "ByteLevel" in decoders else {}
+        self._is_byte_level = decoders == {"ByteLevel"}
         self._has_decoder = bool(decoders)
         """Whether the tokenizer has a decoder; without one, text is the tokens joined by spaces."""
 
@@ -198,7 +199,7 @@ class ChatTokenizer:
 
     def detokenizer(
         self, *, skip_special_tokens: bool, prompt_tokens: Sequence[int] = (), piece_tokens: int = 1
-    ) -> Detokenizer:
+    ) -> Detokenizer | ByteDetokenizer:
         """Detokenizer of an answer.
 
         Args:
@@ -207,6 +208,8 @@ class ChatTokenizer:
         """
         hidden_ids = self._special_ids if skip_special_tokens else frozenset[int]()
         context = prompt_tokens[-_CONTEXT_TOKENS:]
+        if self._is_byte_level:
+            return ByteDetokenizer(self.token_bytes, hidden_ids, context)
         return Detokenizer(self._tokenizer, hidden_ids, context, piece_tokens=piece_tokens)
 
     def token_text(self, token: int) -> str:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from pdserve.router.text.answer_text import MAX_HELD_TOKENS, Detokenizer
+from pdserve.router.text.answer_text import MAX_HELD_TOKENS, ByteDetokenizer, Detokenizer
+from pdserve.router.text.tokenizer import ChatTokenizer
 from tests.router.small_tokenizers import BOS_ID, EOS_ID, byte_level_tokenizer, metaspace_tokenizer
 
 BYTE_LEVEL = byte_level_tokenizer()
@@ -35,6 +36,25 @@ def test_pieces_of_any_tokens_join_to_their_decoding(tokens: list[int]) -> None:
     """Includes broken bytes, special tokens and ids without a token."""
     assert "".join(pieces(BYTE_LEVEL, tokens)) == BYTE_LEVEL.decode(tokens)
     assert "".join(pieces(BYTE_LEVEL, tokens, frozenset())) == BYTE_LEVEL.decode(tokens, skip_special_tokens=False)
+
+
+@given(
+    tokens=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 5), max_size=60),
+    num_context=st.integers(0, 5),
+    is_hidden=st.booleans(),
+)
+def test_bytes_of_any_tokens_join_to_their_decoding(tokens: list[int], num_context: int, is_hidden: bool) -> None:
+    tokenizer = ChatTokenizer(BYTE_LEVEL, None, BYTE_LEVEL.get_vocab_size())
+    shown = BYTE_LEVEL.decode(tokens, skip_special_tokens=is_hidden)
+
+    def text(context: list[int], answer: list[int]) -> str:
+        detokenizer = tokenizer.detokenizer(skip_special_tokens=is_hidden, prompt_tokens=context)
+        assert isinstance(detokenizer, ByteDetokenizer)
+        return "".join([*map(detokenizer.push, answer), detokenizer.flush()])
+
+    assert text([], tokens) == shown
+    # What a context leaves open belongs to the answer
+    assert shown.endswith(text(tokens[:num_context], tokens[num_context:]))
 
 
 @given(tokens=st.lists(st.integers(0, METASPACE.get_vocab_size() + 5), max_size=60))
