@@ -6,7 +6,8 @@ A cluster with emulated workers answers the streams, while other processes send,
 of 20 kinds at 10 a second, 200 uploads of a few bytes now and then, 200 streams that nobody reads, and prompts of 128k
 tokens at 2 a second. Measured meanwhile: how late the router answers ``GET /live``, which is how late its event loop is
 and what the machine adds; the gaps between tokens of the streams; and the memory of the router. The same is measured
-before without any of them, with the CPU time of the router for a token.
+before without any of them. Before that, in turns, the CPU time for a token of the router and of a bare uvicorn app that
+sends as many streams as many bytes at the same pace: their quotient is the share of its tokens per second and process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
+import uvicorn
+import uvloop
 from rich.console import Console
+from starlette.types import Receive, Scope, Send
 
 from pdserve.bench.cluster import running_cluster
 from pdserve.bench.script import publish, script_parser
@@ -39,6 +43,13 @@ NUM_CONNECTIONS = 200
 PROBE_S = 0.005
 TIME_SCALE = 3.0
 """Of the emulated workers: some 25 tokens a second in each stream."""
+NUM_ROUNDS = 3
+BARE_STEP_S = 0.024
+BARE_EVENT = (
+    b'data: {"id":"cmpl-0123456789abcdef0123456789abcdef","object":"text_completion","created":1700000000,'
+    b'"model":"shape","system_fingerprint":"pdserve-0.1.0","choices":'
+    b'[{"index":0,"text":" the","logprobs":null,"finish_reason":null}]}\n\n'
+)
 DEMO_MODEL = Path(__file__).parents[1] / "model" / "demo" / "pdserve-demo"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ASKED = '"messages":[{"role":"user","content":"hi"}]'
@@ -205,23 +216,75 @@ def stream(url: str, num_streams: int, seconds: float, results: Connection) -> N
     asyncio.run(run())
 
 
+def serve_bare(ports: Connection) -> None:
+    """Serve endless streams until killed; sends its port."""
+    start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+    turns: list[asyncio.Future[None]] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start)
+        while True:
+            turn = asyncio.get_running_loop().create_future()
+            turns.append(turn)
+            await turn
+            await send({"type": "http.response.body", "body": BARE_EVENT, "more_body": True})
+
+    async def run() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(app, http="httptools", lifespan="off", log_level="error", access_log=False)
+        serving = asyncio.create_task(uvicorn.Server(config).serve(sockets=[listener]))
+        ports.send(listener.getsockname()[1])
+        while not serving.done():
+            await asyncio.sleep(BARE_STEP_S)
+            taken, turns[:] = [*turns], []
+            for turn in taken:
+                turn.set_result(None)
+
+    uvloop.run(run())
+
+
 @contextmanager
-def running(target: Callable[..., None], *arguments: object) -> Iterator[None]:
+def running(target: Callable[..., None], *arguments: object) -> Iterator[int]:
+    """Run a process; yields its id."""
     process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, daemon=True)
     process.start()
+    assert process.pid is not None
     try:
-        yield
+        yield process.pid
     finally:
         process.kill()
         process.join()
+
+
+def us_per_token(url: str, pid: int, num_streams: int, seconds: float) -> float:
+    """CPU time of a server's process for a token of its streams."""
+    server, (received, results) = psutil.Process(pid), multiprocessing.Pipe(duplex=False)
+    before_s: float = sum(server.cpu_times()[:2])
+    with running(stream, url, num_streams, seconds, results):
+        assert received.poll(seconds + 60), "the streams have not ended"
+        _, num_tokens = received.recv()
+    used_s: float = sum(server.cpu_times()[:2]) - before_s
+    return 1e6 * used_s / int(num_tokens)
+
+
+def compare_with_bare(url: str, pid: int, num_streams: int, seconds: float) -> dict[str, float | list[float]]:
+    """CPU time for a token of the router and of a bare app, each round's and the median of their quotients."""
+    received, ports = multiprocessing.Pipe(duplex=False)
+    router_us, bare_us = [], []
+    with running(serve_bare, ports) as bare_pid:
+        bare_url = f"http://127.0.0.1:{received.recv()}"
+        for _ in range(NUM_ROUNDS):
+            router_us.append(round(us_per_token(url, pid, num_streams, seconds), 1))
+            bare_us.append(round(us_per_token(bare_url, bare_pid, num_streams, seconds), 1))
+    share = float(np.median(np.array(bare_us) / np.array(router_us)))
+    return {"router_us_per_token": router_us, "bare_us_per_token": bare_us, "tokens_per_s_of_bare": round(share, 3)}
 
 
 def measure(url: str, router: psutil.Process, load: str, num_streams: int, seconds: float) -> dict[str, float]:
     parts = urlsplit(url)
     address = Address(parts.hostname or "", parts.port or 0)
     probes, gaps = multiprocessing.Pipe(duplex=False), multiprocessing.Pipe(duplex=False)
-    before, cpu_before_s = router.memory_info().rss, sum(router.cpu_times()[:2])
-    peak = before
+    peak = before = router.memory_info().rss
     with running(stream, url, num_streams, seconds + 4, gaps[1]):
         time.sleep(2)
         with running(LOADS.get(load, time.sleep), address) if load else running(time.sleep, 10**6):
@@ -231,11 +294,8 @@ def measure(url: str, router: psutil.Process, load: str, num_streams: int, secon
                     peak = max(peak, router.memory_info().rss)
                 late_ms = 1e3 * np.array(probes[0].recv())
         assert gaps[0].poll(60), "the streams have not ended"
-        gaps_s, num_tokens = gaps[0].recv()
-        gaps_ms = 1e3 * np.array(gaps_s)
-        cpu_s = sum(router.cpu_times()[:2]) - cpu_before_s
+        gaps_ms = 1e3 * np.array(gaps[0].recv()[0])
     return {
-        **({} if load else {"router_us_per_token": round(1e6 * cpu_s / num_tokens, 1)}),
         "live_p99_ms": round(float(np.percentile(late_ms, 99)), 1),
         "live_max_ms": round(float(late_ms.max()), 1),
         "itl_p50_ms": round(float(np.percentile(gaps_ms, 50)), 1),
@@ -272,11 +332,14 @@ def main() -> None:
         with running_cluster(deployment, *options) as cluster:
             children = psutil.Process(cluster.pid).children(recursive=True)
             [router] = [child for child in children if "pdserve.router" in child.cmdline()]
+            beside_bare = compare_with_bare(cluster.url, router.pid, arguments.streams, arguments.seconds / 2)
+            console.print(beside_bare)
             for load in ("", *([arguments.only] if arguments.only else LOADS)):
                 results[load or "none"] = measure(cluster.url, router, load, arguments.streams, arguments.seconds)
                 console.print(load or "none", results[load or "none"])
                 time.sleep(2)
-    publish({"streams": arguments.streams, "seconds": arguments.seconds, "loads": results}, arguments.json)
+    sizes = {"streams": arguments.streams, "seconds": arguments.seconds}
+    publish({**sizes, "beside_bare": beside_bare, "loads": results}, arguments.json)
 
 
 if __name__ == "__main__":

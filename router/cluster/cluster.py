@@ -141,15 +141,33 @@ class Cluster:
 
     # Requests
 
-    def start(self, spec: RequestSpec) -> TokenStream:
-        """Accept a request and begin to place it.
+    def start(self, spec: RequestSpec, *, has_room: bool = False) -> TokenStream:
+        """Accept a request and begin to place it; ``has_room`` as in `Dispatcher.start`.
 
         Raises:
             GenerationError: refused at once (overload, drain).
         """
         stream = TokenStream(self.dispatcher, spec)
-        self.dispatcher.start(stream)
+        self.dispatcher.start(stream, has_room=has_room)
         return stream
+
+    def start_all(self, specs: Sequence[RequestSpec]) -> list[TokenStream]:
+        """Accept all requests of one client, or none.
+
+        Raises:
+            GenerationError: as in `start`.
+        """
+        num_choices = sum(spec.num_choices for spec in specs)
+        self.check_room(num_choices, tenant=specs[0].tenant, tier=specs[0].tier)
+        streams: list[TokenStream] = []
+        try:
+            for spec in specs:
+                streams.append(self.start(spec, has_room=True))
+        except GenerationError:
+            for stream in streams:
+                stream.cancel()
+            raise
+        return streams
 
     def check_room(self, num_choices: int, *, tenant: str, tier: str) -> None:
         """Check that a request would be accepted now.

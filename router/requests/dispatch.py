@@ -183,14 +183,18 @@ class Dispatcher:
 
     # Requests
 
-    def start(self, request: Request) -> None:
+    def start(self, request: Request, *, has_room: bool = False) -> None:
         """Accept a request and place its first choice.
+
+        Args:
+            has_room: `check_room` has said so, for this request and others.
 
         Raises:
             GenerationError: refused at once (overload, drain).
         """
         spec = request.spec
-        self.check_room(spec.num_choices, tenant=spec.tenant, tier=spec.tier)
+        if not has_room:
+            self.check_room(spec.num_choices, tenant=spec.tenant, tier=spec.tier)
         attempt = Attempt(request, 0, next(self._request_ids), self._now_s())
         decision = self._decide(attempt)
         if decision is not None and decision.choice.retry_after_s:

@@ -170,14 +170,23 @@ class Answer:
     def has_echo(self) -> bool:
         return self._echo is not None
 
-    async def deltas(self) -> AsyncGenerator[list[TextDelta], None]:
-        """Start the generation and yield tokens of all choices; tokens that arrive together share one list. The caller
-        must close it; closing early cancels the generation.
+    @staticmethod
+    def start_all(answers: Sequence[Answer]) -> list[TokenStream]:
+        """Start the generations of all answers, or none.
+
+        Raises:
+            GenerationError: one was refused.
+        """
+        return answers[0]._cluster.start_all([answer._spec for answer in answers])
+
+    async def deltas(self, stream: TokenStream | None = None) -> AsyncGenerator[list[TextDelta], None]:
+        """Start the generation, unless ``stream`` is it, and yield tokens of all choices; tokens that arrive together
+        share one list. The caller must close it; closing early cancels the generation.
 
         Raises:
             GenerationError: refused, or failed on the way.
         """
-        stream = self._cluster.start(self._spec)
+        stream = stream or self._cluster.start(self._spec)
         self.journey = stream.journey
         num_running = len(self._choices)
         try:
@@ -251,9 +260,9 @@ def deltas_of(answers: Sequence[Answer]) -> AsyncGenerator[list[TextDelta], None
 async def _interleaved(answers: Sequence[Answer]) -> AsyncGenerator[list[TextDelta], None]:
     queue = asyncio.Queue[list[TextDelta] | Exception | None](MAX_WAITING)
 
-    async def read(answer: Answer) -> None:
+    async def read(answer: Answer, stream: TokenStream) -> None:
         try:
-            async with aclosing(answer.deltas()) as deltas:
+            async with aclosing(answer.deltas(stream)) as deltas:
                 async for batch in deltas:
                     await queue.put(batch)
         except Exception as error:
@@ -261,7 +270,8 @@ async def _interleaved(answers: Sequence[Answer]) -> AsyncGenerator[list[TextDel
         else:
             await queue.put(None)
 
-    readers = [asyncio.create_task(read(answer)) for answer in answers]
+    streams = Answer.start_all(answers)
+    readers = [asyncio.create_task(read(*pair)) for pair in zip(answers, streams, strict=True)]
     num_running = len(readers)
     try:
         while num_running:
@@ -276,3 +286,6 @@ async def _interleaved(answers: Sequence[Answer]) -> AsyncGenerator[list[TextDel
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
+        for stream in streams:
+            if stream.outcome is None:  # its reader had not begun
+                stream.cancel()

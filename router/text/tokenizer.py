@@ -247,8 +247,7 @@ class ChatTokenizer:
     ) -> list[int]:
         tokenizer = tokenizer or self._tokenizer
         if len(text) <= MAX_INLINE_CHARS:
-            ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-            return ids
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         # A text that is too long is refused by its beginning: all of it may take seconds, and hundreds of bytes a token
         length = len(text) if most_tokens is None else max(most_tokens // 4, MAX_INLINE_CHARS)
         while True:
@@ -257,7 +256,7 @@ class ChatTokenizer:
             if most_tokens is not None and len(encoding) > most_tokens:  # ids of all would be built at once
                 raise TooLongError(len(encoding))
             if length >= len(text):
-                return list(encoding.ids)
+                return encoding.ids
             assert most_tokens is not None
             # As much as should be too long by a little, if the rest is like the beginning
             length = max(2 * length, length * most_tokens // max(len(encoding), 1) * 9 // 8)

@@ -120,7 +120,7 @@ class ScriptedGenerator(Cluster):
         if self.refusal is not None:
             raise self.refusal
 
-    def start(self, spec: RequestSpec) -> ScriptedGeneration:
+    def start(self, spec: RequestSpec, *, has_room: bool = False) -> ScriptedGeneration:
         assert spec.arrived_s > 0
         if self.refusal is not None:
             raise self.refusal

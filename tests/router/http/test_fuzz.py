@@ -48,7 +48,7 @@ class CheckedGenerator(ScriptedGenerator):
         self._limits = ModelLimits(max_model_len=MAX_MODEL_LEN, vocab_size=vocab_size, eos_token_ids=(EOS_ID,))
         self.script = speaking
 
-    def start(self, spec: RequestSpec) -> ScriptedGeneration:
+    def start(self, spec: RequestSpec, *, has_room: bool = False) -> ScriptedGeneration:
         request = GenerationRequest(
             request_id=1,
             prompt_tokens=spec.prompt_tokens,

@@ -289,6 +289,27 @@ def test_too_many_are_refused_with_a_time_to_come_back() -> None:
     asyncio.run(run())
 
 
+def test_prompts_of_one_client_are_accepted_together_or_not_at_all() -> None:
+    def specs(num_prompts: int) -> list[RequestSpec]:
+        sampling = SamplingParams(temperature=0.0, max_tokens=2)
+        return [
+            RequestSpec(prompt_tokens=(1, number), sampling=sampling, arrived_s=time.monotonic(), tenant="a")
+            for number in range(num_prompts)
+        ]
+
+    async def run() -> None:
+        async with running_rig(max_in_flight=6) as rig:
+            streams = rig.cluster.start_all(specs(4))  # one after the other, the last would be over its tenant's share
+            for num_prompts in (1, 3, 7):
+                with pytest.raises(GenerationError):
+                    rig.cluster.start_all(specs(num_prompts))
+            assert rig.dispatcher.num_accepted == rig.dispatcher.num_in_flight == 4
+            for stream in streams:
+                stream.cancel()
+
+    asyncio.run(run())
+
+
 @with_workers("prefill-0", "decode-0")
 async def test_a_new_request_waits_shortly_for_workers(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig(new_wait_s=0.2) as rig:
