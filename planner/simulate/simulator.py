@@ -29,7 +29,7 @@ from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.event_queue import EventQueue
 from pdserve.planner.simulate.request_record import RequestRecord, request_times
 from pdserve.planner.simulate.sampler import Sampler
-from pdserve.planner.simulate.simulated_cluster import ClusterBuilder, VirtualWorker
+from pdserve.planner.simulate.simulated_cluster import ClusterBuilder, Knowledge
 from pdserve.planner.simulate.simulated_transfers import SimulatedTransfers
 from pdserve.planner.simulate.simulated_worker import SimulatedWorker
 from pdserve.planner.simulate.simulation import Simulation
@@ -75,6 +75,7 @@ def simulate(
     policy: str = PLANNED_POLICY,
     sample_every_s: float = 0.0,
     cost_of: Callable[[Pool], CostModel] | None = None,
+    knowledge: Knowledge | None = None,
 ) -> Simulation:
     """Serve ``requests`` on ``layout``.
 
@@ -88,12 +89,15 @@ def simulate(
         policy: name of the router's placement policy.
         sample_every_s: above 0, the interval of `Simulation.timelines`.
         cost_of: cost model of a pool's workers; `Pool.cost` by default.
+        knowledge: what routers know of workers; ``None`` for one router that knows all at once.
 
     Raises:
         ValueError: the model does not fit, or does not divide by the layout's degrees.
     """
     settings = DispatchSettings(policy=policy, max_in_flight=max_in_flight, slo=slo)
-    run = _Simulator(model, layout, requests, settings, overheads or Overheads(), concurrency, cost_of)
+    run = _Simulator(
+        model, layout, requests, settings, overheads or Overheads(), concurrency, cost_of, knowledge or Knowledge()
+    )
     with _no_garbage_collection():
         return run.simulate(sample_every_s)
 
@@ -158,6 +162,7 @@ class _Simulator:
         overheads: Overheads,
         concurrency: int,
         cost_of: Callable[[Pool], CostModel] | None,
+        knowledge: Knowledge,
     ) -> None:
         self._overheads = overheads
         self._events = EventQueue()
@@ -175,17 +180,27 @@ class _Simulator:
             costs=costs,
             is_sharing=self.is_sharing,
             turn_s=overheads.turn_s,
+            knowledge=knowledge,
             queue=self._events,
             sink=self,
         ).workers()
-        self._dispatcher = Dispatcher(costs, settings, now_s=lambda: self._events.now_s)
-        for worker in self._workers.values():
-            self._dispatcher.worker_up(worker)
+        self._dispatchers = [
+            Dispatcher(costs, settings, now_s=lambda: self._events.now_s) for _ in range(knowledge.num_routers)
+        ]
+        self._views = [
+            {name: worker.seen_by(router) if router else worker for name, worker in self._workers.items()}
+            for router in range(knowledge.num_routers)
+        ]
+        """Workers as each router sees them, by id."""
+        for dispatcher, view in zip(self._dispatchers, self._views, strict=True):
+            for worker in view.values():
+                dispatcher.worker_up(worker)
         self._transfers = SimulatedTransfers(self._events, block_size=model.block_size, pull_s=overheads.pull_s)
         self._queue: Iterator[SimulatedRequest] = iter(requests)
         self._is_closed_loop = concurrency > 0
         self._num_expected = 0
         """Arrivals in the event queue, follow-ups included."""
+        self._num_started = 0
         for _ in range(concurrency or 1):
             self._expect_next()
 
@@ -225,8 +240,9 @@ class _Simulator:
 
     def _dispatch(self, request: _Request) -> None:
         self._num_expected -= 1
+        self._num_started += 1
         try:
-            self._dispatcher.start(request)
+            self._dispatchers[self._num_started % len(self._dispatchers)].start(request)
         except GenerationError:
             self.ended(request)
 
@@ -237,17 +253,18 @@ class _Simulator:
         events = [event for event in report.events if not isinstance(event, TokenEvent) or _is_delivered(event)]
         if events:
             arrives_s = sent_s + self._overheads.message_s
-            self._events.at(arrives_s, partial(self._deliver, worker, events, arrives_s))
+            self._events.at(arrives_s, partial(self._deliver, engine.worker_id, events, arrives_s))
         for order in report.orders:
             if isinstance(order, StartPullEvent):
                 self._transfers.start_pull(self._workers[order.source.address], worker, order)
             elif isinstance(order, GrantEvent) and order.final:
                 self._transfers.granted_whole(worker, order)
 
-    def _deliver(self, worker: VirtualWorker, events: list[ClientEvent], arrives_s: float) -> None:
+    def _deliver(self, worker_id: str, events: list[ClientEvent], arrives_s: float) -> None:
         self._delivered_s = arrives_s
-        dispatcher = self._dispatcher
         for event in events:
+            router = event.key.session
+            dispatcher, worker = self._dispatchers[router], self._views[router][worker_id]
             if isinstance(event, TokenEvent):
                 if event.index > 2:
                     dispatcher.tokens_skipped(event.key, event.index - 2)
@@ -284,7 +301,7 @@ class _Simulator:
     def _sample(self, every_s: float) -> None:
         now_s = self._events.now_s
         self._sampler.sample(now_s, ((worker.role, worker.engine.load()) for worker in self._workers.values()))
-        if self._dispatcher.num_in_flight or self._num_expected:
+        if self._num_expected or any(dispatcher.num_in_flight for dispatcher in self._dispatchers):
             self._events.at(now_s + every_s, partial(self._sample, every_s))
 
     def _result(self) -> Simulation:

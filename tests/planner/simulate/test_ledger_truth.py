@@ -1,0 +1,55 @@
+"""The router's ledgers against what the schedulers hold, in the simulator."""
+
+from __future__ import annotations
+
+from heapq import heappop
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.placement import WorkerRole
+from pdserve.planner.simulate.simulated_cluster import Knowledge
+from pdserve.planner.simulate.simulator import NO_OVERHEADS, _Simulator
+from pdserve.planner.workload.requests import SimulatedRequest
+from pdserve.router.requests.dispatch import DispatchSettings
+from pdserve.router.requests.goodput import Goodput
+from tests.planner.stand_ins import LLAMA_3_8B, disaggregated
+
+SLO = SloConfig(ttft_seconds=60.0, tpot_seconds=0.05)
+"""No request is late, so that all answers are in the ledger."""
+
+
+@settings(max_examples=10)
+@given(st.lists(st.tuples(st.floats(0, 0.3), st.integers(1, 9000), st.integers(1, 60)), min_size=1, max_size=12))
+def test_the_ledger_holds_what_the_schedulers_hold(drawn: list[tuple[float, int, int]]) -> None:
+    """Whenever no message is on its way: answers where they decode, and prompts that wait where they wait."""
+    now_s, requests = 0.0, list[SimulatedRequest]()
+    for gap_s, num_prompt_tokens, num_output_tokens in drawn:
+        now_s += gap_s
+        requests.append(SimulatedRequest(now_s, num_prompt_tokens, num_output_tokens))
+    dispatch = DispatchSettings(policy="goodput", slo=SLO)
+    run = _Simulator(LLAMA_3_8B, disaggregated(2, 2), requests, dispatch, NO_OVERHEADS, 0, None, Knowledge())
+    policy, entries, num_seen = run._dispatchers[0]._placement, run._events._entries, 0
+    assert isinstance(policy, Goodput)
+    while entries:
+        instant_s, _, call = heappop(entries)
+        run._events.now_s = max(instant_s, run._events.now_s)
+        call()
+        if entries and entries[0][0] <= run._events.now_s:
+            continue
+        for worker in run._workers.values():
+            if worker.engine._inbox:
+                continue
+            row, load = policy._row(worker.worker_id), worker.engine.load()
+            held = [prompt for prompt in policy._prompts._prompts.values() if prompt.row == row]
+            num_waiting = sum(prompt.num_tokens for prompt in held)
+            assert num_waiting >= load.num_waiting_tokens
+            if worker.role is WorkerRole.DECODE:
+                num_answers = len(policy._answers._ids[row])
+                assert num_answers + len(held) == load.num_running + load.num_waiting, (num_answers, held, load)
+                num_seen += num_answers
+    assert num_seen or all(num == 1 for _, _, num in drawn)
+    assert not policy._prompts._prompts
+    assert not len(policy._answers)
+    assert not policy._requests
