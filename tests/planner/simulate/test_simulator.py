@@ -62,11 +62,11 @@ def test_every_policy_answers_in_full(layout: Layout, policy: str) -> None:
 @pytest.mark.parametrize("layout", [disaggregated(2, 3), colocated(2)], ids=str)
 def test_what_routers_know_changes_times_and_loses_nothing(layout: Layout, knowledge: Knowledge) -> None:
     known, wrong = (
-        simulate(LLAMA_3_8B, layout, poisson(60, 60), slo=SLO, policy="goodput", knowledge=each)
+        simulate(LLAMA_3_8B, layout, poisson(150, 90), slo=SLO, policy="goodput", knowledge=each)
         for each in (None, knowledge)
     )
-    assert_all_are_answered(wrong, 60)
-    assert decoded(wrong) == 60 * 99
+    assert_all_are_answered(wrong, 90)
+    assert decoded(wrong) == 90 * 99
     assert (known.times.last_token_s != wrong.times.last_token_s).any()
 
 
