@@ -21,7 +21,7 @@ import itertools
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 8
 """Maximum dispatches of one choice, whatever the cause."""
 MAX_LOSSES = 2
-"""Lost workers in a row after which a choice that they computed is a suspect."""
+"""Lost workers after which a choice that they computed is a suspect."""
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
 NO_OBJECTIVES = SloConfig(ttft_seconds=0.0, tpot_seconds=0.0)
 
@@ -290,13 +290,13 @@ class Dispatcher:
         if self.workers.get(worker.worker_id) is worker:
             del self.workers[worker.worker_id]
         held = [attempt for attempt in self._attempts.values() if worker in attempt.workers]
-        computed = _computed_by(worker, held)
+        self._blame(_computed_by(worker, held))
         for attempt in held:
             if worker not in attempt.workers:
-                continue  # another choice of its request has just failed
+                continue  # its request has just failed
             if worker is attempt.prefill and not attempt.needs_prefill:
                 attempt.is_prefill_over = True
-            elif attempt not in computed or not self._is_to_blame(attempt):
+            else:
                 message = f"worker {worker.worker_id} was lost"
                 self._go_on_without(attempt, worker, "worker_lost", message, is_error=False)
 
@@ -644,8 +644,7 @@ class Dispatcher:
         if self._breakers:
             self._breakers.pop(worker, None)
         attempt.emitted.append(token.token)
-        if attempt.num_losses and attempt.num_new_tokens > 1:
-            attempt.num_losses = 0
+        if attempt.num_losses >= MAX_LOSSES and attempt.num_new_tokens >= 4 ** (attempt.num_losses - 1):
             self._acquit(attempt)
         token.choice = attempt.choice
         attempt.request.token_received(token)
@@ -751,30 +750,33 @@ class Dispatcher:
 
     # Blame
 
-    def _is_to_blame(self, attempt: Attempt) -> bool:
-        """Count the loss of a worker that computed ``attempt``; True if that was on trial, which fails its request.
+    def _blame(self, computed: Sequence[Attempt]) -> None:
+        """Count the loss of a worker for all that it computed, and fail the request whose fault it is.
 
-        A worker's end has no cause that the router could know, so all that it computed share the blame. One loss is an
-        ordinary fail-over. After `MAX_LOSSES` in a row a request is a suspect, and the next loss while it alone is on
-        trial is its fault: a request can end three workers, not every one.
+        A worker's end has no cause that the router could know. One loss is an ordinary fail-over; after `MAX_LOSSES` an
+        attempt is a suspect. Suspects are tried one at a time, and a loss is the fault of the one on trial unless the
+        worker computed another that has been a suspect: then both are tried again. An attempt passes its trial with 4
+        new tokens, and four times as many after each further loss, since the first may only repeat what a lost worker
+        computed and the router did not read. A request thus ends three workers, seldom a fourth, not every one.
         """
-        attempt.num_losses += 1
-        if attempt.num_losses > MAX_LOSSES and not self._awaits_trial(attempt):
-            log.error("request %s: %d workers in a row ended computing it", attempt.name, attempt.num_losses)
-            message = f"{attempt.num_losses} workers in a row ended while they computed this request"
-            self.fail(attempt.request, GenerationError(500, message))
-            return True
-        if attempt.num_losses == MAX_LOSSES:
-            log.warning("request %s: %d workers in a row ended computing it", attempt.name, MAX_LOSSES)
-            self._suspects[attempt.request_id] = attempt
-        return False
+        on_trial = next(iter(self._suspects.values()), None)
+        suspected = [attempt for attempt in computed if attempt.num_losses >= MAX_LOSSES]
+        for attempt in computed:
+            attempt.num_losses += 1
+            if attempt.num_losses >= MAX_LOSSES:
+                log.warning("request %s: %d workers ended computing it", attempt.name, attempt.num_losses)
+                self._suspects.setdefault(attempt.request_id, attempt)
+        if on_trial is not None and suspected == [on_trial]:
+            log.error("request %s: %d workers ended computing it", on_trial.name, on_trial.num_losses)
+            message = f"{on_trial.num_losses} workers ended while they computed this request"
+            self.fail(on_trial.request, GenerationError(500, message))
 
     def _awaits_trial(self, attempt: Attempt) -> bool:
         """Whether the attempt is a suspect and another one is on trial."""
         return attempt.request_id in self._suspects and next(iter(self._suspects)) != attempt.request_id
 
     def _acquit(self, attempt: Attempt) -> None:
-        """The attempt is over, or computed what it was suspected for: try the next suspect."""
+        """The attempt is over, or has passed its trial: try the next suspect."""
         if self._suspects.pop(attempt.request_id, None) and self._suspects:
             suspect = next(iter(self._suspects.values()))
             if suspect.request_id in self._queued:
@@ -795,7 +797,7 @@ class Dispatcher:
     ) -> None:
         """Continue without ``worker``: bind the parked prompt to another decode worker if possible, else retry."""
         is_late = self._now_s() >= self._deadline_s(attempt.request)
-        if worker is not attempt.decode or not attempt.may_rebind or is_late:
+        if worker is not attempt.decode or not attempt.may_rebind or is_late or self._awaits_trial(attempt):
             self._retry(attempt, reason, message, is_error=is_error)
             return
         log.info("request %s, attempt %d is bound anew: %s (%s)", attempt.name, attempt.number, reason, message)
@@ -840,10 +842,13 @@ class _Decision(NamedTuple):
     choice: PrefillChoice
 
 
-def _computed_by(worker: Worker, held: Iterable[Attempt]) -> set[Attempt]:
+def _computed_by(worker: Worker, held: Sequence[Attempt]) -> list[Attempt]:
     """Of the attempts that ``worker`` holds, those which its last steps may have had rows of: what it said to have
-    started, and, because it may have ended before that was heard, the earliest other prompts that two steps hold."""
+    started or reserved, and, because it may have ended before that was heard, the earliest others: answers that its
+    batch holds, and prompts that two steps hold."""
     computed = {attempt for attempt in held if attempt.is_computed_by(worker)}
+    bound = [attempt for attempt in held if worker is attempt.decode and not attempt.has_reserved]
+    computed.update(bound[: worker.max_batch_size])
     unheard = [attempt for attempt in held if worker is attempt.prefill and not attempt.started_s]
     num_tokens = 0
     for attempt in sorted(unheard, key=lambda attempt: attempt.request.spec.arrived_s):
@@ -851,7 +856,7 @@ def _computed_by(worker: Worker, held: Iterable[Attempt]) -> set[Attempt]:
             break
         num_tokens += attempt.blocks(worker.block_size).num_tokens
         computed.add(attempt)
-    return computed
+    return [attempt for attempt in held if attempt in computed]
 
 
 def _late_error() -> GenerationError:

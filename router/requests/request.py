@@ -143,7 +143,7 @@ class Attempt:
     retry_at_s: float = 0.0
     """When the attempt after an error may begin."""
     num_losses: int = 0
-    """Workers that ended while they computed it, since it last had two tokens of one attempt."""
+    """Workers that ended while they computed it."""
     state: RequestState = RequestState.QUEUED
 
     # On workers: meaningful while `prefill` is set

@@ -23,13 +23,17 @@ POISON = 13
 class World:
     """Workers that compute one token of everything they hold in each turn, until a poisoned step ends one of them."""
 
-    def __init__(self, names: tuple[str, ...], *, poisoned_index: int) -> None:
+    def __init__(self, names: tuple[str, ...], *, poisoned_index: int, num_tokens: int = NUM_TOKENS) -> None:
         """``poisoned_index``: the token that cannot be computed."""
         self.clock = Clock()
         self.clock.now_s = 1.0
         settings = DispatchSettings(max_in_flight=1000)
         self.dispatcher = Dispatcher(dict.fromkeys(WorkerRole, COST), settings, lambda: self.clock.now_s)
         self._poisoned_index = poisoned_index
+        self._num_tokens = num_tokens
+        self.num_unread = 0
+        """Tokens of each answer that a worker has computed and the router has not read."""
+        self._unread: dict[tuple[int, int], list[TokenEvent]] = {}
         self._epochs = itertools.count()
         self._done: Counter[tuple[int, int]] = Counter()
         self.losses: list[str] = []
@@ -45,7 +49,7 @@ class World:
         self.dispatcher.worker_up(worker)
 
     def start(self, first_token: int) -> ReadRequest:
-        sampling = SamplingParams(max_tokens=NUM_TOKENS)
+        sampling = SamplingParams(max_tokens=self._num_tokens)
         request = ReadRequest(
             RequestSpec(prompt_tokens=(first_token, 2, 3, 4, 5), sampling=sampling, arrived_s=self.clock.now_s)
         )
@@ -98,7 +102,7 @@ class World:
         for (request, _), index in zip(worker.prepared, indices, strict=True):
             self._token(worker, request, index)
             self._done[self._key(request)] += 1
-        worker.prepared = [each for each in worker.prepared if self._done[self._key(each[0])] < NUM_TOKENS]
+        worker.prepared = [each for each in worker.prepared if self._done[self._key(each[0])] < self._num_tokens]
         return True
 
     def _is_poisoned(self, request: GenerationRequest, index: int) -> bool:
@@ -112,9 +116,13 @@ class World:
         self.dispatcher.event_received(worker, RequestEvent(key, kind, handle=HANDLE))
 
     def _token(self, worker: RecordingWorker, request: GenerationRequest, index: int) -> None:
-        finish = FinishReason.LENGTH if index == NUM_TOKENS - 1 else FinishReason.NONE
+        finish = FinishReason.LENGTH if index == self._num_tokens - 1 else FinishReason.NONE
         key = RequestKey(0, *self._key(request))
-        self.dispatcher.tokens_received(worker, [TokenEvent(key, 0, index, 7, None, finish)])
+        unread = self._unread.setdefault(self._key(request), [])
+        unread.append(TokenEvent(key, 0, index, 7, None, finish))
+        num_read = len(unread) if finish else max(0, len(unread) - self.num_unread)
+        self.dispatcher.tokens_received(worker, unread[:num_read])
+        del unread[:num_read]
 
 
 @pytest.mark.parametrize("poisoned_index", [0, 1, 3])
@@ -123,7 +131,7 @@ def test_a_poisoned_request_alone_fails(names: tuple[str, ...], poisoned_index: 
     world = World(names, poisoned_index=poisoned_index)
     poison = world.start(POISON)
     innocents = [world.start(100 + number) for number in range(63)]
-    for _ in range(300):
+    for _ in range(400):
         world.turn()
     assert poison.outcome is Outcome.FAILED
     assert poison.error is not None
@@ -146,17 +154,34 @@ def test_two_poisoned_requests_end_at_most_three_workers_each() -> None:
     assert len(world.losses) <= 2 * (MAX_LOSSES + 1)
 
 
-def test_a_request_that_makes_progress_is_no_suspect() -> None:
-    world = World(("prefill-0", "decode-0"), poisoned_index=-1)
+@pytest.mark.parametrize("num_unread", [3, 10])
+def test_tokens_that_a_lost_worker_had_computed_prove_nothing(num_unread: int) -> None:
+    world = World(("prefill-0", "decode-0", "decode-1"), poisoned_index=20, num_tokens=22)
+    world.num_unread = num_unread
+    poison = world.start(POISON)
+    innocents = [world.start(100 + number) for number in range(20)]
+    for _ in range(MAX_LOSSES):
+        num_losses = len(world.losses)
+        while len(world.losses) == num_losses:
+            world.turn()
+    world.num_unread = 0
+    for _ in range(500):
+        world.turn()
+    assert poison.outcome is Outcome.FAILED
+    assert {innocent.outcome for innocent in innocents} == {Outcome.FINISHED}
+    assert len(world.losses) == MAX_LOSSES + (1 if num_unread < 4 else 2)
+
+
+def test_losses_apart_from_trials_fail_nothing() -> None:
+    world = World(("prefill-0", "decode-0"), poisoned_index=-1, num_tokens=100)
     request = world.start(1)
-    while len(request.tokens) < NUM_TOKENS - 1:
+    for num_losses in range(MAX_LOSSES + 2):
         num_tokens = len(request.tokens)
-        while len(request.tokens) < min(num_tokens + 2, NUM_TOKENS - 1):
+        while len(request.tokens) < num_tokens + 4**num_losses // 4 + 1:
             world.turn()
         world.end(world.dispatcher.workers["decode-0"])  # type: ignore[arg-type]
-    for _ in range(5):
+    while not request.outcome:
         world.turn()
-    assert len(world.losses) == MAX_LOSSES + 1
     assert request.outcome is Outcome.FINISHED
 
 
