@@ -208,10 +208,8 @@ class Dispatcher:
         now_s = self._now_s()
         self._observer.phase_ended("tokenise", now_s - spec.arrived_s)
         request.journey.spent("tokenise", now_s - spec.arrived_s, now_s)
-        if spec.sampling.grammar is not None:  # decode workers compile it while the prompt is prefilled
-            for worker in self.workers.values():
-                if worker.role is WorkerRole.DECODE:
-                    worker.announce(spec.sampling.grammar)
+        for worker in self.workers.values():
+            self._announce(spec, worker)
         self._launch(attempt, decision)
 
     def finish(self, request: Request, choice: int) -> None:
@@ -278,6 +276,8 @@ class Dispatcher:
         has ended."""
         worker.is_up = True
         self.workers[worker.worker_id] = worker
+        for request in self._requests:
+            self._announce(request.spec, worker)
         self._place_queued()
         for attempt in list(self._unbound.values()):
             self._bind(attempt)
@@ -391,6 +391,11 @@ class Dispatcher:
             self._observer.refused(tier)
             wait_s = min(max(self._mean_request_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
             raise GenerationError(429, message, retry_after_s=wait_s)
+
+    def _announce(self, spec: RequestSpec, worker: Worker) -> None:
+        """Have a decode worker compile the grammar of a request while its prompt is prefilled."""
+        if spec.sampling.grammar is not None and worker.role is WorkerRole.DECODE:
+            worker.announce(spec.sampling.grammar)
 
     def _launch(self, attempt: Attempt, decision: _Decision | None) -> None:
         attempt.request.attempts[attempt.choice] = attempt

@@ -193,6 +193,10 @@ def test_a_grammar_is_announced_where_its_answer_may_be_decoded() -> None:
     sampling = SamplingParams(max_tokens=100, grammar=grammar)
     core.dispatcher.start(ReadRequest(RequestSpec(prompt_tokens=(1, 2), sampling=sampling, arrived_s=0.0)))
     assert [worker.announced for worker in (core.prefill, *core.decodes)] == [[], [grammar], [grammar]]
+    core.dispatcher.worker_lost(core.decodes[0])
+    successor = RecordingWorker("decode-0", WorkerRole.DECODE)
+    core.dispatcher.worker_up(successor)
+    assert successor.announced == [grammar], "before the prompt has been prefilled again"
 
 
 def test_the_next_attempt_counts_what_the_client_has() -> None:
