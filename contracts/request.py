@@ -69,6 +69,9 @@ class GrammarKind(IntEnum):
     """xgrammar's JSON: free text, and formats that begin where a tag opens."""
 
 
+MAX_OWNER_CHARS = 64
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """Grammar that an answer follows. Workers compile it; what it has matched is never sent."""
@@ -76,6 +79,9 @@ class Grammar:
     kind: GrammarKind
     text: str
     """At most `MAX_GRAMMAR_BYTES` in UTF-8."""
+    owner: str = ""
+    """Tells tenants apart on workers, which compile and keep a grammar for each of them; at most
+    `MAX_OWNER_CHARS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

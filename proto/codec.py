@@ -29,6 +29,7 @@ from pdserve.contracts.request import (
     MAX_BIASES,
     MAX_CHOICES,
     MAX_GRAMMAR_BYTES,
+    MAX_OWNER_CHARS,
     MAX_PENALTY,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
@@ -105,7 +106,8 @@ def sampling_from_proto(message: worker_pb2.SamplingParams, limits: ModelLimits)
 
 
 def grammar_to_proto(grammar: Grammar) -> worker_pb2.Grammar:
-    return worker_pb2.Grammar(kind=worker_pb2.Grammar.Kind.ValueType(grammar.kind), text=grammar.text)
+    kind = worker_pb2.Grammar.Kind.ValueType(grammar.kind)
+    return worker_pb2.Grammar(kind=kind, text=grammar.text, owner=grammar.owner)
 
 
 def grammar_from_proto(message: worker_pb2.Grammar, limits: ModelLimits) -> Grammar:
@@ -113,7 +115,8 @@ def grammar_from_proto(message: worker_pb2.Grammar, limits: ModelLimits) -> Gram
     _check(message.kind in _GRAMMAR_KINDS, f"this worker knows no grammar of kind {message.kind}")
     _check(len(message.text.encode()) <= MAX_GRAMMAR_BYTES, f"the grammar is over {MAX_GRAMMAR_BYTES} bytes")
     _check(bool(limits.eos_token_ids), "the model has no end-of-sequence token, which a grammar needs")
-    return Grammar(_GRAMMAR_KINDS[message.kind], message.text)
+    _check(len(message.owner) <= MAX_OWNER_CHARS, f"the grammar's owner has over {MAX_OWNER_CHARS} letters")
+    return Grammar(_GRAMMAR_KINDS[message.kind], message.text, message.owner)
 
 
 def _check_penalties(message: worker_pb2.SamplingParams) -> None:

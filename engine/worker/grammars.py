@@ -3,19 +3,19 @@
 A grammar is compiled when its first request arrives, or when the router announces it, by a child process
 (`pdserve.engine.worker.grammar_compiler`) whose memory and time are bounded: some grammars take minutes. Requests wait
 meanwhile in the step loop, which computes others. Grammars of live requests are kept; others up to a bound, the least
-recently used dropped first. Thread and child start with the first grammar.
+recently used of the tenant that takes most dropped first. Tenants have their grammars compiled in turns. Thread and
+child start with the first grammar.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
 import socket
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
@@ -55,7 +55,10 @@ class Grammars:
         """Called once `find` has an answer that it had not before, on a thread of this object."""
         self._config = CompilerConfig(str(folder), limits.vocab_size, limits.eos_token_ids, os.getpid())
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[Grammar | None] = queue.SimpleQueue()
+        self._jobs: OrderedDict[str, deque[Grammar]] = OrderedDict()
+        """By owner, the next one first."""
+        self._has_jobs = threading.Condition(self._lock)
+        self._is_closed = False
         self._pending: set[Grammar] = set()
         self._live: WeakValueDictionary[Grammar, xgrammar.CompiledGrammar] = WeakValueDictionary()
         self._kept: OrderedDict[Grammar, xgrammar.CompiledGrammar] = OrderedDict()
@@ -78,7 +81,8 @@ class Grammars:
                 return compiled
             if grammar not in self._pending:
                 self._pending.add(grammar)
-                self._jobs.put(grammar)
+                self._jobs.setdefault(grammar.owner, deque()).append(grammar)
+                self._has_jobs.notify()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
                 self._thread.start()
@@ -94,21 +98,43 @@ class Grammars:
 
     def close(self) -> None:
         """End the compiler; grammars in the queue stay pending."""
+        with self._lock:
+            self._is_closed = True
+            self._has_jobs.notify()
         if self._thread is not None:
-            self._jobs.put(None)
             self._thread.join(STOP_TIMEOUT_S)
 
     def _keep(self, grammar: Grammar, compiled: xgrammar.CompiledGrammar) -> None:
         self._kept[grammar] = self._live[grammar] = compiled
-        num_bytes = sum(kept.memory_size_bytes for kept in self._kept.values())
-        while num_bytes > MAX_KEPT_BYTES and len(self._kept) > 1:
-            _, dropped = self._kept.popitem(last=False)
-            num_bytes -= dropped.memory_size_bytes
+        while True:
+            held = Counter[str]()
+            for each, kept in self._kept.items():
+                held[each.owner] += kept.memory_size_bytes
+            if held.total() <= MAX_KEPT_BYTES:
+                return
+            owner = max(held, key=held.__getitem__)
+            oldest = next(each for each in self._kept if each.owner == owner)
+            if oldest == grammar:  # all that its owner has
+                return
+            del self._kept[oldest]
+
+    def _next(self) -> Grammar | None:
+        """Wait for the next grammar of the owner whose turn it is; None once closed."""
+        with self._has_jobs:
+            while not self._jobs and not self._is_closed:
+                self._has_jobs.wait()
+            if self._is_closed:
+                return None
+            owner, grammars = self._jobs.popitem(last=False)
+            grammar = grammars.popleft()
+            if grammars:
+                self._jobs[owner] = grammars
+            return grammar
 
     def _run(self) -> None:
         compiler = _Compiler(self._config)
         try:
-            while (grammar := self._jobs.get()) is not None:
+            while (grammar := self._next()) is not None:
                 failure, compiled = "", None
                 try:
                     compiled = compiler.compile(grammar)

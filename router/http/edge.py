@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pdserve.contracts.deployment import DEFAULT_TIER
+from pdserve.contracts.request import Grammar
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import ApiError
@@ -230,13 +231,14 @@ class Edge:
         request.state.memory.take(len(prompt_tokens) * TOKEN_BYTES)
         caller: Caller | None = request.state.caller
         salt = body.cache_salt or ""
+        grammar: Grammar | None = request.state.grammar
         if caller is not None:
-            grammar = request.state.grammar
             if grammar is not None and (wait_s := caller.grammars.spend(grammar)):
                 limit = caller.key.grammars_per_minute
                 message = f"this API key may request {limit} new structures a minute; wait {wait_s:.1f} s"
                 raise ApiError(429, message, headers={"Retry-After": str(ceil(wait_s))})
             caller.spend(tokens=len(prompt_tokens))
+            grammar = grammar and caller.owned(grammar)
             cache_salt = caller.cache_salt(salt)
         else:
             cache_salt = blake2b(salt.encode(), digest_size=SALT_BYTES).digest() if salt else b""
@@ -247,7 +249,7 @@ class Edge:
                 len(prompt_tokens),
                 max_model_len,
                 most_tokens=caller.key.max_tokens if caller else 0,
-                grammar=request.state.grammar,
+                grammar=grammar,
             ),
             arrived_s=request.state.arrived_s,
             request_id=request.state.request_id,

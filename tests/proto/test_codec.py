@@ -54,7 +54,7 @@ samplings = st.builds(
     stop_token_ids=st.lists(token_ids, max_size=4).map(tuple),
     ignore_eos=st.booleans(),
     num_logprobs=st.integers(-1, 20),
-    grammar=st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), st.text()),
+    grammar=st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), st.text(), st.text(max_size=64)),
 )
 requests = st.builds(
     GenerationRequest,

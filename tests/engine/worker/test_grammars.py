@@ -118,6 +118,34 @@ def test_grammars_of_live_requests_are_kept_beyond_the_bound(worker: Compiled, m
         worker.grammars.compiled(other)
 
 
+def test_a_tenant_drops_only_its_own_grammars(worker: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    def words(number: int, owner: str) -> Grammar:
+        return Grammar(GrammarKind.EBNF, f'root ::= "{"ab" * number}"', owner)
+
+    first = worker.wait(words(20, "a"))
+    assert not isinstance(first, str)
+    worker.grammars._kept.clear()
+    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 4 * first.memory_size_bytes)
+    grammars = [words(20, "a"), *(words(20 + number, "b") for number in range(6))]
+    for grammar in grammars:
+        worker.wait(grammar)
+    kept = list(worker.grammars._kept)
+    assert kept[0] == grammars[0]
+    assert kept[1:] == grammars[-len(kept) + 1 :]
+    assert 2 <= len(kept) <= 4
+
+
+def test_tenants_have_their_grammars_compiled_in_turns() -> None:
+    compiled = Compiled()
+    monopoly = [Grammar(GrammarKind.REGEX, f"a{{{number}}}", "a") for number in range(1, 5)]
+    for grammar in [*monopoly, other := Grammar(GrammarKind.REGEX, "b", "b")]:
+        compiled.grammars.find(grammar)
+    order = [compiled.ready.get(timeout=60) for _ in range(5)]
+    compiled.grammars.close()
+    assert order.index(other) <= 1
+    assert [each for each in order if each != other] == monopoly
+
+
 def test_a_checkpoint_without_a_tokenizer_is_the_reason(
     tmp_path_factory: pytest.TempPathFactory, capfd: pytest.CaptureFixture[str]
 ) -> None:

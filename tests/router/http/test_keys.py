@@ -329,6 +329,19 @@ def test_routers_share_the_limits_of_a_key(tmp_path: Path) -> None:
         caller.check_left()
 
 
+def test_grammars_are_those_of_a_tenant(server: KeyedServer) -> None:
+    def owner(key: str) -> str:
+        assert server.post(key, structured_outputs={"regex": "a"}).status_code == 200
+        grammar = server.edge.generator.last.sampling.grammar
+        assert grammar is not None
+        return grammar.owner
+
+    others = [add_key(server.path, tenant) for tenant in ("team-b", "team-b", "team-c")]
+    first, same, other = map(owner, others)
+    assert first == same != other
+    assert "team" not in first
+
+
 def test_new_grammars_of_a_minute_are_limited(server: KeyedServer) -> None:
     key = add_key(server.path, "team-b", grammars_per_minute=2)
 
