@@ -1,4 +1,4 @@
-"""What an operator sees, held against the truth, on a live cluster of emulated GPUs under a real Prometheus.
+"""What an operator sees, held against the truth, on live clusters, most of emulated GPUs, under a real Prometheus.
 
     python -m pdserve.deploy.observe.drill truth [--pictures DIR] [--json FILE]
     python -m pdserve.deploy.observe.drill alerts [--only NAME,...] [--pictures DIR] [--json FILE]

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
@@ -19,6 +19,7 @@ from pdserve.bench.cluster import RunningCluster
 from pdserve.deploy.observe.drill.live import (
     emulated_cluster,
     load,
+    mispredicted_cluster,
     processes,
     running_prometheus,
     wait_for,
@@ -45,6 +46,7 @@ class Case:
     rate: float = 4.0
     num_prompt_tokens: int = 500
     num_output_tokens: int = 40
+    cluster: Callable[..., AbstractContextManager[RunningCluster]] = emulated_cluster
     fault: Fault | None = None
 
 
@@ -135,11 +137,12 @@ CASES = (
         num_output_tokens=500,
     ),
     Case(
-        what="workers that stand still most of the time",
+        what="the profile of a machine ten times as fast",
         alerts=("StepsSlowerThanPredicted",),
         deployment=_ONE_EACH,
-        options=("--time-scale", "4"),
-        fault=_paused("Worker", 0.2, 0.1),
+        cluster=mispredicted_cluster,
+        num_prompt_tokens=50,
+        num_output_tokens=20,
     ),
     Case(
         what="a prefill worker that stands still",
@@ -186,7 +189,7 @@ def _play(case: Case, pictures: Path | None) -> dict[str, float]:
     fired: dict[str, float] = {}
     sys.stderr.write(f"{case.what}\n")
     with ExitStack() as stack:
-        cluster = stack.enter_context(emulated_cluster(case.deployment, *case.options))
+        cluster = stack.enter_context(case.cluster(case.deployment, *case.options))
         prometheus = stack.enter_context(running_prometheus(cluster.admin_url, PORT, speed=SPEED))
         # Before its first scrape, Prometheus had nothing from the router.
         wait_for(lambda: not prometheus.firing() & set(case.alerts), TIMEOUT_S)

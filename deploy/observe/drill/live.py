@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from pdserve.bench.cluster import RunningCluster, running_cluster
 from pdserve.bench.load import Measurement, measure_load
 from pdserve.bench.simulator_vs_emulation import LLAMA_3_8B
 from pdserve.deploy.observe.files import SCRAPE_INTERVAL, write_files
+from pdserve.model.cost.hardware import hardware, slowed
 from pdserve.model.weights.random_checkpoint import write_tokenizer
+from pdserve.planner.hardware_file import write_hardware_file
 from pdserve.planner.workload.requests import SimulatedRequest
 
 GPU = "h100-sxm"
@@ -38,6 +42,18 @@ def emulated_cluster(deployment: dict[str, Any], *options: str) -> Iterator[Runn
         (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
         model = {"path": str(folder), "dtype": "bfloat16", "max_model_len": 8192}
         with running_cluster({"model": model, **deployment}, "--emulate", GPU, *options) as cluster:
+            yield cluster
+
+
+@contextmanager
+def mispredicted_cluster(deployment: dict[str, Any], *options: str) -> Iterator[RunningCluster]:
+    """A cluster that serves the demo model on this machine's cores, predicted by a profile of ten times their speed."""
+    num_cores = range(1, len(os.sched_getaffinity(0)) + 1)
+    devices = [replace(slowed(hardware("cpu", num_cores=cores), 0.1), name=f"cpu-{cores}") for cores in num_cores]
+    with tempfile.TemporaryDirectory() as work:
+        profile = Path(work) / "profile.yaml"
+        write_hardware_file(profile, devices)
+        with running_cluster({"model": {"profile": str(profile)}, **deployment}, *options) as cluster:
             yield cluster
 
 
