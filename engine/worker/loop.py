@@ -45,6 +45,7 @@ MAX_FAILED_STEPS_IN_A_ROW = 16
 
 _log = logging.getLogger(__name__)
 
+_LOGGED = (RequestEventKind.FAILED, RequestEventKind.KV_UNAVAILABLE)
 _NO_LOAD = SchedulerLoad()
 _NO_CACHE_EVENTS = CacheEvents([], [])
 
@@ -372,8 +373,6 @@ class StepLoop:
         """
         step = self._in_flight.popleft()
         self.scheduler.complete(output, now_s)
-        for message in output.failed.values():
-            _log.error("step %d: %s", step.step_id, message)
         if self._times is not None and step.prediction is not None:
             self._times.observe(step.prediction, output.duration_s)
         self._report.step, self._report.step_s = step, output.duration_s
@@ -434,6 +433,9 @@ class StepLoop:
             elif isinstance(event, RequestEvent):
                 if event.kind.is_terminal:
                     self._live.pop(event.key, None)
+                if event.kind in _LOGGED:
+                    # The router's log has the same number beside the client's id.
+                    _log.warning("request %x, attempt %d: %s", event.key.request_id, event.key.attempt, event.message)
             elif not isinstance(event, PromptLogprobsEvent):
                 report.orders.append(event)
                 continue

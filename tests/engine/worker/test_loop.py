@@ -196,6 +196,14 @@ def test_sessions_know_the_requests_that_have_not_ended(monkeypatch: pytest.Monk
     assert rig.loop.is_drained
 
 
+def test_the_log_names_failed_requests_as_the_router_does(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    key = rig.add(1, 0xAF)
+    rig.scheduler.events.append(RequestEvent(key, RequestEventKind.FAILED, "row 0 is not finite"))
+    rig.loop.flush()
+    assert caplog.messages == ["request af, attempt 0: row 0 is not finite"]
+
+
 def test_failed_steps_in_a_row_end_the_loop() -> None:
     rig = Rig()
     for number in range(MAX_FAILED_STEPS_IN_A_ROW - 1):
