@@ -102,6 +102,9 @@ REPLAYED_TOKENS = Metric("counter", "pdserve_replayed_tokens", "Tokens of them t
 OLDEST_HANDOFF_SECONDS = Metric(
     "gauge", "pdserve_oldest_handoff_seconds", "Age of the oldest prompt that no decode worker holds yet."
 )
+WAITING_HANDOFFS = Metric(
+    "gauge", "pdserve_waiting_handoffs", "Prompts that no decode worker holds yet, by time since token 0.", ("age",)
+)
 SLO_REQUESTS = Metric(
     "counter",
     "pdserve_slo_requests",
@@ -129,6 +132,14 @@ FALLBACKS = Metric(
     "counter", "pdserve_placement_fallbacks", "Placements that had no free choice of a worker, by reason.", ("reason",)
 )
 ROUTE_SECONDS = Metric("histogram", "pdserve_route_decision_seconds", "Time to choose workers.", (), ITL_BUCKETS_S)
+
+PLAN_GOODPUT = Metric(
+    "gauge",
+    "pdserve_plan_goodput",
+    "Requests per second within the SLO, by the last plan for this cluster: as placed now, and as placed best.",
+    ("placement",),
+)
+PLAN_WORKERS = Metric("gauge", "pdserve_plan_workers", "Workers of the placement that the plan found best.", ("role",))
 
 # Workers, as each frame reports them to the router
 WORKER_UP = Metric("gauge", "pdserve_worker_up", "1 while the session with the worker stands.", ("worker", "role"))

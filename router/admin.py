@@ -1,4 +1,4 @@
-"""Admin port: metrics, discovery, workers, drain and status. Loopback by default; requests need the admin token.
+"""Admin port: metrics, discovery, workers, plan, drain and status. Loopback by default; requests need the admin token.
 
 The supervisor puts the whole list of workers; Prometheus and `pdserve status` read. Serves no client requests.
 """
@@ -44,6 +44,18 @@ class Target(BaseModel):
     role: WorkerRole
     address: str = Field(pattern=r":\d+$")
     epoch: int = Field(ge=0, lt=2**64)
+
+
+class PlanFigures(BaseModel):
+    """What `pdserve plan --live` found."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    running: float = Field(ge=0)
+    """Requests per second within the SLO as placed now."""
+    best: float = Field(ge=0)
+    workers: dict[WorkerRole, int]
+    """Of the best placement."""
 
 
 def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs, overview: Overview) -> FastAPI:
@@ -94,6 +106,11 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
     async def put_routers(admin_ports: list[int]) -> None:
         """Replace the list of routers that share the port of the API: those that are up, this one included."""
         replicas.put(admin_ports)
+
+    @app.put("/plan")
+    async def put_plan(plan: PlanFigures) -> None:
+        """Show the figures of a plan among the metrics."""
+        cluster.metrics.planned({"running": plan.running, "best": plan.best}, plan.workers)
 
     @app.post("/drain")
     async def drain() -> dict[str, Any]:

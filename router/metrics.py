@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -53,6 +54,9 @@ NO_TENANT = "anonymous"
 
 MAX_LINKS = 1024
 """Pairs of workers with series of their own; pulls of further pairs count as those of ``other``."""
+
+HANDOFF_AGES_S = {"up to 1 s": (0.0, 1.0), "up to 10 s": (1.0, 10.0), "over 10 s": (10.0, inf)}
+"""Values of the ``age`` label."""
 
 STEP_KINDS = ("decode", "prefill")
 """Steps whose rows have one new token each, and steps in which some have more."""
@@ -214,12 +218,15 @@ class RouterMetrics(DispatchObserver):
         self.redispatches = family(Counter, metrics.REDISPATCHES)
         self.replayed_tokens = family(Counter, metrics.REPLAYED_TOKENS)
         self.oldest_handoff_seconds = family(Gauge, metrics.OLDEST_HANDOFF_SECONDS)
+        self.waiting_handoffs = family(Gauge, metrics.WAITING_HANDOFFS)
         self.slo_requests = family(Counter, metrics.SLO_REQUESTS)
         self.slo_misses = family(Counter, metrics.SLO_MISSES)
         self.tenant_requests = family(Counter, metrics.TENANT_REQUESTS)
         self.fallbacks = family(Counter, metrics.FALLBACKS)
         self.placements = family(Counter, metrics.PLACEMENTS)
         self.route_seconds = family(Histogram, metrics.ROUTE_SECONDS)
+        self.plan_goodput = family(Gauge, metrics.PLAN_GOODPUT)
+        self.plan_workers = family(Gauge, metrics.PLAN_WORKERS)
         self.worker_up = worker_family(Gauge, metrics.WORKER_UP)
         self.ready_workers = worker_family(Gauge, metrics.READY_WORKERS)
         self.worker_ranks = worker_family(Gauge, metrics.WORKER_RANKS)
@@ -321,6 +328,18 @@ class RouterMetrics(DispatchObserver):
             self.slo_requests.labels(request.spec.tier, "failed", "failed").inc()
             self.failed(f"{error.status}: {error.message}")
 
+    def planned(self, goodput: Mapping[str, float], workers: Mapping[WorkerRole, int]) -> None:
+        """A planner has compared placements.
+
+        Args:
+            goodput: requests per second of the ``running`` and the ``best`` one.
+            workers: of the best one.
+        """
+        for placement, rate in goodput.items():
+            self.plan_goodput.labels(placement).set(rate)
+        for role in WorkerRole:
+            self.plan_workers.labels(role.value).set(workers.get(role, 0))
+
     def failed(self, text: str) -> None:
         """Note a failure in words."""
         last = self.failures.pop() if self.failures and self.failures[-1].text == text else None
@@ -421,7 +440,10 @@ class RouterMetrics(DispatchObserver):
             return
         for role in WorkerRole:
             self.ready_workers.labels(role.value).set(_count(self._dispatcher.workers, role))
-        self.oldest_handoff_seconds.set(self._dispatcher.oldest_handoff_s())
+        ages_s = self._dispatcher.handoff_ages_s()
+        self.oldest_handoff_seconds.set(max(ages_s, default=0.0))
+        for age, (low_s, high_s) in HANDOFF_AGES_S.items():
+            self.waiting_handoffs.labels(age).set(sum(low_s <= age_s < high_s for age_s in ages_s))
         self.in_flight.set(self._dispatcher.num_in_flight)
         self.queued.set(self._dispatcher.num_queued)
 

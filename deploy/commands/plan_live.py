@@ -1,7 +1,7 @@
 """``pdserve plan --live``: watches a running cluster and compares its placement with the best one.
 
 Reads placement, model, objectives and devices from the router's admin port; options override them.
-`pdserve.planner.live.replan` compares. Changes nothing.
+`pdserve.planner.live.replan` compares. Changes nothing but the plan's figures among the router's metrics.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -80,6 +82,7 @@ def plan_live(
         )
     _print_proposal(proposal, found, (_words(observed), _question_words(question), *overrides), outputs)
     write_files(found, traffic, _words(observed), outputs._replace(model=folder))
+    _show(watch.url, proposal)
     return 0
 
 
@@ -93,6 +96,17 @@ def _print_proposal(proposal: Proposal, plan: Plan, introduction: Sequence[str],
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     if outputs.json is not None:
         options.write_json(outputs.json, {**proposal_json(proposal, plan), "text": list(lines)})
+
+
+def _show(url: str, proposal: Proposal) -> None:
+    """Show the comparison on the dashboards of the cluster."""
+    assert proposal.best.goodput is not None
+    workers: Counter[str] = Counter()
+    for pool in proposal.best.layout.pools:
+        workers[pool.role.value] += pool.replicas
+    figures = {"running": proposal.running.goodput.rate, "best": proposal.best.goodput.rate, "workers": workers}
+    with _asking(url) as client:
+        client.put("/plan", json=figures).raise_for_status()
 
 
 def _device(worker: RunningWorker, cluster: RunningCluster, gpu: str, added: Mapping[str, Hardware]) -> Hardware:
@@ -149,10 +163,16 @@ def _observe(watch: Watch, routers: Sequence[str]) -> ObservedTraffic:
 
 
 def _fetch_metrics(url: str) -> str:
+    with _asking(url) as client:
+        return client.get("/metrics").raise_for_status().text
+
+
+@contextmanager
+def _asking(url: str) -> Iterator[httpx.Client]:
+    """Client of the router's admin port."""
     try:
-        headers = admin_headers(url)
-        answer = httpx.get(f"{url.rstrip('/')}/metrics", headers=headers, timeout=_TIMEOUT_S, trust_env=False)
-        return answer.raise_for_status().text
+        with httpx.Client(base_url=url, headers=admin_headers(url), timeout=_TIMEOUT_S, trust_env=False) as client:
+            yield client
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DeployError(f"no pdserve router answers at {url}: {error}; check --live") from error
 

@@ -142,7 +142,7 @@ ALERTS = (
         "computed again; their clients see one token and no more.",
         query="max(pdserve_oldest_handoff_seconds)",
         steps="Decode has no room for what prefill makes: add decode workers, or move a prefill worker to decode. "
-        "`pdserve plan --live` proposes a placement.",
+        "`pdserve plan --live URL` proposes a placement.",
     ),
     Alert(
         name="PrefillBusierThanDecode",
@@ -151,7 +151,7 @@ ALERTS = (
         severity="ticket",
         impact="Prefill limits the cluster while decode workers idle: TTFT suffers, and devices are paid for nothing.",
         query=f"avg by (role) ({BUSY})",
-        steps="`pdserve plan --live` proposes a placement with more prefill.",
+        steps="`pdserve plan --live URL` proposes a placement with more prefill.",
     ),
     Alert(
         name="DecodeBusierThanPrefill",
@@ -161,7 +161,7 @@ ALERTS = (
         severity="ticket",
         impact="Decode limits the cluster, and one request in ten misses its TPOT, while prefill workers idle.",
         query=f"avg by (role) ({BUSY})",
-        steps="`pdserve plan --live` proposes a placement with more decode.",
+        steps="`pdserve plan --live URL` proposes a placement with more decode.",
     ),
     Alert(
         name="DecodeKvFull",

@@ -176,10 +176,10 @@ class Dispatcher:
         """Names of the tiers, the default one first."""
         return DEFAULT_TIER, *self._settings.slo.tiers
 
-    def oldest_handoff_s(self) -> float:
-        """Seconds since token 0 of the answer that waits longest for a decode worker to hold its prompt; 0 without."""
+    def handoff_ages_s(self) -> list[float]:
+        """Seconds since token 0 of each answer that waits for a decode worker to hold its prompt."""
         first_s = [each.first_token_s for each in self._attempts.values() if each.handoff and not each.has_joined]
-        return max((self._now_s() - token_s for token_s in first_s if token_s), default=0.0)
+        return [self._now_s() - token_s for token_s in first_s if token_s]
 
     # Requests
 

@@ -122,6 +122,16 @@ async def test_status_shows_workers_and_requests(p: ScriptedWorker, d: ScriptedW
         assert (await client.get("/status")).json()["outcomes"]["cancelled"] == 1
 
 
+@with_workers()
+async def test_the_figures_of_a_plan_are_shown() -> None:
+    async with running_rig() as rig, admin_client(rig) as client:
+        plan = {"running": 2.5, "best": 4.0, "workers": {"prefill": 1, "decode": 3}}
+        assert (await client.put("/plan", json=plan)).is_success
+        assert rig.sample("pdserve_plan_goodput", placement="best") == 4
+        assert rig.sample("pdserve_plan_workers", role="decode") == 3
+        assert (await client.put("/plan", json={**plan, "workers": {"chef": 1}})).status_code == 422
+
+
 @with_workers("mixed-0")
 async def test_drain(m: ScriptedWorker) -> None:
     async with running_rig() as rig, admin_client(rig) as client:

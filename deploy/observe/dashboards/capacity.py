@@ -11,7 +11,9 @@ CAPACITY = Dashboard(
     rows=(
         Row(
             title="Which phase is short?",
-            reading="Prefill busy and decode idle, or the reverse: `pdserve plan --live` proposes another placement.",
+            reading="Prefill busy and decode idle, or the reverse: `pdserve plan --live URL` proposes another "
+            "placement, and shows here what it would give. The cluster is saturated where requests reach the goodput "
+            "of the running placement.",
             panels=(
                 BUSY_PANEL,
                 Panel(
@@ -21,9 +23,20 @@ CAPACITY = Dashboard(
                         ("sum by (worker, kind) (rate(pdserve_worker_busy_seconds_total[5m]))", "{{worker}} {{kind}}"),
                     ),
                     about="Steps with prompt tokens in them are `prefill`, all others `decode`.",
+                    width=6,
                     is_stacked=True,
                 ),
                 KV,
+                Panel(
+                    title="Requests, and goodput by the planner",
+                    unit="reqps",
+                    queries=(
+                        ("sum(rate(pdserve_slo_requests_total[5m]))", "requests"),
+                        ("max by (placement) (pdserve_plan_goodput)", "{{placement}} placement"),
+                    ),
+                    about="As of the last `pdserve plan --live URL`; empty before.",
+                    width=6,
+                ),
             ),
         ),
         Row(
@@ -31,12 +44,13 @@ CAPACITY = Dashboard(
             reading="Batches that are full to their limits, on workers that are always busy, are saturated.",
             panels=(
                 Panel(
-                    title="Workers ready, and most in an hour",
+                    title="Workers ready and wanted",
                     unit="short",
                     queries=(
                         ("max by (role) (max_over_time(pdserve_ready_workers[1h]))", "{{role}} in the last hour"),
                         ("sum by (role) (pdserve_ready_workers)", "{{role}} ready"),
                         ("sum by (role) (pdserve_worker_ranks)", "{{role}} ranks"),
+                        ("max by (role) (pdserve_plan_workers)", "{{role}} by the plan"),
                     ),
                     width=6,
                 ),
@@ -85,7 +99,7 @@ CAPACITY = Dashboard(
         Row(
             title="Do predictions hold?",
             reading="Plans and placements are as good as the cost model; `pdserve profile` measures this hardware, and "
-            "`pdserve plan --live` says what another placement would give.",
+            "`pdserve plan --live URL` says what another placement would give.",
             panels=(
                 PREDICTION,
                 pair("Steps", "step_seconds", by="kind"),

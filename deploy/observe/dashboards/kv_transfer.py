@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.deploy.observe.dashboards.shared import KV, PARKED, PULL_FAILURES, STALL, quantiles
+from pdserve.deploy.observe.dashboards.shared import KV, PULL_FAILURES, STALL, quantiles
 from pdserve.deploy.observe.grafana import Dashboard, Panel, Row
 
 KV_TRANSFER = Dashboard(
@@ -12,7 +12,7 @@ KV_TRANSFER = Dashboard(
         Row(
             title="Does KV move?",
             reading="Bytes follow prompts that are prefilled apart from their decode worker, less what it caches. "
-            "Parked prompts without bytes: KV is stuck, or decode has no room.",
+            "Prompts that wait without bytes: KV is stuck, or decode has no room.",
             panels=(
                 Panel(
                     title="Bytes",
@@ -26,7 +26,14 @@ KV_TRANSFER = Dashboard(
                     queries=(("sum by (transport) (rate(pdserve_kv_transfer_seconds_count[5m]))", "{{transport}}"),),
                     width=6,
                 ),
-                PARKED,
+                Panel(
+                    title="Prompts that wait to be pulled",
+                    unit="short",
+                    queries=(("sum by (age) (pdserve_waiting_handoffs)", "{{age}}"),),
+                    about="By the time since their first token.",
+                    width=6,
+                    is_stacked=True,
+                ),
                 Panel(
                     title="Tokens that need not move",
                     unit="short",

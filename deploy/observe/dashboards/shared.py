@@ -55,6 +55,7 @@ BUSY_PANEL = Panel(
     unit="percentunit",
     queries=((f"avg by (role) ({BUSY})", "{{role}}"),),
     about="Share of the time in which a step ran. Prefill near 100 % queues; decode may be near 100 % and well.",
+    width=6,
 )
 STALL = Panel(
     title="Handoff stall",
@@ -71,12 +72,18 @@ PARKED = Panel(
     width=6,
 )
 KV = Panel(
-    title="KV blocks",
-    unit="short",
-    queries=(("sum by (role, state) (pdserve_kv_blocks)", "{{role}} {{state}}"),),
-    about="Referenced blocks belong to requests, parked ones to prompts that wait to be pulled; cached ones are given "
-    "up when room is needed.",
-    is_stacked=True,
+    title="KV blocks in use",
+    unit="percentunit",
+    queries=(
+        (
+            'sum by (role, state) (pdserve_kv_blocks{state!="free"}) / on (role) group_left '
+            "sum by (role) (pdserve_kv_blocks)",
+            "{{role}} {{state}}",
+        ),
+    ),
+    about="Share of the blocks of a role. Referenced ones belong to requests, parked ones to prompts that wait to be "
+    "pulled; cached ones are given up when room is needed.",
+    width=6,
 )
 PREDICTION = Panel(
     title="Steps against their prediction",

@@ -158,15 +158,32 @@ def send(cluster: RunningCluster, requests: Sequence[SimulatedRequest]) -> Measu
 @contextmanager
 def load(cluster: RunningCluster, rate: float, num_prompt_tokens: int, num_output_tokens: int) -> Iterator[None]:
     """Send requests meanwhile, ``rate`` a second."""
-    command = [str(Path(sys.executable).with_name("pdserve")), "bench", "serve", "--base-url", cluster.url]
+    command = ["bench", "serve", "--base-url", cluster.url]
     command += ["--request-rate", str(rate), "--num-prompts", str(round(rate * 600)), "--vocab-size", "512"]
     command += ["--random-input-len", str(num_prompt_tokens), "--random-output-len", str(num_output_tokens)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = _pdserve(command)
     try:
         yield
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def planning(admin_url: str) -> Iterator[None]:
+    """Plan for the traffic meanwhile, and wait for the plan."""
+    process = _pdserve(["plan", "--live", admin_url, "--window", "10", "--requests", "300"])
+    try:
+        yield
+        process.wait(120)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _pdserve(arguments: list[str]) -> subprocess.Popen[bytes]:
+    command = [str(Path(sys.executable).with_name("pdserve")), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def processes(cluster: RunningCluster, mark: str) -> list[psutil.Process]:

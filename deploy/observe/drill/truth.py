@@ -11,7 +11,7 @@ import numpy as np
 
 from pdserve.contracts import metrics
 from pdserve.deploy.observe.dashboards import DASHBOARDS
-from pdserve.deploy.observe.drill.live import GPU, Prometheus, emulated_cluster, running_prometheus, send
+from pdserve.deploy.observe.drill.live import GPU, Prometheus, emulated_cluster, planning, running_prometheus, send
 from pdserve.deploy.observe.drill.pictures import draw_all
 from pdserve.deploy.observe.rules import ALERTS
 from pdserve.planner.workload.requests import SimulatedRequest
@@ -36,7 +36,8 @@ def compare(pictures: Path | None) -> tuple[dict[str, Any], bool]:
             draw_all(prometheus, pictures / "empty", time.time() - 30, time.time())
         began_s = time.time()
         # The slowest answer ends before the windows of the dashboards, 5 minutes, do.
-        measured = send(cluster, _requests(np.random.default_rng(0)))
+        with planning(cluster.admin_url):
+            measured = send(cluster, _requests(np.random.default_rng(0)))
         time.sleep(7)  # scraped every second, rules evaluated every five
         if pictures:
             draw_all(prometheus, pictures / "load", began_s, time.time())

@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import httpx
 import pytest
 
 from pdserve.contracts.codec import to_plain
@@ -45,6 +46,11 @@ def admin_port(document: dict[str, object], num_requests: int = 40) -> Iterator[
             self.send_response(200)
             self.end_headers()
             self.wfile.write(body.encode())
+
+        def do_PUT(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
 
         def log_message(self, *arguments: Any) -> None:
             pass
@@ -119,10 +125,12 @@ def test_a_running_cluster_is_planned_for_by_its_address_alone(
         try:
             command = ["plan", "--live", router.admin_url, "--window", "1", "--requests", "100", "--jobs", "1"]
             assert run([*command, "--json", "-"]) == 0
+            shown = httpx.get(f"{router.admin_url}/metrics").text
         finally:
             is_over.set()
             client.join()
     proposal = json.loads(capsys.readouterr().out)
+    assert f'pdserve_plan_goodput{{placement="running"}} {proposal["running"]["rate"]}' in shown
     assert proposal["running"]["layout"]["text"] == "1 x M(TP2)"
     assert proposal["running"]["rate"] > 0
     plan = proposal["plan"]

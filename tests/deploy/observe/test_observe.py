@@ -37,6 +37,7 @@ VALUES = {
     "reason": {*router_metrics.RETRY_REASONS, *router_metrics.FALLBACK_REASONS},
     "limit": {"sequences", "tokens"},
     "result": {"done", "failed"},
+    "age": set(router_metrics.HANDOFF_AGES_S),
     "verdict": {"good", "bad"},
     "role": {"prefill", "decode", "mixed"},
     "state": {"free", "cached", "referenced", "parked"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from pdserve.contracts.events import RequestEventKind
+from pdserve.router.metrics import HANDOFF_AGES_S
 from tests.router.rig import attempt_of, hand_off, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
@@ -65,11 +66,13 @@ async def test_a_prompt_that_no_one_pulls_ages_and_expires(p: ScriptedWorker, d:
         await d.next_prepare()
         assert await read_some(stream, 1) == [100]
         assert 0 < rig.sample("pdserve_oldest_handoff_seconds") < 5
+        assert sum(rig.sample("pdserve_waiting_handoffs", age=age) for age in HANDOFF_AGES_S) == 1
         p.send_event(request, RequestEventKind.KV_UNAVAILABLE, message="expired")
         await hand_off(p, d, token=101)
         assert rig.sample("pdserve_redispatches_total", reason="expired") == 1
         await until(lambda: attempt_of(stream).has_joined)
         assert rig.sample("pdserve_oldest_handoff_seconds") == 0
+        assert rig.sample("pdserve_waiting_handoffs", age="up to 1 s") == 0
         stream.cancel()
 
 
