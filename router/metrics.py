@@ -181,8 +181,7 @@ class RouterMetrics(DispatchObserver):
         self._slo = slo or SloConfig()
         self.workers: set[WorkerMetrics] = set()
         """Of all targets."""
-        self.num_output_tokens = 0
-        """Tokens sent to clients."""
+        self._num_first_tokens = 0
         self._num_scraped_tokens = 0
         self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
         """Requests that failed and workers that were lost, in words, the newest last."""
@@ -204,6 +203,7 @@ class RouterMetrics(DispatchObserver):
         self.ttft_seconds = family(Histogram, metrics.TTFT_SECONDS)
         self.tpot_seconds = family(Histogram, metrics.TPOT_SECONDS)
         self.itl_seconds = PlainHistogram(metrics.ITL_SECONDS, registry).labels()
+        """Of every later token, after the one before it."""
         self.handoff_stall_seconds = family(Histogram, metrics.HANDOFF_STALL_SECONDS)
         self.predicted_ttft_seconds = family(Histogram, metrics.PREDICTED_TTFT_SECONDS)
         self.predicted_tpot_seconds = family(Histogram, metrics.PREDICTED_TPOT_SECONDS)
@@ -378,14 +378,14 @@ class RouterMetrics(DispatchObserver):
         """Count a request of ``tenant``; ``is_good`` if it met both objectives."""
         self.tenant_requests.labels(tenant or NO_TENANT, "good" if is_good else "bad").inc()
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sent to clients."""
+        return self._num_first_tokens + sum(self.itl_seconds.counts)
+
     def first_token(self, ttft_s: float, request_id: str = "") -> None:
         self.ttft_seconds.observe(ttft_s, _exemplar(request_id))
-        self.num_output_tokens += 1
-
-    def gap(self, gap_s: float) -> None:
-        """A later token was handed over, ``gap_s`` after the previous one."""
-        self.itl_seconds.observe(gap_s)
-        self.num_output_tokens += 1
+        self._num_first_tokens += 1
 
     def answered(
         self,
@@ -434,8 +434,9 @@ class RouterMetrics(DispatchObserver):
         before `registry` is written by any thread."""
         for worker in self.workers:
             worker.refresh()
-        self._output_tokens.inc(self.num_output_tokens - self._num_scraped_tokens)
-        self._num_scraped_tokens = self.num_output_tokens
+        num_tokens = self.num_output_tokens
+        self._output_tokens.inc(num_tokens - self._num_scraped_tokens)
+        self._num_scraped_tokens = num_tokens
         if self._dispatcher is None:
             return
         for role in WorkerRole:

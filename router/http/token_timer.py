@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pdserve.contracts.deployment import DEFAULT_TIER
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.journey import Journey, tpot_parts_s
+
+
+@dataclass(slots=True)
+class _Choice:
+    first_s: float
+    last_s: float
+    num_gaps: int = 0
+
+    @property
+    def mean_gap_s(self) -> float:
+        return (self.last_s - self.first_s) / self.num_gaps
 
 
 class TokenTimer:
@@ -25,9 +37,7 @@ class TokenTimer:
         self._tier = tier
         self._arrived_s = arrived_s
         self._request_id = request_id
-        self._first_s: dict[int, float] = {}
-        self._last_s: dict[int, float] = {}
-        self._num_gaps: dict[int, int] = {}
+        self._choices: dict[int, _Choice] = {}
         self.write_s = 0.0
         """Seconds in which writes after token 0 waited for the client."""
         self.is_good: bool | None = None
@@ -36,48 +46,47 @@ class TokenTimer:
     def token(self, choice: int) -> None:
         """Record that the next token of ``choice`` was handed over."""
         now_s = time.monotonic()
-        last_s = self._last_s.get(choice)
-        self._last_s[choice] = now_s
-        if last_s is None:
-            self._first_s[choice] = now_s
-            self._num_gaps[choice] = 0
+        timed = self._choices.get(choice)
+        if timed is None:
+            self._choices[choice] = _Choice(now_s, now_s)
             self._metrics.first_token(now_s - self._arrived_s, self._request_id)
         else:
-            self._num_gaps[choice] += 1
-            self._metrics.gap(now_s - last_s)
+            self._metrics.itl_seconds.observe(now_s - timed.last_s)
+            timed.last_s = now_s
+            timed.num_gaps += 1
 
     def wrote(self, seconds: float) -> None:
         """A write took ``seconds``."""
-        if self._first_s:
+        if self._choices:
             self.write_s += seconds
 
     @property
     def ttft_s(self) -> float | None:
         """TTFT; None before token 0."""
-        return max(self._first_s.values()) - self._arrived_s if self._first_s else None
+        first_s = [each.first_s for each in self._choices.values()]
+        return max(first_s) - self._arrived_s if first_s else None
 
     @property
     def tpot_s(self) -> float | None:
         """Mean gap so far; None without one."""
-        return max((self._mean_gap_s(choice) for choice, num_gaps in self._num_gaps.items() if num_gaps), default=None)
-
-    def _mean_gap_s(self, choice: int) -> float:
-        return (self._last_s[choice] - self._first_s[choice]) / self._num_gaps[choice]
+        return max((each.mean_gap_s for each in self._choices.values() if each.num_gaps), default=None)
 
     def finished(self, journeys: Sequence[Journey]) -> None:
         """The answer is complete; ``journeys`` are those of its prompts."""
         ttft_s = self.ttft_s
         assert ttft_s is not None
         slowest_s, num_gaps, slowest_parts_s = 0.0, 0, {}
-        for choice, journey in zip(range(0, len(self._first_s), self._num_choices(journeys)), journeys, strict=False):
-            parts_s = self._measure(choice, journey)
-            if parts_s and self._mean_gap_s(choice) > slowest_s:
-                slowest_s, num_gaps, slowest_parts_s = self._mean_gap_s(choice), self._num_gaps[choice], parts_s
+        choices = range(0, len(self._choices), max(1, len(self._choices) // max(1, len(journeys))))
+        for choice, journey in zip(choices, journeys, strict=False):
+            timed = self._choices[choice]
+            parts_s = self._measure(timed, journey)
+            if parts_s and timed.mean_gap_s > slowest_s:
+                slowest_s, num_gaps, slowest_parts_s = timed.mean_gap_s, timed.num_gaps, parts_s
         self.is_good = self._metrics.answered(
             ttft_s=ttft_s,
             tpot_s=self.tpot_s,
-            duration_s=max(self._last_s.values()) - self._arrived_s,
-            num_tokens=sum(1 + num_gaps for num_gaps in self._num_gaps.values()),
+            duration_s=max(each.last_s for each in self._choices.values()) - self._arrived_s,
+            num_tokens=sum(1 + each.num_gaps for each in self._choices.values()),
             num_gaps=num_gaps,
             journeys=journeys,
             tpot_parts_s=slowest_parts_s,
@@ -85,12 +94,9 @@ class TokenTimer:
             tier=self._tier,
         )
 
-    def _num_choices(self, journeys: Sequence[Journey]) -> int:
-        return max(1, len(self._first_s) // max(1, len(journeys)))
-
-    def _measure(self, choice: int, journey: Journey) -> dict[str, float]:
+    def _measure(self, timed: _Choice, journey: Journey) -> dict[str, float]:
         """Observe one prompt's first choice beside its predictions; returns the seconds after token 0 by cause."""
-        metrics, num_gaps, first_s = self._metrics, self._num_gaps[choice], self._first_s[choice]
+        metrics, num_gaps, first_s = self._metrics, timed.num_gaps, timed.first_s
         if journey.token_s:
             wait_s = max(0.0, first_s - journey.token_s)
             metrics.phase_ended("first_write", wait_s)
@@ -101,7 +107,7 @@ class TokenTimer:
             return {}
         if journey.predicted_tpot_s:
             metrics.predicted_tpot_seconds.observe(journey.predicted_tpot_s)
-        parts_s = tpot_parts_s(journey, self._last_s[choice] - first_s, self.write_s)
+        parts_s = tpot_parts_s(journey, timed.last_s - first_s, self.write_s)
         for part, seconds in parts_s.items():
             metrics.tpot_part_seconds.labels(part).observe(seconds / num_gaps)
         return parts_s

@@ -24,6 +24,7 @@ from pdserve.router.http.keys import KeyFile
 from pdserve.router.http.protocol import BoundedHttpProtocol
 from pdserve.router.http.request_log import RequestLog
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.plain_histogram import PlainSeries
 from pdserve.router.requests.journey import Journey, Span
 from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.tokenizer import ChatTokenizer
@@ -217,6 +218,15 @@ class AnswerTiming(NamedTuple):
     num_tokens: int
 
 
+class RecordingSeries(PlainSeries):
+    def __init__(self, values: list[float]) -> None:
+        super().__init__(())
+        self._values = values
+
+    def observe(self, value: float) -> None:
+        self._values.append(value)
+
+
 class RecordingMetrics(RouterMetrics):
     """Metrics that also record the events of the edge."""
 
@@ -225,6 +235,7 @@ class RecordingMetrics(RouterMetrics):
         self.responses: list[tuple[str, int]] = []
         self.first_tokens_s: list[float] = []
         self.gaps_s: list[float] = []
+        self.itl_seconds = RecordingSeries(self.gaps_s)
         self.timings: list[AnswerTiming] = []
 
     def responded(self, route: str, code: int) -> None:
@@ -232,9 +243,6 @@ class RecordingMetrics(RouterMetrics):
 
     def first_token(self, ttft_s: float, request_id: str = "") -> None:
         self.first_tokens_s.append(ttft_s)
-
-    def gap(self, gap_s: float) -> None:
-        self.gaps_s.append(gap_s)
 
     def answered(
         self, *, ttft_s: float, tpot_s: float | None, duration_s: float, num_tokens: int, **ignored: object

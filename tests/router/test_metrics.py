@@ -117,7 +117,7 @@ def test_the_slo_verdict_is_joint(ttft_s: float, tpot_s: float | None, verdict: 
     metrics = RouterMetrics(SloConfig(ttft_seconds=0.25, tpot_seconds=0.05))
     metrics.responded("/v1/completions", 200)
     metrics.first_token(ttft_s)
-    metrics.gap(0.01)
+    metrics.itl_seconds.observe(0.01)
     metrics.answered(ttft_s=ttft_s, tpot_s=tpot_s, duration_s=1.0, num_tokens=2)
     assert sample(metrics, "pdserve_slo_requests_total", tier="default", ttft=verdict[0], tpot=verdict[1]) == 1
     assert sample(metrics, "pdserve_output_tokens_total") == sample(metrics, "pdserve_output_tokens_total") == 2

@@ -64,7 +64,7 @@ def test_goodput_and_attainment_count_failures() -> None:
         assert last(overview)["attainment"] is None
         for ttft, tpot, count in (("met", "met", 6), ("met", "none", 1), ("missed", "met", 2), ("failed", "failed", 1)):
             metrics.slo_requests.labels("default", ttft, tpot).inc(count)
-        metrics.num_output_tokens += 500
+        metrics.itl_seconds.counts[0] += 500
         metrics.slo_misses.labels("default", "ttft", "queue").inc()
         metrics.slo_misses.labels("default", "tpot", "decode").inc(2)
         overview.sample(2.0)
@@ -81,7 +81,7 @@ def test_goodput_and_attainment_count_failures() -> None:
 def test_hours_of_samples_take_bounded_room() -> None:
     def check(metrics: RouterMetrics, overview: Overview) -> None:
         for second in range(4 * 900):
-            metrics.num_output_tokens += 10
+            metrics.itl_seconds.counts[0] += 10
             overview.sample(float(second))
         assert last(overview)["window_s"] == WINDOW_S
         assert last(overview)["tokens_per_s"] == pytest.approx(10)
