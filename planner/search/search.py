@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from statistics import geometric_mean
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.candidates import assemble, verdict_of
@@ -48,6 +48,7 @@ from pdserve.planner.search.plan import Candidate, Objective, Plan, Question, Sc
 from pdserve.planner.search.process_pool import Job, ProcessPool
 from pdserve.planner.search.ranking import Entry, Ranking, best_of_kinds, of_both_kinds
 from pdserve.planner.search.sensitivity import SensitivityAnalysis
+from pdserve.planner.simulate.attainment import Attainment
 from pdserve.planner.wording import rate as rate_words
 from pdserve.planner.wording import share
 
@@ -143,6 +144,16 @@ def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ..
     return tuple(notes)
 
 
+class _Description(NamedTuple):
+    """Simulations of a winner and its losers."""
+
+    analysis: SensitivityAnalysis
+    analysed: list[Future[Goodput]]
+    """Of the analysis' jobs."""
+    losers: list[Future[Attainment]]
+    """The losers at the winner's rate, or at the required one."""
+
+
 class _Search:
     """One search in progress."""
 
@@ -158,6 +169,8 @@ class _Search:
         self._num_infeasible = 0
         self._num_requests = 0
         self._judged: list[Entry] = []
+        self._descriptions: dict[tuple[object, ...], _Description] = {}
+        """By the finalists, their order and rates."""
         self._notes: list[str] = []
 
     # The three rounds
@@ -281,6 +294,8 @@ class _Search:
                 entry.final = goodput
             judged += self._start_judging(is_colocated)
         self._report(0.65, "judging")
+        if self._is_served(self._finalists()):
+            self._start_describing()  # the judge agrees as a rule, and leaves processes idle
         while judged:
             for entry, future in judged:
                 found = future.result()
@@ -327,24 +342,16 @@ class _Search:
 
     def candidates(self) -> tuple[Candidate, ...]:
         """All layouts in order of rank, with their reasons."""
-        finalists = self._ranking.ranked(self._finalists())
+        finalists, description = self._start_describing()
         screened = self._ranking.ranked([entry for entry in self._simulated() if not entry.final])
         estimated = self._ranking.ranked([entry for entry in self._entries if entry.goodput is None])
-        winner = finalists[0]
-        asked_rate = self._question.rate if self._question.objective.has_rate else winner.rate
-        analysis = SensitivityAnalysis(self._trial(winner.layout, is_final=True), winner.rate)
-        losers = [
-            self._pool.submit(
-                partial(Runner.attainment, trial=self._trial(entry.layout, is_final=True), rate=asked_rate)
-            )
-            for entry in finalists[1:]
-        ]
-        analysed = self._run(analysis.jobs, 0.9, 1.0, "saturation and sensitivity")
-        seen = [future.result() for future in losers]
+        self._report(0.9, "saturation and sensitivity")
+        analysed = [future.result() for future in description.analysed]
+        seen = [future.result() for future in description.losers]
         self._num_requests += sum(each.num_requests for each in seen) + sum(each.num_requests for each in analysed)
-        saturation_rate, sensitivity = analysis.results(analysed)
+        saturation_rate, sensitivity = description.analysis.results(analysed)
         put_together = partial(assemble, self._question, self._estimator)
-        best = put_together(winner, None, saturation_rate=saturation_rate, sensitivity=sensitivity)
+        best = put_together(finalists[0], None, saturation_rate=saturation_rate, sensitivity=sensitivity)
         losing = [
             put_together(entry, best, at_winners_rate=at_rate)
             for entry, at_rate in zip(finalists[1:], seen, strict=True)
@@ -352,6 +359,20 @@ class _Search:
         others = [put_together(entry, best) for entry in (*screened, *estimated)]
         self._report(1.0, "done")
         return best, *losing, *others
+
+    def _start_describing(self) -> tuple[list[Entry], _Description]:
+        """The finalists in order of rank, and the simulations that describe them, which it starts once."""
+        finalists = self._ranking.ranked(self._finalists())
+        winner = finalists[0]
+        rate = self._question.rate if self._question.objective.has_rate else winner.rate
+        key = (rate, winner.rate, *(entry.layout for entry in finalists))
+        if key not in self._descriptions:
+            analysis = SensitivityAnalysis(self._trial(winner.layout, is_final=True), winner.rate)
+            trials = [self._trial(entry.layout, is_final=True) for entry in finalists[1:]]
+            losers = [self._pool.submit(partial(Runner.attainment, trial=trial, rate=rate)) for trial in trials]
+            analysed = [self._pool.submit(job) for job in analysis.jobs]
+            self._descriptions[key] = _Description(analysis, analysed, losers)
+        return finalists, self._descriptions[key]
 
     def notes(self) -> tuple[str, ...]:
         """Limits of the simulations' accuracy."""
