@@ -11,10 +11,11 @@ leave open. Steps of a model with fewer layers separate the overhead per step fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import exp, log
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,7 @@ _COMPUTE_COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 _ATTENTION_COUNTS = (2, 16, 128, 1024, 8192)
 _SHARES = ("memory_efficiency", "decode_attention_efficiency")
 _OVERHEADS = ("step_overhead_s", "layer_overhead_s", "row_overhead_s")
+_FITTED = ("compute_efficiency", "prefill_attention_efficiency", *_SHARES, *_OVERHEADS)
 _FIRST_SHARES = (0.8, 0.3)
 """Caps on the catalogue's shares at the start of each fit; the best fit counts. Where reading weights takes longer than
 computing, the gradient of a slightly different share of the arithmetic is zero."""
@@ -167,10 +169,11 @@ class _Figures:
 
     def __init__(self, base: Hardware, max_tokens: int) -> None:
         self._base = base
-        self._compute_counts = [count for count in _COMPUTE_COUNTS if count < 2 * max_tokens]
-        self._attention_counts = [count for count in _ATTENTION_COUNTS if count < 2 * max_tokens]
-        shares = [base.compute_efficiency.at(count) for count in self._compute_counts]
-        shares += [base.prefill_attention_efficiency.at(count) for count in self._attention_counts]
+        self._counts = [
+            [count for count in counts if count < 2 * max_tokens] for counts in (_COMPUTE_COUNTS, _ATTENTION_COUNTS)
+        ]
+        curves = (base.compute_efficiency, base.prefill_attention_efficiency)
+        shares = [curve.at(count) for curve, counts in zip(curves, self._counts, strict=True) for count in counts]
         shares += [getattr(base, name) for name in _SHARES]
         overheads = [max(getattr(base, name), _LEAST_OVERHEAD_S) for name in _OVERHEADS]
         self._shares, self._overheads = shares, overheads
@@ -181,48 +184,30 @@ class _Figures:
 
     def hardware(self, logs: FloatArray) -> Hardware:
         """The device with these figures, each clipped to its range."""
-        values = [exp(value) for value in logs]
-        num_compute, num_attention = len(self._compute_counts), len(self._attention_counts)
-        compute, attention = values[:num_compute], values[num_compute : num_compute + num_attention]
-        memory, decode_attention, step_s, layer_s, row_s = values[num_compute + num_attention :]
+        values = iter([exp(value) for value in logs])
+        compute, attention = (_curve(counts, list(islice(values, len(counts)))) for counts in self._counts)
+        others: dict[str, Any] = {name: min(next(values), 1.0) for name in _SHARES}
+        others |= zip(_OVERHEADS, values, strict=True)
         return replace(
             self._base,
-            compute_efficiency=_curve(self._compute_counts, compute),
-            prefill_attention_efficiency=_curve(self._attention_counts, attention),
-            memory_efficiency=min(memory, 1.0),
-            decode_attention_efficiency=min(decode_attention, 1.0),
-            step_overhead_s=step_s,
-            layer_overhead_s=layer_s,
-            row_overhead_s=row_s,
+            compute_efficiency=compute,
+            prefill_attention_efficiency=attention,
+            **others,
         )
 
 
 def _rounded(device: Hardware) -> Hardware:
     """The device with its figures rounded to readable digits."""
-
-    def figure(name: str) -> float:
-        return _digits(getattr(device, name))
-
-    return replace(
-        device,
-        peak_flops={dtype: _digits(flops) for dtype, flops in device.peak_flops.items()},
-        memory_bandwidth=figure("memory_bandwidth"),
-        compute_efficiency=_rounded_curve(device.compute_efficiency),
-        prefill_attention_efficiency=_rounded_curve(device.prefill_attention_efficiency),
-        memory_efficiency=figure("memory_efficiency"),
-        decode_attention_efficiency=figure("decode_attention_efficiency"),
-        step_overhead_s=figure("step_overhead_s"),
-        layer_overhead_s=figure("layer_overhead_s"),
-        row_overhead_s=figure("row_overhead_s"),
-    )
+    names = ("peak_flops", "memory_bandwidth", *_FITTED)
+    return replace(device, **{name: _digits(getattr(device, name)) for name in names})
 
 
-def _rounded_curve(curve: Curve) -> Curve:
-    return Curve(tuple((count, _digits(share)) for count, share in curve.points))
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.{_NUM_DIGITS}g}")
+def _digits(figure: Any) -> Any:
+    if isinstance(figure, Curve):
+        return Curve(tuple((count, _digits(share)) for count, share in figure.points))
+    if isinstance(figure, Mapping):
+        return {dtype: _digits(flops) for dtype, flops in figure.items()}
+    return float(f"{figure:.{_NUM_DIGITS}g}")
 
 
 def _curve(counts: Sequence[int], shares: Sequence[float]) -> Curve:
@@ -282,9 +267,8 @@ def _with_provenance(
         context_tokens=(min(row.num_cached for row in rows), max(row.num_cached for row in rows)),
         errors={kind.value: round(_summary(found).median, 4) for kind, found in held_out.items() if found},
     )
-    fields = ("compute_efficiency", "prefill_attention_efficiency", *_SHARES, *_OVERHEADS)
     said = f"fitted {date} to {sum(not step.is_held_out for step in steps)} steps: {source}"
-    return replace(fitted, measured=measured, sources={**fitted.sources, **dict.fromkeys(fields, said)})
+    return replace(fitted, measured=measured, sources={**fitted.sources, **dict.fromkeys(_FITTED, said)})
 
 
 def _summary(steps: Sequence[FittedStep]) -> ErrorSummary:

@@ -26,6 +26,8 @@ from pdserve.planner.workload.requests import Segment, SimulatedRequest
 from pdserve.planner.workload.traffic import Traffic
 from pdserve.planner.workload.workload import Workload
 
+_POOL_FIELDS = ("tensor_parallel", "pipeline_parallel", "max_batch_tokens", "max_batch_size")
+"""Fields of a pool in which its workers are alike."""
 _MIN_CACHED_SHARE = 0.01
 """Share of prompt tokens below which the traffic is treated as sharing nothing, which simulates much faster."""
 
@@ -166,23 +168,12 @@ def _pool(
 ) -> Pool | None:
     if not workers:
         return None
-    kinds = {
-        (each.hardware, each.tensor_parallel, each.pipeline_parallel, each.max_batch_tokens, each.max_batch_size)
-        for each in workers
-    }
+    kinds = {tuple(getattr(each, name) for name in ("hardware", *_POOL_FIELDS)) for each in workers}
     if len(kinds) > 1:
         raise LiveError(f"the {role.value} workers differ: {sorted(kinds)}; a placement has one kind per role")
-    first = workers[0]
-    return Pool(
-        role=role,
-        replicas=len(workers),
-        hardware=device(first),
-        tensor_parallel=first.tensor_parallel,
-        pipeline_parallel=first.pipeline_parallel,
-        max_batch_tokens=first.max_batch_tokens,
-        max_batch_size=first.max_batch_size,
-        num_kv_blocks=min(each.num_kv_blocks for each in workers),
-    )
+    shared: dict[str, Any] = {name: getattr(workers[0], name) for name in _POOL_FIELDS}
+    num_kv_blocks = min(each.num_kv_blocks for each in workers)
+    return Pool(role=role, replicas=len(workers), hardware=device(workers[0]), num_kv_blocks=num_kv_blocks, **shared)
 
 
 def supplies(layout: Layout, workers: Sequence[RunningWorker]) -> tuple[Supply, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -29,15 +29,8 @@ from pdserve.planner.search.hosts import host_sentence, placed
 from pdserve.planner.search.plan import Candidate, Plan, Supply
 
 _MIB = 2**20
-_PLANNED_KEYS = (
-    "replicas",
-    "tensor_parallel",
-    "pipeline_parallel",
-    "kv_memory",
-    "max_batch_tokens",
-    "max_batch_size",
-)
-"""Keys of a pool; the others keep their defaults."""
+_SHARED_KEYS = ("replicas", "tensor_parallel", "pipeline_parallel", "max_batch_tokens", "max_batch_size")
+"""Keys of a phase that a pool has too; but for ``kv_memory``, the others keep their defaults."""
 
 
 def deployment_text(plan: Plan, candidate: Candidate, model_path: str) -> str:
@@ -120,15 +113,8 @@ def layout_of(
 
 
 def _pool(role: WorkerRole, phase: PhaseConfig, model: PlannedModel, devices: DevicePool) -> Pool:
-    pool = Pool(
-        role=role,
-        replicas=phase.replicas,
-        hardware=devices.hardware,
-        tensor_parallel=phase.tensor_parallel,
-        pipeline_parallel=phase.pipeline_parallel,
-        max_batch_tokens=phase.max_batch_tokens,
-        max_batch_size=phase.max_batch_size,
-    )
+    shared = {key: getattr(phase, key) for key in _SHARED_KEYS}
+    pool = Pool(role=role, hardware=devices.hardware, **shared)
     if not devices.kv_bytes:
         return pool
     num_blocks = devices.kv_bytes // _block_bytes(pool, model)
@@ -143,14 +129,8 @@ def _block_bytes(pool: Pool, model: PlannedModel) -> int:
 
 def _phase(pool: Pool, model: PlannedModel) -> PhaseConfig:
     num_blocks = pool.kv_blocks(model, pool.cost(model))
-    return PhaseConfig(
-        replicas=pool.replicas,
-        tensor_parallel=pool.tensor_parallel,
-        pipeline_parallel=pool.pipeline_parallel,
-        kv_memory=f"{num_blocks * _block_bytes(pool, model) // _MIB}MiB",
-        max_batch_tokens=pool.max_batch_tokens,
-        max_batch_size=pool.max_batch_size,
-    )
+    shared: dict[str, Any] = {key: getattr(pool, key) for key in _SHARED_KEYS}
+    return PhaseConfig(kv_memory=f"{num_blocks * _block_bytes(pool, model) // _MIB}MiB", **shared)
 
 
 def _predictions(plan: Plan, candidate: Candidate) -> Iterator[str]:
@@ -191,7 +171,7 @@ def _sections(config: DeploymentConfig) -> Iterator[tuple[str, dict[str, object]
     yield "router", {"policy": config.router.policy}
     for role in WorkerRole:
         phase: PhaseConfig = config.phase(role)
-        planned = _PLANNED_KEYS if phase.replicas else ("replicas",)
+        planned = (*_SHARED_KEYS[:3], "kv_memory", *_SHARED_KEYS[3:]) if phase.replicas else ("replicas",)
         yield role.value, {key: getattr(phase, key) for key in planned}
 
 
