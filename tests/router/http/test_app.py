@@ -33,6 +33,7 @@ from tests.router.edge_server import (
     token_event,
 )
 from tests.router.rig import sample
+from tests.router.sse import data_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -74,12 +75,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def events(answer: httpx.Response) -> list[str]:
-    """Data of each event of a stream, whose framing is checked exactly."""
-    text = answer.content.decode()
-    assert text.endswith("\n\n")
-    lines = text.removesuffix("\n\n").split("\n\n")
-    assert all(line.startswith("data: ") and "\n" not in line for line in lines)
-    return [line.removeprefix("data: ") for line in lines]
+    return data_of(answer.content)
 
 
 def test_bytes_of_a_chat_stream(edge: EdgeServer, http: httpx.Client) -> None:
@@ -134,8 +130,7 @@ def test_a_stream_that_waits_says_so_and_an_error_after_that_is_an_event(
     edge.generator.script = waiting_first(failing_after([], GenerationError(503, "lost")))
     answer = http.post(CHAT, json=body)
     assert answer.status_code == 200
-    *_, last = answer.text.removesuffix("\n\n").split("\n\n")
-    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "lost"
+    assert json.loads(events(answer)[-1])["error"]["message"] == "lost"
 
 
 @pytest.mark.parametrize(("route", "prompt"), [(CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "x"})])

@@ -31,6 +31,7 @@ from tests.router.edge_server import (
 )
 from tests.router.http.test_tools import TEMPLATE
 from tests.router.small_tokenizers import EOS_ID, write_tokenizer
+from tests.router.sse import data_of
 
 NUM_BODIES = 5_000
 """Bodies per route."""
@@ -121,9 +122,9 @@ def check_answer(path: str, status: int, answer: bytes) -> None:
         assert isinstance(error["code"], str | None)
         return
     if answer.startswith(b"data: "):
-        *events, end = answer.decode().removesuffix("\n\n").split("\n\n")
-        assert end == "data: [DONE]"
-        chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+        *events, end = data_of(answer)
+        assert end == "[DONE]"
+        chunks = [json.loads(event) for event in events]
     else:
         chunks = [json.loads(answer)]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
