@@ -86,7 +86,10 @@ class Goodput(Placement):
         gain = self._gains(weight, chance, offers, view) - toll - _slack_value(weight) * ttft_s / scale_s
         least_gain = MIN_CHANCE * weight
         is_refused = arrival.may_refuse and float(gain.max()) < least_gain
-        is_late = float((weight * chance - toll).max()) < least_gain and not arrival.is_probe
+        # Late, it would delay nothing that arrives while it waits, and what arrives later by half a chunk at most.
+        chunk = np.minimum(1.0, offers.state.max_batch_tokens / (arrival.blocks.num_tokens - offers.num_cached))
+        saved = toll * (ttft_s - own_s * (1 + chunk) / 2) / ttft_s
+        is_late = float((weight * chance - saved).max()) < least_gain and not arrival.is_probe
         ids = [workers[index].worker_id for index in offers.workers]
         best = _least(ids, -gain, ttft_s, ~handoff & (offers.state.role == DECODE))
         if is_refused or is_late:

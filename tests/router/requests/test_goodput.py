@@ -234,11 +234,18 @@ def test_a_request_is_refused_if_answers_that_it_would_delay_are_worth_more() ->
 
 
 def test_a_prompt_of_no_worth_delays_no_other() -> None:
+    """Unless it would do so when late, too: because it is computed at once, in one chunk."""
     policy = Goodput(COSTS)
     for number in range(20):
         placed(policy, arrival(number, 1000, ttft_s=COST.prefill_s(1000, 0)), P0, D0)
-    assert placed(policy, arrival(30, 1000, ttft_s=60.0)._replace(weight=0.0), P0, D0).is_late
-    assert not placed(policy, arrival(31, 1000, ttft_s=60.0), P0, D0).is_late
+    queue, worthless = P0._replace(num_waiting_tokens=1000), arrival(30, 1000, ttft_s=60.0)._replace(weight=0.0)
+    assert placed(policy, worthless, queue, D0).is_late
+    assert not placed(policy, arrival(31, 1000, ttft_s=60.0), queue, D0).is_late
+    long = arrival(32, 8000, ttft_s=60.0)._replace(weight=0.0)
+    idle, unknown = P0._replace(worker_id="prefill-2"), policy.prefill(long, [P1, D0])
+    assert not placed(policy, worthless._replace(request_id=33), idle, D0).is_late
+    assert unknown is not None
+    assert unknown.is_late
 
 
 def test_a_share_waits_behind_its_own_work() -> None:
