@@ -32,9 +32,10 @@ from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.codec import from_json, to_json, to_plain
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.proto.v1 import worker_pb2
+from pdserve.router.cluster.worker_metrics import WorkerMetrics
 from pdserve.router.http.token_timer import TokenTimer
 from pdserve.router.main import main as run_router
-from pdserve.router.metrics import RouterMetrics, WorkerMetrics
+from pdserve.router.metrics import RouterMetrics
 from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.requests.dispatch import DispatchObserver
 

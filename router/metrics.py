@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from math import inf
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
@@ -24,6 +24,9 @@ from pdserve.router.plain_histogram import PlainHistogram
 from pdserve.router.requests.dispatch import Dispatcher, DispatchObserver
 from pdserve.router.requests.journey import TPOT_CAUSES, TTFT_CAUSES, Journey, tpot_cause, ttft_cause
 from pdserve.router.requests.request import Request, RequestSpec
+
+if TYPE_CHECKING:
+    from pdserve.router.cluster.worker_metrics import WorkerMetrics
 
 PHASES = ("tokenise", "queue", "prefill_queue", "prefill", "first_write", "handoff", "decode_queue", "decode")
 """Values of the ``phase`` label.
@@ -76,96 +79,6 @@ class Failure(NamedTuple):
 
 
 Family = TypeVar("Family", Counter, Gauge, Histogram)
-
-
-class WorkerMetrics:
-    """Series of one worker. Steps are counted with every frame; the rest is that of the last frame before a scrape."""
-
-    def __init__(self, metrics: RouterMetrics, worker_id: str, role: WorkerRole) -> None:
-        self._metrics = metrics
-        self._series: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
-
-        def series(family: Family, *more_labels: str) -> Family:
-            labels = (worker_id, role.value, *more_labels)
-            self._series.append((family, labels))
-            return family.labels(*labels)
-
-        self._limits = {
-            "sequences": series(metrics.worker_limits, "sequences"),
-            "tokens": series(metrics.worker_limits, "tokens"),
-        }
-        self._up = series(metrics.worker_up)
-        self._ranks = series(metrics.worker_ranks)
-        self._price = series(metrics.worker_price)
-        self._busy = [series(metrics.worker_busy_seconds, kind) for kind in STEP_KINDS]
-        self._predicted_busy = [series(metrics.worker_predicted_busy_seconds, kind) for kind in STEP_KINDS]
-        self._busy_s, self._predicted_busy_s = [0.0, 0.0], [0.0, 0.0]
-        """Since the last scrape, by kind of step."""
-        self._steps = [metrics.step_seconds.labels(role.value, kind) for kind in STEP_KINDS]
-        self._predicted_steps = [metrics.predicted_step_seconds.labels(role.value, kind) for kind in STEP_KINDS]
-        self._step_tokens = metrics.step_tokens.labels(role.value)
-        self._gauges = {
-            "num_running": series(metrics.running),
-            "num_waiting": series(metrics.waiting),
-            "num_parked": series(metrics.parked),
-            "num_blocks_free": series(metrics.kv_blocks, "free"),
-            "num_blocks_cached": series(metrics.kv_blocks, "cached"),
-        }
-        self._referenced = series(metrics.kv_blocks, "referenced")
-        self._parked = series(metrics.kv_blocks, "parked")
-        self._totals = {
-            "num_preemptions": series(metrics.preemptions),
-            "num_swap_outs": series(metrics.swap_outs),
-            "num_swap_ins": series(metrics.swap_ins),
-        }
-        self._load = self._scraped = worker_pb2.Load()
-        metrics.workers.add(self)
-
-    def came_up(self, welcome: worker_pb2.Welcome, usd_per_hour: float | None) -> None:
-        """``usd_per_hour``: price of one rank's device, if known."""
-        # A pipeline has as many micro-batches, each with series of its own, as stages: each counts the ranks of one.
-        num_ranks = welcome.tensor_parallel or 1
-        self._up.set(1)
-        self._ranks.set(num_ranks)
-        self._price.set(0.0 if usd_per_hour is None else num_ranks * usd_per_hour)
-        self._limits["sequences"].set(welcome.max_batch_size)
-        self._limits["tokens"].set(welcome.max_batch_tokens)
-
-    def went_down(self) -> None:
-        self._up.set(0)
-        self._ranks.set(0)
-
-    def observe(self, load: worker_pb2.Load) -> None:
-        self._load = load
-        if load.step_s > 0:
-            kind = load.step_has_prefill
-            self._busy_s[kind] += load.step_s
-            self._predicted_busy_s[kind] += load.predicted_step_s
-            self._steps[kind].observe(load.step_s)
-            self._predicted_steps[kind].observe(load.predicted_step_s)
-            self._step_tokens.observe(load.step_tokens)
-
-    def refresh(self) -> None:
-        """Write what has happened since the last call to the series."""
-        load = self._load
-        for field, gauge in self._gauges.items():
-            gauge.set(getattr(load, field))
-        num_parked = min(load.num_blocks_parked, load.num_blocks_referenced)
-        self._parked.set(num_parked)
-        self._referenced.set(load.num_blocks_referenced - num_parked)
-        for field, counter in self._totals.items():
-            counter.inc(max(0, getattr(load, field) - getattr(self._scraped, field)))
-        self._scraped = load
-        for kind in range(len(STEP_KINDS)):
-            self._busy[kind].inc(self._busy_s[kind])
-            self._predicted_busy[kind].inc(self._predicted_busy_s[kind])
-            self._busy_s[kind] = self._predicted_busy_s[kind] = 0.0
-
-    def remove(self) -> None:
-        """Remove the series of a worker that is no longer a target."""
-        self._metrics.workers.remove(self)
-        for family, labels in self._series:
-            family.remove(*labels)
 
 
 class RouterMetrics(DispatchObserver):

@@ -31,7 +31,7 @@ from pdserve.proto.rpc import call_metadata, open_channel
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.worker_pb2_grpc import WorkerStub
 from pdserve.router.cluster.worker import Worker
-from pdserve.router.metrics import WorkerMetrics
+from pdserve.router.cluster.worker_metrics import WorkerMetrics
 from pdserve.router.requests.retries import backoff_s
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router import metrics as router_metrics
+from pdserve.router.cluster.worker_metrics import WorkerMetrics
 from pdserve.router.http import token_timer
 from pdserve.router.http.token_timer import TokenTimer
-from pdserve.router.metrics import RouterMetrics, WorkerMetrics
+from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.journey import Journey
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 from tests.router.rig import sample

@@ -7,7 +7,8 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.live.live import LiveError, observe
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.metrics import RouterMetrics, WorkerMetrics
+from pdserve.router.cluster.worker_metrics import WorkerMetrics
+from pdserve.router.metrics import RouterMetrics
 from tests.scrape import scrape
 
 
