@@ -69,7 +69,7 @@ def ask(url: str) -> None:
 
 def test_every_query_has_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "SCRAPE_INTERVAL", "1s")
-    with running_cluster(tmp_path, {}) as cluster:
+    with running_cluster(tmp_path, {"router": {"replicas": 2}}) as cluster:
         [token_file] = [note.admin_token_file for note in running_clusters() if note.admin_url == cluster.admin_url]
         config, _ = files.write_files(tmp_path / "observe", cluster.admin_url, token_file, "")
         with running_prometheus(config, tmp_path / "data") as url:
@@ -79,6 +79,8 @@ def test_every_query_has_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
                 ask(cluster.url)
             wait_for(url, "sum(pdserve_slo_requests_total)", NUM_REQUESTS)
             wait_for(url, 'sum(pdserve_request_outcomes_total{outcome="failed"})', 0)
+            wait_for(url, "count(up == 1)", 2)
+            wait_for(url, "sum(pdserve_ready_workers)", 2)
             time.sleep(3)  # rules are evaluated after the scrape
             absent = ("pdserve_worker_usd_per_hour", "pdserve_plan_")  # of a CPU, and before a plan
             silent = [expr for expr in expressions() if not query(url, expr) and not any(map(expr.count, absent))]
