@@ -3,8 +3,8 @@
 Started by `pdserve.engine.worker.grammars` with the descriptor of a socket. Loads the vocabulary once, then forks for
 each grammar. The fork may use `MAX_CPU_S` seconds and `MAX_MEMORY_BYTES` more than this process, after which the kernel
 or this process ends it, and the next grammar starts from the same clean state. A frame to this process is the kind and
-the text of a grammar. A frame from it is `COMPILED` or `FAILED`, then the grammar as xgrammar serialises it, or the
-reason. The first frames are the configuration and the vocabulary.
+the text of a grammar. A frame from it is `COMPILED`, `FAILED` or `BUSY`, then the grammar as xgrammar serialises it, or
+the reason. The first frames are the configuration and the vocabulary.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_WALL_S = 10.0
 MAX_MEMORY_BYTES = 256 << 20
 MAX_REASON_CHARS = 300
 
-COMPILED, FAILED = b"\0", b"\1"
+COMPILED, FAILED, BUSY = b"\0", b"\1", b"\2"
 
 _ANY_CHARACTER, _JSON_CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
 """Characters that xgrammar allows in a JSON string of bounded length, and those of JSON: no control characters."""
@@ -46,6 +46,7 @@ _SHORT_ESCAPE = re.compile(r"\\\\|\\x([0-9a-fA-F]{2})")
 
 _NICENESS = 10
 _WALK_TOKENS = 32
+_TOO_BUSY = f"this machine was too busy to compile it within {MAX_WALL_S:g} s; try again"
 _OVER_BOUNDS = f"it takes over {MAX_CPU_S} s or {MAX_MEMORY_BYTES >> 20} MiB to compile; simplify it"
 
 
@@ -119,6 +120,8 @@ def compile_apart(vocabulary: xgrammar.TokenizerInfo, grammar: Grammar) -> bytes
         answer = _read_until(pipe.fileno(), time.monotonic() + MAX_WALL_S)
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
+    if answer is None:
+        return BUSY + _TOO_BUSY.encode()
     return answer if status == 0 else FAILED + _OVER_BOUNDS.encode()
 
 
@@ -202,15 +205,15 @@ def _reason(error: Exception) -> str:
     return " ".join(reason.split())[:MAX_REASON_CHARS]
 
 
-def _read_until(pipe: int, deadline_s: float) -> bytes:
-    """Read to the end, or until the deadline."""
+def _read_until(pipe: int, deadline_s: float) -> bytes | None:
+    """Read to the end; None if that has not come by the deadline."""
     received = bytearray()
     while select.select([pipe], [], [], max(deadline_s - time.monotonic(), 0))[0]:
         piece = os.read(pipe, 1 << 20)
         if not piece:
-            break
+            return bytes(received)
         received += piece
-    return bytes(received)
+    return None
 
 
 if __name__ == "__main__":

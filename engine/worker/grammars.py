@@ -15,10 +15,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -26,7 +28,7 @@ from weakref import WeakValueDictionary
 from pdserve.contracts.codec import to_json
 from pdserve.contracts.request import Grammar
 from pdserve.contracts.step import ModelLimits
-from pdserve.engine.worker.grammar_compiler import FAILED, MAX_WALL_S, CompilerConfig
+from pdserve.engine.worker.grammar_compiler import BUSY, FAILED, MAX_WALL_S, CompilerConfig
 from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
 
 if TYPE_CHECKING:  # it imports torch
@@ -36,11 +38,17 @@ MAX_KEPT_BYTES = 64 << 20
 """Compiled grammars kept, besides those of live requests; the newest whatever it needs."""
 MAX_FAILURES = 1024
 """Grammars remembered as impossible to compile."""
+MAX_WAIT_S = 10.0
+"""For others, before a grammar is refused; also how long it is then refused at once."""
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 2.0
 
 _MODULE = "pdserve.engine.worker.grammar_compiler"
 _log = logging.getLogger(__name__)
+
+
+class _BusyError(Exception):
+    """There was no time to compile a grammar."""
 
 
 class Grammars:
@@ -55,14 +63,15 @@ class Grammars:
         """Called once `find` has an answer that it had not before, on a thread of this object."""
         self._config = CompilerConfig(str(folder), limits.vocab_size, limits.eos_token_ids, os.getpid())
         self._lock = threading.Lock()
-        self._jobs: OrderedDict[str, deque[Grammar]] = OrderedDict()
-        """By owner, the next one first."""
+        self._jobs: OrderedDict[str, deque[tuple[Grammar, float]]] = OrderedDict()
+        """Grammars and when they came, by owner, the next one first."""
         self._has_jobs = threading.Condition(self._lock)
         self._is_closed = False
         self._pending: set[Grammar] = set()
         self._live: WeakValueDictionary[Grammar, xgrammar.CompiledGrammar] = WeakValueDictionary()
         self._kept: OrderedDict[Grammar, xgrammar.CompiledGrammar] = OrderedDict()
-        self._failures: OrderedDict[Grammar, str] = OrderedDict()
+        self._failures: OrderedDict[Grammar, tuple[str, float]] = OrderedDict()
+        """Reason, and until when it holds."""
         self._thread: threading.Thread | None = None
 
     def find(self, grammar: Grammar) -> xgrammar.CompiledGrammar | str | None:
@@ -71,8 +80,10 @@ class Grammars:
         Who keeps the compiled grammar keeps it from being dropped.
         """
         with self._lock:
-            if (failure := self._failures.get(grammar)) is not None:
+            failure, until_s = self._failures.get(grammar, ("", 0.0))
+            if time.monotonic() < until_s:
                 return failure
+            self._failures.pop(grammar, None)
             if (compiled := self._live.get(grammar)) is not None:
                 if grammar in self._kept:
                     self._kept.move_to_end(grammar)
@@ -81,7 +92,7 @@ class Grammars:
                 return compiled
             if grammar not in self._pending:
                 self._pending.add(grammar)
-                self._jobs.setdefault(grammar.owner, deque()).append(grammar)
+                self._jobs.setdefault(grammar.owner, deque()).append((grammar, time.monotonic()))
                 self._has_jobs.notify()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
@@ -118,26 +129,31 @@ class Grammars:
                 return
             del self._kept[oldest]
 
-    def _next(self) -> Grammar | None:
-        """Wait for the next grammar of the owner whose turn it is; None once closed."""
+    def _next(self) -> tuple[Grammar, float] | None:
+        """Wait for the next grammar of the owner whose turn it is, and when it came; None once closed."""
         with self._has_jobs:
             while not self._jobs and not self._is_closed:
                 self._has_jobs.wait()
             if self._is_closed:
                 return None
             owner, grammars = self._jobs.popitem(last=False)
-            grammar = grammars.popleft()
+            job = grammars.popleft()
             if grammars:
                 self._jobs[owner] = grammars
-            return grammar
+            return job
 
     def _run(self) -> None:
         compiler = _Compiler(self._config)
         try:
-            while (grammar := self._next()) is not None:
-                failure, compiled = "", None
+            while (job := self._next()) is not None:
+                grammar, came_s = job
+                failure, until_s, compiled = "", inf, None
                 try:
+                    if time.monotonic() - came_s > MAX_WAIT_S:
+                        raise _BusyError(f"others were compiled for {MAX_WAIT_S:g} s before it; try again")
                     compiled = compiler.compile(grammar)
+                except _BusyError as error:
+                    failure, until_s = str(error), time.monotonic() + MAX_WAIT_S
                 except (ValueError, RuntimeError, ImportError, OSError) as error:
                     failure = str(error)
                 with self._lock:
@@ -145,7 +161,7 @@ class Grammars:
                     if compiled is not None:
                         self._keep(grammar, compiled)
                     else:
-                        self._failures[grammar] = failure
+                        self._failures[grammar] = failure, until_s
                         if len(self._failures) > MAX_FAILURES:
                             self._failures.popitem(last=False)
                 self.on_compiled(grammar)
@@ -166,6 +182,7 @@ class _Compiler:
         """
         Raises:
             ValueError: the grammar cannot be compiled, or not within its bounds.
+            _BusyError: the machine was too busy.
             ImportError: xgrammar is not installed.
             RuntimeError, OSError: the child does not start; its log has the reason.
         """
@@ -212,6 +229,8 @@ class _Compiler:
             raise OSError("the grammar compiler has ended; the worker's log has the reason")
         if answer[:1] == FAILED:
             raise ValueError(answer[1:].decode())
+        if answer[:1] == BUSY:
+            raise _BusyError(answer[1:].decode())
         return answer[1:]
 
     def close(self) -> None:

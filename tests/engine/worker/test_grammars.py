@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from queue import Queue
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -144,6 +145,19 @@ def test_tenants_have_their_grammars_compiled_in_turns() -> None:
     compiled.grammars.close()
     assert order.index(other) <= 1
     assert [each for each in order if each != other] == monopoly
+
+
+def test_a_grammar_that_waited_for_others_may_be_tried_again(worker: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    worker.grammars.find(Grammar(GrammarKind.REGEX, f"{BOMB.text}x"))
+    late = Grammar(GrammarKind.REGEX, "e{6}")
+    assert worker.grammars.find(late) is None
+    now_s = module.MAX_WAIT_S + 1
+    assert [worker.ready.get(timeout=60) for _ in range(2)][1] == late
+    assert "try again" in str(worker.grammars.find(late))
+    now_s = 2 * module.MAX_WAIT_S + 2
+    assert accepts(worker.wait(late), "eeeeee")
 
 
 def test_a_checkpoint_without_a_tokenizer_is_the_reason(
