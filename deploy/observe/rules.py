@@ -117,8 +117,9 @@ ALERTS = (
         severity="page",
         impact="Prompts are prefilled and wait for a decode worker to pull them: clients see one token and no more.",
         query="sum by (stage) (increase(pdserve_kv_transfer_failures_total[5m]))",
-        steps="Failures by stage say where pulls end: `connect` and `deadline` are the network, `refused` a restarted "
-        "worker, `verify` broken data. Without failures, decode workers have no room: see *DecodeKvFull*.",
+        steps="Failures by stage say where pulls end: `connect` and `deadline` are the network, `copy` a data stream "
+        "that broke or could not be opened (`ulimit -n`), `refused` a restarted worker, `verify` broken data. Without "
+        "failures, decode workers have no room: see *DecodeKvFull*.",
     ),
     Alert(
         name="KvPullsFail",

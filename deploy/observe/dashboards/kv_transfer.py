@@ -78,8 +78,8 @@ KV_TRANSFER = Dashboard(
         ),
         Row(
             title="What fails?",
-            reading="`connect` and `deadline` are the network, `refused` and `grant` a source that is gone, `verify` "
-            "damaged data, which is never decoded on.",
+            reading="`connect` and `deadline` are the network, `copy` a data stream that broke or could not be opened, "
+            "`refused` and `grant` a source that is gone, `verify` damaged data, which is never decoded on.",
             panels=(
                 PULL_FAILURES,
                 Panel(
