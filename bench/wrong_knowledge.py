@@ -61,9 +61,11 @@ def attainment(
         rate / 3 / max(1.0, case.length_factor)
     )
     judged = setting.workload.draw(num_requests, seed, max_model_len=max_model_len).at_rate(rate)
-    begins_s = first[-1].arrived_s + 1 / rate
+    first = [_with_length(request, case.length_factor) for request in first]
+    longest = max(request.num_output_tokens for request in first)
+    begins_s = first[-1].arrived_s + longest * setting.tpot_s  # the last of them have ended
     requests = [
-        *(_with_length(request, case.length_factor) for request in first),
+        *first,
         *(replace(request, arrived_s=request.arrived_s + begins_s) for request in judged),
     ]
     times = simulate(
