@@ -9,8 +9,7 @@ in prompts. The KV of a prompt is transferred between two pools as between two w
 copies of as many bytes to pinned memory and back.
 
 Needs torch, Triton, safetensors and grpcio. Rewrites a dated file of results after each row, so that results survive a
-lack of time. ``--device cpu`` runs everything on a tiny model, as a check. Has not
-run on a GPU yet.
+lack of time. ``--device cpu`` runs everything on a tiny model, as a check. Has not run on a GPU yet.
 """
 
 from __future__ import annotations
