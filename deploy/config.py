@@ -112,6 +112,13 @@ def _check_fit(config: DeploymentConfig, use: Use) -> None:
         raise ConfigError(
             "router.host is empty; write 127.0.0.1 for this machine only or 0.0.0.0 for every interface", "router.host"
         )
+    if config.router.admin_port and config.router.admin_port + config.router.replicas > 2**16:
+        key = "router.admin_port"
+        raise ConfigError(
+            f"{key} is {config.router.admin_port}, and {config.router.replicas} routers take the ports from there on; "
+            f"write at most {2**16 - config.router.replicas}, or 0 for any free ones",
+            key,
+        )
     for origin in config.router.cors_origins:
         if not _ORIGIN.fullmatch(origin):
             raise ConfigError(

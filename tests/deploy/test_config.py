@@ -101,6 +101,7 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ),
         ("model: {block_size: 0}", "model.block_size is 0; write a whole number from 1"),
         ("decode: {replicas: -1}", "decode.replicas is -1; write a whole number from 0"),
+        ("router: {replicas: 2, admin_port: 65535}", "from there on; write at most 65534, or 0 for any free ones"),
         ("router: {replicas: 0}", "router.replicas is 0; write a whole number from 1 to 64"),
         ("router: {cors_origins: [chat.example.com]}", "router.cors_origins has 'chat.example.com'; write origins as"),
         ("router: {cors_origins: ['https://a.example/chat']}", "router.cors_origins has 'https://a.example/chat'"),
