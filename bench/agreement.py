@@ -19,6 +19,7 @@ Figures = Mapping[str, float]
 """``attainment``, the share of requests that met both objectives, and `PERCENTILES` in seconds. All requests count; one
 that did not end meets nothing. TPOT is of answers of two tokens and more."""
 PERCENTILES = ("ttft_p50_s", "ttft_p90_s", "tpot_p50_s", "tpot_p90_s")
+_MOST_POINTS, _MOST_ERROR = 2.0, 0.05
 
 
 def figures_of(times: RequestTimes, slo: SloConfig) -> Figures:
@@ -44,16 +45,14 @@ class Agreement:
         """By percentile; above 0 where the simulator is slower than the measurement."""
         return {name: self.simulated[name] / self.measured[name] - 1 for name in PERCENTILES}
 
-    def failures(
-        self, *, relative: float = 0.05, attainment_points: float = 2.0, attainment_only: bool = False
-    ) -> list[str]:
-        """Figures that differ by more, a line each."""
+    def failures(self, *, attainment_only: bool = False) -> list[str]:
+        """Figures that differ by more than 2 points or 5 %, a line each."""
         found = []
         # Not "more than": NaN, for nothing measured, agrees with nothing.
-        if not abs(self.attainment_points) <= attainment_points + 1e-9:
+        if not abs(self.attainment_points) <= _MOST_POINTS + 1e-9:
             found.append(f"attainment is {self.attainment_points:+.1f} points off")
         for name, error in self.relative_errors.items():
-            if not attainment_only and not abs(error) <= relative:
+            if not attainment_only and not abs(error) <= _MOST_ERROR:
                 found.append(f"{name.removesuffix('_s')} is {error:+.1%} off")
         return found
 

@@ -92,8 +92,6 @@ class Progress(NamedTuple):
 
     num_sent: int
     num_done: int
-    num_prefilled_tokens: int
-    """Prompt tokens of requests whose token 0 arrived."""
     num_output_tokens: int
 
 
@@ -132,7 +130,6 @@ def measure_load(
     requests: Sequence[SimulatedRequest],
     *,
     vocab_size: int,
-    temperature: float = 0.0,
     time_scale: float = 1.0,
     timeout_s: float = 600.0,
     max_concurrency: int | None = None,
@@ -144,7 +141,6 @@ def measure_load(
     Args:
         url: of the server, without ``/v1``.
         vocab_size: token ids of prompts are below it.
-        temperature: of every request; 0 costs the server less than the API's default of 1.
         time_scale: a second of the workload lasts this many real ones; for emulated clusters that are slowed alike.
         timeout_s: real seconds that one answer may take.
         max_concurrency: requests in flight at once. Those beyond wait, and are due when they leave, as in vLLM.
@@ -155,7 +151,7 @@ def measure_load(
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         client = StreamClient(url, api_key)
-        load = _Load(client, requests, vocab_size, temperature, time_scale, timeout_s, max_concurrency, progress)
+        load = _Load(client, requests, vocab_size, time_scale, timeout_s, max_concurrency, progress)
         return runner.run(load.run())
 
 
@@ -178,7 +174,6 @@ class _Load:
         client: StreamClient,
         requests: Sequence[SimulatedRequest],
         vocab_size: int,
-        temperature: float,
         time_scale: float,
         timeout_s: float,
         max_concurrency: int | None,
@@ -188,7 +183,6 @@ class _Load:
         self._requests = requests
         # A server's prefix cache outlives a measurement.
         self._writer = PromptWriter(vocab_size, seed=time.time_ns())
-        self._temperature = temperature
         self._time_scale = time_scale
         self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(max_concurrency or len(requests) + 1)
@@ -207,7 +201,7 @@ class _Load:
             for request in self._requests:
                 due_s = started_s + request.arrived_s * self._time_scale
                 tokens = self._writer.tokens(request)
-                body = _body(request, tokens, self._temperature)
+                body = _body(request, tokens)
                 await _sleep_until(due_s)
                 running.append(asyncio.create_task(self._converse(request, tokens, body, due_s)))
             await asyncio.gather(*running)
@@ -240,7 +234,7 @@ class _Load:
             request = request.follow_up
             due_s = answer.token_s[-1] + request.arrived_s * self._time_scale
             tokens = self._writer.tokens(request, [*tokens, *answer.token_ids])
-            body = _body(request, tokens, self._temperature)
+            body = _body(request, tokens)
             await _sleep_until(due_s)
 
     async def _probe(self) -> None:
@@ -258,7 +252,6 @@ class _Load:
         return Progress(
             num_sent=len(self._sent),
             num_done=self._num_done,
-            num_prefilled_tokens=sum(each.num_prompt_tokens for each in self._sent if each.answer.token_s),
             num_output_tokens=sum(each.answer.num_tokens or len(each.answer.token_s) for each in self._sent),
         )
 
@@ -288,13 +281,13 @@ class _Load:
         )
 
 
-def _body(request: SimulatedRequest, tokens: list[int], temperature: float) -> bytes:
+def _body(request: SimulatedRequest, tokens: list[int]) -> bytes:
     return _encode(
         {
             "prompt": tokens,
             "max_tokens": request.num_output_tokens,
             "ignore_eos": True,
-            "temperature": temperature,
+            "temperature": 0,  # costs the server less than the API's default of 1
             "stream": True,
             "stream_options": {"include_usage": True},
             **({"return_token_ids": True} if request.follow_up is not None else {}),

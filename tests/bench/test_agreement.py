@@ -54,7 +54,6 @@ def test_each_percentile_must_agree_but_past_saturation(name: str, factor: float
     (failure,) = agreement.failures()
     assert failure.startswith(name.removesuffix("_s"))
     assert ("+" in failure) == (factor > 1)
-    assert not agreement.failures(relative=0.07)
     assert not agreement.failures(attainment_only=True)
 
 

@@ -11,7 +11,7 @@ from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.arrays import FloatArray
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.demand import Demand
-from pdserve.planner.search.estimates import Estimator, Resource, fits, mean_wait_s
+from pdserve.planner.search.estimates import Estimator, Resource, even_pulls_per_s, fits, mean_wait_s
 from pdserve.planner.search.goodput import Runner, Trial, find_goodput
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
 from pdserve.planner.workload.requests import Segment, SimulatedRequest
@@ -234,3 +234,41 @@ def test_requests_that_are_too_long_count_as_missed() -> None:
     assert not Estimator(LLAMA_3_8B, demand, SLO).estimate(disaggregated()).is_feasible
     with pytest.raises(ValueError, match="longer than max_model_len 100: raise it"):
         Demand.of(requests, block_size=16, max_model_len=100)
+
+
+def on_hosts(prefill: tuple[int, ...], decode: tuple[int, ...]) -> Layout:
+    hosts = tuple(tuple((host,) for host in pool) for pool in (prefill, decode))
+    return replace(disaggregated(len(prefill), len(decode)), hosts=hosts)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "expected"),
+    [
+        ((0, 0), (0, 0), 2.0),
+        ((0, 0, 0), (0,), 1.0),
+        ((0, 0), (1, 2), 0.5),
+        # Each pair may stay within its host; of all four pairs of workers, two do.
+        ((0, 1), (1, 0), 2 / 2.5),
+        # One of the two has to go far.
+        ((0, 1), (0, 0), 2 / 2.5),
+        ((0, 1, 1), (0, 0, 2), 3 / (2 / 9 + 4 * 7 / 9)),
+        # The one decode worker need not take from the others.
+        ((0, 1, 2), (0,), 1 / 3),
+    ],
+)
+def test_links_carry_near_pulls_in_1_s_and_far_ones_in_4_s(
+    prefill: tuple[int, ...], decode: tuple[int, ...], expected: float
+) -> None:
+    layout = on_hosts(prefill, decode)
+    assert even_pulls_per_s(layout, near_s=1.0, far_s=4.0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"), [((0, 1), (0, 1), 4.0), ((0, 1), (1, 0), 1.0), ((0,), (1,), 1.0)]
+)
+def test_each_micro_batch_has_a_link_and_pipelines_over_the_same_hosts_meet_stage_by_stage(
+    one: tuple[int, ...], other: tuple[int, ...], expected: float
+) -> None:
+    prefill, decode = (a_pool(role, 1, 1, 4) for role in (WorkerRole.PREFILL, WorkerRole.DECODE))
+    layout = Layout(prefill=prefill, decode=decode, hosts=((one,), (other,)))
+    assert even_pulls_per_s(layout, near_s=1.0, far_s=4.0) == expected
