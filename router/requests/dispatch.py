@@ -253,10 +253,7 @@ class Dispatcher:
                 attempt.queued_s = now_s
                 continue
             wait_s = self._settings.new_wait_s if attempt.number < 0 else self._settings.worker_wait_s
-            if now_s - attempt.queued_s < wait_s or attempt.request_id not in self._queued:
-                continue
-            self._place(attempt)
-            if attempt.request_id in self._queued:
+            if now_s - attempt.queued_s >= wait_s and attempt.request_id in self._queued:
                 retry_after_s = max(self._settings.new_wait_s, MIN_RETRY_AFTER_S)
                 missing = "decode worker" if any(worker.takes_work for worker in self.workers.values()) else "worker"
                 self.fail(attempt.request, GenerationError(503, f"no {missing} is up", retry_after_s=retry_after_s))
@@ -466,14 +463,25 @@ class Dispatcher:
 
     def _place_queued(self) -> None:
         """Place queued attempts while a worker has less to prefill than two steps compute: the first one that comes up
-        would get all, and the next none."""
+        would get all, and the next none. New requests pass them meanwhile, so they wait for that as long as for a
+        worker, and not after an error."""
+        up = [worker.snapshot() for worker in self.workers.values() if worker.takes_work] if self._queued else []
+        if not prefill_candidates(up):
+            return
+        latest_s = self._now_s() - self._settings.new_wait_s
+        are_full = False
         for attempt in list(self._queued.values()):
             if attempt.request_id not in self._queued or self._awaits_turn(attempt):
                 continue
-            candidates = prefill_candidates(worker.snapshot() for worker in self._offered(attempt))
-            if all(worker.num_waiting_tokens >= 2 * worker.max_batch_tokens for worker, _ in candidates):
-                return
-            self._place(attempt)
+            may_wait = attempt.queued_s > latest_s and not attempt.num_errors
+            are_full = are_full or (may_wait and self._are_full(self._offered(attempt)))
+            if not (may_wait and are_full):
+                self._place(attempt)
+
+    def _are_full(self, workers: Sequence[Worker]) -> bool:
+        """Whether each of ``workers`` that may compute a prompt has two steps of others before it."""
+        candidates = prefill_candidates(worker.snapshot() for worker in workers)
+        return all(worker.num_waiting_tokens >= 2 * worker.max_batch_tokens for worker, _ in candidates)
 
     def _awaits_turn(self, attempt: Attempt) -> bool:
         """Whether the attempt may not start now: it is a suspect and another one is on trial, or it follows an error

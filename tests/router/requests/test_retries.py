@@ -173,3 +173,25 @@ def test_a_queued_request_does_not_wait_for_room_for_ever() -> None:
     assert len(worker.submitted) == 40
     pool.answer(worker)
     assert {request.outcome for request in requests} == {Outcome.FINISHED}
+
+
+def test_a_retry_does_not_wait_for_room_that_new_requests_take() -> None:
+    pool = Pool("mixed-0")
+    [worker] = pool.workers
+    pool.start()
+    pool.fail(worker)
+    new = [pool.start(num_tokens=64) for _ in range(8)]
+    pool.wait(MAX_BACKOFF_S)
+    assert len(worker.submitted) == len(new) + 1
+
+
+def test_what_a_lost_worker_held_does_not_wait_for_room_for_long() -> None:
+    pool = Pool("mixed-0")
+    [lost] = pool.workers
+    requests = [pool.start(num_tokens=64) for _ in range(40)]
+    pool.dispatcher.worker_lost(lost)
+    pool.wait(1.0)
+    worker = pool.add("mixed-1")
+    assert len(worker.submitted) == 8
+    pool.wait(DispatchSettings().new_wait_s)
+    assert len(worker.submitted) == len(requests)
