@@ -35,7 +35,7 @@ from pdserve.contracts.events import (
     RequestKey,
     TokenEvent,
 )
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.placement import WorkerRole, whole_worker_id
 from pdserve.contracts.request import KvSource, Outcome, RequestState
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.replicas import Replicas
@@ -287,7 +287,8 @@ class Dispatcher:
         if self.workers.get(worker.worker_id) is worker:
             del self.workers[worker.worker_id]
         held = [attempt for attempt in self._attempts.values() if worker in attempt.workers]
-        self._blame(_computed_by(worker, held))
+        if not worker.is_draining:  # or its end was asked for
+            self._blame(worker, _computed_by(worker, held))
         for attempt in held:
             if worker not in attempt.workers:
                 continue  # its request has just failed
@@ -763,8 +764,9 @@ class Dispatcher:
 
     # Blame
 
-    def _blame(self, computed: Sequence[Attempt]) -> None:
-        """Count the loss of a worker for all that it computed, and fail the request whose fault it is.
+    def _blame(self, worker: Worker, computed: Sequence[Attempt]) -> None:
+        """Count the loss of a worker for all that it computed, and fail the request whose fault it is. Its
+        micro-batches are lost one after the other, and with each what the one before it held: they count once.
 
         A worker's end has no cause that the router could know. One loss is an ordinary fail-over; after `MAX_LOSSES` an
         attempt is a suspect. Suspects are tried one at a time, and a loss is the fault of the one on trial unless the
@@ -772,10 +774,13 @@ class Dispatcher:
         new tokens, and four times as many after each further loss, since the first may only repeat what a lost worker
         computed and the router did not read. A request thus ends three workers, seldom a fourth, not every one.
         """
+        process = whole_worker_id(worker.worker_id), worker.epoch
+        computed = [attempt for attempt in computed if attempt.lost_process != process]
         on_trial = next(iter(self._suspects.values()), None)
         suspected = [attempt for attempt in computed if attempt.num_losses >= MAX_LOSSES]
         for attempt in computed:
             attempt.num_losses += 1
+            attempt.lost_process = process
             if attempt.num_losses >= MAX_LOSSES:
                 log.warning("request %s: %d workers ended computing it", attempt.name, attempt.num_losses)
                 self._suspects.setdefault(attempt.request_id, attempt)

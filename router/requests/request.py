@@ -143,7 +143,9 @@ class Attempt:
     retry_at_s: float = 0.0
     """When the attempt after an error may begin."""
     num_losses: int = 0
-    """Workers that ended while they computed it."""
+    """Workers that ended while they computed it ..."""
+    lost_process: tuple[str, int] | None = None
+    """... and id and epoch of the last one."""
     state: RequestState = RequestState.QUEUED
 
     # On workers: meaningful while `prefill` is set

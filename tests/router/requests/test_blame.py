@@ -209,3 +209,32 @@ def test_a_worker_that_ends_before_it_is_heard_is_blamed_on_what_it_got() -> Non
     assert poison.outcome is Outcome.FAILED
     assert {innocent.outcome for innocent in innocents} == {Outcome.FINISHED}
     assert len(world.losses) == MAX_LOSSES + 1
+
+
+def test_micro_batches_of_one_worker_end_with_one_loss() -> None:
+    world = World(("prefill-0.0", "prefill-0.1", "prefill-0.2", "prefill-0.3", "decode-0"), poisoned_index=-1)
+    stages = [worker for worker in world.dispatcher.workers.values() if worker.role is WorkerRole.PREFILL]
+    request = world.start(1)
+    for worker in stages:
+        worker.epoch = 7
+        world.dispatcher.worker_lost(worker)
+    assert request.outcome is None
+    world.dispatcher.worker_up(RecordingWorker("prefill-0.0", WorkerRole.PREFILL))
+    for _ in range(NUM_TOKENS + 1):
+        world.turn()
+    assert request.outcome is Outcome.FINISHED
+
+
+def test_the_end_of_a_drained_worker_makes_no_suspects() -> None:
+    world = World(("prefill-0", "decode-0", "decode-1"), poisoned_index=-1, num_tokens=100)
+    requests = [world.start(number) for number in range(20)]
+    for number in range(2 * MAX_LOSSES):
+        for _ in range(3):
+            world.turn()
+        drained = world.dispatcher.workers[f"decode-{number % 2}"]
+        drained.is_draining = True
+        world.end(drained)  # type: ignore[arg-type]
+        assert world.dispatcher.num_queued == 0
+    for _ in range(100):
+        world.turn()
+    assert {request.outcome for request in requests} == {Outcome.FINISHED}
