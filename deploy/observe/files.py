@@ -19,7 +19,7 @@ def write_files(folder: Path, admin_url: str, token_file: str, prometheus_url: s
     from.
 
     Args:
-        admin_url: of the router; it reports for all workers.
+        admin_url: of the first router, which reports for all workers.
         token_file: with the token of the admin port; empty if it needs none.
         prometheus_url: where Grafana finds Prometheus.
 

@@ -219,7 +219,8 @@ ALERTS = (
         impact="More than one placement in ten had no free choice: requests go where they can, not where they should.",
         query="sum by (reason) (rate(pdserve_placement_fallbacks_total[5m]))",
         steps="`no_worker`, `no_prefill` and `no_decode`: workers are down, see `pdserve status`. `no_room`: as for "
-        "*DecodeKvFull*. `cut_off`: pulls fail, as for *KvPullsFail*.",
+        "*DecodeKvFull*. `cut_off`: pulls fail, as for *KvPullsFail*, or steps, of which the workers' logs have the "
+        "reason.",
     ),
 )
 

@@ -11,9 +11,10 @@ REQUEST_FLOW = Dashboard(
     rows=(
         Row(
             title="1. Arrival and placement",
-            reading="Requests wait in the router only while no worker is up. A prompt goes to a prefill worker, to a "
-            "decode worker (which then prefills it itself), or to a mixed one. `late` placements found no worker that "
-            "would meet the TTFT objective: the cluster is beyond its goodput. Fallbacks had no free choice.",
+            reading="Requests wait in the router while no worker is up, while those that have just come up have two "
+            "steps of others to compute, and before retries. A prompt goes to a prefill worker, to a decode worker "
+            "(which then prefills it itself), or to a mixed one. `late` placements found no worker that would meet the "
+            "TTFT objective: the cluster is beyond its goodput. Fallbacks had no free choice.",
             panels=(
                 Panel(
                     title="Requests",
@@ -48,7 +49,7 @@ REQUEST_FLOW = Dashboard(
                     unit="cps",
                     queries=(("sum by (reason) (rate(pdserve_placement_fallbacks_total[5m]))", "{{reason}}"),),
                     about="No worker up; no prefill worker up, so that decode workers prefill; no decode worker up, or "
-                    "none with room; only decode workers that recently failed to pull.",
+                    "none with room; only decode workers on which pulls or steps failed recently.",
                     width=5,
                 ),
                 Panel(

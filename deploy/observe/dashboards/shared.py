@@ -106,7 +106,7 @@ PULL_FAILURES = Panel(
 )
 
 
-def pair(title: str, name: str, unit: str = "s", by: str = "", about: str = "") -> Panel:
+def pair(title: str, name: str, by: str = "", about: str = "") -> Panel:
     """Observed and predicted figures of the same requests or steps."""
     labels, legend = ("le", "") if not by else (f"le, {by}", f"{{{{{by}}}}} ")
     queries = tuple(
@@ -117,4 +117,4 @@ def pair(title: str, name: str, unit: str = "s", by: str = "", about: str = "") 
         for share in (0.5, 0.9)
         for prefix, word in (("", "observed"), ("predicted_", "predicted"))
     )
-    return Panel(title=title, unit=unit, queries=queries, about=about, width=6)
+    return Panel(title=title, unit="s", queries=queries, about=about, width=6)
