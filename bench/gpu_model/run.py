@@ -304,7 +304,7 @@ class Bench:
 
 
 def run(settings: Settings, echo: Echo) -> int:
-    """Measure, and return the exit status: 1 if pdserve failed.
+    """Measure, and return the exit status: 1 if a measurement failed.
 
     Raises:
         ValueError: unknown part.

@@ -22,7 +22,6 @@ from pdserve.planner.workload.requests import Segment, SimulatedRequest
 from tests.planner.stand_ins import H100, LLAMA_3_8B, a_pool, colocated, disaggregated
 
 SLO = SloConfig(ttft_seconds=0.25, tpot_seconds=0.02)
-LENIENT = SloConfig(ttft_seconds=0.25, tpot_seconds=0.1)
 ALL_HANDED_OFF = SloConfig(ttft_seconds=0.25, tpot_seconds=1e-4)
 """No decode worker may compute a prompt."""
 
