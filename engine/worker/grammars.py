@@ -39,7 +39,8 @@ MAX_KEPT_BYTES = 64 << 20
 MAX_FAILURES = 1024
 """Grammars remembered as impossible to compile."""
 MAX_WAIT_S = 10.0
-"""For others, before a grammar is refused; also how long it is then refused at once."""
+"""For others, before a grammar is refused; also how long it is refused at once after that, or after a failure of the
+compiler itself."""
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 2.0
 
@@ -149,12 +150,12 @@ class Grammars:
                 grammar, came_s = job
                 failure, until_s, compiled = "", inf, None
                 try:
-                    if time.monotonic() - came_s > MAX_WAIT_S:
+                    if time.monotonic() - max(came_s, compiler.ready_s) > MAX_WAIT_S:
                         raise _BusyError(f"others were compiled for {MAX_WAIT_S:g} s before it; try again")
                     compiled = compiler.compile(grammar)
-                except _BusyError as error:
+                except (_BusyError, OSError) as error:  # not by its fault
                     failure, until_s = str(error), time.monotonic() + MAX_WAIT_S
-                except (ValueError, RuntimeError, ImportError, OSError) as error:
+                except (ValueError, RuntimeError, ImportError) as error:
                     failure = str(error)
                 with self._lock:
                     self._pending.discard(grammar)
@@ -177,6 +178,8 @@ class _Compiler:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._vocabulary: xgrammar.TokenizerInfo | None = None
+        self.ready_s = 0.0
+        """When it had started."""
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """
@@ -221,6 +224,7 @@ class _Compiler:
 
         self._vocabulary = xgrammar.TokenizerInfo.deserialize_json(self._receive().decode())
         self._socket.settimeout(2 * MAX_WALL_S)
+        self.ready_s = time.monotonic()
 
     def _receive(self) -> bytes:
         assert self._socket is not None

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from queue import Queue
+from threading import Event
 from types import SimpleNamespace
 
 import psutil
@@ -148,16 +149,49 @@ def test_tenants_have_their_grammars_compiled_in_turns() -> None:
 
 
 def test_a_grammar_that_waited_for_others_may_be_tried_again(worker: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 0.0
+    now_s = time.monotonic()
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
     worker.grammars.find(Grammar(GrammarKind.REGEX, f"{BOMB.text}x"))
     late = Grammar(GrammarKind.REGEX, "e{6}")
     assert worker.grammars.find(late) is None
-    now_s = module.MAX_WAIT_S + 1
+    now_s += module.MAX_WAIT_S + 1
     assert [worker.ready.get(timeout=60) for _ in range(2)][1] == late
     assert "try again" in str(worker.grammars.find(late))
-    now_s = 2 * module.MAX_WAIT_S + 2
+    now_s += module.MAX_WAIT_S + 1
     assert accepts(worker.wait(late), "eeeeee")
+
+
+def test_the_start_of_the_compiler_is_no_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, are_asked, start = 0.0, Event(), module._Compiler._start
+
+    def start_late(compiler: module._Compiler) -> None:
+        nonlocal now_s
+        assert are_asked.wait(60)
+        now_s = module.MAX_WAIT_S + 1
+        start(compiler)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(module._Compiler, "_start", start_late)
+    compiled = Compiled()
+    grammars = [Grammar(GrammarKind.REGEX, "c"), Grammar(GrammarKind.REGEX, "cc")]
+    for grammar in grammars:
+        compiled.grammars.find(grammar)
+    are_asked.set()
+    assert [compiled.ready.get(timeout=60) for _ in grammars] == grammars
+    assert accepts(compiled.wait(grammars[1]), "cc")
+    compiled.grammars.close()
+
+
+def test_a_compiler_that_did_not_start_is_no_fault_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    compiled = Compiled()
+    with monkeypatch.context() as patch:
+        patch.setattr(module.sys, "executable", "/nowhere")
+        assert "/nowhere" in str(compiled.wait(SCHEMA))
+    now_s = module.MAX_WAIT_S + 1
+    assert accepts(compiled.wait(SCHEMA), '{"a": 1}')
+    compiled.grammars.close()
 
 
 def test_a_checkpoint_without_a_tokenizer_is_the_reason(
