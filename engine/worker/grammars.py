@@ -29,6 +29,7 @@ from pdserve.contracts.codec import to_json
 from pdserve.contracts.request import Grammar
 from pdserve.contracts.step import ModelLimits
 from pdserve.engine.worker.grammar_compiler import BUSY, FAILED, MAX_WALL_S, CompilerConfig
+from pdserve.engine.worker.loop import Busy
 from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
 
 if TYPE_CHECKING:  # it imports torch
@@ -76,14 +77,15 @@ class Grammars:
         self._thread: threading.Thread | None = None
 
     def find(self, grammar: Grammar) -> xgrammar.CompiledGrammar | str | None:
-        """Return the compiled grammar, why it cannot be compiled, or ``None`` while it is being compiled.
+        """Return the compiled grammar, why it cannot be compiled (for some seconds if `Busy`), or ``None`` while it is
+        being compiled.
 
         Who keeps the compiled grammar keeps it from being dropped.
         """
         with self._lock:
             failure, until_s = self._failures.get(grammar, ("", 0.0))
             if time.monotonic() < until_s:
-                return failure
+                return failure if until_s == inf else Busy(failure)
             self._failures.pop(grammar, None)
             if (compiled := self._live.get(grammar)) is not None:
                 if grammar in self._kept:

@@ -213,6 +213,10 @@ class ReportSink(Protocol):
     def publish(self, report: StepReport) -> None: ...
 
 
+class Busy(str):
+    """Why a grammar was not compiled, though it may be later."""
+
+
 class GrammarSource(Protocol):
     """Compiled grammars of the worker."""
 
@@ -332,7 +336,8 @@ class StepLoop:
                 return
             if isinstance(found, str):
                 reason = f"the grammar of the request cannot be used: {found}"
-                rejected = RequestEvent(key, RequestEventKind.REJECTED, reason, refusal=RefusalCode.INVALID)
+                code = RefusalCode.OVERLOADED if isinstance(found, Busy) else RefusalCode.INVALID
+                rejected = RequestEvent(key, RequestEventKind.REJECTED, reason, refusal=code)
                 self._collect([rejected])
                 return
             self._live[key] = found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from queue import Queue
@@ -18,6 +19,7 @@ import xgrammar
 from pdserve.contracts.request import Grammar, GrammarKind
 from pdserve.engine.worker import grammars as module
 from pdserve.engine.worker.grammars import Grammars
+from pdserve.engine.worker.loop import Busy
 from tests.vocabulary import DEMO_FOLDER, LIMITS
 
 SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object", "properties": {"a": {"type": "integer"}}}')
@@ -144,7 +146,7 @@ def test_tenants_have_their_grammars_compiled_in_turns() -> None:
         compiled.grammars.find(grammar)
     order = [compiled.ready.get(timeout=60) for _ in range(5)]
     compiled.grammars.close()
-    assert order.index(other) <= 1
+    assert order.index(other) <= 2, "the first may have been taken before the second came"
     assert [each for each in order if each != other] == monopoly
 
 
@@ -156,7 +158,9 @@ def test_a_grammar_that_waited_for_others_may_be_tried_again(worker: Compiled, m
     assert worker.grammars.find(late) is None
     now_s += module.MAX_WAIT_S + 1
     assert [worker.ready.get(timeout=60) for _ in range(2)][1] == late
-    assert "try again" in str(worker.grammars.find(late))
+    found = worker.grammars.find(late)
+    assert isinstance(found, Busy)
+    assert "try again" in found
     now_s += module.MAX_WAIT_S + 1
     assert accepts(worker.wait(late), "eeeeee")
 
@@ -187,7 +191,7 @@ def test_a_compiler_that_did_not_start_is_no_fault_of_the_grammar(monkeypatch: p
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
     compiled = Compiled()
     with monkeypatch.context() as patch:
-        patch.setattr(module.sys, "executable", "/nowhere")
+        patch.setattr(sys, "executable", "/nowhere")
         assert "/nowhere" in str(compiled.wait(SCHEMA))
     now_s = module.MAX_WAIT_S + 1
     assert accepts(compiled.wait(SCHEMA), '{"a": 1}')

@@ -14,6 +14,7 @@ from pdserve.engine.scheduling.interface import OfferEvent
 from pdserve.engine.worker.loop import (
     MAX_FAILED_STEPS_IN_A_ROW,
     AddRequest,
+    Busy,
     CancelRequest,
     GrammarCompiled,
     SessionEnded,
@@ -285,6 +286,13 @@ def test_a_grammar_that_cannot_be_compiled_refuses_its_requests_alone() -> None:
     rig.add_guided(1, WORDS)  # the id is free again
     rig.loop.handle(CancelRequest(waiting), 0.0)
     assert events_of(rig) == [(waiting, RequestEventKind.CANCELLED)]
+
+
+def test_a_busy_compiler_is_no_fault_of_the_request() -> None:
+    rig = Rig()
+    rig.grammars[DIGITS] = Busy("try again")
+    rig.add_guided(1, DIGITS)
+    assert rig.refusals() == [(RefusalCode.OVERLOADED, "the grammar of the request cannot be used: try again")]
 
 
 def test_who_waits_for_a_grammar_can_be_cancelled() -> None:
