@@ -51,6 +51,8 @@ MAX_ATTEMPTS = 8
 """Maximum dispatches of one choice, whatever the cause."""
 MAX_LOSSES = 2
 """Lost workers after which a choice that they computed is a suspect."""
+TRIAL_WAIT_S = 1.0
+"""Seconds after which a suspect is tried: by then, what ended together with its last worker is known to be lost."""
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
 NO_OBJECTIVES = SloConfig(ttft_seconds=0.0, tpot_seconds=0.0)
 
@@ -486,13 +488,10 @@ class Dispatcher:
 
     def _awaits_turn(self, attempt: Attempt) -> bool:
         """Whether the attempt may not start now: it is a suspect and another one is on trial, or it follows an error
-        and has to wait."""
-        if self._awaits_trial(attempt):
+        or a suspicion and has to wait."""
+        if self._awaits_trial(attempt) or self._now_s() < attempt.retry_at_s:
             return True
-        if not attempt.num_errors:
-            return False
-        is_early = self._now_s() < attempt.retry_at_s
-        return is_early or not may_retry(len(self._retrying), self._num_choices.total())
+        return attempt.num_errors > 0 and not may_retry(len(self._retrying), self._num_choices.total())
 
     def _offered(self, attempt: Attempt) -> list[Worker]:
         """Workers that accept work, without those to avoid, as far as others have their role."""
@@ -769,10 +768,11 @@ class Dispatcher:
         micro-batches are lost one after the other, and with each what the one before it held: they count once.
 
         A worker's end has no cause that the router could know. One loss is an ordinary fail-over; after `MAX_LOSSES` an
-        attempt is a suspect. Suspects are tried one at a time, and a loss is the fault of the one on trial unless the
-        worker computed another that has been a suspect: then both are tried again. An attempt passes its trial with 4
-        new tokens, and four times as many after each further loss, since the first may only repeat what a lost worker
-        computed and the router did not read. A request thus ends three workers, seldom a fourth, not every one.
+        attempt is a suspect. Suspects are tried one at a time, on workers that did not end together with the last one,
+        and a loss is the fault of the one on trial unless the worker computed another that has been a suspect: then
+        both are tried again. An attempt passes its trial with 4 new tokens, and four times as many after each further
+        loss, since the first may only repeat what a lost worker computed and the router did not read. A request thus
+        ends three workers, seldom a fourth, not every one.
         """
         process = whole_worker_id(worker.worker_id), worker.epoch
         computed = [attempt for attempt in computed if attempt.lost_process != process]
@@ -783,6 +783,7 @@ class Dispatcher:
             attempt.lost_process = process
             if attempt.num_losses >= MAX_LOSSES:
                 log.warning("request %s: %d workers ended computing it", attempt.name, attempt.num_losses)
+                attempt.retry_at_s = self._now_s() + TRIAL_WAIT_S
                 self._suspects.setdefault(attempt.request_id, attempt)
         if on_trial is not None and suspected == [on_trial]:
             log.error("request %s: %d workers ended computing it", on_trial.name, on_trial.num_losses)
@@ -815,7 +816,8 @@ class Dispatcher:
     ) -> None:
         """Continue without ``worker``: bind the parked prompt to another decode worker if possible, else retry."""
         is_late = self._now_s() >= self._deadline_s(attempt.request)
-        if worker is not attempt.decode or not attempt.may_rebind or is_late or self._awaits_trial(attempt):
+        is_suspect = attempt.request_id in self._suspects
+        if worker is not attempt.decode or not attempt.may_rebind or is_late or is_suspect:
             self._retry(attempt, reason, message, is_error=is_error)
             return
         log.info("request %s, attempt %d is bound anew: %s (%s)", attempt.name, attempt.number, reason, message)

@@ -141,7 +141,7 @@ class Attempt:
     num_errors: int = 0
     """Errors in a row, without a token between."""
     retry_at_s: float = 0.0
-    """When the attempt after an error may begin."""
+    """When the attempt after an error, or that of a suspect, may begin."""
     num_losses: int = 0
     """Workers that ended while they computed it ..."""
     lost_process: tuple[str, int] | None = None

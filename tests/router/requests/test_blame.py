@@ -238,3 +238,22 @@ def test_the_end_of_a_drained_worker_makes_no_suspects() -> None:
     for _ in range(100):
         world.turn()
     assert {request.outcome for request in requests} == {Outcome.FINISHED}
+
+
+@pytest.mark.parametrize("num_requests", [1, 20])
+def test_workers_that_end_together_fail_nothing(num_requests: int) -> None:
+    names = ("prefill-0", "prefill-1", "prefill-2", "decode-0", "decode-1", "decode-2", "decode-3")
+    world = World(names, poisoned_index=-1, num_tokens=20)
+    requests = [world.start(number) for number in range(num_requests)]
+    for _ in range(3):
+        world.turn()
+    requests += [world.start(number) for number in range(num_requests)]
+    workers = list(world.dispatcher.workers.values())
+    for number, worker in enumerate(workers):
+        world.clock.now_s += number / 100
+        world.dispatcher.worker_lost(worker)
+    for worker in workers:
+        world._add(worker.worker_id)
+    for _ in range(1500):
+        world.turn()
+    assert {request.outcome for request in requests} == {Outcome.FINISHED}
