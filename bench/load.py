@@ -92,6 +92,8 @@ class Progress(NamedTuple):
 
     num_sent: int
     num_done: int
+    num_prefilled_tokens: int
+    """Prompt tokens of requests whose token 0 arrived."""
     num_output_tokens: int
 
 
@@ -252,6 +254,7 @@ class _Load:
         return Progress(
             num_sent=len(self._sent),
             num_done=self._num_done,
+            num_prefilled_tokens=sum(each.num_prompt_tokens for each in self._sent if each.answer.token_s),
             num_output_tokens=sum(each.answer.num_tokens or len(each.answer.token_s) for each in self._sent),
         )
 

@@ -180,14 +180,14 @@ def test_lateness_is_noticed() -> None:
     assert measured.times.ttft_s.max() > 0.1
 
 
-def test_progress_counts_tokens_as_they_come() -> None:
+def test_progress_counts_prompts_at_token_0_and_tokens_as_they_come() -> None:
     seen: list[Progress] = []
     requests = [SimulatedRequest(0.0, 5, 80), SimulatedRequest(0.0, 7, 2)]
     with scripted_server(answer_in_full) as server:
         measure_load(server.url, requests, vocab_size=100, progress=seen.append)
-    assert seen[-1] == (2, 2, 82)
+    assert seen[-1] == (2, 2, 12, 82)
     assert seen[0].num_sent == 2
-    assert seen[0].num_done == 1
+    assert (seen[0].num_done, seen[0].num_prefilled_tokens) == (1, 12)
     assert 2 < seen[0].num_output_tokens < 82
 
 

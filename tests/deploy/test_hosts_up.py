@@ -73,7 +73,8 @@ class Cluster:
         return {each["worker_id"]: each["address"].rpartition(":")[0] for each in self.workers()}
 
     def answer(self) -> str:
-        body = {"model": "pdserve-demo", "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
+        messages = [{"role": "user", "content": "What is 17 + 25?"}]
+        body = {"model": "pdserve-demo", "messages": messages, "temperature": 0}
         reply = httpx.post(f"{self.row('API')}/chat/completions", json=body, trust_env=False, timeout=60)
         return str(reply.raise_for_status().json()["choices"][0]["message"]["content"])
 
