@@ -138,6 +138,7 @@ class WorkerProcess:
         self._config = WorkerConfig(
             worker_id=name, role=role, model_path=str(DEMO_MODEL), emulate="h100-sxm", time_scale=0.0,
             num_kv_blocks=DECODE_BLOCKS if role is WorkerRole.DECODE else 4 * DECODE_BLOCKS, transport=transport,
+            max_model_len=512, cluster_token=TOKEN, park_timeout_s=PARK_TIMEOUT_S,
         )  # fmt: skip
         self._faults = faults
         self._proxies: list[asyncio.Server] = []

@@ -758,8 +758,8 @@ class Dispatcher:
             self._cut_off_until_s[attempt.prefill, worker] = self._now_s() + self._settings.cut_off_s
             self._go_on_without(attempt, worker, "kv_unavailable", event.message)
         else:
-            is_expired = worker is attempt.prefill
-            self._retry(attempt, "expired" if is_expired else "kv_unavailable", event.message)
+            is_expired = worker is attempt.prefill  # for want of room to decode, which is no error
+            self._retry(attempt, "expired" if is_expired else "kv_unavailable", event.message, is_error=not is_expired)
 
     # Blame
 
