@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from rich.console import Console
 
-from pdserve.bench.edge import running, stream, write_model
+from pdserve.bench.edge import run_streams, write_model
 from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.codec import from_json, to_json, to_plain
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
@@ -117,12 +117,7 @@ def running_router(
 
 
 def measure(url: str, router: psutil.Process, num_streams: int, seconds: float) -> dict[str, float]:
-    results, sender = multiprocessing.Pipe(duplex=False)
-    before_s = sum(router.cpu_times()[:2])
-    with running(stream, url, num_streams, seconds, sender):
-        assert results.poll(seconds + 60), "the streams have not ended"
-        gaps_s, num_tokens = results.recv()
-    cpu_s = sum(router.cpu_times()[:2]) - before_s
+    cpu_s, gaps_s, num_tokens = run_streams(url, router.pid, num_streams, seconds)
     return {
         "router_us_per_token": round(1e6 * cpu_s / num_tokens, 1),
         "tokens_per_s": round(num_tokens / seconds),

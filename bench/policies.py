@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
@@ -23,6 +24,7 @@ from pdserve.contracts.deployment import DEFAULT_POLICY, POLICIES, SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, Pool
+from pdserve.planner.simulate.simulation import RequestTimes
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.arrivals import POISSON, RandomGaps
 from pdserve.planner.workload.conversations import Conversations, SystemPrompts
@@ -55,6 +57,10 @@ class Setting:
     @property
     def slo(self) -> SloConfig:
         return SloConfig(ttft_seconds=self.ttft_s, tpot_seconds=self.tpot_s)
+
+    def are_met(self, times: RequestTimes) -> npt.NDArray[np.bool_]:
+        """Which requests met both objectives; refused ones did not."""
+        return (times.ttft_s <= self.ttft_s) & (times.tpot_s <= self.tpot_s) & ~times.is_rejected
 
 
 def layout(prefill: int, decode: int, *, prefill_blocks: int = 0, decode_blocks: int = 0) -> Layout:
@@ -163,8 +169,7 @@ def attainment(setting: Setting, policy: str, rate: float, num_requests: int, se
         max_in_flight=MAX_IN_FLIGHT,
         policy=policy.removesuffix(REFUSING),
     ).times
-    met = (times.ttft_s <= setting.ttft_s) & (times.tpot_s <= setting.tpot_s)
-    return float(np.mean(met & ~times.is_rejected))
+    return float(np.mean(setting.are_met(times)))
 
 
 def main() -> None:

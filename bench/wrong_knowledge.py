@@ -77,8 +77,7 @@ def attainment(
         policy=policy,
         knowledge=case.knowledge,
     ).times
-    met = (times.ttft_s <= setting.ttft_s) & (times.tpot_s <= setting.tpot_s) & ~times.is_rejected
-    return float(np.mean(met[num_first:]))
+    return float(np.mean(setting.are_met(times)[num_first:]))
 
 
 def _with_length(request: SimulatedRequest, factor: float) -> SimulatedRequest:
