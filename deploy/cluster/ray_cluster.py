@@ -23,9 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster.control_store import ControlStore
-from pdserve.deploy.cluster.processes import end_session, last_line, session_members, start_tied
+from pdserve.deploy.cluster.processes import end_session, is_alive, last_line, session_members, start_tied
 from pdserve.deploy.cluster.ray_desk import RayDesk
 from pdserve.deploy.cluster.supervised_process import SupervisedProcess
 
@@ -34,6 +36,7 @@ WORKER_RESOURCE = "pdserve_worker"
 
 NAMESPACE = "pdserve"
 _OBJECT_STORE_BYTES = 80_000_000  # Ray refuses less than 75 MB; we keep nothing in it
+_SERVERS = ("gcs_server", "raylet")
 _STARTED = "Ray runtime started."
 _START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 3.0
@@ -202,6 +205,8 @@ class PrivateRay(RayCluster):
             **_DRIVER,
         }
         self._process: subprocess.Popen[bytes] | None = None
+        self._servers: dict[str, psutil.Process] = {}
+        """Control store and raylet of a cluster that is up, by name."""
         self._deadline_s = 0.0
 
     @property
@@ -249,10 +254,21 @@ class PrivateRay(RayCluster):
             raise TimeoutError(f"no answer for {_START_TIMEOUT_S:.0f} s")
         if _STARTED not in self._log_path.read_text(errors="replace"):
             return False
-        return self._has_joined(lambda: _join(self.address))
+        if not self._has_joined(lambda: _join(self.address)):
+            return False
+        assert self._process is not None
+        children = {child.name(): child for child in psutil.Process(self._process.pid).children()}
+        self._servers = {name: children[name] for name in _SERVERS}
+        return True
 
     def _check_up(self, now_s: float) -> None:
         self._check_process()
+        for name, server in self._servers.items():
+            if not is_alive(server):  # `ray start` would notice within a second, and end the others gently
+                assert self._process is not None
+                self._process.kill()
+                self._process.wait()
+                raise RuntimeError(f"its {name} ended")
         self._ask(now_s)
 
     def _check_process(self) -> None:

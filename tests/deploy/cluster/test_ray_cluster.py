@@ -23,6 +23,7 @@ from pdserve.deploy.cluster.supervised_process import ProcessState
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
+import psutil
 from pdserve.deploy.cluster.ray_cluster import PrivateRay
 from pdserve.deploy.cluster.ray_desk import RayDesk
 from pdserve.deploy.cluster.supervised_process import ProcessState
@@ -42,14 +43,20 @@ actor = ray.remote(Actor).options(num_cpus=0, resources=cluster.worker_resources
 print(ray.get(actor.process_id.remote()), *cluster.process_ids, flush=True)
 sys.stdin.readline()
 assert ray.get(actor.process_id.remote())
+if len(sys.argv) > 3:
+    next(each for each in map(psutil.Process, cluster.process_ids) if each.name() == sys.argv[3]).kill()
+    while not cluster.failure:
+        cluster.check(time.monotonic())
+    assert cluster.failure == f"its {sys.argv[3]} ended", cluster.failure
 cluster.end()
 cluster.end()
 print(cluster.process_ids, flush=True)
 """
 
 
-def start(folder: str, token_digit: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SCRIPT, folder, token_digit]
+def start(folder: str, token_digit: str, *victim: str) -> subprocess.Popen[str]:
+    """``victim``: process of Ray that is killed in the end."""
+    command = [sys.executable, "-c", SCRIPT, folder, token_digit, *victim]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -64,7 +71,7 @@ def test_clusters_live_side_by_side_and_end_alone() -> None:
         tempfile.TemporaryDirectory(dir="/tmp") as first_folder,
         tempfile.TemporaryDirectory(dir="/tmp") as second_folder,
     ):
-        first, second = start(first_folder, "1"), start(second_folder, "2")
+        first, second = start(first_folder, "1"), start(second_folder, "2", "raylet")
         members = {}
         for driver in (first, second):
             assert driver.stdout is not None
