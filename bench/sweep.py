@@ -118,7 +118,7 @@ class Sweeper:
         in_order = [self._points[rate] for rate in sorted(self._points)]
         attained = [point for point, _ in in_order]
         goodput = max((point.rate for point in attained if point.meets(target)), default=0.0)
-        surely = (point.rate for point in attained if point.interval.low >= target and not point.is_saturated)
+        surely = (point.rate for point in attained if point.surely_meets(target))
         return Sweep(
             label=label,
             url=url,

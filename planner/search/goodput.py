@@ -29,8 +29,8 @@ _COARSE_STEP, _COARSE_TOLERANCE = 1.6, 1.1
 """Of the first seed's search: ratio of neighbouring rates, and of the two rates that it ends with."""
 _FINE_STEP = 1.04
 """Ratio of neighbouring rates of the search with all seeds."""
-_JUDGE_STEP, _JUDGE_TOLERANCE = 1.05, 0.02
-"""Of the judge's search from the scout's goodput down."""
+_JUDGE_STEP = 1.05
+"""Of searches from the other simulator's goodput."""
 _LEAST_SHARE = 1 / 200
 """Share of the first rate below which the goodput counts as 0; a search up ends at its inverse."""
 
@@ -67,7 +67,7 @@ class Goodput:
     """Highest simulated rate, in requests per second of the whole layout, that meets the target, with 95 % confidence
     if it was simulated with several seeds; 0 if none does."""
     interval: Interval
-    """From ``rate`` to the rate at which the target is missed with 95 % confidence."""
+    """From ``rate`` to the rate at which a further run misses the target with 95 % confidence."""
     target: float
     """Required attainment."""
     num_devices: int
@@ -164,7 +164,8 @@ def find_goodput(
 ) -> Goodput:
     """Goodput of ``trial``: the first seed finds the rate roughly, all seeds precisely.
 
-    One run meets the target by its share, several with 95 % confidence.
+    One run meets the target by its share, several with 95 % confidence; of several, the upper end of the interval is
+    simulated too.
 
     Args:
         start_rate: a guess; any rate above 0 leads to the same goodput, within the tolerance.
@@ -195,6 +196,11 @@ def find_goodput(
         step = _FINE_STEP
     rate = highest_rate(meets(num_seeds), rate, step or _COARSE_STEP, 1 + tolerance)
     whole = [point for point in points.values() if point.num_runs == num_seeds]
+    if rate and num_seeds > 1:
+        more = _until_missed(runner, trial, whole, target)
+        num_requests += sum(point.num_requests for point in more)
+        points |= {point.rate: point for point in more}
+        whole += more
     return Goodput(
         rate=rate,
         interval=Interval(rate, surely_missed_rate(whole, rate, target)),
@@ -225,11 +231,25 @@ def find_best(
         best = higher
 
 
+def _until_missed(runner: Runner, trial: Trial, known: Sequence[Attainment], target: float) -> list[Attainment]:
+    """Results of all seeds at rates above those of ``known``, up to one at which a further run surely misses
+    ``target``."""
+    more: list[Attainment] = []
+    point, step = max(known, key=lambda point: point.rate), _FINE_STEP
+    most = point.rate / _LEAST_SHARE
+    while not point.surely_misses(target) and point.rate < most:
+        point = runner.attainment(trial, point.rate * step)
+        more.append(point)
+        step **= 1.5
+    return more
+
+
 class Confirmed(NamedTuple):
     """The judge's answer to a goodput that the scout found."""
 
     goodput: Goodput
-    """The scout's, with the judge's result at that rate; the judge's own if it misses the target."""
+    """The scout's, with the judge's result at that rate; the judge's own if it misses the target. The interval ends
+    later by as much as the judge's rate exceeds the scout's at equal attainment."""
     judge: Attainment
     """Results of both at the scout's goodput, on the same requests."""
     scout: Attainment
@@ -246,9 +266,29 @@ def confirmed(runner: Runner, trial: Trial, scouted: Goodput) -> Confirmed:
     )
     goodput = replace(scouted, judged=judge)
     if not judge.meets(trial.slo.attainment):
-        step, tolerance = _JUDGE_STEP, _JUDGE_TOLERANCE
-        goodput = find_goodput(runner, trial, scouted.rate, step=step, tolerance=tolerance, known=[judge])
-    return Confirmed(goodput, judge, scout)
+        goodput = find_goodput(runner, trial, scouted.rate, step=_JUDGE_STEP, known=[judge])
+    high = max(goodput.interval.high, scouted.interval.high * _lead(runner, trial, scouted.rate))
+    return Confirmed(replace(goodput, interval=Interval(goodput.rate, high)), judge, scout)
+
+
+def _lead(runner: Runner, trial: Trial, start_rate: float) -> float:
+    """Factor, 1 or more, by which the judge's rate exceeds the scout's at equal attainment of the same requests, where
+    the scout just meets the target.
+
+    Args:
+        trial: of the judge.
+    """
+    same = replace(trial, is_scouted=True)
+    rate = find_goodput(runner, same, start_rate, step=_JUDGE_STEP).rate
+    if not rate:
+        return 1.0
+    judge = runner.attainment(trial, rate)
+    if not judge.meets(runner.attainment(same, rate).share):
+        return 1.0
+    equal = highest_rate(lambda each: runner.attainment(same, each).meets(judge.share), rate, _JUDGE_STEP, 1.01)
+    if equal:
+        return max(1.0, rate / equal)
+    return find_goodput(runner, trial, rate, step=_JUDGE_STEP, known=[judge]).rate / rate
 
 
 def highest_rate(meets: Callable[[float], bool], start_rate: float, step: float, tolerance: float) -> float:
@@ -276,14 +316,14 @@ def highest_rate(meets: Callable[[float], bool], start_rate: float, step: float,
 
 
 def surely_missed_rate(points: Sequence[Attainment], rate: float, target: float) -> float:
-    """Rate at which the upper end of attainment's interval falls to ``target``, or the first that saturates the
-    cluster: between two simulated rates in proportion, beyond the highest one along the line through the last two."""
+    """Rate at which the most that a further run attains falls to ``target``, or the first that saturates the cluster:
+    between two simulated rates in proportion, beyond the highest one along the line through the last two."""
     in_order = sorted((point for point in points if point.rate >= rate), key=lambda point: point.rate)
-    if len(in_order) < 2 or in_order[0].interval.high <= target:
+    if len(in_order) < 2 or in_order[0].of_further_run.high <= target:
         return in_order[0].rate if in_order else rate
     pairs = list(pairwise(in_order))
-    below, above = next((pair for pair in pairs if pair[1].is_saturated or pair[1].interval.high < target), pairs[-1])
-    high, low = below.interval.high, above.interval.high
+    below, above = next((pair for pair in pairs if pair[1].surely_misses(target)), pairs[-1])
+    high, low = below.of_further_run.high, above.of_further_run.high
     if above.is_saturated or high <= low or high <= target:
         return above.rate
     steps = (high - target) / (high - low)

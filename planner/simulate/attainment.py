@@ -116,6 +116,10 @@ class Attainment:
         """Whether a further run would meet the target, with 95 % confidence."""
         return self.of_further_run.low >= target and not self.is_saturated
 
+    def surely_misses(self, target: float) -> bool:
+        """Whether a further run would miss the target, with 95 % confidence, or has no steady state."""
+        return self.of_further_run.high < target or self.is_saturated
+
     @property
     def binding_slo(self) -> str:
         """``ttft`` or ``tpot``: the objective that more requests missed; TTFT on a tie."""

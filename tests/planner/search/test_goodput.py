@@ -67,6 +67,13 @@ def test_the_goodput_is_the_highest_rate_that_one_run_meets_or_several_surely_me
     assert [point.rate for point in goodput.points] == sorted(point.rate for point in goodput.points)
 
 
+def test_the_interval_ends_where_a_further_run_misses_however_flat_the_curve() -> None:
+    share = falling(10.0, steepness=0.5)
+    low, high = find_goodput(CurveRunner(share), a_trial(), 5.0).interval
+    assert share(low) == pytest.approx(0.91, abs=0.001)
+    assert share(high) == pytest.approx(0.89, abs=0.001)
+
+
 def test_all_seeds_are_spent_near_the_goodput_only() -> None:
     trial, runner = replace(a_trial(), seeds=(0, 1, 2, 3)), CurveRunner(falling(10.0))
     goodput = find_goodput(runner, trial, 2.0)
@@ -150,6 +157,7 @@ def test_the_judge_lowers_a_goodput_and_never_raises_one(factor: float, rate: fl
     assert goodput.at_rate is not None
     assert goodput.at_rate.num_runs == 1
     assert goodput.at_rate.share >= 0.9
+    assert 10.0 * factor < goodput.interval.high < 11.0 * max(1.0, factor)
 
 
 def test_the_judge_attains_the_same_at_the_goodput_that_the_scout_finds() -> None:
