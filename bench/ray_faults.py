@@ -1,20 +1,26 @@
 """Faults of Ray under a cluster of one host: what they cost the requests, and how long until all is back.
 
-    python -m pdserve.bench.ray_faults [--faults gcs-stopped-10,raylet-killed] [--rounds 3] [--json FILE]
+    python -m pdserve.bench.ray_faults [--faults gcs-stopped-10,raylet-killed+ctrl-c] [--rounds 3] [--json FILE]
 
 Each round starts `pdserve up --emulate` with two prefill and two decode workers, and 64 streams whose tokens are
-checked (`pdserve.bench.checked_streams`). Then it breaks something, with ``+worker`` kills a decode worker 1 s later,
-and waits until every worker is up again, counted from the end of the fault. Last, Ctrl-C must end every process.
+checked (`pdserve.bench.checked_streams`). Then it breaks something, and waits until every worker is up again, counted
+from the end of the fault. Last, Ctrl-C must end every process. With ``+worker`` a decode worker is killed 1 s after
+the fault; with ``+ctrl-c`` Ctrl-C comes up to 8 s after it, at random, whatever is going on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import random
+import secrets
 import signal
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +39,10 @@ TIME_SCALE = 25.0
 BACK_TIMEOUT_S = 180.0
 _UNDER_WAY_S = 3.0
 _KILL_AFTER_S = 1.0
+_CTRL_C_WITHIN_S = 8.0
 _SETTLE_S = 3.0
+_MARK = "PDSERVE_RAY_FAULTS"
+"""Environment variable that all processes of a round share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,8 @@ class Fault:
     """Seconds until SIGCONT, for a process that is stopped; without, it stays stopped."""
     is_for_good: bool = False
     """True if nothing comes back before Ctrl-C."""
+    is_starting: bool = False
+    """True if the process is killed first, and its successor meets the fault while it starts."""
 
 
 FAULTS = {
@@ -58,8 +69,13 @@ FAULTS = {
     "ray-start-killed": Fault("ray.scripts.scripts start", signal.SIGKILL),
     "worker-killed": Fault("ray::DecodeWorker", signal.SIGKILL),
     "worker-stopped": Fault("ray::DecodeWorker", signal.SIGSTOP),
+    "worker-stopped-starting": Fault("ray::DecodeWorker", signal.SIGSTOP, is_starting=True),
 }
-ALL = [*FAULTS, *(f"{name}+worker" for name in FAULTS if not name.startswith("worker")), "worker-stopped-starting"]
+ALL = [
+    *FAULTS,
+    *(f"{name}+worker" for name in FAULTS if not name.startswith("worker")),
+    *(f"{name}+ctrl-c" for name, fault in FAULTS.items() if not fault.lasts_s or fault.is_for_good),
+]
 
 
 class Cluster:
@@ -116,35 +132,44 @@ def emulated_cluster() -> Iterator[Cluster]:
 
 def try_fault(name: str) -> dict[str, Any]:
     """One round; returns what was seen."""
-    family: list[psutil.Process] = []
-    result: dict[str, Any] = {"fault": name}
+    fault, _, twist = name.partition("+")
+    os.environ[_MARK] = secrets.token_hex(8)
     with emulated_cluster() as cluster:
         if not cluster.wait_whole():
             raise RuntimeError("the cluster did not start")
         streams = Streams(cluster.url)
-        try:
-            time.sleep(_UNDER_WAY_S)
-            back_s = _stop_while_starting(cluster) if name == "worker-stopped-starting" else _break(cluster, name)
+        time.sleep(_UNDER_WAY_S)
+        result = {"fault": name, "load_average": round(os.getloadavg()[0], 1)}
+        result["back_s"] = _break(cluster, FAULTS[fault], twist)
+        if twist != "ctrl-c":
             time.sleep(_SETTLE_S)
-        finally:
-            answers = streams.end()
-        result |= {"back_s": back_s, **summary(answers)}
-        family = cluster.processes()
+            result |= summary(streams.end())
         ending_s = time.monotonic()
     result["ended_s"] = round(time.monotonic() - ending_s, 1)
-    result["left"] = [_description(each) for each in family if each.is_running()]
+    if twist == "ctrl-c":
+        streams.end()  # they fail with the cluster
+    result["left"] = [_description(each) for each in psutil.process_iter() if _is_marked(each)]
     return result
 
 
-def _break(cluster: Cluster, name: str) -> float | None:
-    """Break what ``name`` says; returns the seconds from the end of the fault until all is back, if it came back."""
-    fault = FAULTS[name.removesuffix("+worker")]
+def _is_marked(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.environ().get(_MARK) == os.environ[_MARK]
+    return False
+
+
+def _break(cluster: Cluster, fault: Fault, twist: str) -> float | None:
+    """Returns the seconds from the end of the fault until all is back, or until that is given up; None if nothing is to
+    come back."""
     before = cluster.epochs()
-    victim = cluster.processes(fault.process)[0]
+    victim = _successor(cluster, fault.process) if fault.is_starting else cluster.processes(fault.process)[0]
     victim.send_signal(fault.number)
     began_s = time.monotonic()
-    is_worker_lost = name.endswith("+worker") or fault.process.startswith("ray::")
-    if name.endswith("+worker"):
+    is_worker_lost = twist == "worker" or fault.process.startswith("ray::")
+    if twist == "ctrl-c":
+        time.sleep(random.uniform(0, _CTRL_C_WITHIN_S))
+        return None
+    if twist == "worker":
         time.sleep(_KILL_AFTER_S)
         for worker in cluster.processes("ray::DecodeWorker")[:1]:  # it may have ended with the fault
             worker.kill()
@@ -156,38 +181,59 @@ def _break(cluster: Cluster, name: str) -> float | None:
         began_s = time.monotonic()
     is_ray_lost = fault.number is signal.SIGKILL and not fault.process.startswith("ray::")
     num_new = NUM_WORKERS if is_ray_lost else int(is_worker_lost)
-    is_back = cluster.wait_whole(lambda epochs: sum(epochs[each] != before[each] for each in epochs) >= num_new)
-    return round(time.monotonic() - began_s, 1) if is_back else None
+    cluster.wait_whole(lambda epochs: sum(epochs[each] != before[each] for each in epochs) >= num_new)
+    return round(time.monotonic() - began_s, 1)
 
 
-def _stop_while_starting(cluster: Cluster) -> float | None:
-    """Stop the process of a worker before it is up; returns the seconds until another is up in its place."""
-    known = {each.pid for each in cluster.processes("ray::DecodeWorker")}
-    before = cluster.epochs()
-    cluster.processes("ray::DecodeWorker")[0].kill()
-    began_s = time.monotonic()
-    while not (starting := [each for each in cluster.processes("ray::DecodeWorker") if each.pid not in known]):
-        if time.monotonic() > began_s + BACK_TIMEOUT_S:
-            return None
+def _successor(cluster: Cluster, text: str) -> psutil.Process:
+    """Kill a process; returns the one that starts in its place."""
+    known = {each.pid for each in cluster.processes(text)}
+    cluster.processes(text)[0].kill()
+    deadline_s = time.monotonic() + BACK_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        for process in cluster.processes(text):
+            if process.pid not in known:
+                return process
         time.sleep(0.01)
-    starting[0].suspend()
-    is_back = cluster.wait_whole(lambda epochs: epochs != before)
-    return round(time.monotonic() - began_s, 1) if is_back else None
+    raise RuntimeError(f"nothing took the place of {text}")
+
+
+def totals(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all rounds of a fault have shown."""
+    failed: Counter[str] = Counter()
+    for each in rounds:
+        failed.update(each.get("failed", {}))
+    back_s = [each["back_s"] for each in rounds if each["back_s"] is not None]
+    return {
+        "fault": rounds[0]["fault"],
+        "rounds": len(rounds),
+        "load_average": statistics.median(each["load_average"] for each in rounds),
+        "streams": sum(each.get("streams", 0) for each in rounds),
+        "wrong": sum(each.get("wrong", 0) for each in rounds),
+        "failed": dict(failed),
+        "median_back_s": statistics.median(back_s) if back_s else None,
+        "longest_back_s": max(back_s, default=None),
+        "longest_gap_s": max(each.get("longest_gap_s", 0.0) for each in rounds),
+        "longest_end_s": max(each["ended_s"] for each in rounds),
+        "left": [process for each in rounds for process in each["left"]],
+    }
 
 
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--faults", default=",".join(ALL), help=f"some of {', '.join(ALL)}")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1, help="of each fault; Ctrl-C publishes those so far")
     arguments = parser.parse_args()
     names = arguments.faults.split(",")
     if unknown := set(names) - set(ALL):
         sys.exit(f"ray_faults: no fault is called {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
-    console, rounds = Console(stderr=True), []
-    for name in [name for name in names for _ in range(arguments.rounds)]:
-        rounds.append(try_fault(name))
-        console.print(rounds[-1], highlight=False)
-    publish({"rounds": rounds}, arguments.json)
+    console, seen = Console(stderr=True), {name: list[dict[str, Any]]() for name in names}
+    try:
+        for name in names * arguments.rounds:
+            seen[name].append(try_fault(name))
+            console.print(seen[name][-1], highlight=False)
+    finally:
+        publish({"faults": [totals(rounds) for rounds in seen.values() if rounds]}, arguments.json)
 
 
 if __name__ == "__main__":
