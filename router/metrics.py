@@ -164,7 +164,8 @@ class RouterMetrics(DispatchObserver):
         self.link_pulls = worker_family(Counter, metrics.LINK_PULLS)
         self.link_bytes = worker_family(Counter, metrics.LINK_BYTES)
         self.link_seconds = worker_family(Counter, metrics.LINK_SECONDS)
-        self._links: set[tuple[str, str]] = set()
+        self.transports: dict[tuple[str, str], str] = {}
+        """Of the last pull by pair of source and decode worker; empty if none succeeded."""
         # A series that appears with its first event has no rate before the second.
         for outcome in Outcome:
             self.outcomes.labels(outcome.value)
@@ -261,16 +262,17 @@ class RouterMetrics(DispatchObserver):
     def observe_transfer(self, report: worker_pb2.TransferReport, source: str, worker: str) -> None:
         """Record one pull from ``source``, as reported by the decode worker ``worker``."""
         link = source, worker
-        if link not in self._links:
-            if len(self._links) >= MAX_LINKS:
+        if link not in self.transports:
+            if len(self.transports) >= MAX_LINKS:
                 link = "other", "other"
-            self._links.add(link)
+            self.transports[link] = ""
         done, failed = self.link_pulls.labels(*link, "done"), self.link_pulls.labels(*link, "failed")
         if report.failure_stage:
             self.transfer_failures.labels(report.failure_stage, report.transport or NO_TRANSPORT).inc()
             failed.inc()
         else:
             done.inc()
+            self.transports[link] = report.transport
             self.link_bytes.labels(*link).inc(report.bytes)
             self.link_seconds.labels(*link).inc(report.seconds)
             self.transfer_seconds.labels(report.transport).observe(report.seconds)

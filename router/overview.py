@@ -121,7 +121,10 @@ class Overview:
             "last": self._point(),
             "long": {"window_s": long.seconds, "attainment": long.attainment},
             "workers": [_worker(worker) for _, worker in sorted(cluster.workers.items())],
-            "links": [[*pair, count] for pair, count in sorted(dispatcher.links().items())],
+            "links": [
+                [*pair, count, self._metrics.transports.get(pair, "")]
+                for pair, count in sorted(dispatcher.links().items())
+            ],
             "failures": [each._asdict() for each in self._metrics.failures],
         }
 

@@ -336,7 +336,7 @@ class Supervisor:
         if config.router.page:
             rows.append(("page", f"{router.address}/"))
         rows.append(("admin", ", ".join(router.admin_url for router in self._routers)))
-        self._progress.banner(rows, curl_command(router.address, router.config.served_name))
+        self._progress.banner(rows, curl_command(router.address, router.config.served_name, bool(config.router.keys_file)))
 
     def _leave_cores_to_workers(self) -> None:
         """Move the router and Ray's daemons, which started on every core, to the spare cores."""
@@ -388,8 +388,9 @@ class Supervisor:
         self._take_signals()
 
 
-def curl_command(url: str, model: str) -> str:
+def curl_command(url: str, model: str, needs_key: bool) -> str:
     """Example request, as a shell command."""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "{_QUESTION}"}}], "max_tokens": 32}}'
     options = " -k" if url.startswith("https") else ""
+    options += ' -H "Authorization: Bearer $PDSERVE_API_KEY"' if needs_key else ""
     return f"curl{options} {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"

@@ -9,6 +9,7 @@ import pytest
 
 from pdserve.contracts import metrics as names
 from pdserve.contracts.deployment import SloConfig
+from pdserve.proto.v1 import worker_pb2
 from pdserve.router.metrics import MAX_FAILURES, RouterMetrics
 from pdserve.router.overview import LONG_WINDOW_S, POINT_S, WINDOW_S, Overview
 from pdserve.router.requests.request import GenerationError
@@ -107,7 +108,10 @@ async def test_workers_links_and_losses_are_shown(p: ScriptedWorker, d: Scripted
         p.load["num_blocks_referenced"] = 3
         await until(lambda: rig.cluster.workers["prefill-0"].load.num_blocks_referenced == 3)
         now = overview.now()
-        assert now["links"] == [["prefill-0", "decode-0", 1]]
+        assert now["links"] == [["prefill-0", "decode-0", 1, ""]]
+        report = worker_pb2.TransferReport(transport="tcp", seconds=0.1, bytes=1)
+        rig.metrics.observe_transfer(report, "prefill-0", "decode-0")
+        assert overview.now()["links"] == [["prefill-0", "decode-0", 1, "tcp"]]
         assert [(each["id"], each["role"], each["state"]) for each in now["workers"]] == [
             ("decode-0", "decode", "up"),
             ("prefill-0", "prefill", "up"),

@@ -123,9 +123,9 @@ function drawWorkers({ workers: present, links }) {
   svg.setAttribute("preserveAspectRatio", "none");
   svg.style.height = `${height}px`;
   const middle = (id) => row[id] * (CARD_PX + GAP_PX) + CARD_PX / 2;
-  svg.replaceChildren(...links.filter(([source, target]) => source in row && target in row).map(([source, target, count]) =>
-    shape("line", { x1: 0, x2: 100, y1: middle(source), y2: middle(target), "stroke-width": Math.min(1 + count, 12) })));
-  const texts = links.map(([source, target, count]) => `${source} to ${target}: ${count}`);
+  svg.replaceChildren(...links.filter(([source, target]) => source in row && target in row).map(([source, target, count, transport]) =>
+    shape("line", { class: transport, x1: 0, x2: 100, y1: middle(source), y2: middle(target), "stroke-width": Math.min(1 + count, 12) })));
+  const texts = links.map(([source, target, count, transport]) => `${source} to ${target}: ${count} ${transport && `by ${transport}`}`);
   svg.setAttribute("aria-label", texts.length ? `answers handed over, ${texts.join(", ")}` : "no answer is being handed over");
 }
 
@@ -238,7 +238,7 @@ async function ask(asked, paragraph, signal) {
   });
   if (!response.ok) throw new Error((await response.json()).error.message);
   const text = paragraph.firstChild;
-  let first = null, last = null, numTokens = 0, workers = "";
+  let first = null, numTokens = 0, workers = "";
   for await (const [isComment, line] of eventsOf(response)) {
     if (isComment && line.startsWith("workers ")) workers = line.slice(8);
     if (isComment || line === "[DONE]") continue;
@@ -247,13 +247,12 @@ async function ask(asked, paragraph, signal) {
     const delta = chunk.choices[0]?.delta;
     if (delta) {
       first ??= performance.now();
-      last = performance.now();
       text.textContent += delta.reasoning_content ?? delta.content ?? "";
     }
     if (chunk.usage) numTokens = chunk.usage.completion_tokens;
   }
-  const facts = [`TTFT ${milliseconds((first - began) / 1e3)}`];
-  if (last > first) facts.push(`${rate((numTokens - 1) / ((last - first) / 1e3))} tokens/s`);
+  const seconds = (performance.now() - began) / 1e3;
+  const facts = [`TTFT ${milliseconds((first - began) / 1e3)}`, `${numTokens} tokens in ${milliseconds(seconds)}`, `${rate(numTokens / seconds)} tokens/s`];
   if (workers) facts.push(workers.split(" ").join(" → "));
   paragraph.append(element("span", { className: "facts", textContent: facts.join(", ") }));
   return text.textContent;
