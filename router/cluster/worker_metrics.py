@@ -63,6 +63,8 @@ class WorkerMetrics:
         self._limits["tokens"].set(welcome.max_batch_tokens)
 
     def went_down(self) -> None:
+        """What it held is gone; its totals stay, in case only the session was lost."""
+        self._load = worker_pb2.Load(**{field: getattr(self._load, field) for field in self._totals})
         self._up.set(0)
         self._ranks.set(0)
 

@@ -82,6 +82,11 @@ def test_a_frame_becomes_the_workers_series() -> None:
     assert sample(metrics, "pdserve_worker_ranks", **labels) == 2, "its share of 6"
     assert sample(metrics, "pdserve_worker_usd_per_hour", **labels) == 3
     assert sample(metrics, "pdserve_worker_limit", limit="tokens", **labels) == 512
+    worker.observe(load)
+    worker.went_down()
+    assert sample(metrics, "pdserve_running_sequences", **labels) == 0, "what it held is gone"
+    worker.observe(load)
+    assert sample(metrics, "pdserve_swap_outs_total", **labels) == 4, "only the session was lost"
     worker.went_down()
     assert sample(metrics, "pdserve_worker_up", **labels) == sample(metrics, "pdserve_worker_ranks", **labels) == 0
     worker.remove()
