@@ -336,7 +336,8 @@ class Supervisor:
         if config.router.page:
             rows.append(("page", f"{router.address}/"))
         rows.append(("admin", ", ".join(router.admin_url for router in self._routers)))
-        self._progress.banner(rows, curl_command(router.address, router.config.served_name, bool(config.router.keys_file)))
+        needs_key = bool(config.router.keys_file)
+        self._progress.banner(rows, curl_command(router.address, router.config.served_name, needs_key))
 
     def _leave_cores_to_workers(self) -> None:
         """Move the router and Ray's daemons, which started on every core, to the spare cores."""
