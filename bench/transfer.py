@@ -49,6 +49,8 @@ EPOCH = 1
 TOKEN = "bench"
 PULL_TIMEOUT_S = 60.0
 _DIGEST_BYTES = 8
+_SETTLE_S = 0.01
+"""From an offer to its pull."""
 
 
 def layout_of(num_blocks: int) -> KvLayout:
@@ -62,14 +64,12 @@ def layout_of(num_blocks: int) -> KvLayout:
 class Engine:
     """The engine's side of a transfer process."""
 
-    def __init__(
-        self, memory: PoolMemory, transport: str, tls: TlsFiles | None = None, cpu_cores: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, memory: PoolMemory, transport: str, tls: TlsFiles | None = None) -> None:
         self.memory = memory
         self._said: queue.SimpleQueue[transfer_pb2.TransferToEngine] = queue.SimpleQueue()
         self.process = TransferProcess.start(
             memory=memory, worker_epoch=EPOCH, host="127.0.0.1", cluster_token=TOKEN, transport=transport,
-            cpu_cores=cpu_cores, on_message=self._said.put, on_death=lambda: None, tls=tls,
+            cpu_cores=(), on_message=self._said.put, on_death=lambda: None, tls=tls,
         )  # fmt: skip
 
     def offer(self, num_blocks: int) -> bytes:
@@ -83,8 +83,8 @@ class Engine:
         self.process.send(transfer_pb2.EngineToTransfer(grant=transfer_pb2.OfferedGrant(handle=handle, grant=grant)))
         return handle
 
-    def pull(self, source: Engine, num_blocks: int, *, settle_s: float = 0.01) -> float:
-        """Seconds of a pull of the source's first blocks, ``settle_s`` after they were offered."""
+    def pull(self, source: Engine, num_blocks: int) -> float:
+        """Seconds of a pull of the source's first blocks, soon after they were offered."""
         order = transfer_pb2.StartPull(
             pull_id=1,
             source=worker_pb2.KvSource(
@@ -93,7 +93,7 @@ class Engine:
             block_ids=range(num_blocks),
             deadline_s=PULL_TIMEOUT_S,
         )
-        time.sleep(settle_s)
+        time.sleep(_SETTLE_S)
         started_s = time.perf_counter()
         self.process.send(transfer_pb2.EngineToTransfer(start_pull=order))
         done = self._said.get(timeout=2 * PULL_TIMEOUT_S).pull_done
@@ -273,12 +273,16 @@ def result_lines(result: Mapping[str, Any]) -> list[str]:
 def prompt_share(num_tokens: int, num_rounds: int) -> dict[str, float]:
     """Milliseconds to prefill a prompt of the tiny model, whose KV is large for its arithmetic, and to pull it by
     memfd; and the share of the pull in both together. Each is the fastest of its rounds."""
+    import torch
+
     from pdserve.bench.shapes import SHAPES
-    from pdserve.bench.step_interference import build_executor
+    from pdserve.contracts.precision import Precision
     from pdserve.contracts.request import SamplingParams
     from pdserve.contracts.step import StepBatch, StepRow
     from pdserve.kernels.cpu.threads import use_threads
+    from pdserve.kernels.kv_pool import KvPool
     from pdserve.model.config.decoder_config import DecoderConfig
+    from pdserve.model.executors.model import ModelExecutor
     from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
@@ -286,8 +290,9 @@ def prompt_share(num_tokens: int, num_rounds: int) -> dict[str, float]:
         config = DecoderConfig.from_folder(path)
         layout = config.kv_layout(num_blocks=num_tokens // 16, block_size=16, dtype="float32", model_hash="bench")
         memory = PoolMemory.create(layout)
-        executor = build_executor(path, memory, config)
         use_threads(len(os.sched_getaffinity(0)))
+        pool = KvPool(torch.frombuffer(memory.blocks, dtype=torch.uint8), layout.shape, torch.float32)
+        executor = ModelExecutor(folder=path, config=config, layout=layout, pool=pool, precision=Precision())
         row = StepRow(
             sequence_id=0,
             tokens=[index % config.shape.vocab_size for index in range(num_tokens)],
