@@ -43,7 +43,8 @@ from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.cluster.remote_worker import RemoteWorker
 from pdserve.router.metrics import RouterMetrics
-from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
+from pdserve.router.requests.dispatch import Dispatcher
+from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import GenerationError, RequestSpec
 
 TOKEN = "soak"

@@ -37,7 +37,7 @@ from pdserve.router.http.token_timer import TokenTimer
 from pdserve.router.main import main as run_router
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.process_config import RouterProcessConfig
-from pdserve.router.requests.dispatch import DispatchObserver
+from pdserve.router.requests.interface import DispatchObserver
 
 GPU = "h100-sxm"
 START_S = 60.0

@@ -115,7 +115,7 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
     @app.post("/drain")
     async def drain() -> dict[str, Any]:
         """Refuse new requests; running ones continue. The process stays; SIGTERM ends it once `in_flight` is 0."""
-        cluster.dispatcher.begin_drain()
+        cluster.dispatcher.admission.begin_drain()
         return {"draining": True, "in_flight": cluster.dispatcher.num_in_flight}
 
     @app.get("/overview")
@@ -130,7 +130,7 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
         return {
             "routers": routers(request),
             "ready": cluster.is_ready,
-            "draining": dispatcher.is_draining,
+            "draining": dispatcher.admission.is_draining,
             "in_flight": dispatcher.num_in_flight,
             "queued": dispatcher.num_queued,
             "accepted": dispatcher.num_accepted,

@@ -47,7 +47,8 @@ from pdserve.router.metrics import RouterMetrics
 from pdserve.router.overview import Overview
 from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.replicas import Replicas
-from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
+from pdserve.router.requests.dispatch import Dispatcher
+from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.policy import Costs
 from pdserve.router.text.tokenizer import ChatTokenizer
 from pdserve.router.text.tool_calls import TOOL_FORMATS
@@ -271,7 +272,7 @@ def _stop_on_signals() -> asyncio.Event:
 
 async def _drain(cluster: Cluster, timeout_s: float) -> None:
     dispatcher = cluster.dispatcher
-    dispatcher.begin_drain()
+    dispatcher.admission.begin_drain()
     log.info("draining %d requests", dispatcher.num_in_flight)
     try:
         async with asyncio.timeout(timeout_s):

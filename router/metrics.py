@@ -21,7 +21,8 @@ from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.plain_histogram import PlainHistogram
-from pdserve.router.requests.dispatch import Dispatcher, DispatchObserver
+from pdserve.router.requests.dispatch import Dispatcher
+from pdserve.router.requests.interface import DispatchObserver
 from pdserve.router.requests.journey import TPOT_CAUSES, TTFT_CAUSES, Journey, tpot_cause, ttft_cause
 from pdserve.router.requests.request import Request, RequestSpec
 

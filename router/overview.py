@@ -105,7 +105,7 @@ class Overview:
     def now(self) -> dict[str, Any]:
         """The newest state; JSON. Shares and quantiles are null where nothing was measured."""
         dispatcher, cluster = self._cluster.dispatcher, self._cluster
-        state = "draining" if dispatcher.is_draining else "ready" if cluster.is_ready else "not ready"
+        state = "draining" if dispatcher.admission.is_draining else "ready" if cluster.is_ready else "not ready"
         long = self._window(LONG_WINDOW_S)
         return {
             "model": self._model,

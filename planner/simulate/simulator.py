@@ -35,7 +35,8 @@ from pdserve.planner.simulate.simulated_worker import SimulatedWorker
 from pdserve.planner.simulate.simulation import Simulation
 from pdserve.planner.workload.prompts import Prompt, PromptTable
 from pdserve.planner.workload.requests import SimulatedRequest
-from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
+from pdserve.router.requests.dispatch import Dispatcher
+from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 
 

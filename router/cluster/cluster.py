@@ -127,7 +127,7 @@ class Cluster:
     @property
     def is_ready(self) -> bool:
         """Whether both phases have served a real round trip and accept work."""
-        return self._is_proven and not self.dispatcher.is_draining and self._serves_both_phases()
+        return self._is_proven and not self.dispatcher.admission.is_draining and self._serves_both_phases()
 
     @property
     def max_model_len(self) -> int | None:
@@ -175,7 +175,7 @@ class Cluster:
         Raises:
             GenerationError: it would not (overload, drain).
         """
-        self.dispatcher.check_room(num_choices, tenant=tenant, tier=tier)
+        self.dispatcher.admission.check(num_choices, tenant=tenant, tier=tier)
 
     async def sweep_forever(self) -> None:
         while True:
@@ -192,7 +192,7 @@ class Cluster:
         worker, or both from a mixed worker. Probes count in the metrics like any other request."""
         while True:
             await asyncio.sleep(PROBE_POLL_S)
-            if self._is_proven or self.dispatcher.is_draining or not self._serves_both_phases():
+            if self._is_proven or self.dispatcher.admission.is_draining or not self._serves_both_phases():
                 continue
             if await self.round_trip():
                 self._is_proven = self._serves_both_phases()

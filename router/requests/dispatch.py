@@ -1,8 +1,8 @@
 """Dispatch core: places requests on workers, binds decode workers, retries, delivers tokens.
 
-Owns the tables of requests and attempts, the queue of attempts that no worker has taken, and admission (a bound on
-requests in flight, and the drain). A pure `Placement` decides where to go. At all times, accepted requests equal the
-sum of outcomes and requests in the table.
+Owns the tables of requests and attempts and the queue of attempts that no worker has taken. A pure `Placement` decides
+where to go, `Admission` what is accepted, `Blame` and `Retries` when it may be tried again. At all times, accepted
+requests equal the sum of outcomes and requests in the table.
 
 Everything the core needs is injected, so a virtual clock drives it as well as a live router.
 
@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from pdserve.contracts.deployment import DEFAULT_POLICY, DEFAULT_TIER, Policy, SloConfig
+from pdserve.contracts.deployment import DEFAULT_TIER
 from pdserve.contracts.events import (
     PromptLogprobsEvent,
     RefusalCode,
@@ -39,79 +37,19 @@ from pdserve.contracts.placement import WorkerRole, whole_worker_id
 from pdserve.contracts.request import KvSource, Outcome, RequestState
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.replicas import Replicas
+from pdserve.router.requests.admission import MIN_RETRY_AFTER_S, Admission
+from pdserve.router.requests.blame import Blame, computed_by
+from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
 from pdserve.router.requests.placement import Arrival
 from pdserve.router.requests.policies import placement
 from pdserve.router.requests.policy import Costs, PrefillChoice, PromptBlocks, prefill_candidates, shortfall
 from pdserve.router.requests.request import MIN_DURATION_S, Attempt, GenerationError, Request, RequestSpec
-from pdserve.router.requests.retries import MAX_FAILURES, Breaker, backoff_s, may_retry
+from pdserve.router.requests.retries import MAX_FAILURES, Retries
 
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 8
 """Maximum dispatches of one choice, whatever the cause."""
-MAX_LOSSES = 2
-"""Lost workers after which a choice that they computed is a suspect."""
-TRIAL_WAIT_S = 1.0
-"""Seconds after which a suspect is tried: by then, what ended together with its last worker is known to be lost."""
-MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
-NO_OBJECTIVES = SloConfig(ttft_seconds=0.0, tpot_seconds=0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchSettings:
-    policy: Policy = DEFAULT_POLICY
-    """Name of the placement policy."""
-    max_in_flight: int = 1024
-    """Maximum choices accepted by all routers and not ended: a request for n answers counts as n requests."""
-    slo: SloConfig = NO_OBJECTIVES
-    """Tiers; an objective of 0 is none. Without one for TPOT, decode workers prefill nothing."""
-    deadline_s: float = 600.0
-    """Seconds from arrival until a request is given up."""
-    worker_wait_s: float = 60.0
-    """Maximum seconds that a request which had a worker waits for the next one: its client may have tokens already."""
-    new_wait_s: float = 5.0
-    """Maximum seconds that a new request waits for a worker. Long enough to hide a quick restart of a worker; a client
-    that would wait longer had better retry, perhaps elsewhere."""
-    cut_off_s: float = 10.0
-    """Seconds after a failed pull during which its decode worker is avoided for prompts of the same prefill worker, and
-    for which a worker is left alone that failed several requests."""
-
-
-class DispatchObserver:
-    """Receives everything that is counted and ignores it; `pdserve.router.metrics` overrides."""
-
-    def accepted(self, spec: RequestSpec) -> None:
-        """A request was admitted."""
-
-    def refused(self, tier: str) -> None:
-        """A request was refused for lack of room, or because it would meet its objectives on no worker."""
-
-    def placed(self, policy: str, role: WorkerRole, *, is_late: bool) -> None:
-        """A prompt was sent to a worker; ``is_late`` if its TTFT objective was expected to be missed."""
-
-    def routed(self, seconds: float) -> None:
-        """A decision of the policy took ``seconds``."""
-
-    def phase_ended(self, phase: str, seconds: float) -> None:
-        """A phase of an attempt ended; `pdserve.router.metrics.PHASES` lists the phases."""
-
-    def prompt_started(self, num_cached_tokens: int) -> None:
-        """A worker began to compute a request's prompt."""
-
-    def pull_started(self, num_cached_tokens: int) -> None:
-        """A decode worker reserved blocks for a prompt of which it had ``num_cached_tokens``."""
-
-    def fell_back(self, reason: str) -> None:
-        """A decision had no free choice; `pdserve.router.metrics.FALLBACK_REASONS` lists the reasons."""
-
-    def handoff_stalled(self, seconds: float) -> None:
-        """Token 1 of an attempt with handoff arrived ``seconds`` after token 0."""
-
-    def retried(self, reason: str, num_tokens: int) -> None:
-        """An attempt was dispatched again, with ``num_tokens`` to compute again, or bound to another decode worker."""
-
-    def ended(self, request: Request) -> None:
-        """``request.outcome`` is set."""
 
 
 class Dispatcher:
@@ -130,39 +68,28 @@ class Dispatcher:
             now_s: returns the current monotonic instant, of any origin.
             replicas: routers that share ``settings.max_in_flight``.
         """
-        self.replicas = replicas or Replicas()
         self.workers: dict[str, Worker] = {}
         """Workers that are up, by id."""
         self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(Outcome, 0))
         self.num_accepted = 0
-        self.is_draining = False
         self.costs = costs
         tiers = [settings.slo, *settings.slo.tiers.values()]
         self._placement = placement(settings.policy, costs, tpot_slo_s=min(tier.tpot_seconds for tier in tiers))
         self._heaviest = max(tier.weight for tier in tiers) or 1.0
         self._settings = settings
+        self.replicas = replicas or Replicas()
         self._now_s = now_s
         self._observer = observer or DispatchObserver()
+        self.admission = Admission(settings, self.replicas, self._observer)
         self._requests: dict[Request, None] = {}
         """Requests in flight, in order of arrival."""
         self._attempts: dict[int, Attempt] = {}
         """Attempts by request id, as in the next two tables."""
         self._queued: dict[int, Attempt] = {}
         self._unbound: dict[int, Attempt] = {}
-        self._suspects: dict[int, Attempt] = {}
-        """Attempts that may be what ends workers. They are tried one at a time: the first is on trial, all others wait
-        in the queue."""
-        self._cut_off_until_s: dict[tuple[Worker, Worker], float] = {}
-        """End of each cut-off by (prefill worker, decode worker); a replaced worker is another key and starts clean."""
-        self._breakers: dict[Worker, Breaker] = {}
-        """Of workers that failed a request and sent no token since."""
-        self._retrying: set[int] = set()
-        """Attempts that follow an error and have no token yet, by request id."""
-        self._random = random.Random(0)
         self._request_ids = itertools.count(1)
-        self._num_choices: Counter[tuple[str, str]] = Counter()
-        """In flight, by tenant and tier."""
-        self._mean_request_s = MIN_RETRY_AFTER_S
+        self._blame = Blame()
+        self._retries = Retries(settings.cut_off_s)
 
     @property
     def num_in_flight(self) -> int:
@@ -189,14 +116,14 @@ class Dispatcher:
         """Accept a request and place its first choice.
 
         Args:
-            has_room: `check_room` has said so, for this request and others.
+            has_room: `Admission.check` has said so, for this request and others.
 
         Raises:
             GenerationError: refused at once (overload, drain).
         """
         spec = request.spec
         if not has_room:
-            self.check_room(spec.num_choices, tenant=spec.tenant, tier=spec.tier)
+            self.admission.check(spec.num_choices, tenant=spec.tenant, tier=spec.tier)
         attempt = Attempt(request, 0, next(self._request_ids), self._now_s())
         decision = self._decide(attempt)
         if decision is not None and decision.choice.retry_after_s:
@@ -204,7 +131,7 @@ class Dispatcher:
             message = f"no worker would meet the objectives of tier {spec.tier} for this request now"
             raise GenerationError(429, message, retry_after_s=max(decision.choice.retry_after_s, MIN_RETRY_AFTER_S))
         self._requests[request] = None
-        self._num_choices[spec.tenant, spec.tier] += spec.num_choices
+        self.admission.accepted(spec)
         self.num_accepted += 1
         self._observer.accepted(spec)
         now_s = self._now_s()
@@ -239,10 +166,6 @@ class Dispatcher:
         for request in list(self._requests):
             self.fail(request, GenerationError(503, message, retry_after_s=MIN_RETRY_AFTER_S))
 
-    def begin_drain(self) -> None:
-        """Refuse new requests; running ones continue."""
-        self.is_draining = True
-
     def sweep(self) -> None:
         """Fail requests that are past their deadline or have waited too long for a worker; place those that may go."""
         now_s = self._now_s()
@@ -251,7 +174,7 @@ class Dispatcher:
                 self.fail(request, _late_error())
         self._place_queued()
         for attempt in list(self._queued.values()):
-            if self._awaits_turn(attempt):
+            if self._has_to_wait(attempt):
                 attempt.queued_s = now_s
                 continue
             wait_s = self._settings.new_wait_s if attempt.number < 0 else self._settings.worker_wait_s
@@ -285,12 +208,12 @@ class Dispatcher:
         """Remove ``worker``; everything sent to it is void."""
         worker.is_up = False
         worker.in_flight.clear()
-        self._breakers.pop(worker, None)
+        self._retries.clear(worker)
         if self.workers.get(worker.worker_id) is worker:
             del self.workers[worker.worker_id]
         held = [attempt for attempt in self._attempts.values() if worker in attempt.workers]
         if not worker.is_draining:  # or its end was asked for
-            self._blame(worker, _computed_by(worker, held))
+            self._blame_for(worker, computed_by(worker, held))
         for attempt in held:
             if worker not in attempt.workers:
                 continue  # its request has just failed
@@ -348,8 +271,8 @@ class Dispatcher:
                 attempt.paused_s = self._now_s()
             case RequestEventKind.RESUMED:
                 attempt.state = RequestState.DECODING
-                if attempt.choice == 0 and attempt.paused_s:
-                    attempt.request.journey.preempted_s += self._now_s() - attempt.paused_s
+                if attempt.paused_s:
+                    attempt.journey.preempted_s += self._now_s() - attempt.paused_s
                 attempt.paused_s = 0.0
             case RequestEventKind.RELEASED:
                 # A decode worker sends RELEASED when token 0 was the last; the prefill worker reports that too.
@@ -364,33 +287,6 @@ class Dispatcher:
                 self._retry(attempt, "cancelled", event.message)
 
     # Admission, launch and end
-
-    def check_room(self, num_choices: int, *, tenant: str = "", tier: str = DEFAULT_TIER) -> None:
-        """Check that a request for that many choices would be accepted now; count one that would not. A tenant may
-        hold as many choices in a tier as are free, so that there is always room for others.
-
-        Raises:
-            GenerationError: it would not (overload, drain).
-        """
-        if self.is_draining:
-            self._observer.refused(tier)
-            raise GenerationError(503, "the router is draining", retry_after_s=MIN_RETRY_AFTER_S)
-        max_in_flight = self.replicas.share(self._settings.max_in_flight)
-        if num_choices > max_in_flight:
-            raise GenerationError(
-                400, f"{num_choices} choices are more than this router takes at once: {max_in_flight}"
-            )
-        num_in_flight = self._num_choices.total()
-        num_free, num_held = max_in_flight - num_in_flight, self._num_choices[tenant, tier]
-        message = ""
-        if num_choices > num_free:
-            message = f"{num_in_flight} answers are in flight already"
-        elif (tenant or self._settings.slo.tiers) and num_held and num_held + num_choices > num_free:
-            message = f"{num_held} answers of this tenant and tier are in flight already; the rest is for others"
-        if message:
-            self._observer.refused(tier)
-            wait_s = min(max(self._mean_request_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
-            raise GenerationError(429, message, retry_after_s=wait_s)
 
     def _announce(self, spec: RequestSpec, worker: Worker) -> None:
         """Have a decode worker compile the grammar of a request while its prompt is prefilled."""
@@ -430,14 +326,9 @@ class Dispatcher:
         request.attempts.clear()
         request.waiting_choices.clear()
         del self._requests[request]
-        spec = request.spec
-        share = spec.tenant, spec.tier
-        self._num_choices[share] -= spec.num_choices
-        if not self._num_choices[share]:
-            del self._num_choices[share]
+        is_answered = outcome is Outcome.FINISHED
+        self.admission.ended(request.spec, self._now_s() - request.spec.arrived_s if is_answered else 0.0)
         self.outcomes[outcome] += 1
-        if outcome is Outcome.FINISHED:
-            self._mean_request_s += 0.1 * (self._now_s() - request.spec.arrived_s - self._mean_request_s)
         self._observer.ended(request)
         request.ended()
 
@@ -448,8 +339,9 @@ class Dispatcher:
         del self._attempts[attempt.request_id]
         self._queued.pop(attempt.request_id, None)
         self._unbound.pop(attempt.request_id, None)
-        self._retrying.discard(attempt.request_id)
-        self._acquit(attempt)
+        self._retries.over(attempt.request_id)
+        if self._blame.forget(attempt.request_id):
+            self._try_suspect()
 
     def _deadline_s(self, request: Request) -> float:
         return request.spec.arrived_s + self._settings.deadline_s
@@ -459,7 +351,7 @@ class Dispatcher:
     def _place(self, attempt: Attempt) -> None:
         """Send the attempt to the worker chosen by the policy, or queue it until one comes up or its turn comes."""
         self._unbound.pop(attempt.request_id, None)
-        if self._awaits_turn(attempt):
+        if self._has_to_wait(attempt):
             self._queued[attempt.request_id] = attempt
             return
         self._send(attempt, self._decide(attempt))
@@ -474,7 +366,7 @@ class Dispatcher:
         latest_s = self._now_s() - self._settings.new_wait_s
         are_full = False
         for attempt in list(self._queued.values()):
-            if attempt.request_id not in self._queued or self._awaits_turn(attempt):
+            if attempt.request_id not in self._queued or self._has_to_wait(attempt):
                 continue
             may_wait = attempt.queued_s > latest_s and not attempt.num_errors
             are_full = are_full or (may_wait and self._are_full(self._offered(attempt)))
@@ -486,30 +378,20 @@ class Dispatcher:
         candidates = prefill_candidates(worker.snapshot() for worker in workers)
         return all(worker.num_waiting_tokens >= 2 * worker.max_batch_tokens for worker, _ in candidates)
 
-    def _awaits_turn(self, attempt: Attempt) -> bool:
-        """Whether the attempt may not start now: it is a suspect and another one is on trial, or it follows an error
-        or a suspicion and has to wait."""
-        if self._awaits_trial(attempt) or self._now_s() < attempt.retry_at_s:
+    def _has_to_wait(self, attempt: Attempt) -> bool:
+        """Whether the attempt may not start now: it is a suspect, or follows an error."""
+        now_s = self._now_s()
+        if self._blame.has_to_wait(attempt.request_id, now_s):
             return True
-        return attempt.num_errors > 0 and not may_retry(len(self._retrying), self._num_choices.total())
+        return self._retries.has_to_wait(attempt, self.admission.num_in_flight, now_s)
 
     def _offered(self, attempt: Attempt) -> list[Worker]:
         """Workers that accept work, without those to avoid, as far as others have their role."""
+        now_s = self._now_s()
         workers = [worker for worker in self.workers.values() if worker.takes_work]
-        if not self._breakers and attempt.failed_on is None:
-            return workers
-        avoided = {worker for worker in workers if self._is_avoided(worker, attempt)}
-        roles = {worker.role for worker in workers if worker not in avoided}
-        return [worker for worker in workers if worker not in avoided or worker.role not in roles]
-
-    def _is_avoided(self, worker: Worker, attempt: Attempt) -> bool:
-        """Whether ``worker`` failed the attempt, or several others recently."""
-        breaker = self._breakers.get(worker)
-        return worker is attempt.failed_on or (breaker is not None and breaker.is_open(self._now_s()))
-
-    def _tried(self, worker: Worker) -> None:
-        if worker in self._breakers:
-            self._breakers[worker].tried(self._now_s() + self._settings.cut_off_s)
+        good = {worker for worker in workers if not self._retries.avoids(attempt, worker, now_s)}
+        roles = {worker.role for worker in good}
+        return [worker for worker in workers if worker in good or worker.role not in roles]
 
     def _decide(self, attempt: Attempt) -> _Decision | None:
         """Choice of the policy; ``None`` if no worker can start."""
@@ -526,7 +408,9 @@ class Dispatcher:
     def _send(self, attempt: Attempt, decision: _Decision | None) -> None:
         """Send the attempt to the worker chosen, or queue it."""
         if decision is None:
-            self._wait_for_worker(attempt)
+            if attempt.request_id not in self._queued:
+                self._observer.fell_back("no_worker")
+            self._queued[attempt.request_id] = attempt
             return
         self._queued.pop(attempt.request_id, None)
         arrival, choice = decision
@@ -534,14 +418,11 @@ class Dispatcher:
         if attempt.number < 0 and attempt.choice == 0:
             self._phase_ended(attempt, "queue", now_s - attempt.queued_s)
             if choice.ttft_s:
-                arrived_s = attempt.request.spec.arrived_s
-                attempt.request.journey.predicted_ttft_s = now_s - arrived_s + choice.ttft_s
+                attempt.journey.predicted_ttft_s = now_s - attempt.request.spec.arrived_s + choice.ttft_s
         ttft_slo_s = max(choice.due_s - now_s, MIN_DURATION_S) if choice.due_s < inf else 0.0
         self._placement.placed(arrival, choice)
         worker = self.workers[choice.worker_id]
-        self._tried(worker)
-        if attempt.num_errors:
-            self._retrying.add(attempt.request_id)
+        self._retries.began(attempt, worker, now_s)
         self._observer.placed(self._settings.policy, worker.role, is_late=choice.is_late)
         roles = [each.role for each in self.workers.values() if each.takes_work]
         if worker.role is WorkerRole.DECODE and WorkerRole.PREFILL not in roles:
@@ -554,11 +435,6 @@ class Dispatcher:
             deadline_s=self._deadline_s(attempt.request) - now_s,
             ttft_slo_s=ttft_slo_s,
         )
-
-    def _wait_for_worker(self, attempt: Attempt) -> None:
-        if attempt.request_id not in self._queued:
-            self._observer.fell_back("no_worker")
-        self._queued[attempt.request_id] = attempt
 
     def _arrival(self, attempt: Attempt, blocks: PromptBlocks, now_s: float) -> Arrival:
         spec = attempt.request.spec
@@ -590,7 +466,7 @@ class Dispatcher:
         start_s = self._now_s()
         blocks = attempt.blocks(prefill.block_size)
         decoders = [w for w in self.workers.values() if w.role is WorkerRole.DECODE and w.takes_work]
-        cut_off = self._cut_off_from(prefill) | {w.worker_id for w in decoders if self._is_avoided(w, attempt)}
+        cut_off = {w.worker_id for w in decoders if self._retries.avoids(attempt, w, start_s)}
         binding = self._placement.decode(
             self._arrival(attempt, blocks, start_s),
             [w.snapshot() for w in decoders],
@@ -605,7 +481,7 @@ class Dispatcher:
             self._unbound[attempt.request_id] = attempt
             return
         worker = self.workers[binding.worker_id]
-        self._tried(worker)
+        self._retries.began(attempt, worker, now_s)
         if worker.worker_id in cut_off:
             self._observer.fell_back("cut_off")
         elif shortfall(blocks, worker.snapshot(), num_cached_tokens=blocks.num_cached_tokens(worker.cached_blocks)):
@@ -620,14 +496,6 @@ class Dispatcher:
             for attempt in list(first.request.attempts.values()):
                 if attempt is not first and attempt.request_id in self._unbound:
                     self._bind(attempt)
-
-    def _cut_off_from(self, prefill: Worker) -> set[str]:
-        """Ids of decode workers that recently failed to pull from ``prefill``."""
-        if not self._cut_off_until_s:
-            return set()
-        now_s = self._now_s()
-        self._cut_off_until_s = {pair: until_s for pair, until_s in self._cut_off_until_s.items() if until_s > now_s}
-        return {decode.worker_id for source, decode in self._cut_off_until_s if source is prefill}
 
     # An attempt's events
 
@@ -650,15 +518,12 @@ class Dispatcher:
                 return
             self._first_token(attempt)
         elif token.index == 1 and attempt.handoff:
-            stall_s = self._now_s() - attempt.began_s
-            self._observer.handoff_stalled(stall_s)
-            if attempt.choice == 0:
-                attempt.request.journey.stall_s = stall_s
-        if self._breakers:
-            self._breakers.pop(worker, None)
+            attempt.journey.stall_s = self._now_s() - attempt.began_s
+            self._observer.handoff_stalled(attempt.journey.stall_s)
+        self._retries.clear(worker)
         attempt.emitted.append(token.token)
-        if attempt.num_losses >= MAX_LOSSES and attempt.num_new_tokens >= 4 ** (attempt.num_losses - 1):
-            self._acquit(attempt)
+        if self._blame.suspects and self._blame.passes(attempt.request_id, attempt.num_new_tokens):
+            self._try_suspect()
         token.choice = attempt.choice
         attempt.request.token_received(token)
         if token.finish:
@@ -674,21 +539,17 @@ class Dispatcher:
 
     def _phase_ended(self, attempt: Attempt, phase: str, seconds: float) -> None:
         self._observer.phase_ended(phase, seconds)
-        if attempt.choice == 0:
-            attempt.request.journey.spent(phase, seconds, self._now_s())
+        attempt.journey.spent(phase, seconds, self._now_s())
 
     def _first_token(self, attempt: Attempt) -> None:
         now_s = self._now_s()
         attempt.awaits_first = False
         attempt.num_errors = 0
-        self._retrying.discard(attempt.request_id)
-        journey = attempt.request.journey
+        self._retries.over(attempt.request_id)
         if not attempt.emitted:
-            attempt.began_s = now_s
-            if attempt.choice == 0:
-                journey.token_s = now_s
-        elif attempt.choice == 0 and attempt.paused_s:
-            journey.lost_s += now_s - attempt.paused_s
+            attempt.began_s = attempt.journey.token_s = now_s
+        elif attempt.paused_s:
+            attempt.journey.lost_s += now_s - attempt.paused_s
         attempt.paused_s = 0.0
         attempt.first_token_s = now_s
         if attempt.started_s:
@@ -706,10 +567,9 @@ class Dispatcher:
         num_tokens = max(1, len(attempt.emitted))
         snapshot = worker.snapshot()
         self._placement.decoding(attempt.request_id, attempt.began_s, num_tokens, snapshot)
-        journey = attempt.request.journey
-        if attempt.choice == 0 and not journey.predicted_tpot_s:
+        if not attempt.journey.predicted_tpot_s:
             step_s = self.costs[worker.role].decode_s(max(1, snapshot.num_decoding), snapshot.num_context_tokens)
-            journey.predicted_tpot_s = step_s * worker.decode_correction
+            attempt.journey.predicted_tpot_s = step_s * worker.decode_correction
 
     def _started(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
         worker.in_flight.remove(attempt.request_id)
@@ -755,60 +615,34 @@ class Dispatcher:
     def _kv_unavailable(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
         if worker is attempt.decode and event.refusal is not RefusalCode.SOURCE:
             assert attempt.prefill is not None
-            self._cut_off_until_s[attempt.prefill, worker] = self._now_s() + self._settings.cut_off_s
+            self._retries.pull_failed(attempt.prefill, worker, self._now_s())
             self._go_on_without(attempt, worker, "kv_unavailable", event.message)
         else:
             is_expired = worker is attempt.prefill  # for want of room to decode, which is no error
             self._retry(attempt, "expired" if is_expired else "kv_unavailable", event.message, is_error=not is_expired)
 
-    # Blame
-
-    def _blame(self, worker: Worker, computed: Sequence[Attempt]) -> None:
-        """Count the loss of a worker for all that it computed, and fail the request whose fault it is. Its
-        micro-batches are lost one after the other, and with each what the one before it held: they count once.
-
-        A worker's end has no cause that the router could know. One loss is an ordinary fail-over; after `MAX_LOSSES` an
-        attempt is a suspect. Suspects are tried one at a time, on workers that did not end together with the last one,
-        and a loss is the fault of the one on trial unless the worker computed another that has been a suspect: then
-        both are tried again. An attempt passes its trial with 4 new tokens, and four times as many after each further
-        loss, since the first may only repeat what a lost worker computed and the router did not read. A request thus
-        ends three workers, seldom a fourth, not every one.
-        """
-        process = whole_worker_id(worker.worker_id), worker.epoch
-        computed = [attempt for attempt in computed if attempt.lost_process != process]
-        on_trial = next(iter(self._suspects.values()), None)
-        suspected = [attempt for attempt in computed if attempt.num_losses >= MAX_LOSSES]
-        for attempt in computed:
-            attempt.num_losses += 1
-            attempt.lost_process = process
-            if attempt.num_losses >= MAX_LOSSES:
-                log.warning("request %s: %d workers ended computing it", attempt.name, attempt.num_losses)
-                attempt.retry_at_s = self._now_s() + TRIAL_WAIT_S
-                self._suspects.setdefault(attempt.request_id, attempt)
-        if on_trial is not None and suspected == [on_trial]:
-            log.error("request %s: %d workers ended computing it", on_trial.name, on_trial.num_losses)
-            message = f"{on_trial.num_losses} workers ended while they computed this request"
-            self.fail(on_trial.request, GenerationError(500, message))
-
-    def _awaits_trial(self, attempt: Attempt) -> bool:
-        """Whether the attempt is a suspect and another one is on trial."""
-        return attempt.request_id in self._suspects and next(iter(self._suspects)) != attempt.request_id
-
-    def _acquit(self, attempt: Attempt) -> None:
-        """The attempt is over, or has passed its trial: try the next suspect."""
-        if self._suspects.pop(attempt.request_id, None) and self._suspects:
-            suspect = next(iter(self._suspects.values()))
-            if suspect.request_id in self._queued:
-                self._place(suspect)
-
     # Fail-over
+
+    def _blame_for(self, worker: Worker, computed: Sequence[Attempt]) -> None:
+        """Count the loss of ``worker``, and fail the request whose fault it is, if any."""
+        process = whole_worker_id(worker.worker_id), worker.epoch
+        culprit = self._blame.worker_lost(process, [attempt.request_id for attempt in computed], self._now_s())
+        for attempt in computed:
+            if attempt.request_id in self._blame.suspects:
+                log.warning("request %s may be what ended worker %s", attempt.name, worker.worker_id)
+        if culprit is not None:
+            message = f"{self._blame.num_losses(culprit)} workers ended while they computed this request"
+            self.fail(self._attempts[culprit].request, GenerationError(500, message))
+
+    def _try_suspect(self) -> None:
+        """Begin the next trial, if its time has come."""
+        if self._blame.on_trial in self._queued:
+            self._place(self._queued[self._blame.on_trial])
 
     def _failed(self, attempt: Attempt, worker: Worker, message: str) -> None:
         attempt.num_failures += 1
-        if (now_s := self._now_s()) < self._deadline_s(attempt.request):  # workers enforce deadlines, too
-            attempt.failed_on = worker
-            breaker = self._breakers.setdefault(worker, Breaker())
-            breaker.failed(attempt.request_id, now_s + self._settings.cut_off_s)
+        if self._now_s() < self._deadline_s(attempt.request):  # workers enforce deadlines, too
+            self._retries.step_failed(attempt, worker, self._now_s())
         self._retry(attempt, "failed", message)
 
     def _go_on_without(
@@ -816,7 +650,7 @@ class Dispatcher:
     ) -> None:
         """Continue without ``worker``: bind the parked prompt to another decode worker if possible, else retry."""
         is_late = self._now_s() >= self._deadline_s(attempt.request)
-        is_suspect = attempt.request_id in self._suspects
+        is_suspect = attempt.request_id in self._blame.suspects
         if worker is not attempt.decode or not attempt.may_rebind or is_late or is_suspect:
             self._retry(attempt, reason, message, is_error=is_error)
             return
@@ -837,12 +671,11 @@ class Dispatcher:
         attempt.abandon()
         num_tokens = len(attempt.request.spec.prompt_tokens) + len(attempt.emitted)
         self._observer.retried(reason, num_tokens if is_started else 0)
-        attempt.request.journey.num_retries += attempt.choice == 0
+        attempt.journey.num_retries += 1
         attempt.queued_s = attempt.paused_s = self._now_s()
-        self._retrying.discard(attempt.request_id)
+        self._retries.over(attempt.request_id)
         if is_error:
-            attempt.num_errors += 1
-            attempt.retry_at_s = attempt.queued_s + backoff_s(attempt.num_errors, self._random.random())
+            self._retries.failed(attempt, self._now_s())
         self._bind_others(attempt)
         self._place(attempt)
 
@@ -860,23 +693,6 @@ class Dispatcher:
 class _Decision(NamedTuple):
     arrival: Arrival
     choice: PrefillChoice
-
-
-def _computed_by(worker: Worker, held: Sequence[Attempt]) -> list[Attempt]:
-    """Of the attempts that ``worker`` holds, those which its last steps may have had rows of: what it said to have
-    started or reserved, and, because it may have ended before that was heard, the earliest others: answers that its
-    batch holds, and prompts that two steps hold."""
-    computed = {attempt for attempt in held if attempt.is_computed_by(worker)}
-    bound = [attempt for attempt in held if worker is attempt.decode and not attempt.has_reserved]
-    computed.update(bound[: worker.max_batch_size])
-    unheard = [attempt for attempt in held if worker is attempt.prefill and not attempt.started_s]
-    num_tokens = 0
-    for attempt in sorted(unheard, key=lambda attempt: attempt.request.spec.arrived_s):
-        if num_tokens >= 2 * worker.max_batch_tokens:
-            break
-        num_tokens += attempt.blocks(worker.block_size).num_tokens
-        computed.add(attempt)
-    return [attempt for attempt in held if attempt in computed]
 
 
 def _late_error() -> GenerationError:

@@ -25,7 +25,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Journey:
-    """Of choice 0, summed over its attempts; ``workers`` are those of all choices."""
+    """Of one choice, summed over its attempts; ``workers`` are those of all choices."""
 
     workers: list[str] = field(default_factory=list)
     """Ids of the workers that got a choice, in order."""

@@ -84,6 +84,7 @@ class Request:
         self.num_cached_tokens = 0
         """Prompt tokens that choice 0 found in a prefix cache; meaningful once token 0 is out."""
         self.journey = Journey()
+        """Of choice 0."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Log probabilities of every prompt token but the first, if requested; complete once token 0 is out."""
 
@@ -141,11 +142,7 @@ class Attempt:
     num_errors: int = 0
     """Errors in a row, without a token between."""
     retry_at_s: float = 0.0
-    """When the attempt after an error, or that of a suspect, may begin."""
-    num_losses: int = 0
-    """Workers that ended while they computed it ..."""
-    lost_process: tuple[str, int] | None = None
-    """... and id and epoch of the last one."""
+    """When the attempt after an error may begin."""
     state: RequestState = RequestState.QUEUED
 
     # On workers: meaningful while `prefill` is set
@@ -173,6 +170,10 @@ class Attempt:
     """Tokens of the decode worker that arrived before the prefill worker's."""
     _sent: GenerationRequest | None = None
     _blocks: PromptBlocks | None = None
+    journey: Journey = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.journey = Journey() if self.choice else self.request.journey
 
     @property
     def name(self) -> str:

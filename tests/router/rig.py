@@ -21,7 +21,8 @@ from pdserve.model.cost.hardware import hardware
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.cluster import Cluster, TokenStream
 from pdserve.router.metrics import RouterMetrics
-from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
+from pdserve.router.requests.dispatch import Dispatcher
+from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import Attempt, RequestSpec
 from tests.router.scripted_worker import TIMEOUT_S, ScriptedWorker, until
 from tests.scrape import scrape

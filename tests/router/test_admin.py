@@ -238,7 +238,7 @@ async def test_pages_of_a_browser_are_refused() -> None:
         for headers in ({"Origin": "http://127.0.0.1:9"}, {"Origin": "null"}, {"Host": "evil.example:9"}):
             for method, path in ROUTES:
                 assert (await client.request(method, path, headers={**TOKEN, **headers})).status_code == 403, path
-        assert not rig.dispatcher.is_draining
+        assert not rig.dispatcher.admission.is_draining
 
 
 @with_workers()

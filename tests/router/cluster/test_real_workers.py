@@ -21,7 +21,7 @@ from pdserve.contracts.step import TokenLogprobs
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.router.cluster.cluster import TokenStream
-from pdserve.router.requests.dispatch import NO_OBJECTIVES
+from pdserve.router.requests.interface import NO_OBJECTIVES
 from pdserve.router.requests.request import RequestSpec
 from tests.expected_tokens import expected_tokens
 from tests.router.rig import Rig, attempt_of, read_all, read_choices, read_some, running_rig

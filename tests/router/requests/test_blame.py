@@ -1,16 +1,22 @@
-"""A request that ends every worker which computes it, among others that do not, under a virtual clock."""
+"""A request that ends every worker which computes it, among others that do not, under a virtual clock: by the ids of
+what lost workers computed, and through the dispatcher."""
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
-from pdserve.router.requests.dispatch import MAX_LOSSES, Dispatcher, DispatchSettings
+from pdserve.router.requests.blame import MAX_LOSSES, MAX_TRIALS, TRIAL_WAIT_S, Blame
+from pdserve.router.requests.dispatch import Dispatcher
+from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import RequestSpec
 from tests.router.requests.test_dispatch_core import HANDLE, Clock, ReadRequest, RecordingWorker
 from tests.router.rig import COST
@@ -18,6 +24,84 @@ from tests.router.rig import COST
 NUM_TOKENS = 6
 POISON = 13
 """First token of the prompt that ends workers."""
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    num_workers=st.integers(1, 4),
+    num_innocents=st.integers(0, 12),
+    poisoned_indices=st.lists(st.integers(0, 30), min_size=1, max_size=2),
+)
+def test_every_poison_fails_and_nothing_else_does(
+    seed: int, num_workers: int, num_innocents: int, poisoned_indices: list[int]
+) -> None:
+    """Requests begin at any time and run on any worker; workers also end by themselves, but not during trials."""
+    chance, blame, epochs = random.Random(seed), Blame(), itertools.count()
+    poisons = dict(enumerate(poisoned_indices))
+    waiting = list(range(len(poisons) + num_innocents))
+    chance.shuffle(waiting)
+    num_tokens, num_new_tokens, failed = Counter[int](), Counter[int](), []
+    running: set[int] = set()
+    num_losses, now_s = 0, 0.0
+    while waiting or running:
+        now_s += TRIAL_WAIT_S / 2
+        while waiting and chance.random() < 0.3:
+            running.add(waiting.pop())
+        may_run = [request for request in running if not blame.has_to_wait(request, now_s)]
+        batches: list[list[int]] = [[] for _ in range(num_workers)]
+        for request in may_run:
+            chance.choice(batches).append(request)
+        for batch in batches:
+            is_poisoned = any(num_tokens[request] == poisons.get(request) for request in batch)
+            if is_poisoned or (not blame.suspects and chance.random() < 0.02):
+                num_losses += is_poisoned
+                num_new_tokens -= Counter({request: num_new_tokens[request] for request in batch})
+                culprit = blame.worker_lost(next(epochs), batch, now_s)
+                if culprit is not None:
+                    failed.append(culprit)
+                    running.remove(culprit)
+                    blame.forget(culprit)
+                continue
+            for request in batch:
+                num_tokens[request] += 1
+                num_new_tokens[request] += 1
+                blame.passes(request, num_new_tokens[request])
+                if num_tokens[request] == 40:
+                    running.remove(request)
+                    blame.forget(request)
+    assert sorted(failed) == list(poisons)
+    assert num_losses <= (MAX_LOSSES + MAX_TRIALS) * len(poisons)
+    assert not blame.suspects
+
+
+def test_the_request_on_trial_fails_at_once_if_it_was_alone() -> None:
+    blame = Blame()
+    assert [blame.worker_lost(epoch, [1, 2], 0.0) for epoch in range(MAX_LOSSES)] == [None] * MAX_LOSSES
+    assert blame.worker_lost("apart from trials", [2, 3], 0.0) is None
+    assert blame.worker_lost("in a trial", [1], 1.0) == 1
+
+
+def test_the_request_on_trial_is_tried_again_if_it_was_not_alone() -> None:
+    blame = Blame()
+    for epoch in range(MAX_LOSSES):
+        blame.worker_lost(epoch, [1], 0.0)
+    assert not blame.has_to_wait(3, 0.0)
+    assert blame.worker_lost("in a trial", [3, 1], 1.0) is None
+    assert blame.has_to_wait(3, 10.0)
+    assert blame.has_to_wait(1, 1.0 + TRIAL_WAIT_S / 2)
+    assert not blame.has_to_wait(1, 1.0 + TRIAL_WAIT_S)
+    assert blame.worker_lost("in the second trial", [4, 1], 3.0) == 1
+
+
+def test_each_loss_makes_the_trial_longer() -> None:
+    blame = Blame()
+    blame.worker_lost(1, [1], 0.0)
+    for num_losses in range(MAX_LOSSES, 6):
+        blame.worker_lost(num_losses, [1], 0.0)
+        num_tokens = 4 ** (num_losses - 1)
+        assert not blame.passes(1, num_tokens - 1)
+        assert blame.passes(1, num_tokens)
+        assert not blame.suspects
 
 
 class World:
@@ -141,6 +225,20 @@ def test_a_poisoned_request_alone_fails(names: tuple[str, ...], poisoned_index: 
         assert innocent.tokens == [(0, index) for index in range(NUM_TOKENS)]
     assert len(world.losses) == MAX_LOSSES + 1
     assert world.dispatcher.num_in_flight == 0
+
+
+@pytest.mark.parametrize("poisoned_index", [0, 1, 3])
+def test_a_poisoned_request_that_its_client_sends_again_fails_no_other(poisoned_index: int) -> None:
+    world = World(("prefill-0", "decode-0"), poisoned_index=poisoned_index)
+    poisons = [world.start(POISON)]
+    innocents = [world.start(100 + number) for number in range(20)]
+    for _ in range(2000):
+        world.turn()
+        if poisons[-1].outcome and len(poisons) < 3:
+            poisons.append(world.start(POISON))
+    assert {poison.outcome for poison in poisons} == {Outcome.FAILED}
+    assert {innocent.outcome for innocent in innocents} == {Outcome.FINISHED}
+    assert len(world.losses) <= len(poisons) * (MAX_LOSSES + 1)
 
 
 def test_two_poisoned_requests_end_at_most_three_workers_each() -> None:

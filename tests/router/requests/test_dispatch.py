@@ -353,7 +353,7 @@ async def test_a_drain_refuses_new_and_finishes_old(m: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(m)
         stream = rig.start(max_tokens=1)
-        rig.dispatcher.begin_drain()
+        rig.dispatcher.admission.begin_drain()
         with pytest.raises(GenerationError, match="draining") as caught:
             rig.start()
         assert caught.value.status == 503

@@ -24,8 +24,9 @@ from pdserve.contracts.request import (
     SamplingParams,
 )
 from pdserve.router.cluster.worker import Worker
-from pdserve.router.requests.dispatch import Dispatcher, DispatchObserver, DispatchSettings
+from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.goodput import LATE_S
+from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 from tests.router.rig import COST
 
@@ -314,7 +315,7 @@ def test_places_are_counted_by_tenant(arrivals: list[tuple[str, int, bool]]) -> 
         held = Counter[tuple[str, str]]()
         for request in open_requests:
             held[request.spec.tenant, request.spec.tier] += request.spec.num_choices
-        assert core.dispatcher._num_choices == held
+        assert core.dispatcher.admission._num_choices == held
         assert held.total() <= 20
         assert core.dispatcher.num_accepted == sum(core.dispatcher.outcomes.values()) + len(open_requests)
 

@@ -7,7 +7,8 @@ import pytest
 from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import FinishReason, GenerationRequest, Outcome, SamplingParams
-from pdserve.router.requests.dispatch import Dispatcher, DispatchSettings
+from pdserve.router.requests.dispatch import Dispatcher
+from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import RequestSpec
 from pdserve.router.requests.retries import BUDGET, MAX_BACKOFF_S, MIN_BACKOFF_S, MIN_RETRIES, backoff_s
 from tests.router.requests.test_dispatch_core import Clock, ReadRequest, RecordingWorker

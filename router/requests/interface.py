@@ -1,0 +1,68 @@
+"""Settings of the dispatcher, and the observer that counts what it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.contracts.deployment import DEFAULT_POLICY, Policy, SloConfig
+from pdserve.contracts.placement import WorkerRole
+from pdserve.router.requests.request import Request, RequestSpec
+
+NO_OBJECTIVES = SloConfig(ttft_seconds=0.0, tpot_seconds=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchSettings:
+    policy: Policy = DEFAULT_POLICY
+    """Name of the placement policy."""
+    max_in_flight: int = 1024
+    """Maximum choices accepted by all routers and not ended: a request for n answers counts as n requests."""
+    slo: SloConfig = NO_OBJECTIVES
+    """Tiers; an objective of 0 is none. Without one for TPOT, decode workers prefill nothing."""
+    deadline_s: float = 600.0
+    """Seconds from arrival until a request is given up."""
+    worker_wait_s: float = 60.0
+    """Maximum seconds that a request which had a worker waits for the next one: its client may have tokens already."""
+    new_wait_s: float = 5.0
+    """Maximum seconds that a new request waits for a worker. Long enough to hide a quick restart of a worker; a client
+    that would wait longer had better retry, perhaps elsewhere."""
+    cut_off_s: float = 10.0
+    """Seconds after a failed pull during which its decode worker is avoided for prompts of the same prefill worker, and
+    for which a worker is left alone that failed several requests."""
+
+
+class DispatchObserver:
+    """Receives everything that is counted and ignores it; `pdserve.router.metrics` overrides."""
+
+    def accepted(self, spec: RequestSpec) -> None:
+        """A request was admitted."""
+
+    def refused(self, tier: str) -> None:
+        """A request was refused for lack of room, or because it would meet its objectives on no worker."""
+
+    def placed(self, policy: str, role: WorkerRole, *, is_late: bool) -> None:
+        """A prompt was sent to a worker; ``is_late`` if its TTFT objective was expected to be missed."""
+
+    def routed(self, seconds: float) -> None:
+        """A decision of the policy took ``seconds``."""
+
+    def phase_ended(self, phase: str, seconds: float) -> None:
+        """A phase of an attempt ended; `pdserve.router.metrics.PHASES` lists the phases."""
+
+    def prompt_started(self, num_cached_tokens: int) -> None:
+        """A worker began to compute a request's prompt."""
+
+    def pull_started(self, num_cached_tokens: int) -> None:
+        """A decode worker reserved blocks for a prompt of which it had ``num_cached_tokens``."""
+
+    def fell_back(self, reason: str) -> None:
+        """A decision had no free choice; `pdserve.router.metrics.FALLBACK_REASONS` lists the reasons."""
+
+    def handoff_stalled(self, seconds: float) -> None:
+        """Token 1 of an attempt with handoff arrived ``seconds`` after token 0."""
+
+    def retried(self, reason: str, num_tokens: int) -> None:
+        """An attempt was dispatched again, with ``num_tokens`` to compute again, or bound to another decode worker."""
+
+    def ended(self, request: Request) -> None:
+        """``request.outcome`` is set."""
