@@ -47,7 +47,6 @@ from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import GenerationError, RequestSpec
 
-TOKEN = "soak"
 NUM_CLIENTS = 24
 MAX_PROMPT, MAX_ANSWER = 240, 40
 DECODE_BLOCKS = NUM_CLIENTS * (MAX_PROMPT + MAX_ANSWER) // 16 // 4 // 2
@@ -60,7 +59,8 @@ POLL_S = 0.05
 START_S = 120.0
 CHUNK_BYTES = 1 << 16
 PROXY_HOST = "127.0.0.2"
-"""Where a proxy listens, with the ports that the transfer process has at 127.0.0.1."""
+"""Where a proxy listens, with the ports that the transfer process has at 127.0.0.1. Workers have no cluster token here:
+its proofs name the address, which the proxy changes."""
 
 
 class LinkFaults:
@@ -139,7 +139,7 @@ class WorkerProcess:
         self._config = WorkerConfig(
             worker_id=name, role=role, model_path=str(DEMO_MODEL), emulate="h100-sxm", time_scale=0.0,
             num_kv_blocks=DECODE_BLOCKS if role is WorkerRole.DECODE else 4 * DECODE_BLOCKS, transport=transport,
-            max_model_len=512, cluster_token=TOKEN, park_timeout_s=PARK_TIMEOUT_S,
+            max_model_len=512, park_timeout_s=PARK_TIMEOUT_S,
         )  # fmt: skip
         self._faults = faults
         self._proxies: list[asyncio.Server] = []
@@ -205,7 +205,7 @@ class Soak:
         self.dispatcher = Dispatcher(
             dict.fromkeys(WorkerRole, cost), DispatchSettings(deadline_s=60.0), time.monotonic, self.metrics
         )
-        self.cluster = ProxiedCluster(self.dispatcher, self.metrics, cluster_token=TOKEN)
+        self.cluster = ProxiedCluster(self.dispatcher, self.metrics)
         self.cluster.is_proxied = transport == "tcp"
         self.workers = [
             WorkerProcess(f"{role}-{index}", transport, self.faults)

@@ -72,7 +72,7 @@ class WorkerConfig:
     ports: tuple[int, int] = (0, 0)
     """First and last port to choose from; the system chooses any free ones without."""
     cluster_token: str = ""
-    """Bearer token of every gRPC call between cluster members; empty disables the check."""
+    """Secret that both ends of every call between cluster members prove to know; empty disables the check."""
     tls: TlsFiles | None = None
     """Encrypts every gRPC connection; ``None`` leaves them in plain text."""
     cpu_cores: tuple[int, ...] = ()

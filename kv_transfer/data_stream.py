@@ -1,7 +1,7 @@
 """Data streams: TCP connections that carry KV blocks between two transfer processes, beside the pull's gRPC stream.
 
 A source announces a ticket in the gRPC stream, and the puller connects with it. Each side then proves that it knows the
-cluster token, without sending it: SHA-256 HMACs over the ticket and a nonce of either side. With TLS, both sides show
+cluster token, without sending it: HMACs of the ticket and a nonce of either side. With TLS, both sides show
 their certificates first. Bytes are received straight into their place, and only while `DataStream.receive_into` runs: a
 cancelled pull leaves nothing behind that could write.
 
@@ -27,6 +27,7 @@ from typing import TypeVar
 
 from pdserve.contracts.placement import TlsFiles
 from pdserve.proto.rpc import TLS_NAME
+from pdserve.proto.token_proof import NONCE_BYTES, PROOF_BYTES, token_proof
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_HANDSHAKES = 256
@@ -35,8 +36,6 @@ TICKET_BYTES = 16
 MAGIC = b"pdserve-kv-data1"
 """First bytes of a stream; the last one is the version."""
 
-_NONCE_BYTES = 32
-_PROOF_BYTES = 32
 _ACCEPT_RETRY_S = 0.1
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
@@ -159,17 +158,13 @@ async def connect(host: str, port: int, *, ticket: bytes, token: str, tls: ssl.S
 
 
 async def _prove_to_source(stream: DataStream, ticket: bytes, token: str) -> None:
-    nonce = os.urandom(_NONCE_BYTES)
+    nonce = os.urandom(NONCE_BYTES)
     await stream.send(memoryview(MAGIC + ticket + nonce))
-    answer = await stream.receive(_NONCE_BYTES + _PROOF_BYTES)
-    nonces = nonce + answer[:_NONCE_BYTES]
-    if not hmac.compare_digest(answer[_NONCE_BYTES:], _proof(token, b"source", ticket, nonces)):
+    answer = await stream.receive(NONCE_BYTES + PROOF_BYTES)
+    nonces = nonce + answer[:NONCE_BYTES]
+    if not hmac.compare_digest(answer[NONCE_BYTES:], token_proof(token, b"source", ticket, nonces)):
         raise ConnectionRefusedError("the source does not know the cluster token")
-    await stream.send(memoryview(_proof(token, b"puller", ticket, nonces)))
-
-
-def _proof(token: str, side: bytes, ticket: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(token.encode(), side + ticket + nonces, "sha256")
+    await stream.send(memoryview(token_proof(token, b"puller", ticket, nonces)))
 
 
 class ExpectedStream:
@@ -282,15 +277,17 @@ class DataListener:
             stream.close()
 
     async def _check_puller(self, stream: DataStream) -> ExpectedStream:
-        hello = await stream.receive(len(MAGIC) + TICKET_BYTES + _NONCE_BYTES)
-        magic, ticket = hello[: len(MAGIC)], hello[len(MAGIC) : -_NONCE_BYTES]
+        hello = await stream.receive(len(MAGIC) + TICKET_BYTES + NONCE_BYTES)
+        magic, ticket = hello[: len(MAGIC)], hello[len(MAGIC) : -NONCE_BYTES]
         expected = self._expected.get(ticket)
         if magic != MAGIC or expected is None:
             raise ConnectionRefusedError("its ticket is unknown")
-        nonce = os.urandom(_NONCE_BYTES)
-        nonces = hello[-_NONCE_BYTES:] + nonce
-        await stream.send(memoryview(nonce + _proof(self._token, b"source", ticket, nonces)))
-        if not hmac.compare_digest(await stream.receive(_PROOF_BYTES), _proof(self._token, b"puller", ticket, nonces)):
+        nonce = os.urandom(NONCE_BYTES)
+        nonces = hello[-NONCE_BYTES:] + nonce
+        await stream.send(memoryview(nonce + token_proof(self._token, b"source", ticket, nonces)))
+        if not hmac.compare_digest(
+            await stream.receive(PROOF_BYTES), token_proof(self._token, b"puller", ticket, nonces)
+        ):
             raise ConnectionRefusedError("the puller does not know the cluster token")
         self._expected.pop(ticket, None)
         return expected

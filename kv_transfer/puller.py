@@ -30,7 +30,8 @@ from pdserve.kv_transfer.transports import (
     Receiver,
     TcpReceiver,
 )
-from pdserve.proto.rpc import call_metadata, channel_options, open_channel
+from pdserve.proto.rpc import channel_options, open_channel
+from pdserve.proto.token_proof import ClientProof
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc, transfer_pb2
 
 BUSY_TIMEOUT_S = 2.0
@@ -70,19 +71,25 @@ class PullStream:
             self._channel = open_channel(address, channel_options(max_message_bytes), tls)
         except ValueError as error:
             raise PullError("connect", str(error)) from error
-        self._call = kv_pb2_grpc.KvTransferStub(self._channel).Pull(None, metadata=call_metadata(cluster_token))
+        self._proof = ClientProof(cluster_token, address)
+        self._call = kv_pb2_grpc.KvTransferStub(self._channel).Pull(None, metadata=self._proof.metadata)
 
     async def open(self, opening: kv_pb2.PullOpen) -> kv_pb2.Opened:
-        """Request a prompt.
+        """Request a prompt, and add the proof to ``opening``.
 
         Raises:
             PullError: the source is unreachable or refuses.
         """
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
+                opening.proof = await self._proof.answer(self._call)
                 with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the read below raises the reason
                     await self._call.write(kv_pb2.PullMessage(open=opening))
                 message = await self.read("connect")
+        except grpc.aio.AioRpcError as error:
+            raise _pull_error(error, "connect") from error
+        except PermissionError as error:
+            raise PullError(REFUSED, f"the source at {error}") from error
         except TimeoutError:
             raise PullError("connect", f"the source did not answer within {OPEN_TIMEOUT_S} s") from None
         if message.WhichOneof("body") != "opened":

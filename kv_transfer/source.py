@@ -27,6 +27,7 @@ from pdserve.kv_transfer.handshake import (
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferConfig
 from pdserve.kv_transfer.transports import batches, send_batch
+from pdserve.proto.token_proof import ServerProof
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc, transfer_pb2
 
 OPEN_TIMEOUT_S = 5.0
@@ -78,6 +79,8 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         listener: DataListener,
         send: Callable[[transfer_pb2.TransferToEngine], None],
     ) -> None:
+        self.address = ""
+        """Where the service listens; set before it does."""
         self._config = config
         self._memory = memory
         self._listener = listener
@@ -118,7 +121,11 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         """Serve one pull: `Opened`, then grants as they come, until the puller releases the prompt."""
         # A coroutine that writes, not a generator that yields: its `finally` runs at once when the stream breaks.
         try:
+            proof = ServerProof(self._config.cluster_token, self.address, dict(context.invocation_metadata() or ()))
+            await context.send_initial_metadata(proof.metadata)
             opening = await self._read_open(context)
+            if not proof.is_proven(opening.proof):
+                raise _RefusalError(grpc.StatusCode.UNAUTHENTICATED, "the puller does not know the cluster token")
             offer, transport = self._admit(opening)
             await self._lease(offer, opening, transport, context)
         except _RefusalError as refusal:

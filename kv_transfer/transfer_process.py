@@ -32,7 +32,7 @@ from pdserve.kv_transfer.transfer_client import (
     read_frame,
     receive_frame,
 )
-from pdserve.proto.rpc import TokenInterceptor, listen, server_options
+from pdserve.proto.rpc import listen, server_options
 from pdserve.proto.v1 import kv_pb2_grpc, transfer_pb2
 
 MAX_PULL_MESSAGE_BYTES = 64 << 10
@@ -60,12 +60,11 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
     source = Source(config=config, memory=memory, listener=listener, send=send)
     puller = Puller(config=config, memory=memory, tls=tls_context(tls, is_server=False) if tls else None, send=send)
     server = grpc.aio.server(
-        interceptors=(TokenInterceptor(config.cluster_token),),
         options=server_options(MAX_PULL_MESSAGE_BYTES),
         maximum_concurrent_rpcs=MAX_CONCURRENT_PULLS,
     )
     kv_pb2_grpc.add_KvTransferServicer_to_server(source, server)
-    address = listen(server, config.host, config.tls, config.ports)
+    source.address = address = listen(server, config.host, config.tls, config.ports)
     await server.start()
     send(transfer_pb2.TransferToEngine(ready=transfer_pb2.Ready(address=address)))
     tasks = [asyncio.ensure_future(_keep_house(puller, send)), asyncio.ensure_future(listener.accept_forever())]

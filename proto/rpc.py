@@ -1,4 +1,4 @@
-"""gRPC between the members of a cluster: the cluster token, TLS, and the options of every channel and server.
+"""gRPC between the members of a cluster: TLS, and the options of every channel and server.
 
 Keep-alive pings run on both sides, so that a cut cable or a stopped process is detected in about four seconds during
 a call; TCP alone would take many minutes. Used by transfer processes, workers' services and the router's sessions.
@@ -7,10 +7,8 @@ a call; TCP alone would take many minutes. Used by transfer processes, workers' 
 from __future__ import annotations
 
 import contextlib
-import hmac
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 
@@ -20,7 +18,6 @@ KEEPALIVE_TIME_MS = 2000
 KEEPALIVE_TIMEOUT_MS = 2000
 CONNECT_ATTEMPT_MS = 2000
 
-_KEY = "authorization"
 TLS_NAME = "pdserve"
 """Name in every certificate, instead of each host's address."""
 _COMMON: tuple[tuple[str, int], ...] = (
@@ -102,34 +99,3 @@ def read_tls_files(tls: TlsFiles) -> tuple[bytes, bytes, bytes]:
         return Path(tls.ca).read_bytes(), Path(tls.certificate).read_bytes(), Path(tls.key).read_bytes()
     except OSError as error:
         raise ValueError(f"security.tls: cannot read {error.filename}: {error.strerror}") from error
-
-
-def call_metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """Metadata of a call to a cluster member; empty for an empty token."""
-    return ((_KEY, f"Bearer {token}"),) if token else ()
-
-
-class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """Refuses every call that does not carry ``token``; an empty token lets every call pass."""
-
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode() if token else b""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        if self._expected and not self._is_authorized(handler_call_details.invocation_metadata):
-            return grpc.stream_stream_rpc_method_handler(_refuse)
-        return await continuation(handler_call_details)
-
-    def _is_authorized(self, metadata: Any) -> bool:
-        return any(
-            key == _KEY and hmac.compare_digest(str(value).encode(), self._expected) for key, value in metadata or ()
-        )
-
-
-async def _refuse(requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    # On the wire all four kinds of call look alike, so one handler refuses them all.
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster token is missing or wrong")

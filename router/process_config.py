@@ -53,7 +53,7 @@ class RouterProcessConfig:
     max_queued_requests: int = 1024
     """Maximum answers requested and not finished."""
     cluster_token: str = ""
-    """Bearer token that workers require."""
+    """Secret that router and workers prove to each other to know."""
     tls: TlsFiles | None = None
     """Encrypts the sessions with workers."""
     hardware: str = "cpu"

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +24,7 @@ from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.contracts.request import GenerationRequest, KvSource
 from pdserve.proto.codec import request_to_proto, source_to_proto, unpack_tokens
-from pdserve.proto.rpc import call_metadata
+from pdserve.proto.token_proof import ClientProof
 from pdserve.proto.v1 import worker_pb2, worker_pb2_grpc
 
 DEADLINE_S = 60.0
@@ -34,10 +35,19 @@ class RouterClient:
     """One session with one worker. Keeps everything received; `wait_for` waits until it satisfies a condition."""
 
     def __init__(
-        self, address: str, *, router_id: str = "", epoch: int = 1, token: str = "", is_reading: bool = True
+        self,
+        address: str,
+        *,
+        router_id: str = "",
+        epoch: int = 1,
+        token: str = "",
+        is_reading: bool = True,
+        server_address: str = "",
     ) -> None:
         """
         Args:
+            token: a wrong one is not noticed on this side.
+            server_address: where the worker listens, if ``address`` leads there through a proxy.
             is_reading: False for a stalled router, which opens a session and never reads it.
         """
         self.welcome = worker_pb2.Welcome()
@@ -51,9 +61,12 @@ class RouterClient:
         self._changed = threading.Condition()
         self._outgoing: queue.SimpleQueue[worker_pb2.RouterMessage | None] = queue.SimpleQueue()
         self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        proof = ClientProof(token, server_address or address)
+        self._call = worker_pb2_grpc.WorkerStub(self._channel).Session(self._requests(), metadata=proof.metadata)
         hello = worker_pb2.Hello(router_id=router_id or f"router-{next(_router_numbers)}", session_epoch=epoch)
+        with suppress(PermissionError):
+            hello.proof = proof.check(dict(self._call.initial_metadata()))
         self.send(worker_pb2.RouterMessage(hello=hello))
-        self._call = worker_pb2_grpc.WorkerStub(self._channel).Session(self._requests(), metadata=call_metadata(token))
         self._reader = threading.Thread(target=self._read, daemon=True)
         if is_reading:
             self._reader.start()

@@ -42,7 +42,8 @@ from pdserve.proto.codec import (
     request_from_proto,
     source_from_proto,
 )
-from pdserve.proto.rpc import TokenInterceptor, listen, server_options
+from pdserve.proto.rpc import listen, server_options
+from pdserve.proto.token_proof import ServerProof
 from pdserve.proto.v1 import worker_pb2
 
 HEARTBEAT_S = 0.5
@@ -95,6 +96,7 @@ class WorkerService:
         """Load in the last report, without its step."""
         self._cached_hashes: set[bytes] = set()
         """Prefix cache contents according to the reports, for sessions that open later."""
+        self._address = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._thread: threading.Thread | None = None
@@ -136,25 +138,23 @@ class WorkerService:
         self._loop = asyncio.get_running_loop()
         # Apart from its tokens a request has a few short fields: four times the tokens' size is ample.
         max_receive_bytes = max(4 * BYTES_PER_TOKEN_ON_WIRE * self._limits.max_model_len, 1 << 20)
-        server = grpc.aio.server(
-            interceptors=[TokenInterceptor(self._config.cluster_token)], options=server_options(max_receive_bytes)
-        )
+        server = grpc.aio.server(options=server_options(max_receive_bytes))
         handler = grpc.stream_stream_rpc_method_handler(
             self._session, request_deserializer=worker_pb2.RouterMessage.FromString
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Session": handler}),))
-        listening_at = listen(server, self._config.host, self._config.tls, self._config.ports)
+        self._address = listen(server, self._config.host, self._config.tls, self._config.ports)
         await server.start()
         heartbeat = asyncio.create_task(self._send_heartbeats())
-        address.set_result(listening_at)
+        address.set_result(self._address)
         await self._stop.wait()
         heartbeat.cancel()
         await server.stop(STOP_GRACE_S)
 
     async def _session(self, requests: _RequestStream, context: _Context) -> None:
-        # Left to the first write, metadata would be sent twice if the session ended during that write.
-        await context.send_initial_metadata(())
-        session = await self._open_session(requests, context)
+        proof = ServerProof(self._config.cluster_token, self._address, dict(context.invocation_metadata() or ()))
+        await context.send_initial_metadata(proof.metadata)
+        session = await self._open_session(requests, context, proof)
         work = (self._read(session, requests), _write(session, context), session.closed.wait())
         tasks = [asyncio.ensure_future(part) for part in work]
         try:
@@ -171,7 +171,7 @@ class WorkerService:
         if session.close_reason:
             await context.abort(grpc.StatusCode.ABORTED, session.close_reason)
 
-    async def _open_session(self, requests: _RequestStream, context: _Context) -> Session:
+    async def _open_session(self, requests: _RequestStream, context: _Context, proof: ServerProof) -> Session:
         """Read the hello, fence older streams and queue the welcome. Aborts the call if no session can be opened."""
         try:
             first = await asyncio.wait_for(anext(aiter(requests), None), HELLO_TIMEOUT_S)
@@ -180,6 +180,8 @@ class WorkerService:
         if first is None or first.WhichOneof("body") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session starts with a hello")
         hello = first.hello
+        if not proof.is_proven(hello.proof):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the router does not know the cluster token")
         if not 1 <= len(hello.router_id) <= MAX_ROUTER_ID_LENGTH:
             message = f"router_id must have 1..{MAX_ROUTER_ID_LENGTH} letters"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)

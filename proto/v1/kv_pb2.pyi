@@ -64,6 +64,7 @@ class PullOpen(_message.Message):
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
     worker_epoch: _builtins.int
     handle: _builtins.bytes
     num_cached_blocks: _builtins.int
@@ -72,6 +73,8 @@ class PullOpen(_message.Message):
     """"auto", "memfd" or "tcp" """
     host_id: _builtins.str
     """equal ids can reach each other's /proc"""
+    proof: _builtins.bytes
+    """that the puller knows the cluster token: pdserve.proto.token_proof"""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """the puller's; must match the source's"""
@@ -85,10 +88,11 @@ class PullOpen(_message.Message):
         num_cached_blocks: _builtins.int = ...,
         transport: _builtins.str = ...,
         host_id: _builtins.str = ...,
+        proof: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "host_id", b"host_id", "layout", b"layout", "num_cached_blocks", b"num_cached_blocks", "transport", b"transport", "worker_epoch", b"worker_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "host_id", b"host_id", "layout", b"layout", "num_cached_blocks", b"num_cached_blocks", "proof", b"proof", "transport", b"transport", "worker_epoch", b"worker_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -119,19 +119,23 @@ class Hello(_message.Message):
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     SESSION_EPOCH_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """stable for the life of a router process"""
     session_epoch: _builtins.int
     """grows with every stream that the router opens to this worker"""
+    proof: _builtins.bytes
+    """that the router knows the cluster token: pdserve.proto.token_proof"""
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         session_epoch: _builtins.int = ...,
+        proof: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id", "session_epoch", b"session_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["proof", b"proof", "router_id", b"router_id", "session_epoch", b"session_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,8 @@ from pdserve.proto.codec import (
     source_to_proto,
     unpack_tokens,
 )
-from pdserve.proto.rpc import call_metadata, open_channel
+from pdserve.proto.rpc import open_channel
+from pdserve.proto.token_proof import ClientProof
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.worker_pb2_grpc import WorkerStub
 from pdserve.router.cluster.worker import Worker
@@ -246,29 +247,33 @@ class RemoteWorker(Worker):
 
     async def _read(self, channel: grpc.aio.Channel) -> str:
         """Receive until the stream ends; return the reason."""
-        metadata = call_metadata(self._cluster.cluster_token)
-        call = WorkerStub(channel).Session(None, metadata=metadata)
-        writer = asyncio.create_task(self._write(call, self._commands))
+        ours = ClientProof(self._cluster.cluster_token, self.endpoint.address)
+        call = WorkerStub(channel).Session(None, metadata=ours.metadata)
+        writer: asyncio.Task[None] | None = None
         try:
+            proof = await ours.answer(call)
+            writer = asyncio.create_task(self._write(call, proof, self._commands))
             async for message in call:
                 self._num_received += 1
                 self._receive(message)
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
-        except SessionRefusedError as error:
+        except (PermissionError, SessionRefusedError) as error:
             return str(error)
         except Exception:
             log.exception("session with %s: a message could not be handled", self.worker_id)
             return "a message could not be handled"
         finally:
-            writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
+            if writer is not None:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
         return "the worker ended the stream"
 
-    async def _write(self, call: _Call, commands: asyncio.Queue[worker_pb2.RouterMessage]) -> None:
+    async def _write(self, call: _Call, proof: bytes, commands: asyncio.Queue[worker_pb2.RouterMessage]) -> None:
         """Send commands until cancelled; ends the stream. gRPC would not end a task that reads an iterator for it."""
         # The clock grows over all sessions to a worker, even if it left the targets and returned.
-        hello = worker_pb2.Hello(router_id=self._cluster.router_id, session_epoch=time.monotonic_ns())
+        epoch = time.monotonic_ns()
+        hello = worker_pb2.Hello(router_id=self._cluster.router_id, session_epoch=epoch, proof=proof)
         try:
             await call.write(worker_pb2.RouterMessage(hello=hello))
             while True:

@@ -17,6 +17,7 @@ from pdserve.kv_transfer.handshake import layout_message
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.puller import PullStream
 from pdserve.kv_transfer.transports import PullError, head_digests, trailer_struct
+from pdserve.proto.token_proof import ServerProof
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc
 from tests.kv_transfer.peer import LAYOUT, TOKEN, Peer, running_peer
 from tests.kv_transfer.streams import answer_puller
@@ -43,11 +44,13 @@ def fixture_pool() -> Iterator[PoolMemory]:
 
 class _Servicer(kv_pb2_grpc.KvTransferServicer):
     def __init__(self, serve: Serve) -> None:
+        self.address = ""
         self._serve = serve
 
     def Pull(self, request_iterator: object, context: object) -> Iterator[kv_pb2.SourceMessage]:  # noqa: N802
         assert isinstance(request_iterator, Iterator)
         assert isinstance(context, grpc.ServicerContext)
+        context.send_initial_metadata(ServerProof(TOKEN, self.address, dict(context.invocation_metadata())).metadata)
         return self._serve(next(request_iterator).open, context)
 
 
@@ -55,10 +58,11 @@ class _Servicer(kv_pb2_grpc.KvTransferServicer):
 def _source(serve: Serve) -> Iterator[str]:
     """Address of a source that answers every pull with ``serve``."""
     server = grpc.server(futures.ThreadPoolExecutor(2))
-    kv_pb2_grpc.add_KvTransferServicer_to_server(_Servicer(serve), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    servicer = _Servicer(serve)
+    kv_pb2_grpc.add_KvTransferServicer_to_server(servicer, server)
+    servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    yield f"127.0.0.1:{port}"
+    yield servicer.address
     server.stop(None).wait()
 
 

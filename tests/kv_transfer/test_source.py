@@ -17,7 +17,7 @@ import pytest
 
 from pdserve.kv_transfer.handshake import host_id, layout_message
 from pdserve.kv_transfer.transports import head_digests, trailer_struct
-from pdserve.proto.rpc import call_metadata
+from pdserve.proto.token_proof import ClientProof
 from pdserve.proto.v1 import kv_pb2, transfer_pb2
 from tests.kv_transfer.peer import EPOCH, LAYOUT, TIMEOUT_S, TOKEN, Peer, running_peer
 from tests.kv_transfer.streams import MAGIC, receive_exactly
@@ -42,14 +42,19 @@ def _opening(handle: bytes, transport: str = "tcp") -> kv_pb2.PullOpen:
 class _Client:
     """A pull whose messages the test writes as bytes and reads one by one."""
 
-    def __init__(self, channel: grpc.Channel) -> None:
+    def __init__(self, channel: grpc.Channel, address: str) -> None:
         self._requests: queue.Queue[bytes | None] = queue.Queue()
         pull = channel.stream_stream("/pdserve.v1.KvTransfer/Pull", bytes, kv_pb2.SourceMessage.FromString)
         # Both a response iterator and a call, a combination unknown to grpc-stubs.
-        self.call: Any = pull(iter(self._requests.get, None), timeout=TIMEOUT_S, metadata=call_metadata(TOKEN))
+        ours = ClientProof(TOKEN, address)
+        self.call: Any = pull(iter(self._requests.get, None), timeout=TIMEOUT_S, metadata=ours.metadata)
+        opening = kv_pb2.PullOpen(proof=ours.check(dict(self.call.initial_metadata())))
+        self.proof = kv_pb2.PullMessage(open=opening).SerializeToString()
+        """Makes a `PullOpen` that it follows in one message that of a member."""
 
     def write(self, message: kv_pb2.PullMessage) -> None:
-        self._requests.put(message.SerializeToString())
+        proof = self.proof if message.HasField("open") else b""
+        self._requests.put(message.SerializeToString() + proof)
 
     def write_bytes(self, data: bytes) -> None:
         self._requests.put(data)
@@ -75,7 +80,7 @@ class _Client:
 @contextmanager
 def _client(source: Peer) -> Iterator[_Client]:
     with grpc.insecure_channel(source.process.address) as channel:
-        client = _Client(channel)
+        client = _Client(channel, source.process.address)
         yield client
         client.done_writing()
         client.call.cancel()
@@ -103,6 +108,14 @@ def test_grants_and_their_blocks_in_order(source: Peer) -> None:
             assert sock.recv(1) == b""
     source.expect("lease_opened")
     source.expect("released")
+
+
+def test_a_puller_without_the_token_is_refused(source: Peer) -> None:
+    handle = source.offer()
+    with _client(source) as client:
+        client.write_bytes(kv_pb2.PullMessage(open=_opening(handle)).SerializeToString())
+        assert client.expect_end() == (grpc.StatusCode.UNAUTHENTICATED, "the puller does not know the cluster token")
+    source.withdraw(handle)
 
 
 def test_a_withdrawn_prompt_is_not_sent_on() -> None:
@@ -263,8 +276,9 @@ def test_a_source_outlives_mutated_opens() -> None:
                 data = bytearray(valid)
                 for _ in range(rng.randint(1, 4)):
                     data[rng.randrange(len(data))] = rng.randrange(256)
-                client = _Client(channel)
-                client.write_bytes(bytes(data[: rng.randint(1, len(data))] if rng.random() < 0.2 else data))
+                client = _Client(channel, source.process.address)
+                sent = bytes(data[: rng.randint(1, len(data))] if rng.random() < 0.2 else data)
+                client.write_bytes(sent + client.proof)
                 client.done_writing()
                 assert client.expect_end()[0] is not grpc.StatusCode.DEADLINE_EXCEEDED
         target.pull(source.process.address, handle, [7, 8, 9])

@@ -12,7 +12,7 @@ import grpc
 from pdserve.contracts.events import RequestEventKind
 from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
 from pdserve.contracts.request import FinishReason
-from pdserve.proto.rpc import TokenInterceptor
+from pdserve.proto.token_proof import ServerProof
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
@@ -49,6 +49,7 @@ class ScriptedWorker(WorkerServicer):
         self._outgoing: asyncio.Queue[worker_pb2.WorkerMessage | None] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
         self._port = 0
+        self._cluster_token = ""
 
     @property
     def endpoint(self) -> WorkerEndpoint:
@@ -58,9 +59,8 @@ class ScriptedWorker(WorkerServicer):
 
     async def start(self, *, cluster_token: str = "") -> ScriptedWorker:
         """Listen, on the previous port if there was one."""
-        self._server = grpc.aio.server(
-            interceptors=[TokenInterceptor(cluster_token)], options=[("grpc.so_reuseport", 0)]
-        )
+        self._cluster_token = cluster_token
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         add_WorkerServicer_to_server(self, self._server)
         self._port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
         await self._server.start()
@@ -75,7 +75,11 @@ class ScriptedWorker(WorkerServicer):
     async def Session(  # noqa: N802
         self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.WorkerMessage]:
+        proof = ServerProof(self._cluster_token, self.endpoint.address, dict(context.invocation_metadata() or ()))
+        await context.send_initial_metadata(proof.metadata)
         self.hellos.append((await anext(request_iterator)).hello)
+        if not proof.is_proven(self.hellos[-1].proof):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED)
         self._outgoing = asyncio.Queue()
         self.commands = asyncio.Queue()
         reader = asyncio.create_task(self._read(request_iterator, self.commands))

@@ -41,6 +41,7 @@ from pdserve.engine.worker.service import WorkerService
 from pdserve.engine.worker.sessions import Session
 from pdserve.kv_transfer.block_pool import CacheEvents
 from pdserve.proto.codec import request_to_proto
+from pdserve.proto.token_proof import ClientProof
 from pdserve.proto.v1 import worker_pb2
 from tests.workers import RouterClient, wait_until
 
@@ -375,7 +376,7 @@ class Cable:
 
 def test_a_cut_cable_ends_the_session(loop_side: LoopSide) -> None:
     cable = Cable(loop_side.address)
-    with RouterClient(cable.address, token="secret") as router:
+    with RouterClient(cable.address, token="secret", server_address=loop_side.address) as router:
         router.submit(a_request(1))
         key = loop_side.next_key()
         cable.cut()
@@ -386,10 +387,15 @@ def test_a_cut_cable_ends_the_session(loop_side: LoopSide) -> None:
 def test_a_call_that_is_cancelled_while_its_parts_end_ends_its_session(loop_side: LoopSide) -> None:
     """A router closes its half and cancels the call right after."""
     is_ending = asyncio.Event()
+    ours = ClientProof("secret", loop_side.address)
+    proofs: asyncio.Queue[bytes] = asyncio.Queue()
 
     class SlowToEnd:
-        async def send_initial_metadata(self, metadata: tuple[()]) -> None:
-            pass
+        def invocation_metadata(self) -> tuple[tuple[str, bytes], ...]:
+            return ours.metadata
+
+        async def send_initial_metadata(self, metadata: tuple[tuple[str, bytes], ...]) -> None:
+            proofs.put_nowait(ours.check(dict(metadata)))
 
         async def write(self, message: bytes) -> None:
             try:
@@ -399,7 +405,8 @@ def test_a_call_that_is_cancelled_while_its_parts_end_ends_its_session(loop_side
                 await asyncio.Event().wait()
 
     async def hello_alone() -> AsyncIterator[worker_pb2.RouterMessage]:
-        yield worker_pb2.RouterMessage(hello=worker_pb2.Hello(router_id="r", session_epoch=1))
+        hello = worker_pb2.Hello(router_id="r", session_epoch=1, proof=await proofs.get())
+        yield worker_pb2.RouterMessage(hello=hello)
 
     async def cancel_late() -> None:
         call = asyncio.create_task(loop_side.service._session(hello_alone(), SlowToEnd()))  # type: ignore[arg-type]

@@ -217,7 +217,7 @@ def test_a_refusal_of_the_sink_closes_without_a_break() -> None:
 
 
 @pytest.mark.parametrize(("token", "opens"), [("secret", True), ("", False), ("wrong", False)])
-def test_the_cluster_token_is_sent(token: str, opens: bool) -> None:
+def test_router_and_worker_know_the_same_token(token: str, opens: bool, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         worker = await ScriptedWorker("decode-0", WorkerRole.DECODE).start(cluster_token="secret")
         session = Recorder(worker.endpoint, cluster_token=token)
@@ -226,6 +226,10 @@ def test_the_cluster_token_is_sent(token: str, opens: bool) -> None:
         assert session.is_up is opens
         await session.close()
         await worker.stop()
+        if token == "wrong":
+            assert not worker.hellos  # a false worker learns nothing
+            address = worker.endpoint.address
+            assert f"session with decode-0 at {address}: {address} does not know the cluster token" in caplog.text
 
     asyncio.run(run())
 

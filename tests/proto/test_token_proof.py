@@ -1,0 +1,63 @@
+"""Both ends prove that they know the cluster token, and a false one learns nothing that is worth anything elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.proto.token_proof import ClientProof, ServerProof
+
+HERE = "10.0.0.1:5000"
+
+
+def _server(client: ClientProof, token: str, address: str = HERE) -> ServerProof:
+    return ServerProof(token, address, dict(client.metadata))
+
+
+def test_members_accept_each_other_without_sending_the_token() -> None:
+    client = ClientProof("secret", HERE)
+    server = _server(client, "secret")
+    proof = client.check(dict(server.metadata))
+    assert server.is_proven(proof)
+    assert b"secret" not in b"".join([proof, *dict(client.metadata).values(), *dict(server.metadata).values()])
+
+
+@pytest.mark.parametrize("token", ["", "guess"])
+def test_a_server_without_the_token_gets_no_proof(token: str) -> None:
+    client = ClientProof("secret", HERE)
+    with pytest.raises(PermissionError, match=f"{HERE} does not know the cluster token"):
+        client.check(dict(_server(client, token).metadata))
+    with pytest.raises(PermissionError):
+        client.check({})
+
+
+@pytest.mark.parametrize("token", ["", "guess"])
+def test_a_client_without_the_token_is_refused(token: str) -> None:
+    client = ClientProof(token, HERE)
+    server = _server(client, "secret")
+    assert not server.is_proven(ClientProof("", HERE).check({}))
+    if token:
+        with pytest.raises(PermissionError):
+            client.check(dict(server.metadata))
+
+
+def test_a_false_server_cannot_pass_on_what_it_is_asked() -> None:
+    client = ClientProof("secret", "10.0.0.66:5000")
+    true_server = _server(client, "secret")
+    with pytest.raises(PermissionError):
+        client.check(dict(true_server.metadata))
+
+
+def test_a_proof_that_was_overheard_opens_no_other_call() -> None:
+    client = ClientProof("secret", HERE)
+    proof = client.check(dict(_server(client, "secret").metadata))
+    assert not _server(client, "secret").is_proven(proof)
+
+
+def test_the_proof_of_a_server_is_not_one_of_a_client() -> None:
+    server = _server(ClientProof("secret", HERE), "secret")
+    assert not any(server.is_proven(value) for value in dict(server.metadata).values())
+
+
+def test_an_empty_token_neither_checks_nor_proves() -> None:
+    client = ClientProof("", HERE)
+    assert _server(client, "").is_proven(client.check({}))
