@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from pdserve.contracts import metrics
 from pdserve.contracts.metrics import Metric
@@ -100,6 +103,26 @@ def test_units_fit_what_is_measured() -> None:
             if panel.unit == "s":
                 assert "_seconds" in expr, panel.title
             assert legend
+
+
+def lost(written: Any, read: Any) -> Iterator[str]:
+    """Keys of ``written`` that ``read`` lacks, and values that differ."""
+    if isinstance(written, dict):
+        for key, value in written.items():
+            yield from lost(value, read[key]) if key in read else [key]
+    elif isinstance(written, list) and len(written) == len(read):
+        for one, other in zip(written, read, strict=True):
+            yield from lost(one, other)
+    elif written != read:
+        yield f"{written} became {read}"
+
+
+def test_grafanas_schema_has_every_field() -> None:
+    register_default_plugins()
+    for dashboard in DASHBOARDS:
+        board = json.loads(json.dumps(dashboard_json(dashboard)))
+        read = json.loads(JSONEncoder().encode(Dashboard.from_json(board)))
+        assert set(lost(board, read)) == {"titleFormat"}, "that of annotations from Prometheus, which the schema lacks"
 
 
 def test_panels_do_not_overlap() -> None:
