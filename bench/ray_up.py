@@ -125,13 +125,11 @@ class Cluster:
     def wait_whole(self) -> None:
         wait_for(lambda: len(self.workers()) == self.num_workers, "every worker")
 
-    def has_back(self, host: str) -> bool:
-        """True if the supervisor has found a host again that had left Ray."""
+    def times_found(self, host: str) -> int:
+        """How often the supervisor has found a host."""
         log = self.hosts.ssh("head", "cat pdserve.log", capture_output=True).stdout
         mark = f"host {host} ({self.hosts.addresses[host]})"
-        return any(
-            "up at" in line for line in log.rpartition(f"{mark} it has left Ray")[2].splitlines() if mark in line
-        )
+        return sum(mark in line and "up at" in line for line in log.splitlines())
 
     def ask(self, prompt: str, url: str, **options: object) -> dict[str, Any]:
         """Answer to a completion of 64 tokens, asked by the launcher."""
@@ -218,6 +216,7 @@ def try_fault(cluster: Cluster, fault: str) -> dict[str, Any]:
     placement = cluster.placement()
     name, _, seconds = fault.rpartition("-") if fault[-1].isdigit() else (fault, "", "0")
     victim = max((host for host in placement.values() if host != "head"), default="two")
+    times_found = cluster.times_found(victim)
     streams = Streams(cluster.url, "--clients", 64, on=hosts.at("launcher"))
     began_s = time.monotonic()
     result: dict[str, Any] = {"fault": fault, "placement": placement}
@@ -238,7 +237,7 @@ def try_fault(cluster: Cluster, fault: str) -> dict[str, Any]:
         result["all_up_s"] = round(time.monotonic() - began_s, 1)
         if name == "power-off":
             hosts.add(victim)
-            wait_for(lambda: cluster.has_back(victim), "the lost host")
+            wait_for(lambda: cluster.times_found(victim) > times_found, "the lost host")
             result["host_back_s"] = round(time.monotonic() - began_s, 1)
             cluster.hosts.ssh("head", "pdserve scale decode=3")
             result["decode-2 on"] = cluster.placement()["decode-2"]
