@@ -1,8 +1,10 @@
-"""Host staging of a GPU KV pool: copies blocks between the pool and a host file of the same layout.
+"""Host staging of a GPU KV pool: copies blocks between the pool and a host file.
 
 Transfer processes and peers map a worker's pool as a file (`pdserve.kv_transfer.pool_memory`). For a pool in GPU
 memory the file is a staging area: every block has room in it, with valid bytes once it was granted to another
-worker or pulled from one. Called by `pdserve.engine.worker.staged_transfer`. Knows neither grants nor pulls.
+worker or pulled from one. The ranks of a worker share one file, and each copies its own KV heads. Called by
+`pdserve.engine.worker.staged_transfer` and, on ranks other than the leader, by `pdserve.engine.worker.follower`. Knows
+neither grants nor pulls.
 
 Copies and steps never wait for each other, because copied blocks are in no step:
 
@@ -18,6 +20,7 @@ the host copies it from there, so that the file takes memory only for blocks tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -27,24 +30,9 @@ PINNED_BYTES = 32 << 20
 """Pinned memory per direction."""
 
 
-class HostStaging:
-    """A pool and its staging file. The two directions may run concurrently, each with one copy at a time."""
-
-    def __init__(self, pool_blocks: torch.Tensor, memory: PoolMemory) -> None:
-        """
-        Args:
-            pool_blocks: uint8 ``[num_blocks, block_bytes]``, on any device.
-            memory: the staging file, of the pool's layout.
-        """
-        layout = memory.layout
-        assert pool_blocks.dtype == torch.uint8
-        assert pool_blocks.shape == (layout.num_blocks, layout.block_bytes), f"{pool_blocks.shape} for {layout}"
-        self._pool = pool_blocks
-        self._host = torch.frombuffer(memory.blocks, dtype=torch.uint8).view(pool_blocks.shape)
-        self._d2h = _CopyStream(pool_blocks)
-        self._h2d = _CopyStream(pool_blocks)
-        self._generations: dict[int, int] = {}
-        """Generation of each block at its last D2H copy."""
+class Staging(Protocol):
+    """Copies blocks between a worker's pool and its staging file. The two directions may run concurrently, each with
+    one copy at a time."""
 
     def copy_d2h(self, block_ids: Sequence[int], generations: Sequence[int]) -> None:
         """Copy blocks from the pool to the host; returns when they have arrived.
@@ -53,6 +41,37 @@ class HostStaging:
             generations: generation of each block. The bytes do not change while it is the same, so a block shared by
                 many prompts is copied once.
         """
+        ...
+
+    def copy_h2d(self, block_ids: Sequence[int]) -> None:
+        """Copy blocks from the host to the pool; returns when they have arrived."""
+        ...
+
+
+class HostStaging:
+    """`Staging` of one rank's pool."""
+
+    def __init__(self, pool_blocks: torch.Tensor, memory: PoolMemory, heads: range | None = None) -> None:
+        """
+        Args:
+            pool_blocks: uint8 ``[num_blocks, bytes of the heads in a block]``, on any device.
+            memory: the staging file, of the layout of all ranks' pool.
+            heads: KV heads of the layout that the pool holds; by default all.
+        """
+        layout = memory.layout
+        heads = range(layout.num_kv_heads) if heads is None else heads
+        assert pool_blocks.dtype == torch.uint8
+        expected = (layout.num_blocks, len(heads) * layout.head_bytes)
+        assert pool_blocks.shape == expected, f"{pool_blocks.shape} for {layout} with {heads}"
+        self._pool = pool_blocks
+        blocks = torch.frombuffer(memory.blocks, dtype=torch.uint8).view(layout.num_blocks, -1)
+        self._host = blocks[:, heads.start * layout.head_bytes : heads.stop * layout.head_bytes]
+        self._d2h = _CopyStream(pool_blocks)
+        self._h2d = _CopyStream(pool_blocks)
+        self._generations: dict[int, int] = {}
+        """Generation of each block at its last D2H copy."""
+
+    def copy_d2h(self, block_ids: Sequence[int], generations: Sequence[int]) -> None:
         generation_by_block = dict(zip(block_ids, generations, strict=True))
         missing = [
             block for block, generation in generation_by_block.items() if self._generations.get(block) != generation
@@ -61,7 +80,6 @@ class HostStaging:
         self._generations.update(generation_by_block)
 
     def copy_h2d(self, block_ids: Sequence[int]) -> None:
-        """Copy blocks from the host to the pool; returns when they have arrived."""
         self._h2d.copy(self._host, self._pool, block_ids)
 
 

@@ -1,15 +1,15 @@
 """A worker process as where the pool lies on a GPU: ``python -m tests.staged_worker --config JSON``.
 
-Its executor computes in memory of its own, for a real model with two steps in flight; the transfer process maps a
-staging file."""
+Its executor computes in memory of its own, for a real model with two steps in flight and captured decode steps; the
+transfer process maps a staging file. Ranks other than the leader are processes of `tests.staged_follower`."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -23,7 +23,6 @@ from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.model.executors.device_queue import DeviceQueue
-from pdserve.model.executors.model import ModelExecutor
 from pdserve.prefill_worker import worker as prefill_worker
 
 COPY_S = 0.02
@@ -32,11 +31,6 @@ COPY_S = 0.02
 
 class PipelinedQueue(DeviceQueue):
     pipeline_depth = 2
-
-
-class CapturingExecutor(ModelExecutor):
-    def __init__(self, *, max_captured_rows: int, **options: Any) -> None:
-        super().__init__(max_captured_rows=8, **options)
 
 
 class LateStaging(HostStaging):
@@ -49,9 +43,23 @@ class LateStaging(HostStaging):
         super().copy_h2d(block_ids)
 
 
+def staged_device() -> ExitStack:
+    """A device that is the CPU, with memory of its own."""
+    stack = ExitStack()
+    for target, replacement in (
+        ("pdserve.engine.worker.model_device.is_in_host_memory", lambda device: False),
+        ("pdserve.kv_transfer.host_staging.HostStaging", LateStaging),
+        ("pdserve.model.executors.rank_model.select_queue", lambda device: PipelinedQueue()),
+    ):
+        stack.enter_context(patch(target, replacement))
+    return stack
+
+
 def staged_backend(config: WorkerConfig) -> Backend:
-    """As a worker chooses it, but for the memory of the pool."""
+    """As a worker chooses it; an emulated GPU has memory of its own, too."""
     backend = choose_backend(config)
+    if not config.emulate:
+        return backend
 
     def build_executors(memory: PoolMemory) -> BuiltExecutors:
         device = PoolMemory.create(backend.layout)
@@ -69,8 +77,8 @@ def build_scheduler(pool: BlockPool, backend: Backend, config: WorkerConfig) -> 
 
 if __name__ == "__main__":
     with (
+        staged_device(),
         patch("pdserve.engine.worker.worker.choose_backend", staged_backend),
-        patch("pdserve.model.executors.rank_model.select_queue", lambda device: PipelinedQueue()),
-        patch("pdserve.model.executors.model.ModelExecutor", CapturingExecutor),
+        patch("pdserve.engine.worker.followers._MODULE", "tests.staged_follower"),
     ):
         sys.exit(main(build_scheduler, "staged_worker"))

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from math import inf, isclose
+from math import ceil, inf, isclose
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +234,7 @@ class WorkerNeeds:
     number: int
     num_ranks: int = 1
     gpu_share: float = 0.0
-    """GPUs, or the share of one."""
+    """GPUs, one for each rank, or the share of one."""
     resources: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -274,8 +274,9 @@ class _Room:
             self.take(needs)
 
     def fits(self, needs: WorkerNeeds) -> bool:
-        has_gpu = not needs.gpu_share or self._gpu(needs) is not None
-        return has_gpu and all(self._resources.get(name, 0) >= amount for name, amount in needs.resources.items())
+        return self._gpus_for(needs) is not None and all(
+            self._resources.get(name, 0) >= amount for name, amount in needs.resources.items()
+        )
 
     def load(self, needs: WorkerNeeds) -> float:
         """Share of the host's GPUs, or of its cores, that is in use."""
@@ -285,12 +286,13 @@ class _Room:
 
     def take(self, needs: WorkerNeeds) -> None:
         self._num_ranks += needs.num_ranks
-        if needs.gpu_share and (index := self._gpu(needs)) is not None:
-            self._gpus[index] -= needs.gpu_share
+        for index in self._gpus_for(needs) or ():
+            self._gpus[index] -= min(1.0, needs.gpu_share)
         for name, amount in needs.resources.items():
             self._resources[name] = self._resources.get(name, 0) - amount
 
-    def _gpu(self, needs: WorkerNeeds) -> int | None:
-        """First GPU with room."""
-        rooms = enumerate(self._gpus)
-        return next((index for index, left in rooms if left > needs.gpu_share or isclose(left, needs.gpu_share)), None)
+    def _gpus_for(self, needs: WorkerNeeds) -> list[int] | None:
+        """The first GPUs with room, one for each rank; None where they are too few."""
+        share, num_gpus = min(1.0, needs.gpu_share), ceil(needs.gpu_share)
+        with_room = [index for index, left in enumerate(self._gpus) if left > share or isclose(left, share)]
+        return with_room[:num_gpus] if len(with_room) >= num_gpus else None

@@ -76,8 +76,9 @@ def installed_gpu(folder: Path = _DRIVER_FOLDER) -> str:
 def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float) -> list[float]:
     """GPUs that each worker requests from Ray; 0 for a worker that computes on the CPU or emulates.
 
-    A share equals the worker's share of the GPU's memory if that is at most one half; otherwise the worker gets a whole
-    GPU. Workers with ``device: auto`` get GPUs if there are enough for all of them.
+    Each rank of a worker with several gets a whole GPU. Another worker's share equals its share of the GPU's memory if
+    that is at most one half; otherwise it gets a whole GPU. Workers with ``device: auto`` get GPUs if there are enough
+    for all of them.
 
     Args:
         num_gpus: GPUs of the cluster.
@@ -92,7 +93,7 @@ def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float) -> list[float]:
     if _num_gpus(shares) > num_gpus:
         raise DeployError(
             f"workers with device cuda take {_num_gpus(shares)} GPUs and Ray has {num_gpus:g}: use fewer of them, "
-            f"lower their gpu_memory_utilization to share GPUs, or set device to cpu"
+            "lower their tensor_parallel, lower their gpu_memory_utilization to share GPUs, or set device to cpu"
         )
     return shares
 
@@ -116,15 +117,19 @@ def gpu_warning(configs: Sequence[WorkerConfig], shares: Sequence[float], num_gp
 
 
 def _share(config: WorkerConfig) -> float:
+    if config.tensor_parallel > 1:
+        return float(config.tensor_parallel)
     return config.gpu_memory_utilization if config.gpu_memory_utilization <= _MAX_SHARE else 1.0
 
 
 def _num_gpus(shares: Iterable[float]) -> int:
-    """Number of GPUs that hold all shares: first fit, largest share first."""
+    """Number of GPUs that hold all shares: whole ones, and first fit for the others, largest share first."""
+    shares = list(shares)
+    num_whole = sum(int(share) for share in shares if share >= 1)
     left: list[float] = []
-    for share in sorted(filter(None, shares), reverse=True):
+    for share in sorted((share for share in shares if 0 < share < 1), reverse=True):
         index = next((index for index, room in enumerate(left) if room > share or isclose(room, share)), len(left))
         if index == len(left):
             left.append(1.0)
         left[index] -= share
-    return len(left)
+    return num_whole + len(left)

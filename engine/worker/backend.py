@@ -20,7 +20,7 @@ from pdserve.contracts.codec import from_json
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import Executor, ModelLimits
-from pdserve.engine.worker.followers import Followers, rank_cores
+from pdserve.engine.worker.followers import FollowerConfig, Followers, RanksStaging, rank_cores
 from pdserve.engine.worker.grammars import Grammars
 from pdserve.engine.worker.pool_size import check_pool_fits, check_staging_fits, num_kv_blocks, num_swap_slots
 from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
@@ -35,9 +35,12 @@ from pdserve.model.sampling.grammars import GrammarMatchers
 from pdserve.model.weights.bytes import INT4_GROUP_INPUTS
 from pdserve.model.weights.files import check_weights
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # they import torch
+    import torch
+
     from pdserve.kernels.cpu.ranks import RankMemory
-    from pdserve.kv_transfer.host_staging import HostStaging
+    from pdserve.kernels.kv_pool import KvPool
+    from pdserve.kv_transfer.host_staging import HostStaging, Staging
     from pdserve.model.decoder.ranks import Ranks
     from pdserve.model.executors.rank_model import RankModel
 
@@ -47,7 +50,7 @@ _log = logging.getLogger(__name__)
 class BuiltExecutors(NamedTuple):
     executors: list[Executor]
     """One of each micro-batch."""
-    staging: HostStaging | None = None
+    staging: Staging | None = None
     """Copies blocks between a GPU pool and the memory the transfer process maps; ``None`` on a CPU."""
     followers: Followers | None = None
     """Other ranks, to close after the executors."""
@@ -78,35 +81,33 @@ def _model_backend(config: WorkerConfig) -> Backend:
     """Serve the checkpoint on this host's CPU or on a GPU."""
     folder = Path(config.model_path)
     model, limits = _model(config)
-    cost = CostModel(model.shape, _device(config), config.precision, config.tensor_parallel, config.pipeline_parallel)
+    cost = _cost(config, model)
     _check_groups(config, model)
     check_weights(folder, model.shape)
     content_hash = model_hash(folder, f"{model.layers} {config.precision.dtype} {config.precision.quantization}")
     _configure_openmp(config)
 
-    from pdserve.engine.worker.model_device import CPU, build_pool, check_kv_dtype, choose_device, kv_memory_of
-    from pdserve.kernels.cpu.build import load_library
+    from pdserve.engine.worker.model_device import (
+        build_pool,
+        check_kv_dtype,
+        choose_device,
+        is_in_host_memory,
+        kv_memory_of,
+    )
     from pdserve.kernels.cpu.threads import use_cores
-    from pdserve.kv_transfer.host_staging import HostStaging
     from pdserve.model.decoder.ranks import ONE_RANK
     from pdserve.model.executors.model import ModelExecutor
 
-    device = choose_device(config.device)
+    device = choose_device(config.device, 0, config.tensor_parallel)
+    is_on_host = is_in_host_memory(device)
     num_ranks = config.tensor_parallel * config.pipeline_parallel
-    degrees = f"tensor_parallel is {config.tensor_parallel} and pipeline_parallel {config.pipeline_parallel}"
-    if num_ranks > 1 and load_library() is None:
-        raise ValueError(f"{degrees}, which needs compiled kernels: install g++, or set both to 1")
-    if device != CPU and num_ranks > 1:
-        raise ValueError(
-            f"{degrees}; more than one rank is computed on CPUs or emulated, not on GPUs yet: set both to 1, or device "
-            "to cpu"
-        )
+    _check_ranks(config, is_on_host)
     check_kv_dtype(device, cost.kv_dtype)
     memory = kv_memory_of(device, config, cost, available_memory_bytes())
     block_bytes = cost.kv_bytes_per_token * config.block_size
     num_blocks = num_kv_blocks(config, limits, block_bytes, memory.auto_bytes)
     check_pool_fits(num_blocks * block_bytes, memory.max_bytes)
-    if device != CPU:
+    if not is_on_host:
         check_staging_fits(num_blocks * block_bytes, memory.host_bytes)
     swap_bytes = memory.host_bytes - num_blocks * block_bytes
     num_slots = num_swap_slots(config, num_blocks, block_bytes, swap_bytes) // config.pipeline_parallel
@@ -116,11 +117,18 @@ def _model_backend(config: WorkerConfig) -> Backend:
     def build_executors(memory: PoolMemory) -> BuiltExecutors:
         followers, ranks = None, ONE_RANK
         if num_ranks > 1:
-            followers = Followers(config, memory, _rank_memory(config, model).create(), on_loss=_end_worker)
-            ranks = _ranks(config, model, followers.shared_fd, 0)
-        if device == CPU:
+            followers = Followers(
+                config,
+                memory,
+                _create_shared_file(config, model, is_on_host),
+                on_loss=_end_worker,
+                num_swap_slots=0 if is_on_host else num_slots,
+            )
+            ranks = _ranks(config, model, device, followers.shared_fd, 0)
+        if is_on_host:
             use_cores(_rank_cores(config, 0))
-        pool = build_pool(device, memory, shard_of(model.shape, ranks.place).kv_heads)
+        heads = shard_of(model.shape, ranks.place).kv_heads
+        pool = build_pool(device, memory, heads)
         executor = ModelExecutor(
             folder=folder,
             config=model,
@@ -128,20 +136,20 @@ def _model_backend(config: WorkerConfig) -> Backend:
             pool=pool,
             precision=config.precision,
             num_swap_slots=num_slots,
-            # Useless on a prefill worker and on a CPU.
-            max_captured_rows=0 if config.role is WorkerRole.PREFILL or device == CPU else config.max_batch_size,
+            max_captured_rows=_max_captured_rows(config, is_on_host),
             matchers=_matchers(grammars, limits),
             ranks=ranks,
             send=None if followers is None else followers.send,
         )
         if followers is not None:
             followers.wait_until_ready()
-            others = range(1, config.pipeline_parallel)
-            more = [executor.for_micro_batch(number, _matchers(grammars, limits)) for number in others]
-            return BuiltExecutors([executor, *more], followers=followers)
-        if device == CPU:
-            return BuiltExecutors([_lending_cores(executor, config) if config.core_board else executor])
-        return BuiltExecutors([executor], HostStaging(pool.blocks, memory))
+        if not is_on_host:
+            return BuiltExecutors([executor], _staging(pool, memory, heads, followers), followers)
+        if config.core_board and followers is None:
+            return BuiltExecutors([_lending_cores(executor, config)])
+        others = range(1, config.pipeline_parallel)
+        more = [executor.for_micro_batch(number, _matchers(grammars, limits)) for number in others]
+        return BuiltExecutors([executor, *more], followers=followers)
 
     return Backend(
         limits=limits,
@@ -164,6 +172,10 @@ def _model(config: WorkerConfig) -> tuple[DecoderConfig, ModelLimits]:
     return model.at_length(limits.max_model_len), limits
 
 
+def _cost(config: WorkerConfig, model: DecoderConfig) -> CostModel:
+    return CostModel(model.shape, _device(config), config.precision, config.tensor_parallel, config.pipeline_parallel)
+
+
 def _check_groups(config: WorkerConfig, model: DecoderConfig) -> None:
     """Raise ValueError if ranks would share a group of int4 inputs, which has one scale."""
     if config.precision.quantization != "int4" or config.tensor_parallel == 1:
@@ -175,6 +187,34 @@ def _check_groups(config: WorkerConfig, model: DecoderConfig) -> None:
                 f"tensor_parallel {num_ranks} divides the {num_inputs} inputs of the {what} within groups of "
                 f"{INT4_GROUP_INPUTS} that share an int4 scale: use a lower degree, or quantization int8"
             )
+
+
+def _check_ranks(config: WorkerConfig, is_on_host: bool) -> None:
+    """Raise ValueError if ranks of this worker cannot share a model."""
+    from pdserve.kernels.cpu.build import load_library
+
+    if config.pipeline_parallel > 1 and not is_on_host:
+        raise ValueError(
+            f"pipeline_parallel is {config.pipeline_parallel}, and stages are computed on CPUs or emulated, not on "
+            "GPUs yet: set it to 1, or device to cpu"
+        )
+    if config.tensor_parallel * config.pipeline_parallel > 1 and is_on_host and load_library() is None:
+        raise ValueError(
+            f"tensor_parallel is {config.tensor_parallel} and pipeline_parallel {config.pipeline_parallel}, which "
+            "needs compiled kernels: install g++, or set both to 1"
+        )
+
+
+def _max_captured_rows(config: WorkerConfig, is_on_host: bool) -> int:
+    """Captured steps are useless on a prefill worker and on a CPU."""
+    return 0 if config.role is WorkerRole.PREFILL or is_on_host else config.max_batch_size
+
+
+def _staging(pool: KvPool, memory: PoolMemory, heads: range, followers: Followers | None) -> Staging:
+    from pdserve.kv_transfer.host_staging import HostStaging
+
+    own = HostStaging(pool.blocks, memory, heads)
+    return own if followers is None else RanksStaging(own, followers)
 
 
 def _rank_cores(config: WorkerConfig, rank: int) -> tuple[int, ...]:
@@ -190,11 +230,23 @@ def _rank_memory(config: WorkerConfig, model: DecoderConfig) -> RankMemory:
     return RankMemory(config.tensor_parallel, config.pipeline_parallel, message_bytes)
 
 
-def _ranks(config: WorkerConfig, model: DecoderConfig, shared_fd: int, rank: int) -> Ranks:
+def _create_shared_file(config: WorkerConfig, model: DecoderConfig, is_on_host: bool) -> int:
+    """Create the file of `_ranks`; returns its descriptor."""
+    from pdserve.kernels.torch.ranks import create_meeting_file
+
+    return _rank_memory(config, model).create() if is_on_host else create_meeting_file()
+
+
+def _ranks(config: WorkerConfig, model: DecoderConfig, device: torch.device, shared_fd: int, rank: int) -> Ranks:
+    """The ranks as ``rank`` sees them, which exchange tensors through memory or between their devices."""
+    from pdserve.engine.worker.model_device import is_in_host_memory
+    from pdserve.kernels.torch.ranks import Group
     from pdserve.model.decoder.ranks import Ranks
 
-    memory = _rank_memory(config, model)
     place = Place.of(rank, config.tensor_parallel, config.pipeline_parallel)
+    if not is_in_host_memory(device):
+        return Ranks(place, Group(shared_fd, rank, place.num_ranks, device), has_own_pool=True)
+    memory = _rank_memory(config, model)
     return Ranks(
         place,
         memory.group(shared_fd, place.stage, place.tensor_rank) if config.tensor_parallel > 1 else None,
@@ -202,30 +254,52 @@ def _ranks(config: WorkerConfig, model: DecoderConfig, shared_fd: int, rank: int
     )
 
 
-def build_follower(config: WorkerConfig, memory: PoolMemory, shared_fd: int, rank: int) -> RankModel:
-    """Build the model of a rank other than the leader.
+def build_follower(
+    follower: FollowerConfig, memory: PoolMemory, shared_fd: int
+) -> tuple[RankModel, HostStaging | None]:
+    """Build the model of a rank other than the leader, and on a GPU the staging of its pool.
 
     Args:
-        memory: the worker's pool.
-        shared_fd: memory that the ranks share.
+        memory: the worker's pool, or its staging file.
+        shared_fd: inherited from the leader.
+
+    Raises:
+        ValueError: the rank's GPU has no room for its share.
     """
+    config, rank = follower.worker, follower.rank
     _configure_openmp(config)
 
-    from pdserve.engine.worker.model_device import CPU, build_pool
+    import torch
+
+    from pdserve.engine.worker.model_device import build_pool, choose_device, is_in_host_memory, kv_memory_of
     from pdserve.kernels.cpu.threads import use_cores
+    from pdserve.kv_transfer.host_staging import HostStaging
     from pdserve.model.executors.rank_model import RankModel
 
     model, _ = _model(config)
-    use_cores(_rank_cores(config, rank))
-    ranks = _ranks(config, model, shared_fd, rank)
-    return RankModel(
+    device = choose_device(config.device, rank, config.tensor_parallel)
+    is_on_host = is_in_host_memory(device)
+    if is_on_host:
+        use_cores(_rank_cores(config, rank))
+    else:
+        memory_of_gpu = kv_memory_of(device, config, _cost(config, model), available_memory_bytes())
+        check_pool_fits(memory.layout.pool_bytes, memory_of_gpu.max_bytes)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ranks = _ranks(config, model, device, shared_fd, rank)
+    heads = shard_of(model.shape, ranks.place).kv_heads
+    pool = build_pool(device, memory, heads)
+    rank_model = RankModel(
         folder=Path(config.model_path),
         config=model,
         layout=memory.layout,
-        pool=build_pool(CPU, memory, shard_of(model.shape, ranks.place).kv_heads),
+        pool=pool,
         precision=config.precision,
+        num_swap_slots=follower.num_swap_slots,
+        max_captured_rows=_max_captured_rows(config, is_on_host),
         ranks=ranks,
     )
+    return rank_model, None if is_on_host else HostStaging(pool.blocks, memory, heads)
 
 
 def _end_worker(reason: str) -> None:

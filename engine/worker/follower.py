@@ -1,8 +1,8 @@
 """A rank of a worker other than its leader: computes the steps that the leader sends.
 
-Started by `pdserve.engine.worker.followers` with descriptors of its two sockets, of the KV pool and of the memory that
-the ranks share. Ends with its leader, or when the leader closes the socket of steps. Keeps no state of requests: only
-weights, and the pool that it maps.
+Started by `pdserve.engine.worker.followers` with descriptors of its sockets, of the KV pool or its staging file, and of
+the file through which the ranks exchange tensors or find each other. Ends with its leader, or when the leader closes
+the socket of steps. Keeps no state of requests: only weights, and its pool.
 """
 
 from __future__ import annotations
@@ -12,21 +12,25 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
+import numpy.typing as npt
 
 from pdserve.contracts.codec import from_json
 from pdserve.engine.worker.backend import build_follower
-from pdserve.engine.worker.followers import READY, FollowerConfig
+from pdserve.engine.worker.followers import COPIED, READY, FollowerConfig
 from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
 
+_log = logging.getLogger(__name__)
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="A rank of a worker; started by the worker.")
-    for name in ("steps", "pulse", "pool", "shared"):
+    for name in ("steps", "pulse", "d2h", "h2d", "pool", "shared"):
         parser.add_argument(f"{name}_fd", type=int, help="an inherited descriptor")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -39,7 +43,10 @@ def main() -> int:
     die_with_parent(parent=config.parent_pid)
     threading.Thread(target=_answer_pulses, args=(pulse,), name="rank-pulse", daemon=True).start()
     memory = PoolMemory.from_fd(arguments.pool_fd, config.layout)
-    rank = build_follower(config.worker, memory, arguments.shared_fd, config.rank)
+    rank, staging = build_follower(config, memory, arguments.shared_fd)
+    if staging is not None:
+        _start_copying("d2h", arguments.d2h_fd, lambda words: staging.copy_d2h(*words.reshape(2, -1).tolist()))
+        _start_copying("h2d", arguments.h2d_fd, lambda words: staging.copy_h2d(words.tolist()))
     steps.sendall(encode_frame(READY))
 
     from pdserve.model.executors.rank_model import PackedStep
@@ -47,6 +54,22 @@ def main() -> int:
     while (frame := receive_frame(steps)) is not None:
         rank.follow(PackedStep.decode(np.frombuffer(bytearray(frame), np.int32)))
     return 0
+
+
+def _start_copying(name: str, fd: int, copy: Callable[[npt.NDArray[np.uint64]], None]) -> None:
+    """Answer each frame of ``fd`` once ``copy`` has made its copies. The process ends if they fail."""
+
+    def run() -> None:
+        try:
+            with socket.socket(fileno=fd) as leader:
+                while (frame := receive_frame(leader)) is not None:
+                    copy(np.frombuffer(frame, np.uint64))
+                    leader.sendall(encode_frame(COPIED))
+        except BaseException:
+            _log.critical("KV was not copied between GPU and host", exc_info=True)
+            os._exit(1)
+
+    threading.Thread(target=run, name=f"kv-{name}", daemon=True).start()
 
 
 def _answer_pulses(pulse: socket.socket) -> None:

@@ -1,14 +1,16 @@
 """The other ranks of a worker, as its leader sees them: processes that compute the steps it sends.
 
 The leader is the worker itself, rank 0: it alone has sessions, schedulers and block pools. A follower is a child
-process on the same host (`pdserve.engine.worker.follower`) with its share of the weights. It maps the worker's KV pool
-and computes the KV of its layers and heads there, so block tables, prefix cache, swapping and transfers know nothing of
-ranks.
+process on the same host (`pdserve.engine.worker.follower`) with its share of the weights. On CPUs it maps the worker's
+KV pool and computes the KV of its layers and heads there. On a GPU it has a pool of its heads, and copies them to and
+from the staging file that all ranks of the worker map. Either way block tables, prefix cache and transfers know nothing
+of ranks.
 
-Each follower has two socket pairs, which no other process can open: one for steps, one for its pulse. A step is a
-32-bit length, then the words of a `pdserve.model.executors.rank_model.PackedStep`. The ranks exchange tensors through
-memory that they share (`pdserve.kernels.cpu.ranks`). There is no partial repair: when a follower ends or is silent, so
-does the worker, and with it all other ranks.
+Each follower has socket pairs, which no other process can open: for steps, for its pulse, and for each direction of
+staging. A step is a 32-bit length, then the words of a `pdserve.model.executors.rank_model.PackedStep`. The ranks
+exchange tensors through memory that they share (`pdserve.kernels.cpu.ranks`), or between devices
+(`pdserve.kernels.torch.ranks`). There is no partial repair: when a follower ends or is silent, so does the worker, and
+with it all other ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from pdserve.contracts.codec import to_json
 from pdserve.contracts.kv_layout import KvLayout
@@ -31,7 +36,8 @@ from pdserve.contracts.placement import WorkerConfig
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # they import torch
+    from pdserve.kv_transfer.host_staging import Staging
     from pdserve.model.executors.rank_model import PackedStep
 
 PULSE_S = 0.1
@@ -41,10 +47,19 @@ SILENCE_S = 2.0
 STOP_TIMEOUT_S = 2.0
 
 READY = b"ready"
-"""The only frame that a follower sends: it has its weights and takes steps."""
+"""The only frame that a follower sends for steps: it has its weights and takes them."""
+COPIED = b"copied"
+"""Answer to a frame of staging."""
 
 _MODULE = "pdserve.engine.worker.follower"
 _log = logging.getLogger(__name__)
+
+
+class Direction(Enum):
+    """Of staging."""
+
+    D2H = "d2h"
+    H2D = "h2d"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +70,8 @@ class FollowerConfig:
     layout: KvLayout
     """Layout of the worker's pool, with the layers and heads of all ranks."""
     rank: int
+    num_swap_slots: int
+    """Host slots for blocks of the follower's own pool."""
     parent_pid: int
     """Process id of the leader, with which the follower dies."""
 
@@ -70,37 +87,49 @@ class Followers:
     """Ranks 1, 2, ... of a worker. Any thread may call `close`, and one thread at a time everything else."""
 
     def __init__(
-        self, config: WorkerConfig, memory: PoolMemory, shared_fd: int, on_loss: Callable[[str], None]
+        self,
+        config: WorkerConfig,
+        memory: PoolMemory,
+        shared_fd: int,
+        on_loss: Callable[[str], None],
+        *,
+        num_swap_slots: int = 0,
     ) -> None:
         """Start the processes. The calling thread must live as long as they.
 
         Args:
-            memory: the worker's pool.
-            shared_fd: memory that the ranks share; this object closes it.
-            on_loss: called once with the reason, on a thread of this object, when a follower is lost after
-                `wait_until_ready`.
+            memory: the worker's pool, or its staging file.
+            shared_fd: file through which the ranks exchange tensors, or find each other; this object closes it.
+            on_loss: called once with the reason, on a thread of this object, when a follower is lost.
+            num_swap_slots: host slots for blocks of each follower's own pool.
         """
         self._on_loss = on_loss
         self.shared_fd = shared_fd
         self._is_closing = False
         self._followers = [
             _Follower(
-                FollowerConfig(worker=config, layout=memory.layout, rank=rank, parent_pid=os.getpid()),
+                FollowerConfig(
+                    worker=config,
+                    layout=memory.layout,
+                    rank=rank,
+                    num_swap_slots=num_swap_slots,
+                    parent_pid=os.getpid(),
+                ),
                 (memory.fd, shared_fd),
             )
             for rank in range(1, config.tensor_parallel * config.pipeline_parallel)
         ]
         self._watch = threading.Thread(target=self._watch_pulses, name="rank-pulse", daemon=True)
+        self._watch.start()
 
     def wait_until_ready(self) -> None:
-        """Wait until every follower takes steps, and watch them from then on.
+        """Wait until every follower takes steps.
 
         Raises:
             RuntimeError: one ended; its log has the reason.
         """
         for follower in self._followers:
             follower.expect_ready()
-        self._watch.start()
 
     def send(self, step: PackedStep) -> None:
         """Send a step to every follower. A lost one is found by its pulse."""
@@ -111,27 +140,64 @@ class Followers:
             except OSError as error:
                 _log.warning("rank %d does not receive a step: %s", follower.rank, error)
 
+    @contextmanager
+    def copying(self, direction: Direction, words: Sequence[int]) -> Iterator[None]:
+        """Let every follower copy its part of blocks between its pool and the staging file; waits for the end.
+
+        Args:
+            words: arguments of `pdserve.kv_transfer.host_staging.Staging`, one after the other.
+
+        Raises:
+            RuntimeError: a follower ended.
+        """
+        frame = encode_frame(np.array(words, np.uint64).tobytes())
+        for follower in self._followers:
+            follower.staging[direction].sendall(frame)
+        yield
+        for follower in self._followers:
+            if receive_frame(follower.staging[direction]) != COPIED:
+                raise RuntimeError(f"rank {follower.rank} ended")
+
     def close(self) -> None:
         """End all followers."""
         self._is_closing = True
-        if self._watch.is_alive():
-            self._watch.join()
+        self._watch.join()
         for follower in self._followers:
             follower.close()
         os.close(self.shared_fd)
 
     def _watch_pulses(self) -> None:
-        started_s = time.monotonic()
-        for follower in self._followers:
-            follower.answered_s = started_s
         while not self._is_closing:
             for follower in self._followers:
                 follower.send_pulse()
             time.sleep(PULSE_S)
             for follower in self._followers:
                 if (loss := follower.loss()) and not self._is_closing:
-                    self._on_loss(f"rank {follower.rank} {loss}")
+                    if not follower.is_ready:
+                        time.sleep(SILENCE_S)  # `wait_until_ready` says it better, unless a collective holds it up
+                    if not self._is_closing:
+                        self._on_loss(f"rank {follower.rank} {loss}")
                     return
+
+
+class RanksStaging:
+    """`pdserve.kv_transfer.host_staging.Staging` of a worker whose ranks have pools of their own."""
+
+    def __init__(self, own: Staging, followers: Followers) -> None:
+        """
+        Args:
+            own: the leader's.
+        """
+        self._own = own
+        self._followers = followers
+
+    def copy_d2h(self, block_ids: Sequence[int], generations: Sequence[int]) -> None:
+        with self._followers.copying(Direction.D2H, (*block_ids, *generations)):
+            self._own.copy_d2h(block_ids, generations)
+
+    def copy_h2d(self, block_ids: Sequence[int]) -> None:
+        with self._followers.copying(Direction.H2D, block_ids):
+            self._own.copy_h2d(block_ids)
 
 
 class _Follower:
@@ -141,14 +207,19 @@ class _Follower:
         self.rank = config.rank
         self.steps, child_steps = socket.socketpair()
         self.pulse, child_pulse = socket.socketpair()
+        d2h, child_d2h = socket.socketpair()
+        h2d, child_h2d = socket.socketpair()
+        self.staging = {Direction.D2H: d2h, Direction.H2D: h2d}
         self.pulse.setblocking(False)
-        with child_steps, child_pulse:
-            fds = (child_steps.fileno(), child_pulse.fileno(), *memory_fds)
+        with child_steps, child_pulse, child_d2h, child_h2d:
+            children = (child_steps, child_pulse, child_d2h, child_h2d)
+            fds = (*(child.fileno() for child in children), *memory_fds)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, *map(str, fds)], stdin=subprocess.DEVNULL, pass_fds=fds
             )
         self.steps.sendall(encode_frame(to_json(config).encode()))
-        self.answered_s = 0.0
+        self.is_ready = False
+        self._answered_s = time.monotonic()
         """Time of the last answered pulse."""
 
     def send_pulse(self) -> None:
@@ -163,12 +234,15 @@ class _Follower:
                     return "ended"
             except ConnectionError:
                 return "ended"
-            self.answered_s = time.monotonic()
-        return f"is silent for {SILENCE_S:g} s" if time.monotonic() - self.answered_s > SILENCE_S else ""
+            self._answered_s = time.monotonic()
+        is_silent = time.monotonic() - self._answered_s > SILENCE_S and self.is_ready
+        return f"is silent for {SILENCE_S:g} s" if is_silent else ""
 
     def expect_ready(self) -> None:
         if receive_frame(self.steps) != READY:
             raise RuntimeError(f"rank {self.rank} ended before it was up; its log has the reason")
+        self._answered_s = time.monotonic()
+        self.is_ready = True
 
     def close(self) -> None:
         self.steps.close()
@@ -177,4 +251,5 @@ class _Follower:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self.pulse.close()
+        for each in (self.pulse, *self.staging.values()):
+            each.close()

@@ -1,10 +1,12 @@
-"""Device of a worker's model, its memory for KV, and its KV pool.
+"""Devices of a worker's model, its memory for KV, and the KV pool of each rank.
 
 Called by `pdserve.engine.worker.backend` for a real model, once torch may be imported. Decisions that need no torch
 are in `pdserve.engine.worker.pool_size`.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -20,9 +22,9 @@ _FLOAT8_CAPABILITY = (8, 9)
 """Compute capability of Ada, the first NVIDIA generation that converts float8."""
 
 
-def choose_device(setting: str) -> torch.device:
-    """Return the device for one of `DEVICE_SETTINGS`. Raises ValueError if the setting is unknown or the device
-    absent."""
+def choose_device(setting: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
+    """Return a rank's device for one of `DEVICE_SETTINGS`: its GPU, or the CPU that all share. Raises ValueError if the
+    setting is unknown, the device absent, or the worker has more ranks than GPUs."""
     if setting not in DEVICE_SETTINGS:
         raise ValueError(f"device {setting!r} is not supported: use one of {', '.join(DEVICE_SETTINGS)}")
     has_gpu = torch.cuda.is_available()
@@ -31,7 +33,20 @@ def choose_device(setting: str) -> torch.device:
             "device is cuda and torch sees no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES, install a build of torch "
             "for CUDA, or set device to cpu"
         )
-    return torch.device("cuda", torch.cuda.current_device()) if has_gpu and setting != "cpu" else CPU
+    if not has_gpu or setting == "cpu":
+        return CPU
+    num_gpus = torch.cuda.device_count()
+    if num_ranks > num_gpus:
+        raise ValueError(
+            f"tensor_parallel is {num_ranks} and the worker sees {num_gpus} GPUs: lower it, show the worker more in "
+            "CUDA_VISIBLE_DEVICES, or set device to cpu"
+        )
+    return torch.device("cuda", rank)
+
+
+def is_in_host_memory(device: torch.device) -> bool:
+    """Whether a pool on ``device`` is the memory that transfer processes map, which the ranks of a worker share."""
+    return device == CPU
 
 
 def check_kv_dtype(device: torch.device, kv_dtype: str) -> None:
@@ -43,7 +58,7 @@ def check_kv_dtype(device: torch.device, kv_dtype: str) -> None:
 
 
 def kv_memory_of(device: torch.device, config: WorkerConfig, cost: CostModel, host_bytes: int) -> KvMemory:
-    """Memory left after weights, activations and the rest.
+    """Memory left after weights, activations and the rest, on ``device`` and with it on those of the other ranks.
 
     Args:
         host_bytes: available memory of the host.
@@ -58,23 +73,25 @@ def kv_memory_of(device: torch.device, config: WorkerConfig, cost: CostModel, ho
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     needed = cost.rank_memory(max_batch_tokens=config.max_batch_tokens, max_batch_size=config.max_batch_size)
     return kv_memory_on_gpu(
-        weight_bytes=cost.weight_bytes,
+        weight_bytes=int(needed.weight_bytes),
         activation_bytes=int(needed.activation_bytes),
         reserve_bytes=needed.reserve_bytes,
         free_bytes=free_bytes,
         total_bytes=total_bytes,
         utilization=config.gpu_memory_utilization,
         host_bytes=host_bytes,
+        kv_share=cost.rank_kv_bytes_per_token / cost.kv_bytes_per_token,
     )
 
 
 def build_pool(device: torch.device, memory: PoolMemory, heads: range) -> KvPool:
     """Build the pool that a rank computes KV ``heads`` in. On a CPU it is the memory mapped by the transfer process. On
-    a GPU it is GPU memory of the same size, zeroed because the unused end of a block is sent to other workers with it.
+    a GPU it is GPU memory for these heads, zeroed because the unused end of a block is sent to other workers with it.
     """
     layout = memory.layout
-    if device == CPU:
+    if is_in_host_memory(device):
         pool_bytes = torch.frombuffer(memory.blocks, dtype=torch.uint8)
-    else:
-        pool_bytes = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=device)
-    return KvPool(pool_bytes, layout.shape, getattr(torch, layout.dtype), heads)
+        return KvPool(pool_bytes, layout.shape, getattr(torch, layout.dtype), heads)
+    own = replace(layout, num_kv_heads=len(heads))
+    pool_bytes = torch.zeros(own.pool_bytes, dtype=torch.uint8, device=device)
+    return KvPool(pool_bytes, own.shape, getattr(torch, own.dtype))

@@ -53,8 +53,9 @@ def kv_memory_on_gpu(
     total_bytes: int,
     utilization: float,
     host_bytes: int,
+    kv_share: float = 1.0,
 ) -> KvMemory:
-    """KV memory of a GPU before the weights are loaded.
+    """KV memory of a worker's GPUs before the weights are loaded, from that of one of them.
 
     An automatic pool takes ``utilization`` times the total memory, or the free memory if that is less, minus weights,
     activations and the reserve; at most `STAGING_MEMORY_SHARE` of the host's memory.
@@ -65,6 +66,7 @@ def kv_memory_on_gpu(
             have only their shares.
         free_bytes: free memory of the GPU; ``total_bytes`` is its total memory.
         host_bytes: available memory of the host.
+        kv_share: share of the worker's KV on this GPU.
 
     Raises:
         ValueError: they do not fit.
@@ -77,8 +79,8 @@ def kv_memory_on_gpu(
             f"{granted_bytes} of the GPU's memory are granted (gpu_memory_utilization {utilization:g}) and free: raise "
             f"gpu_memory_utilization, end what else runs on the GPU, or serve a smaller model"
         )
-    auto_bytes = min(granted_bytes - used_bytes, int(host_bytes * STAGING_MEMORY_SHARE))
-    return KvMemory(free_bytes - used_bytes, auto_bytes, host_bytes)
+    auto_bytes = min(int((granted_bytes - used_bytes) / kv_share), int(host_bytes * STAGING_MEMORY_SHARE))
+    return KvMemory(int((free_bytes - used_bytes) / kv_share), auto_bytes, host_bytes)
 
 
 def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, auto_bytes: int) -> int:

@@ -25,7 +25,7 @@ from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, TransferToEngine
 
 if TYPE_CHECKING:  # it imports torch
-    from pdserve.kv_transfer.host_staging import HostStaging
+    from pdserve.kv_transfer.host_staging import Staging
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class StagedTransfer:
 
     def __init__(
         self,
-        staging: HostStaging,
+        staging: Staging,
         start: Callable[..., TransferProcess],
         on_message: Callable[[TransferToEngine], None],
         on_failure: Callable[[], None],

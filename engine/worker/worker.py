@@ -40,7 +40,7 @@ from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, TransferToEngine
 
 if TYPE_CHECKING:  # it imports torch
-    from pdserve.kv_transfer.host_staging import HostStaging
+    from pdserve.kv_transfer.host_staging import Staging
 
 STOP_TIMEOUT_S = 10.0
 
@@ -223,7 +223,7 @@ class EngineWorker:
             self._put_to_all(message)
 
     def _start_transfer(
-        self, memory: PoolMemory, staging: HostStaging | None, limits: ModelLimits
+        self, memory: PoolMemory, staging: Staging | None, limits: ModelLimits
     ) -> TransferProcess | StagedTransfer:
         config = self._config
 

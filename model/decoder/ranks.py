@@ -1,4 +1,4 @@
-"""The ranks of a worker, as the decoder of one sees them: its place, collectives within its stage, and messages.
+"""The ranks of a worker, as one of them sees them: its place, collectives within its stage, and messages.
 
 The ranks of a stage call the same collectives in the same order. A rank receives the activations of a micro-batch from
 the rank of the stage before, and the leader, rank 0, the logits from the last stage. One rank alone pays for none.
@@ -19,7 +19,7 @@ from pdserve.model.config.sharding import Place
 
 class Collectives(Protocol):
     """Exchanges tensors between the ranks of a stage; every rank gets the same bits. `pdserve.kernels.cpu.ranks` does
-    on CPUs."""
+    through memory that the ranks share, and `pdserve.kernels.torch.ranks` between devices."""
 
     def sum_(self, x: torch.Tensor) -> None:
         """Replace ``x``, contiguous, by its sum over the ranks."""
@@ -50,14 +50,19 @@ class Ranks:
         place: Place = Place(),  # noqa: B008  # immutable
         collectives: Collectives | None = None,
         channel: Callable[[int, int], Channel] | None = None,
+        *,
+        has_own_pool: bool = False,
     ) -> None:
         """
         Args:
             place: of this process.
             collectives: of its stage; ``None`` if it is alone there.
             channel: returns the channel of messages to a rank for a micro-batch; ``None`` without a pipeline.
+            has_own_pool: the rank's heads are in a pool of its own, on its device, and it copies blocks there itself;
+                otherwise all ranks compute in one pool, and the leader copies blocks.
         """
         self.place = place
+        self.has_own_pool = has_own_pool
         self._collectives = collectives
         self._inputs, self._outputs = [], []
         if channel is not None:

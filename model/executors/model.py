@@ -13,7 +13,8 @@ Shape suffixes: B rows that a step samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from math import isfinite
@@ -39,8 +40,7 @@ from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.selection import select_sampling_kernels
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.decoder.ranks import ONE_RANK, Ranks
-from pdserve.model.executors.block_copies import copy_blocks
-from pdserve.model.executors.device_queue import Event, swap_slots
+from pdserve.model.executors.device_queue import Event
 from pdserve.model.executors.rank_model import PackedStep, RankModel
 from pdserve.model.executors.step_inputs import OutputRows, StepShape, pack_step
 from pdserve.model.sampling.grammars import GrammarMatchers
@@ -147,10 +147,10 @@ class ModelExecutor:
         """Load the checkpoint in ``folder`` to the pool's device and capture its decode steps.
 
         Args:
-            layout: layout of the pool, for the model that ``config`` describes.
-            pool: pool of that layout; the executor writes new tokens' KV to it.
+            layout: layout of all ranks' pool, for the model that ``config`` describes.
+            pool: this rank's heads of it; the executor writes new tokens' KV to it.
             precision: of weights and activations; the KV dtype is the layout's.
-            num_swap_slots: host slots for blocks of preempted sequences.
+            num_swap_slots: host slots of each micro-batch for blocks of preempted sequences.
             max_captured_rows: rows of the largest captured decode step; 0 captures none.
             matchers: match the answers of rows with grammars; ``None`` if there are none.
             ranks: share the model; this one is the leader.
@@ -161,8 +161,6 @@ class ModelExecutor:
         """
         assert pool.dtype == getattr(torch, layout.dtype), f"pool of {pool.dtype} for a layout of {layout.dtype}"
         self._layout = layout
-        self._blocks = pool.blocks
-        self._slots = swap_slots(num_swap_slots, pool.blocks)
         self._vocab_size = config.shape.vocab_size
         self._send = send
         self._model = RankModel(
@@ -171,10 +169,12 @@ class ModelExecutor:
             layout=layout,
             pool=pool,
             precision=precision,
+            num_swap_slots=num_swap_slots,
             max_captured_rows=max_captured_rows,
             ranks=ranks,
         )
-        self._sampler = Sampler(select_sampling_kernels(pool.values.device), matchers)
+        self._sampling_kernels = select_sampling_kernels(pool.values.device)
+        self._sampler = Sampler(self._sampling_kernels, matchers)
         self._previous: _LaunchedStep | None = None
         self._micro_batch = 0
         self._turn = Lock()
@@ -184,8 +184,7 @@ class ModelExecutor:
         """Executor of another micro-batch of the pipeline, for another thread; shares model and pool with this one."""
         other = copy(self)
         other._micro_batch = number
-        other._slots = swap_slots(len(self._slots), self._blocks)
-        other._sampler = Sampler(select_sampling_kernels(self._blocks.device), matchers)
+        other._sampler = Sampler(self._sampling_kernels, matchers)
         return other
 
     @property
@@ -199,7 +198,7 @@ class ModelExecutor:
         previous, self._previous = self._previous, _LaunchedStep(batch, queue.event())
         step = self._previous
         try:
-            copy_blocks(batch, self._blocks, self._slots, _copy_block)
+            self._launch_copies(batch)
             fetched_B2 = self._launch(batch.rows, step, previous) if batch.rows else None
             step.end(queue.event(), fetched_B2)
         except RankLostError:
@@ -212,13 +211,23 @@ class ModelExecutor:
     def close(self) -> None:
         """Do nothing: memory is freed with the object."""
 
+    def _launch_copies(self, batch: StepBatch) -> None:
+        """Launch a step's block copies, on every rank with a pool of its own."""
+        if not (batch.swap_outs or batch.swap_ins):
+            return
+        self._model.copy_blocks(batch, self._micro_batch)
+        if self._model.has_own_pool and self._send is not None:
+            with _out_of_step():
+                self._send(PackedStep(swap_outs=tuple(batch.swap_outs), swap_ins=tuple(batch.swap_ins)))
+                self._model.end_copies()
+
     def _launch(self, rows: list[StepRow], step: _LaunchedStep, previous: _LaunchedStep | None) -> torch.Tensor | None:
-        """Launch the whole step; return the tensor that receives tokens and highest logits on the host."""
+        """Launch a step's rows; return the tensor that receives tokens and highest logits on the host."""
         outputs, model = step.outputs, self._model
         sampling = [rows[index] for index in outputs.sampling]
         draws = plan_draws(sampling, self._vocab_size)
         packed = self._pack(rows, outputs, previous, draws.words)
-        try:
+        with _out_of_step() if self._send is not None else nullcontext():
             with self._turn:
                 if model.place.pipeline_parallel > 1:
                     step.begin(model.queue.event())
@@ -232,10 +241,6 @@ class ModelExecutor:
                 step.prompt_logprobs[index] = logprobs_in_pieces(
                     logits_of, hidden_TE, row.prompt_targets, row.num_prompt_logprobs
                 )
-        except Exception as error:
-            if model.place.num_ranks == 1:
-                raise
-            raise RankLostError(f"the ranks are out of step: {error}") from error
         if not sampling:
             return None
         assert computed.logits is not None
@@ -248,10 +253,13 @@ class ModelExecutor:
             return previous.token(row)
 
         words = computed.inputs[len(packed.words) - len(draws.words) : len(packed.words)]
-        best_B, step.logprobs = self._sampler.sample(
-            computed.logits, computed.best, token_B, sampling, draws, words, previous_token
-        )
-        model.share_tokens(token_B)
+        try:
+            best_B, step.logprobs = self._sampler.sample(
+                computed.logits, computed.best, token_B, sampling, draws, words, previous_token
+            )
+        finally:
+            with _out_of_step():
+                model.share_tokens(token_B)  # the other ranks wait for them even if the step has failed
         return model.queue.fetch(torch.stack((token_B.int(), best_B.view(torch.int32)), dim=1))
 
     def _pack(
@@ -280,8 +288,13 @@ class ModelExecutor:
         )
 
 
-def _copy_block(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)
+@contextmanager
+def _out_of_step() -> Iterator[None]:
+    """Raise `RankLostError` for an error between the ranks' collectives: the others wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        raise RankLostError(f"the ranks are out of step: {error}") from error
 
 
 def _previous_index(row: StepRow, previous: _LaunchedStep | None) -> int:

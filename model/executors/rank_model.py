@@ -5,12 +5,16 @@ each micro-batch of a pipeline, which packs the steps, sends each to the other r
 `RankModel.follow`. The ranks of a stage launch the same operations in the same order, because collectives meet only so,
 and all stages take the steps in the same order. A worker of one rank is its own leader.
 
+The last collective of a step follows all that the step reads and writes in any rank's pool. Once the leader's step is
+over, so is every rank's use of the blocks.
+
 Shape suffixes: R rows that a captured step may sample, B rows that a step samples, V vocabulary, E hidden size, T some
 tokens.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +24,7 @@ import torch
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.step import BlockCopy
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.operations import DecoderKernels
 from pdserve.kernels.selection import select_kernels, select_sampling_kernels
@@ -27,47 +32,54 @@ from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.sharding import shard_of
 from pdserve.model.decoder.decoder import Decoder
 from pdserve.model.decoder.ranks import ONE_RANK, Ranks
+from pdserve.model.executors.block_copies import BlockCopies, copy_blocks
 from pdserve.model.executors.decode_graphs import DecodeGraphs, warm_up
-from pdserve.model.executors.device_queue import select_queue
+from pdserve.model.executors.device_queue import select_queue, swap_slots
 from pdserve.model.executors.step_inputs import StepShape, StepTensors
 from pdserve.model.sampling.logprobs import pieces_of
 from pdserve.model.sampling.sampling import likeliest
 
-_NUM_COUNTS = 11
+_NUM_COUNTS = 13
 """Words of an encoded step before the lengths of its prompts."""
+_NO_WORDS = np.empty(0, np.int32)
 
 
 class PackedStep(NamedTuple):
-    """A step as every rank computes it."""
+    """A step as every rank computes it. The defaults are those of a step without rows."""
 
-    words: npt.NDArray[np.int32]
+    words: npt.NDArray[np.int32] = _NO_WORDS
     """`pdserve.model.executors.step_inputs.pack_step`."""
-    shape: StepShape
+    shape: StepShape = StepShape(0, 0, 0, 0, 0)
     """Without padding."""
-    num_sampling: int
-    prompt_lengths: tuple[int, ...]
+    num_sampling: int = 0
+    prompt_lengths: tuple[int, ...] = ()
     """Tokens of each row that requests prompt log probabilities."""
-    is_decode: bool
+    is_decode: bool = False
     """As in `pdserve.model.executors.step_inputs.OutputRows`."""
-    has_late_tokens: bool
+    has_late_tokens: bool = False
     """Some tokens are in `RankModel.sampled_R`."""
-    is_captured: bool
+    is_captured: bool = False
     micro_batch: int = 0
     """Of the pipeline."""
+    swap_outs: tuple[BlockCopy, ...] = ()
+    """As in `pdserve.contracts.step.StepBatch`, like ``swap_ins``; a step has either copies or rows."""
+    swap_ins: tuple[BlockCopy, ...] = ()
 
     def encode(self) -> npt.NDArray[np.int32]:
         """The step as words for `decode`."""
-        lengths = self.prompt_lengths
         flags = (self.is_decode, self.has_late_tokens, self.is_captured)
-        counts = (*self.shape, self.num_sampling, *flags, self.micro_batch, len(lengths), *lengths)
-        return np.concatenate((np.array(counts, np.int32), self.words))
+        lists = (self.prompt_lengths, self.swap_outs, self.swap_ins)
+        counts = (*self.shape, self.num_sampling, *flags, self.micro_batch, *map(len, lists), *self.prompt_lengths)
+        copies = (*chain.from_iterable(self.swap_outs), *chain.from_iterable(self.swap_ins))
+        return np.concatenate((np.array((*counts, *copies), np.int32), self.words))
 
     @classmethod
     def decode(cls, encoded: npt.NDArray[np.int32]) -> PackedStep:
-        *shape, num_sampling, is_decode, has_late_tokens, is_captured, micro_batch, num_prompts = encoded[
-            :_NUM_COUNTS
-        ].tolist()
-        lengths, words = np.split(encoded[_NUM_COUNTS:], [num_prompts])
+        *shape, num_sampling, is_decode, has_late_tokens, is_captured, micro_batch, num_prompts, num_outs, num_ins = (
+            encoded[:_NUM_COUNTS].tolist()
+        )
+        ends = accumulate((num_prompts, 2 * num_outs, 2 * num_ins))
+        lengths, outs, ins, words = np.split(encoded[_NUM_COUNTS:], list(ends))
         return cls(
             words=words,
             shape=StepShape(*shape),
@@ -77,6 +89,8 @@ class PackedStep(NamedTuple):
             has_late_tokens=bool(has_late_tokens),
             is_captured=bool(is_captured),
             micro_batch=micro_batch,
+            swap_outs=tuple(map(BlockCopy._make, outs.reshape(-1, 2).tolist())),
+            swap_ins=tuple(map(BlockCopy._make, ins.reshape(-1, 2).tolist())),
         )
 
 
@@ -115,6 +129,7 @@ class RankModel:
         layout: KvLayout,
         pool: KvPool,
         precision: Precision,
+        num_swap_slots: int = 0,
         max_captured_rows: int = 0,
         ranks: Ranks = ONE_RANK,
     ) -> None:
@@ -124,6 +139,7 @@ class RankModel:
             layout: layout of all ranks' pool, for the model that ``config`` describes.
             pool: the rank's heads of it; new tokens' KV is written to it.
             precision: of weights and activations; the KV dtype is the layout's.
+            num_swap_slots: host slots of each micro-batch for blocks of preempted sequences, if the rank copies blocks.
             max_captured_rows: rows of the largest captured decode step; 0 captures none.
             ranks: share the model; all are built at the same time.
 
@@ -134,8 +150,9 @@ class RankModel:
         assert pool.shape == (layout.num_blocks, len(shard.kv_heads), *layout.shape[2:]), f"{pool.shape} for {layout}"
         device, kernels = pool.values.device, select_kernels(pool)
         self._pool = pool
+        self._slots = [swap_slots(num_swap_slots, pool.blocks) for _ in range(ranks.place.pipeline_parallel)]
         self._ranks = ranks
-        self.place = ranks.place
+        self.place, self.has_own_pool = ranks.place, ranks.has_own_pool
         self._model = Decoder(folder, config, precision, kernels, ranks)
         self.logits = self._model.logits
         self.queue = select_queue(device)
@@ -163,6 +180,14 @@ class RankModel:
         """Padding rows of the captured step that computes ``num_rows``; None if none does."""
         has_room = num_rows <= len(self._captured_R) and self.sampled_R is self._captured_R
         return self._graphs.padding(num_rows) if self._graphs is not None and has_room and is_decode else None
+
+    def copy_blocks(self, copies: BlockCopies, micro_batch: int) -> None:
+        """Launch a step's copies."""
+        copy_blocks(copies, self._pool.blocks, self._slots[micro_batch], _copy_block)
+
+    def end_copies(self) -> None:
+        """Launch the end of a step of copies, on every rank."""
+        self._ranks.sum_(torch.zeros(1, device=self._pool.values.device))
 
     def begin(self, step: PackedStep) -> Begun | None:
         """Launch the forward pass of this rank's layers; write the KV of its tokens. None for a captured step."""
@@ -211,6 +236,10 @@ class RankModel:
     @torch.inference_mode()
     def follow(self, step: PackedStep) -> None:
         """Launch a step of the leader's on another rank."""
+        if not step.shape.num_rows:
+            self.copy_blocks(step, step.micro_batch)
+            self.end_copies()
+            return
         begun = self.begin(step)
         if not self.place.is_last_stage:
             return
@@ -220,6 +249,10 @@ class RankModel:
                 self.logits(piece_TE, micro_batch=step.micro_batch)
         if computed.tokens is not None:
             self.share_tokens(computed.tokens)
+
+
+def _copy_block(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
 
 
 def can_capture(kernels: DecoderKernels) -> bool:

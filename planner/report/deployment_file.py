@@ -70,8 +70,8 @@ def problems(layout: Layout, model: PlannedModel) -> list[str]:
     found = [model.unserved] if model.unserved else []
     if model.precision.quantization == "fp8" and not found:
         found.append("fp8 weights cannot be computed with yet")
-    if any(pool.devices_per_worker > 1 for pool in layout.pools):
-        found.append("tensor_parallel or pipeline_parallel above 1 is computed on CPUs or emulated, not on GPUs yet")
+    if any(pool.pipeline_parallel > 1 for pool in layout.pools):
+        found.append("pipeline_parallel above 1 is computed on CPUs or emulated, not on GPUs yet")
     return found
 
 

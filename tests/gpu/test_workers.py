@@ -63,8 +63,19 @@ def config_of(role: WorkerRole, device: str) -> WorkerConfig:
     )
 
 
-@pytest.mark.parametrize("transport", sized(["memfd", "tcp"], ["memfd"]))
-def test_a_pair_on_one_gpu_answers_as_a_worker_on_a_cpu(transport: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "num_ranks"),
+    [
+        *[(transport, 1) for transport in sized(["memfd", "tcp"], ["memfd"])],
+        pytest.param(
+            "memfd",
+            2,
+            marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks need two GPUs"),
+        ),
+    ],
+)
+def test_a_pair_on_gpus_answers_as_a_worker_on_a_cpu(transport: str, num_ranks: int) -> None:
+    """The prefill worker has ``num_ranks``."""
     requests = [
         GenerationRequest(
             request_id=number,
@@ -80,6 +91,7 @@ def test_a_pair_on_one_gpu_answers_as_a_worker_on_a_cpu(transport: str) -> None:
     prefill_config, decode_config = (
         replace(config_of(role, DEVICE.type), transport=transport) for role in (WorkerRole.PREFILL, WorkerRole.DECODE)
     )
+    prefill_config = replace(prefill_config, tensor_parallel=num_ranks)
     with (
         WorkerProcess(prefill_config) as prefill_worker,
         WorkerProcess(decode_config) as decode_worker,

@@ -67,6 +67,21 @@ def test_no_blocks_are_no_copy(rig: Rig) -> None:
     assert not any(rig.memory.blocks)
 
 
+def test_a_rank_copies_its_own_heads() -> None:
+    memory = PoolMemory.create(LAYOUT)
+    pools = [torch.full((LAYOUT.num_blocks, LAYOUT.head_bytes), 10 + rank, dtype=torch.uint8) for rank in range(2)]
+    ranks = [HostStaging(pool, memory, range(rank, rank + 1)) for rank, pool in enumerate(pools)]
+    for rank, staging in enumerate(ranks):
+        staging.copy_d2h([3], [1])
+        assert bytes(memory.block(3, rank, rank + 1)) == bytes([10 + rank]) * LAYOUT.head_bytes
+        assert not any(memory.block(2, rank, rank + 1))
+    assert bytes(memory.block(3, 0, 1)) == bytes([10]) * LAYOUT.head_bytes
+    memory.block(5, 1, 2)[:] = bytes([7]) * LAYOUT.head_bytes
+    ranks[1].copy_h2d([5])
+    assert set(pools[1][5].tolist()) == {7}
+    assert set(pools[0].flatten().tolist()) == {10}
+
+
 def test_a_pool_of_another_layout_cannot_be_staged_here() -> None:
     with pytest.raises(AssertionError, match="for KvLayout"):
         HostStaging(torch.zeros((7, LAYOUT.block_bytes), dtype=torch.uint8), PoolMemory.create(LAYOUT))

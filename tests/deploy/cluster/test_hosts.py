@@ -54,6 +54,13 @@ def test_a_share_of_a_gpu_needs_one_gpu_with_room_for_it() -> None:
     assert [found[f"decode-{number}"] for number in range(3)] == ["10.0.0.2", "10.0.0.2", ""]
 
 
+def test_the_gpus_of_a_worker_s_ranks_are_on_one_host() -> None:
+    workers = [decode(0, gpu_share=2.0), decode(1, gpu_share=1.0), decode(2, gpu_share=0.5)]
+    found = addresses(choose_hosts(workers, [host(1, GPU=1), host(2, GPU=3)], {}))
+    assert found == {"decode-0": "10.0.0.2", "decode-1": "10.0.0.1", "decode-2": "10.0.0.2"}
+    assert addresses(choose_hosts([decode(0, gpu_share=4.0)], [host(1, GPU=2), host(2, GPU=2)], {})) == {"decode-0": ""}
+
+
 def test_resources_bind_workers_to_hosts_and_run_out() -> None:
     workers = [prefill(number, resources={"fast": 1}) for number in range(2)]  # type: ignore[arg-type]
     hosts = [host(1), host(2, fast=1)]

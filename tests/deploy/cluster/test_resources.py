@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,13 @@ def worker(device: str, utilization: float = 0.9, emulate: str = "") -> WorkerCo
 def test_a_worker_takes_a_gpu_or_as_much_of_one_as_of_its_memory() -> None:
     configs = [worker("cuda", 0.9), worker("cpu"), worker("cuda", 0.45), worker("cuda", 0.5), worker("cuda", 0.51)]
     assert gpu_shares(configs, 3) == [1.0, 0.0, 0.45, 0.5, 1.0]
+
+
+def test_every_rank_takes_a_gpu() -> None:
+    configs = [replace(worker("cuda", 0.45), tensor_parallel=2), worker("cuda", 0.5), worker("cuda", 0.5)]
+    assert gpu_shares(configs, 3) == [2.0, 0.5, 0.5]
+    with pytest.raises(DeployError, match=r"take 3 GPUs and Ray has 2: .* lower their tensor_parallel"):
+        gpu_shares(configs, 2)
 
 
 def test_automatic_workers_take_gpus_all_or_none() -> None:

@@ -153,7 +153,7 @@ def test_a_pool_on_a_gpu_is_sized_by_what_is_free_there(
     config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, device: str, has_pool_on_gpu: bool
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2 * 10**6, 2 * 10**6))
     monkeypatch.setattr(backend, "available_memory_bytes", lambda: 10**9)
     told = replace(
@@ -178,7 +178,7 @@ def test_kv_of_float8_is_of_gpus_that_have_it(
     config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, capability: tuple[int, int]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (10**9, 10**9))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
@@ -213,6 +213,34 @@ def test_a_measured_device_predicts_the_worker(config: WorkerConfig) -> None:
     assert computed.cost.hardware == measured
     emulated = choose_backend(replace(config, emulate="mine", time_scale=0.0, hardware=to_json(measured)))
     assert emulated.cost.hardware == measured
+
+
+@pytest.mark.parametrize(
+    ("degrees", "remedy"),
+    [
+        ({"tensor_parallel": 2}, "tensor_parallel is 2 and the worker sees 1 GPUs: lower it, show the worker more"),
+        ({"pipeline_parallel": 2}, "pipeline_parallel is 2, and stages are .* not on GPUs yet: set it to 1"),
+    ],
+)
+def test_ranks_that_the_gpus_do_not_hold(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int], remedy: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ValueError, match=remedy):
+        choose_backend(replace(config, device="cuda", **degrees))  # type: ignore[arg-type]
+
+
+def test_two_gpus_hold_the_blocks_of_two(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (7 * 10**5, 7 * 10**5))
+    config = replace(config, device="cuda", max_batch_tokens=16, max_batch_size=100)
+    chosen = choose_backend(replace(config, tensor_parallel=2))
+    memory = chosen.cost.rank_memory(max_batch_tokens=16, max_batch_size=100)
+    left_bytes = 7 * 10**5 * 0.9 - memory.weight_bytes - memory.activation_bytes - memory.reserve_bytes
+    assert chosen.layout.num_kv_heads == 2
+    assert chosen.layout.num_blocks == int(left_bytes) // (chosen.layout.block_bytes // 2)
 
 
 def test_emulated_ranks_share_the_work(config: WorkerConfig) -> None:

@@ -128,8 +128,8 @@ def test_cores_are_shared_out() -> None:
     assert [rank_cores((4, 5), rank, 3) for rank in range(3)] == [(4, 5)] * 3
 
 
-def followers_of(worker: WorkerProcess) -> list[int]:
-    return [pid for pid in worker.children() if "pdserve.engine.worker.follower" in psutil.Process(pid).cmdline()]
+def followers_of(worker: WorkerProcess, module: str = "pdserve.engine.worker.follower") -> list[int]:
+    return [pid for pid in worker.children() if module in psutil.Process(pid).cmdline()]
 
 
 def wait_until_ended(pids: list[int]) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ import torch
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
-from pdserve.contracts.step import StepBatch, StepOutput, StepRow
+from pdserve.contracts.step import BlockCopy, StepBatch, StepOutput, StepRow
 from pdserve.kernels.cpu.ranks import RankMemory
 from pdserve.kernels.kv_pool import KvPool
+from pdserve.kernels.torch import ranks as process_group
+from pdserve.kernels.torch.ranks import create_meeting_file
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.sharding import Place, shard_of
 from pdserve.model.decoder.ranks import Ranks
@@ -53,32 +56,44 @@ def running_ranks(
     num_stages: int = 1,
     kv_dtype: str = "float32",
     max_captured_rows: int = 0,
+    num_swap_slots: int | None = None,
 ) -> Iterator[tuple[ModelExecutor, KvPool]]:
-    """The executor of ``num_stages`` stages of ``num_ranks`` ranks, each in a thread, and the pool that they share."""
+    """The executor of ``num_stages`` stages of ``num_ranks`` ranks, each in a thread, and the leader's pool.
+
+    With ``num_swap_slots`` every rank has a pool and host slots of its own, as on a GPU; else all share a pool.
+    """
     config = DecoderConfig.from_folder(folder)
     layout: KvLayout = config.kv_layout(num_stages * NUM_BLOCKS, 8, kv_dtype, "hash")
     memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8)
     rank_memory = RankMemory(num_ranks, num_stages, 1 << 18)
-    shared_fd = rank_memory.create()
+    shared_fd = rank_memory.create() if num_swap_slots is None else create_meeting_file()
     num_ranks_in_all = num_ranks * num_stages
     steps: list[queue.SimpleQueue[PackedStep | None]] = [queue.SimpleQueue() for _ in range(1, num_ranks_in_all)]
     failures: list[BaseException] = []
 
     def pool_of(rank: int) -> KvPool:
         heads = shard_of(config.shape, Place.of(rank, num_ranks, num_stages)).kv_heads
-        return KvPool(memory, layout.shape, getattr(torch, kv_dtype), heads)
+        if num_swap_slots is None:
+            return KvPool(memory, layout.shape, getattr(torch, kv_dtype), heads)
+        own = replace(layout, num_kv_heads=len(heads))
+        return KvPool(torch.zeros(own.pool_bytes, dtype=torch.uint8), own.shape, getattr(torch, kv_dtype))
+
+    def ranks_of(rank: int) -> Ranks:
+        place = Place.of(rank, num_ranks, num_stages)
+        if num_swap_slots is not None:
+            return Ranks(place, process_group.Group(shared_fd, rank, num_ranks, memory.device), has_own_pool=True)
+        group = rank_memory.group(shared_fd, place.stage, place.tensor_rank) if num_ranks > 1 else None
+        return Ranks(place, group, partial(rank_memory.channel, shared_fd) if num_stages > 1 else None)
 
     def arguments(rank: int) -> dict[str, object]:
-        place = Place.of(rank, num_ranks, num_stages)
-        group = rank_memory.group(shared_fd, place.stage, place.tensor_rank) if num_ranks > 1 else None
-        channel = partial(rank_memory.channel, shared_fd) if num_stages > 1 else None
         return {
             "folder": folder,
             "config": config,
             "layout": layout,
             "pool": pool_of(rank),
             "precision": precision,
-            "ranks": Ranks(place, group, channel),
+            "ranks": ranks_of(rank),
+            "num_swap_slots": num_swap_slots or 0,
             "max_captured_rows": max_captured_rows,
         }
 
@@ -97,7 +112,8 @@ def running_ranks(
     threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(1, num_ranks_in_all)]
     for thread in threads:
         thread.start()
-    yield ModelExecutor(**arguments(0), send=send), pool_of(0)  # type: ignore[arg-type]
+    leader = arguments(0)
+    yield ModelExecutor(**leader, send=send), leader["pool"]  # type: ignore[arg-type, misc]
     for each in steps:
         each.put(None)
     for thread in threads:
@@ -264,6 +280,48 @@ def test_tokens_that_only_devices_know_reach_every_rank(tmp_path: Path, monkeypa
             assert_equal(answer(executor), expected)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_with_pools_of_their_own(num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with process groups: two KV heads, one for each rank or for two."""
+    folder = write_checkpoint(tmp_path, num_key_value_heads=2)
+    with running_ranks(folder, 1, Precision(dtype="float32")) as (executor, _):
+        expected = answer(executor)
+    monkeypatch.setattr(rank_model, "select_queue", lambda device: LateQueue())
+    with running_ranks(folder, num_ranks, Precision(dtype="float32"), max_captured_rows=4, num_swap_slots=1) as ranks:
+        assert_equal(answer(ranks[0]), expected)
+
+
+def test_every_rank_swaps_its_own_blocks(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, num_key_value_heads=2)
+    prompt = StepRow(sequence_id=0, tokens=PROMPTS[0], cached_length=0, block_table=[3, 4], sample=None)
+    other = replace(prompt, tokens=PROMPTS[2])
+    decode = replace(prompt, tokens=[8], cached_length=len(PROMPTS[0]), sample=SAMPLING[0], sample_position=10)
+    with running_ranks(folder, 2, Precision(dtype="float32"), num_swap_slots=3) as (executor, _):
+        executor.submit(StepBatch(step_id=0, rows=[prompt])).result()
+        expected = executor.submit(StepBatch(step_id=1, rows=[decode])).result()
+        outs = [BlockCopy(3, 2), BlockCopy(4, 0)]
+        executor.submit(StepBatch(step_id=2, rows=[], swap_outs=outs)).result()
+        executor.submit(StepBatch(step_id=3, rows=[other])).result()
+        ins = [BlockCopy(2, 9), BlockCopy(0, 6)]
+        moved = [replace(decode, block_table=[9, 6])]
+        assert executor.submit(StepBatch(step_id=4, rows=moved, swap_ins=ins)).result().sampled == expected.sampled
+
+
+def test_ranks_stay_in_step_where_one_s_sampling_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for its tokens."""
+    folder = write_checkpoint(tmp_path)
+    row = StepRow(sequence_id=0, tokens=PROMPTS[0], cached_length=0, block_table=[3, 4], sample=SAMPLING[0])
+    monkeypatch.setattr(rank_model, "select_queue", lambda device: LateQueue())
+    with running_ranks(folder, 2, Precision(dtype="float32")) as (executor, _):
+        expected = executor.submit(StepBatch(step_id=0, rows=[row])).result()
+        with monkeypatch.context() as patched:
+            patched.setattr(executor._sampler, "sample", lambda *arguments: 1 / 0)
+            failed = executor.submit(StepBatch(step_id=1, rows=[row]))
+            with pytest.raises(RuntimeError, match="step 1 failed"):
+                failed.result()
+        assert executor.submit(StepBatch(step_id=2, rows=[row])).result().sampled == expected.sampled
+
+
 def test_an_encoded_step_is_the_same_step() -> None:
     words = np.arange(17, dtype=np.int32)
     step = PackedStep(
@@ -275,6 +333,8 @@ def test_an_encoded_step_is_the_same_step() -> None:
         has_late_tokens=True,
         is_captured=False,
         micro_batch=9,
+        swap_outs=(BlockCopy(10, 11), BlockCopy(12, 13)),
+        swap_ins=(BlockCopy(14, 15),),
     )
     decoded = PackedStep.decode(step.encode())
     assert decoded.words.tolist() == words.tolist()

@@ -44,19 +44,17 @@ def test_what_is_written_can_be_served(tmp_path: Path, rank: int) -> None:
 
 
 def test_what_the_engine_does_not_do_is_written_and_said(tmp_path: Path) -> None:
-    file = written(a_plan().candidates[2], tmp_path)
-    (parallel,) = problems(WIDE, MODEL)
-    assert "tensor_parallel or pipeline_parallel above 1" in parallel
-    assert problems(APART, MODEL) == []
+    deep = replace(WIDE, prefill=replace(next(iter(WIDE.pools)), tensor_parallel=1, pipeline_parallel=2))
+    file = written(replace(a_plan().candidates[2], layout=deep), tmp_path)
+    (parallel,) = problems(deep, MODEL)
+    assert "pipeline_parallel above 1" in parallel
+    assert problems(APART, MODEL) == problems(WIDE, MODEL) == []
     assert problems(APART, replace(MODEL, unserved="no")) == ["no"]
     assert problems(APART, replace(MODEL, precision=Precision(quantization="fp8"))) == [
         "fp8 weights cannot be computed with yet"
     ]
-    assert (
-        "# Cannot be started yet: tensor_parallel or pipeline_parallel above 1 is computed on CPUs or emulated"
-        in file.read_text()
-    )
-    assert read_deployment(file).prefill.tensor_parallel == 2  # a file for emulation
+    assert "# Cannot be started yet: pipeline_parallel above 1 is computed on CPUs or emulated" in file.read_text()
+    assert read_deployment(file).prefill.pipeline_parallel == 2  # a file for emulation
 
 
 def test_predictions_stand_beside_it(tmp_path: Path) -> None:

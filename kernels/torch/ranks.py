@@ -1,0 +1,66 @@
+"""Collectives of processes that each compute on a device of their own, through a `torch.distributed` process group.
+
+The group is an object: NCCL between GPUs, Gloo between CPUs in tests; torch's global group is never touched. The
+processes find each other through a file that they inherit, so no store listens on a port. The ranks of a group must
+call the same collectives in the same order, with the same sizes. A call, or on a GPU its stream, waits for the others:
+the owner of the processes ends them all if one is gone. NCCL has not run yet.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+_LOOPBACK = "lo"
+"""The ranks of a group are on one host, and need no port on its networks."""
+_GLOO_TIMEOUT = timedelta(minutes=5)
+
+
+def create_meeting_file() -> int:
+    """Create the file through which the ranks of one group find each other; returns its descriptor, to be inherited.
+
+    Raises:
+        OSError: the kernel refuses it.
+    """
+    return os.memfd_create("pdserve-ranks", os.MFD_CLOEXEC)
+
+
+class Group:
+    """One rank's part in the collectives of ranks. Not thread-safe."""
+
+    def __init__(self, fd: int, rank: int, num_ranks: int, device: torch.device) -> None:
+        """Join the group; on a CPU, wait for all ranks.
+
+        Args:
+            fd: from `create_meeting_file`; may be closed afterwards.
+            device: of this rank's tensors.
+        """
+        from torch import distributed  # some builds of torch lack it
+
+        # The store opens its path again whenever it is used, at the end of the process, too, and waits for minutes if
+        # it is gone; so this descriptor is never closed.
+        path = f"/proc/self/fd/{os.dup(fd)}"
+        store = distributed.FileStore(path, num_ranks)  # type: ignore[attr-defined]
+        self._num_ranks = num_ranks
+        self._group: Any  # torch's stubs know neither method below
+        if device.type == "cuda":
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
+            self._group = distributed.ProcessGroupNCCL(store, rank, num_ranks, distributed.ProcessGroupNCCL.Options())
+        else:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+            self._group = distributed.ProcessGroupGloo(store, rank, num_ranks, _GLOO_TIMEOUT)
+
+    def sum_(self, x: torch.Tensor) -> None:
+        """Replace ``x``, contiguous, by its sum over the ranks, of the same bits on each."""
+        assert x.is_contiguous()
+        self._group.allreduce([x]).wait()
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Return every rank's ``part``, contiguous: ``[num_ranks, *part.shape]``."""
+        assert part.is_contiguous()
+        parts = part.new_empty(self._num_ranks, *part.shape)
+        self._group._allgather_base(parts.view(-1), part.view(-1)).wait()
+        return parts

@@ -1,0 +1,116 @@
+"""Workers of several ranks with a pool each, separate from the memory their transfer process maps, as on GPUs.
+
+The ranks are processes, exchange tensors through a process group, have two steps in flight, replay captured decode
+steps, and copy their own heads to and from the staging file.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.precision import Precision
+from pdserve.contracts.request import GenerationRequest, SamplingParams
+from pdserve.engine.worker.followers import SILENCE_S
+from pdserve.model.weights.random_checkpoint import write_random_checkpoint
+from tests.e2e.reference import assert_same_tokens, greedy_answers
+from tests.engine.worker.test_followers import followers_of, wait_until_ended
+from tests.workers import RouterClient, WorkerProcess
+
+VOCAB_SIZE = 512
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def staged_worker(folder: Path, role: WorkerRole, num_ranks: int, transport: str = "auto") -> WorkerProcess:
+    config = WorkerConfig(
+        worker_id=f"{role.value}-0",
+        role=role,
+        model_path=str(folder),
+        precision=Precision(dtype="float32"),
+        tensor_parallel=num_ranks,
+        device="cpu",
+        max_model_len=256,
+        num_kv_blocks=24,
+        max_batch_tokens=64,
+        max_batch_size=8,
+        swap_memory_bytes=1 << 24,
+        transport=transport,
+        cluster_token="secret",
+    )
+    return WorkerProcess(config, module="tests.staged_worker")
+
+
+def make_requests() -> list[GenerationRequest]:
+    """More than a pool holds at once, so that blocks constantly get new owners."""
+    sampling = [
+        SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
+        SamplingParams(temperature=1.1, seed=5, top_p=0.9, max_tokens=NUM_TOKENS, ignore_eos=True),
+        SamplingParams(temperature=0.8, seed=6, repetition_penalty=1.2, max_tokens=NUM_TOKENS, ignore_eos=True),
+    ]
+    return [
+        GenerationRequest(
+            request_id=n,
+            prompt_tokens=tuple((13 * position + 7 * n) % VOCAB_SIZE for position in range(20 + 17 * n)),
+            sampling=sampling[n % 3],
+        )
+        for n in range(6)
+    ]
+
+
+def hand_off_all(prefill: RouterClient, decode: RouterClient) -> list[list[int]]:
+    """The answers of all requests, at the same time."""
+    for request in make_requests():
+        prefill.submit(replace(request, handoff=True))
+    for request in make_requests():
+        decode.prepare(request, prefill.wait_for_source(request.request_id))
+    answers = [
+        prefill.wait_for_tokens(request.request_id, 1) + decode.wait_for_answer(request.request_id)
+        for request in make_requests()
+    ]
+    prefill.wait_until_free()
+    decode.wait_until_free()
+    pulls = [transfer for frame in decode.frames for transfer in frame.transfers]
+    assert all(pull.failure_stage == "" for pull in pulls)
+    return answers
+
+
+def test_ranks_hand_off_to_one_rank_and_the_reverse(checkpoint: Path) -> None:
+    answers = []
+    for prefill_ranks, decode_ranks, transport in ((2, 1, "memfd"), (1, 2, "tcp")):
+        with (
+            staged_worker(checkpoint, WorkerRole.PREFILL, prefill_ranks, transport) as prefill_worker,
+            staged_worker(checkpoint, WorkerRole.DECODE, decode_ranks, transport) as decode_worker,
+            prefill_worker.connect() as prefill,
+            decode_worker.connect() as decode,
+        ):
+            answers.append(hand_off_all(prefill, decode))
+            for worker in (prefill_worker, decode_worker):
+                worker.process.send_signal(signal.SIGTERM)
+                assert worker.process.wait(10) == 0
+    assert answers[1] == answers[0]
+    prompts = [request.prompt_tokens for request in make_requests()]
+    assert_same_tokens(answers[0][::3], greedy_answers(checkpoint, prompts[::3], NUM_TOKENS))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_ends_with_any_of_its_ranks(checkpoint: Path, number: signal.Signals) -> None:
+    """Also where it waits for the rank in a collective."""
+    with staged_worker(checkpoint, WorkerRole.MIXED, 2) as worker, worker.connect() as router:
+        for request in make_requests():
+            router.submit(request)
+        router.wait_for_tokens(0, 3)
+        (follower,) = followers_of(worker, "tests.staged_follower")
+        children = worker.children()
+        os.kill(follower, number)
+        assert worker.process.wait(10 * SILENCE_S) == 1
+        wait_until_ended(children)

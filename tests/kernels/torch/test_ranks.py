@@ -1,0 +1,53 @@
+"""What ranks exchange through a process group: complete, of the same bits everywhere, with no port of a store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import distributed
+
+from pdserve.kernels.torch.ranks import Group, create_meeting_file
+
+
+def on_every_rank(num_ranks: int, call: Callable[[Group, int], torch.Tensor]) -> list[torch.Tensor]:
+    """What ``call`` returns on each rank; each runs in a thread."""
+    fd = create_meeting_file()
+
+    def run(rank: int) -> torch.Tensor:
+        return call(Group(fd, rank, num_ranks, torch.device("cpu")), rank)
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        results = list(threads.map(run, range(num_ranks)))
+    os.close(fd)
+    return results
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_sums_have_the_same_bits_everywhere(num_ranks: int) -> None:
+    torch.manual_seed(1)
+    inputs = torch.randn(num_ranks, 7, 1001)
+
+    def call(group: Group, rank: int) -> torch.Tensor:
+        x = inputs[rank].clone()
+        group.sum_(x)
+        return x
+
+    sums = on_every_rank(num_ranks, call)
+    torch.testing.assert_close(sums[0], inputs.sum(0))
+    assert all(torch.equal(x, sums[0]) for x in sums)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16])
+def test_every_rank_gets_every_part(dtype: torch.dtype) -> None:
+    parts = torch.arange(42).view(2, 7, 3).to(dtype)
+    for gathered in on_every_rank(2, lambda group, rank: group.gather(parts[rank])):
+        assert torch.equal(gathered, parts)
+
+
+def test_torch_s_global_group_stays_untouched() -> None:
+    on_every_rank(2, lambda group, rank: group.gather(torch.zeros(1)))
+    assert not distributed.is_initialized()
