@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.bench import handoff_soak
+from pdserve.bench import handoff_cluster, handoff_soak
 from pdserve.bench.checked_streams import expected_answer
 from pdserve.model.executors.hash_chain import HashVocabulary
 
@@ -10,7 +10,7 @@ from pdserve.model.executors.hash_chain import HashVocabulary
 def test_streams_are_right_and_blocks_free_under_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short run, in which a worker or transfer process is killed or stopped, and bytes are flipped."""
     monkeypatch.setattr(handoff_soak, "FAULT_INTERVAL_S", 0.5)
-    monkeypatch.setattr(handoff_soak, "PARK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(handoff_cluster, "PARK_TIMEOUT_S", 0.5)
     seen = handoff_soak.soak("tcp", 100, seed=3, handoffs_per_round=100, num_pairs=1)
     assert seen["requests"]["right"] > 40
     assert seen["requests"]["rounds that ended with every block free"] == 1

@@ -1,0 +1,347 @@
+"""A cluster to break: real workers and transfer processes, and the router's dispatch.
+
+Used by `pdserve.bench.handoff_soak`, which brings the faults. Each request must end in
+the right tokens or in one error, and after the end of every lease no block may be referenced anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, closing, suppress
+
+import psutil
+
+from pdserve.bench.handoff_models import MAX_ANSWER, MAX_PROMPT, ComputedModel, Model, Question
+from pdserve.contracts.codec import from_json, to_json
+from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
+from pdserve.contracts.precision import Precision
+from pdserve.kv_transfer.data_stream import MAGIC
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.hardware import hardware
+from pdserve.proto.v1 import worker_pb2
+from pdserve.router.cluster.cluster import Cluster, TokenStream
+from pdserve.router.cluster.remote_worker import RemoteWorker
+from pdserve.router.metrics import RouterMetrics
+from pdserve.router.requests.dispatch import Dispatcher
+from pdserve.router.requests.interface import DispatchSettings
+from pdserve.router.requests.request import GenerationError, RequestSpec
+
+NUM_CLIENTS = 24
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = MAX_PROMPT + MAX_ANSWER + 8
+DECODE_BLOCKS = NUM_CLIENTS * MAX_MODEL_LEN // BLOCK_SIZE // 4 // 2
+"""Of each of two decode workers: together a quarter of what all clients may need at once."""
+PARK_TIMEOUT_S = 2.0
+FREE_S = 2.0
+"""After the end of every lease, the time until no block is referenced."""
+POLL_S = 0.05
+START_S = 120.0
+CHUNK_BYTES = 1 << 16
+PROXY_HOST = "127.0.0.2"
+"""Where a proxy listens, with the ports that the transfer process has at 127.0.0.1. Workers have no cluster token here:
+its proofs name the address, which the proxy changes."""
+
+Degrees = tuple[int, int]
+"""Tensor-parallel ranks, and pipeline stages."""
+
+
+class LinkFaults:
+    """Faults of all connections between transfer processes; none while it is calm."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.counts: Counter[str] = Counter()
+        self.is_calm = True
+        self._rng = rng
+        self._whole = asyncio.Event()
+        self._whole.set()
+
+    async def cut(self, seconds: float) -> None:
+        """Hold back every byte for a while."""
+        self.counts["link cut"] += 1
+        self._whole.clear()
+        await asyncio.sleep(seconds)
+        self._whole.set()
+
+    async def pass_on(self, data: bytes, *, is_data: bool) -> bytes:
+        """Bytes to send on instead of ``data``; flipped ones on data streams only, whose blocks have digests.
+
+        Raises:
+            ConnectionError: the connection breaks.
+        """
+        await self._whole.wait()
+        fault = self._rng.random()
+        if self.is_calm or fault > 0.01:
+            return data
+        if fault < 0.002:
+            self.counts["connection broken"] += 1
+            raise ConnectionError
+        if fault < 0.005 and is_data:
+            self.counts["byte flipped"] += 1
+            damaged = bytearray(data)
+            damaged[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
+            return bytes(damaged)
+        self.counts["delayed"] += 1
+        await asyncio.sleep(self._rng.random() / 5)
+        return data
+
+
+async def start_proxy(port: int, faults: LinkFaults) -> asyncio.Server:
+    """Pass connections on from `PROXY_HOST` to loopback."""
+
+    async def pump(data: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_data: bool) -> None:
+        with suppress(OSError):
+            while data or (data := await reader.read(CHUNK_BYTES)):
+                writer.write(await faults.pass_on(data, is_data=is_data))
+                await writer.drain()
+                data = b""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer), suppress(OSError):
+            first = await reader.read(CHUNK_BYTES)
+            is_data = first.startswith(MAGIC)
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+            with closing(far_writer):
+                pumps = [
+                    asyncio.ensure_future(pump(first, reader, far_writer, is_data)),
+                    asyncio.ensure_future(pump(b"", far_reader, writer, is_data)),
+                ]
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+                for each in pumps:
+                    each.cancel()
+
+    return await asyncio.start_server(serve, PROXY_HOST, port)
+
+
+class WorkerProcess:
+    """A worker that is started anew whenever it has ended."""
+
+    def __init__(self, config: WorkerConfig, faults: LinkFaults) -> None:
+        self.name = config.worker_id
+        self.command = [sys.executable, "-m", f"pdserve.{'prefill' if self.is_prefill else 'decode'}_worker.worker"]
+        self._config = config
+        self._faults = faults
+        self._proxies: list[asyncio.Server] = []
+        self.process: asyncio.subprocess.Process | None = None
+        self.pids: list[int] = []
+        """The worker, its transfer process, its other ranks."""
+        self.endpoints: list[WorkerEndpoint] = []
+        """Of each micro-batch."""
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.name.startswith("prefill")
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process is None or self.process.returncode is not None
+
+    async def start(self) -> None:
+        self.process = await asyncio.create_subprocess_exec(
+            *self.command, "--config", "-", "--die-with-parent",
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(to_json(self._config).encode() + b"\n")
+        async with asyncio.timeout(START_S):
+            lines = [await self.process.stdout.readline() for _ in range(self._config.pipeline_parallel)]
+        self.endpoints = [from_json(WorkerEndpoint, line.decode(), "the endpoint") for line in lines]
+        children = psutil.Process(self.process.pid).children()
+        self.pids = [self.process.pid, *(child.pid for child in children)]
+        if self._config.transport == "tcp" and self.is_prefill:
+            await self._start_proxies(children)
+
+    async def _start_proxies(self, children: list[psutil.Process]) -> None:
+        for proxy in self._proxies:
+            proxy.close()
+        ports = {
+            each.laddr.port
+            for child in children
+            for each in child.net_connections("tcp")
+            if each.status == psutil.CONN_LISTEN
+        }
+        self._proxies = [await start_proxy(port, self._faults) for port in ports]
+
+    async def stop(self) -> None:
+        for proxy in self._proxies:
+            proxy.close()
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+
+
+def send_signal(pid: int, number: signal.Signals) -> bool:
+    """Send a signal; returns whether the process was there."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+class _ProxiedCluster(Cluster):
+    """Router whose decode workers may reach prefill workers through the proxies."""
+
+    is_proxied = False
+
+    def check_model(self, worker: RemoteWorker, welcome: worker_pb2.Welcome) -> None:
+        if self.is_proxied:
+            welcome.kv_address = welcome.kv_address.replace("127.0.0.1", PROXY_HOST)
+        super().check_model(worker, welcome)
+
+
+class HandoffCluster:
+    """Built by `running_cluster`."""
+
+    def __init__(self, model: Model, layouts: Mapping[str, Degrees], transport: str, rng: random.Random) -> None:
+        self.model = model
+        self.rng = rng
+        self.counts: Counter[str] = Counter()
+        self.faults = LinkFaults(rng)
+        self.metrics = RouterMetrics()
+        cost = CostModel(DecoderConfig.from_folder(model.path).shape, hardware("h100-sxm"), Precision())
+        self.dispatcher = Dispatcher(
+            dict.fromkeys(WorkerRole, cost), DispatchSettings(deadline_s=60.0), time.monotonic, self.metrics
+        )
+        self._cluster = _ProxiedCluster(self.dispatcher, self.metrics)
+        self._cluster.is_proxied = self.is_proxied = transport == "tcp"
+        self.workers = {
+            name: WorkerProcess(worker_config(name, model, degrees, transport=transport), self.faults)
+            for name, degrees in layouts.items()
+        }
+
+    def pulls(self) -> Counter[str]:
+        """Pulls that decode workers have reported, by transport, and failed ones by stage."""
+        counts: Counter[str] = Counter()
+        for family in self.metrics.registry.collect():
+            for sample in family.samples:
+                if sample.name == "pdserve_kv_transfer_seconds_count":
+                    counts[sample.labels["transport"]] += int(sample.value)
+                elif sample.name == "pdserve_kv_transfer_failures_total" and sample.value:
+                    counts[f"failed: {sample.labels['stage']}"] += int(sample.value)
+        return counts
+
+    async def start_workers(self) -> None:
+        """Start the workers that do not run, until all of them take work."""
+        async with asyncio.timeout(START_S):
+            while True:
+                ended = [worker for worker in self.workers.values() if worker.has_ended]
+                if ended:
+                    self.counts["workers started"] += len(ended)
+                    await asyncio.gather(*(worker.start() for worker in ended))
+                    await self._cluster.set_targets(
+                        endpoint for worker in self.workers.values() for endpoint in worker.endpoints
+                    )
+                elif all(worker.takes_work for worker in self._cluster.workers.values()):
+                    return
+                await asyncio.sleep(POLL_S)
+
+    async def sweep(self) -> None:
+        """Enforce deadlines, until cancelled."""
+        await self._cluster.sweep_forever()
+
+    async def close(self) -> None:
+        await self._cluster.close()
+        for worker in self.workers.values():
+            await worker.stop()
+
+    def start(self, question: Question) -> TokenStream:
+        prompt, sampling = question
+        return self._cluster.start(RequestSpec(prompt_tokens=prompt, sampling=sampling, arrived_s=time.monotonic()))
+
+    async def request(self, question: Question, *, leaves_after_s: float | None = None) -> bool:
+        """Send one request, which must end in the right tokens or in one error; returns whether it got tokens.
+
+        Raises:
+            AssertionError: it did not.
+        """
+        tokens: list[int] = []
+        try:
+            stream = self.start(question)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(leaves_after_s):
+                    async for event in stream:
+                        tokens.append(event.token)
+            stream.cancel()
+        except GenerationError as error:
+            self.counts[f"error {error.status}"] += 1
+            if error.status == 500 and "workers ended" not in error.message:
+                raise AssertionError(f"a request failed: {error.message}") from error
+            return False
+        expected = self.model.answer(question)
+        is_whole = len(tokens) == len(expected)
+        if tokens != expected[: len(tokens)] or not (is_whole or leaves_after_s is not None):
+            raise AssertionError(f"{question}: got {tokens}, expected {expected}")
+        self.counts["right" if is_whole else "cancelled"] += 1
+        return True
+
+    async def check_free(self) -> None:
+        """Check that no block is referenced `FREE_S` after the end of every lease.
+
+        Raises:
+            AssertionError: some are.
+        """
+        await self.start_workers()
+        assert self.dispatcher.num_in_flight == 0
+        await asyncio.sleep(PARK_TIMEOUT_S)
+        deadline_s = time.monotonic() + FREE_S
+        while busy := [worker for worker in self._cluster.workers.values() if _is_busy(worker.reported)]:
+            if time.monotonic() > deadline_s:
+                raise AssertionError(
+                    f"blocks are still referenced: {[(each.worker_id, each.reported) for each in busy]}"
+                )
+            await asyncio.sleep(POLL_S)
+        assert not self.metrics.redispatches.labels("failed")._value.get(), "a step found wrong KV"
+
+
+@asynccontextmanager
+async def running_cluster(
+    model: Model,
+    layouts: Mapping[str, Degrees],
+    transport: str,
+    *,
+    seed: int = 0,
+) -> AsyncIterator[HandoffCluster]:
+    """Start workers and yield their cluster.
+
+    Args:
+        layouts: degrees of each worker, by name.
+    """
+    cluster = HandoffCluster(model, layouts, transport, random.Random(seed))
+    sweep = asyncio.ensure_future(cluster.sweep())
+    try:
+        await cluster.start_workers()
+        yield cluster
+    finally:
+        sweep.cancel()
+        await cluster.close()
+
+
+async def learn(model: ComputedModel) -> None:
+    """Learn the model's answers from a worker of one rank, without a handoff."""
+    async with running_cluster(model, {"mixed-0": (1, 1)}, "memfd") as cluster:
+        model.answers = [[event.token async for event in cluster.start(question)] for question in model.questions]
+
+
+def worker_config(name: str, model: Model, degrees: Degrees, *, transport: str) -> WorkerConfig:
+    """A decode worker whose pool has a quarter of the blocks that its clients may need at once, or another worker."""
+    role = WorkerRole(name.partition("-")[0])
+    return WorkerConfig(
+        worker_id=name, role=role, model_path=str(model.path), emulate=model.emulate, time_scale=0.0,
+        tensor_parallel=degrees[0], pipeline_parallel=degrees[1], max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE,
+        num_kv_blocks=(DECODE_BLOCKS if role is WorkerRole.DECODE else 4 * DECODE_BLOCKS), transport=transport,
+        park_timeout_s=PARK_TIMEOUT_S,
+    )  # fmt: skip
+
+
+def _is_busy(load: worker_pb2.Load) -> bool:
+    return load.num_blocks_referenced + load.num_running + load.num_waiting + load.num_parked > 0
