@@ -21,6 +21,8 @@ LAYOUT = KvLayout(
 EPOCH = 0xFEED_FACE_CAFE_BEEF
 TOKEN = "secret of the cluster"
 TIMEOUT_S = 30.0
+EVENT_GRACE_S = 0.2
+"""Wait before checking that something did not happen."""
 
 
 class Peer:

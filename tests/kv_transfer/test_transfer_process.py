@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,11 +13,9 @@ from pathlib import Path
 import pytest
 
 from pdserve.proto.v1 import transfer_pb2, worker_pb2
-from tests.kv_transfer.peer import EPOCH, LAYOUT, Peer, running_peer
+from tests.kv_transfer.peer import EPOCH, EVENT_GRACE_S, LAYOUT, Peer, running_peer
 
 TRANSPORTS = ["memfd", "tcp"]
-EVENT_GRACE_S = 0.2
-"""Wait before checking that something did not happen."""
 
 
 @pytest.fixture(name="source", scope="module")
@@ -271,39 +268,6 @@ def test_malformed_grants_of_the_engine_withdraw_the_prompt(source: Peer, target
     source.expect("lease_opened")
     source.grant(handle, [1], first_index=5, final=False)
     target.expect_done("refused")
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_death_of_the_source_fails_the_pull_soon(transport: str) -> None:
-    with running_peer(seed=1) as source, running_peer(seed=2, transport=transport) as target:
-        handle = source.offer()
-        source.grant(handle, [1], final=False)
-        target.pull(source.process.address, handle, [1, 2])
-        source.expect("lease_opened")
-        target.wait_for_block(1, source.block(1))
-        start_s = time.monotonic()
-        os.kill(source.process.pid, signal.SIGKILL)
-        target.expect_done("grant")
-        assert time.monotonic() - start_s < 10
-        source.expect_death()
-        target.pull(source.process.address, handle, [1, 2])
-        target.expect_done("connect")
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_death_of_the_puller_leaves_the_prompt_to_another(source: Peer, transport: str) -> None:
-    with running_peer(seed=2, transport=transport) as first, running_peer(seed=3, transport=transport) as second:
-        handle = source.offer()
-        source.grant(handle, [33], final=False)
-        first.pull(source.process.address, handle, [1, 2])
-        source.expect("lease_opened")
-        os.kill(first.process.pid, signal.SIGKILL)
-        assert source.expect("lease_lost").lease_lost.handle == handle
-        source.grant(handle, [34], first_index=1)
-        second.pull(source.process.address, handle, [5, 6])
-        second.expect_done()
-        assert [second.block(5), second.block(6)] == [source.block(33), source.block(34)]
-        _expect_released(source, handle)
 
 
 def test_a_wrong_cluster_token_is_refused(source: Peer) -> None:
