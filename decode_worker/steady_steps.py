@@ -94,8 +94,8 @@ def fast_forward(
 ) -> tuple[list[Sequence], list[SecondToken]]:
     """Take ``num_steps`` turns, at most `count_steady_steps`, and emit the first and last tokens they end with.
 
-    Returns the sequences that have their last token, for their scheduler to close, and second tokens, which are not
-    events.
+    Returns the sequences that have their last token, in the order in which their scheduler is to close them, and
+    second tokens, which are not events.
     """
     old_rows, step = _begin_last_step(table, num_steps)
     rows, sequences = ([], []) if step is None else (step.batch.rows, step.sequences)
@@ -139,6 +139,7 @@ def fast_forward(
         for sequence in running:
             table.register_written(sequence)
     if step is not None:
+        finished.sort(key=lambda sequence: sequence.last_row)  # rows in flight may have another order than `running`
         table.commit(step)
     return finished, second_tokens
 
