@@ -14,13 +14,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, closing, suppress
 
 import psutil
 
 from pdserve.bench.handoff_models import MAX_ANSWER, MAX_PROMPT, ComputedModel, Model, Question
 from pdserve.contracts.codec import from_json, to_json
+from pdserve.contracts.events import RequestEvent, RequestEventKind
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.kv_transfer.data_stream import MAGIC
@@ -30,6 +31,7 @@ from pdserve.model.cost.hardware import hardware
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.cluster import Cluster, TokenStream
 from pdserve.router.cluster.remote_worker import RemoteWorker
+from pdserve.router.cluster.worker import Worker
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.interface import DispatchSettings
@@ -40,6 +42,8 @@ BLOCK_SIZE = 16
 MAX_MODEL_LEN = MAX_PROMPT + MAX_ANSWER + 8
 DECODE_BLOCKS = NUM_CLIENTS * MAX_MODEL_LEN // BLOCK_SIZE // 4 // 2
 """Of each of two decode workers: together a quarter of what all clients may need at once."""
+STEP_TIMEOUT_S = 5.0
+"""Wait for a handoff to reach a step."""
 PARK_TIMEOUT_S = 2.0
 FREE_S = 2.0
 """After the end of every lease, the time until no block is referenced."""
@@ -52,6 +56,41 @@ its proofs name the address, which the proxy changes."""
 
 Degrees = tuple[int, int]
 """Tensor-parallel ranks, and pipeline stages."""
+
+
+EVENT_STEPS = {
+    RequestEventKind.STARTED: "started",
+    RequestEventKind.LAST_CHUNK: "offered",
+    RequestEventKind.JOINED: "pulled",
+    RequestEventKind.RELEASED: "released",
+}
+LINK_STEPS = ("pull message", "bytes sent", "half of them")
+"""Steps that a proxy sees: a chunk of a gRPC stream, and a chunk of a data stream before and amid its way."""
+
+
+class Steps:
+    """Steps of handoffs as they are seen from outside: in events at the router, and in bytes at a proxy."""
+
+    def __init__(self) -> None:
+        self._awaited = ""
+        self._action: Callable[[], None] = lambda: None
+        self._has_come = asyncio.Event()
+
+    async def at_next(self, step: str, action: Callable[[], None]) -> None:
+        """Call ``action`` as soon as any handoff reaches ``step``, before anything follows from it; give up after
+        `STEP_TIMEOUT_S`."""
+        self._awaited, self._action = step, action
+        self._has_come.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STEP_TIMEOUT_S):
+                await self._has_come.wait()
+        self._awaited = ""
+
+    def reached(self, step: str) -> None:
+        if step == self._awaited:
+            self._awaited = ""
+            self._action()
+            self._has_come.set()
 
 
 class LinkFaults:
@@ -94,13 +133,19 @@ class LinkFaults:
         return data
 
 
-async def start_proxy(port: int, faults: LinkFaults) -> asyncio.Server:
+async def start_proxy(port: int, faults: LinkFaults, steps: Steps) -> asyncio.Server:
     """Pass connections on from `PROXY_HOST` to loopback."""
 
     async def pump(data: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_data: bool) -> None:
         with suppress(OSError):
             while data or (data := await reader.read(CHUNK_BYTES)):
-                writer.write(await faults.pass_on(data, is_data=is_data))
+                data = await faults.pass_on(data, is_data=is_data)
+                steps.reached("bytes sent" if is_data else "pull message")
+                writer.write(data[: len(data) // 2])
+                await writer.drain()
+                if is_data:
+                    steps.reached("half of them")
+                writer.write(data[len(data) // 2 :])
                 await writer.drain()
                 data = b""
 
@@ -124,11 +169,12 @@ async def start_proxy(port: int, faults: LinkFaults) -> asyncio.Server:
 class WorkerProcess:
     """A worker that is started anew whenever it has ended."""
 
-    def __init__(self, config: WorkerConfig, faults: LinkFaults) -> None:
+    def __init__(self, config: WorkerConfig, faults: LinkFaults, steps: Steps) -> None:
         self.name = config.worker_id
         self.command = [sys.executable, "-m", f"pdserve.{'prefill' if self.is_prefill else 'decode'}_worker.worker"]
         self._config = config
         self._faults = faults
+        self._steps = steps
         self._proxies: list[asyncio.Server] = []
         self.process: asyncio.subprocess.Process | None = None
         self.pids: list[int] = []
@@ -169,7 +215,7 @@ class WorkerProcess:
             for each in child.net_connections("tcp")
             if each.status == psutil.CONN_LISTEN
         }
-        self._proxies = [await start_proxy(port, self._faults) for port in ports]
+        self._proxies = [await start_proxy(port, self._faults, self._steps) for port in ports]
 
     async def stop(self) -> None:
         for proxy in self._proxies:
@@ -199,6 +245,17 @@ class _ProxiedCluster(Cluster):
         super().check_model(worker, welcome)
 
 
+class _WatchedDispatcher(Dispatcher):
+    """Dispatcher that says which steps its requests reach."""
+
+    steps: Steps
+
+    def event_received(self, worker: Worker, event: RequestEvent) -> None:
+        if event.kind in EVENT_STEPS:
+            self.steps.reached(EVENT_STEPS[event.kind])
+        super().event_received(worker, event)
+
+
 class HandoffCluster:
     """Built by `running_cluster`."""
 
@@ -209,13 +266,15 @@ class HandoffCluster:
         self.faults = LinkFaults(rng)
         self.metrics = RouterMetrics()
         cost = CostModel(DecoderConfig.from_folder(model.path).shape, hardware("h100-sxm"), Precision())
-        self.dispatcher = Dispatcher(
+        self.steps = Steps()
+        self.dispatcher = _WatchedDispatcher(
             dict.fromkeys(WorkerRole, cost), DispatchSettings(deadline_s=60.0), time.monotonic, self.metrics
         )
+        self.dispatcher.steps = self.steps
         self._cluster = _ProxiedCluster(self.dispatcher, self.metrics)
         self._cluster.is_proxied = self.is_proxied = transport == "tcp"
         self.workers = {
-            name: WorkerProcess(worker_config(name, model, degrees, transport=transport), self.faults)
+            name: WorkerProcess(worker_config(name, model, degrees, transport=transport), self.faults, self.steps)
             for name, degrees in layouts.items()
         }
 

@@ -6,9 +6,9 @@
 Two prefill and two decode workers over one transport emulate a model whose memory is a hash of all tokens so far. In
 the cases with ranks they compute a small model instead. Of each pair, one worker has two tensor-parallel ranks and the
 other two pipeline stages, so that each layout hands off to both. The decode pools hold a quarter of what the clients
-ask for. Meanwhile clients cancel; workers, transfer processes and other ranks are killed, or stopped and woken; and
-with tcp a proxy between the transfer processes flips bytes, delays them, breaks connections, and cuts the link for
-seconds.
+ask for. Meanwhile clients cancel; workers, transfer processes and other ranks are killed, or stopped and woken, at a
+step of a handoff or within milliseconds of one; and with tcp a proxy between the transfer processes flips bytes, delays
+them, breaks connections, and cuts the link for seconds.
 
 Each request must end in the right tokens or in one error. After each round, when every lease has ended, no block may be
 referenced anywhere, and the workers that were started anew must serve.
@@ -24,7 +24,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pdserve.bench.handoff_cluster import NUM_CLIENTS, Degrees, HandoffCluster, learn, running_cluster, send_signal
+from pdserve.bench.handoff_cluster import (
+    EVENT_STEPS,
+    LINK_STEPS,
+    NUM_CLIENTS,
+    Degrees,
+    HandoffCluster,
+    learn,
+    running_cluster,
+    send_signal,
+)
 from pdserve.bench.handoff_models import ComputedModel, EmulatedModel, Model
 from pdserve.bench.script import publish, script_parser
 
@@ -32,6 +41,8 @@ CASES = ("memfd", "tcp", "ranks-memfd", "ranks-tcp")
 RANKS: dict[str, Degrees] = {"prefill-0": (2, 1), "prefill-1": (1, 2), "decode-0": (1, 2), "decode-1": (2, 1)}
 """Layouts that differ within each phase."""
 FAULT_INTERVAL_S = 1.0
+PULL_S = 0.01
+"""About the time from an offer to the end of its pull."""
 PAUSE_S = 0.2
 """Pause of a client whose request failed."""
 
@@ -79,18 +90,35 @@ class Soak:
         cluster = self._cluster
         while self.num_handoffs < self._goal:
             await asyncio.sleep(FAULT_INTERVAL_S * self._rng.random() * 2)
-            pid = self._rng.choice(self._rng.choice(list(cluster.workers.values())).pids)
             kinds = ["killed", "stopped", *(["cut"] if cluster.is_proxied else [])]
             match self._rng.choice(kinds):
                 case "killed":
-                    cluster.counts["processes killed"] += send_signal(pid, signal.SIGKILL)
+                    await self._signal_at_step(signal.SIGKILL)
                 case "stopped":
-                    cluster.counts["processes stopped"] += send_signal(pid, signal.SIGSTOP)
+                    pid = await self._signal_at_step(signal.SIGSTOP)
                     await asyncio.sleep(self._rng.choice((0.1, 1.0, 5.0)))
                     send_signal(pid, signal.SIGCONT)
                 case "cut":
                     await cluster.faults.cut(self._rng.choice((0.2, 1.0, 6.0)))
             await cluster.start_workers()
+
+    async def _signal_at_step(self, number: signal.Signals) -> int:
+        """Signal any process when a handoff reaches a step, or up to `PULL_S` later; returns its id."""
+        cluster = self._cluster
+        pid = self._rng.choice(self._rng.choice(list(cluster.workers.values())).pids)
+        step = self._rng.choice([*EVENT_STEPS.values(), *(LINK_STEPS if cluster.is_proxied else [])])
+        delay_s = self._rng.choice((0.0, 0.0, PULL_S * self._rng.random()))
+        if delay_s:
+            await cluster.steps.at_next(step, lambda: None)
+            await asyncio.sleep(delay_s)
+            self._signal(pid, number, "later")
+        else:
+            await cluster.steps.at_next(step, lambda: self._signal(pid, number, step))
+        return pid
+
+    def _signal(self, pid: int, number: signal.Signals, step: str) -> None:
+        name = "killed" if number is signal.SIGKILL else "stopped"
+        self._cluster.counts[f"{name}: {step}"] += send_signal(pid, number)
 
 
 def soak(
