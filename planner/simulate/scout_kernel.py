@@ -72,18 +72,18 @@ WORKER = _record(
     """decode_token_s near_block_s far_block_s swap_block_s
     free_at_s stage_free_at_s end_s next_end_s egress_free_at_s ingress_free_at_s""",
     """role pool host max_batch_tokens max_batch_size num_blocks num_swap_slots depth num_stages first_of_pipeline
-    num_in_flight num_steps is_unstaged chunk_tokens next_chunk_tokens num_messages
+    num_in_flight num_steps chunk_tokens next_chunk_tokens num_messages
     waiting_head waiting_tail waiting_tokens num_admitted uncomputed_tokens admitted_context computed_head computed_tail
     is_held_up num_tickets reserved_head reserved_tail num_pulling num_swapped num_preemptions num_decoded
     num_running num_active active_context ending_context first_last_step num_ending
     num_free num_evictable handoff_blocks soon_blocks most_blocks refused_blocks
     sent_tokens sent_context sent_blocks num_sent""",
 )
-"""By line: limits; steps, of which ``num_steps`` were planned, the oldest in flight ends at ``end_s`` and the last has
-not entered the first pipeline stage if ``is_unstaged``; prompts; handoffs and preemptions; sequences, of which those
-with rows to plan are active and ``first_last_step`` is the first step to end one; blocks: free or cached, of those
-cached ones, of prompts for other workers, expected by sequences that pull or prefill here, at the ends of all
-sequences, and the least number that did not fit since a sequence ended; load sent and not reported (`InFlightLoad`)."""
+"""By line: limits; steps, of which ``num_steps`` were planned and the oldest in flight ends at ``end_s``; prompts;
+handoffs and preemptions; sequences, of which those with rows to plan are active and ``first_last_step`` is the first
+step to end one; blocks: free or cached, of those cached ones, of prompts for other workers, expected by sequences that
+pull or prefill here, at the ends of all sequences, and the least number that did not fit since a sequence ended; load
+sent and not reported (`InFlightLoad`)."""
 
 EVENT = _record("at_s", "kind request")
 
@@ -525,15 +525,10 @@ def set_timer(timer, at_s, kind, index):
 def turn(state, w, now_s):
     worker, cluster = state.workers[w], state.cluster[0]
     had_step = worker.num_in_flight > 0
-    num_running, computed_head = worker.num_running, worker.computed_head
     while worker.num_in_flight > 0 and worker.end_s <= now_s:
         complete(state, w, now_s)
     if had_step and worker.num_in_flight == 0:
         worker.free_at_s = now_s + cluster.turn_s
-    is_steady_still = worker.num_running == num_running and worker.computed_head == computed_head
-    if worker.is_unstaged == 1 and not (is_steady_still and worker.num_messages == 0):
-        worker.free_at_s = worker.end_s = enter_stage(state, worker, now_s, worker.end_s - now_s)
-        worker.is_unstaged = 0
     for position in range(worker.num_messages):
         message = state.lists[w, INBOX, position]
         handle(state, w, message & 3, message >> 2, now_s)
@@ -542,8 +537,7 @@ def turn(state, w, now_s):
     step_s, num_chunk_tokens = plan(state, w, now_s)
     if step_s > 0.0:
         worker.free_at_s = max(now_s, before_s) + step_s
-        worker.is_unstaged = int(num_chunk_tokens == 0 and is_steady(worker))
-        if worker.num_stages > 1 and worker.is_unstaged == 0:
+        if worker.num_stages > 1:
             worker.free_at_s = enter_stage(state, worker, worker.free_at_s - step_s, step_s)
         if worker.num_in_flight == 0:
             worker.end_s, worker.chunk_tokens = worker.free_at_s, num_chunk_tokens
@@ -604,15 +598,6 @@ def coast(state, w, until_s):
     worker.free_at_s = end_s if worker.depth == 1 else next_end_s
     state.turn_at_s[w] = end_s
     state.quiet_until_s[w] = end_s + (last_step - step) * step_s
-
-
-@njit(inline="always")
-def is_steady(worker):
-    """`DecodeScheduler.steady_steps`: the step planned last is one of a run of decode steps, of which the simulated
-    worker submits, and so passes through the first stage of a pipeline, only the last."""
-    is_run = worker.num_stages > 1 and worker.num_active > 0 and worker.num_in_flight == worker.depth - 1
-    has_prompts = worker.waiting_head < worker.waiting_tail or worker.num_admitted > 0
-    return is_run and not has_prompts and worker.num_swapped == 0 and worker.depth > 1
 
 
 @njit(inline="always")

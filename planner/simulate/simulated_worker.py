@@ -309,8 +309,8 @@ class SimulatedWorker:
     # Steady runs, whose steps are not planned
 
     def _try_run(self, now_s: float) -> bool:
-        """Begin a run if the coming steps are steady."""
-        if self._decoding is None or len(self._steps) != self._num_ahead:
+        """Begin a run if the coming steps are steady. Those of a pipeline also wait for its other micro-batches."""
+        if self._decoding is None or len(self._steps) != self._num_ahead or self.cost.pipeline_parallel > 1:
             return False
         steady = self._decoding.steady_steps(now_s)
         if not steady.num_steps:
@@ -319,7 +319,6 @@ class SimulatedWorker:
         first_s, growth_s = self.cost.decode_run_s(steady.batch_size, steady.num_context_tokens)
         begins_s = max(now_s, self._free_at_s)
         if not self._num_ahead:  # A turn precedes every step; the first one's is already over.
-            begins_s = self._stage.enter(begins_s, first_s)
             first_s += self._turn_s
             begins_s -= self._turn_s
         self._run = _SteadyRun(steady.batch_size, self._num_ahead, self._free_at_s, begins_s, first_s, growth_s)

@@ -60,6 +60,7 @@ def p90(values: FloatArray) -> float:
         (disaggregated(2, 3), "summarisation", 12.0),
         (colocated(), "chat", 8.0),
         (colocated(2), "sharegpt-synthetic", 30.0),
+        (Layout(mixed=replace(a_pool(WorkerRole.MIXED), pipeline_parallel=2)), "chat", 10.0),
     ],
     ids=str,
 )
