@@ -46,8 +46,6 @@ class Hosts:
         run("ip", "-n", SWITCH, "link", "add", "br0", "type", "bridge")
         run("ip", "-n", SWITCH, "link", "set", "br0", "up")
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / "key")
-        for name in self.addresses:
-            self.add(name)
 
     def add(self, name: str) -> None:
         """Switch a host on, with an empty disk the first time."""
@@ -83,6 +81,10 @@ class Hosts:
         quiet = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR")
         login = ("ssh", *quiet, "-i", self.folder / "key", f"root@{self.addresses[name]}")
         return run(*self.at(self._launcher), *login, f"source ~/.bashrc; {command}", **options)
+
+    def is_on(self, name: str) -> bool:
+        """Whether commands can be given to a host."""
+        return self.ssh(name, "true", check=False, stderr=subprocess.DEVNULL).returncode == 0
 
     def at(self, name: str) -> tuple[str, ...]:
         """Command that runs another one in the network of a host."""
