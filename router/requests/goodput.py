@@ -103,6 +103,7 @@ class Goodput(Placement):
         self._harm += float(weight * chance[best] * (1 - chance[best]) / spread_s[best])
         if not handoff[best]:
             row = view.rows[offers.workers[best]]
+            self._workers.prefills(int(row), float(own_s[best]))
             self._prefilled_s[:, row] = self._recent_s(row, now_s) + own_s[best], now_s
         return offers.choice(best, ids[best])
 
@@ -145,13 +146,13 @@ class Goodput(Placement):
             self._requests[request_id] = request._replace(ttft_s=0.0)
         if began_s <= request.wanted_s:  # another miss costs a late one nothing
             row, base = self._row(worker.worker_id), num_tokens - worker.num_steps
-            self._answers_changed(self._answers.remove(request_id))
+            self._remove_answer(request_id)
             self._answers.add(request_id, row, began_s, base, request.tpot_slo_s, request.weight)
-            self._answers_changed(row)
+            self._workers.answer_began(row, worker.num_steps)
             self._count_lengths()
 
     def left(self, request_id: int, num_tokens: int) -> None:
-        self._answers_changed(self._answers.remove(request_id))
+        self._remove_answer(request_id)
         self._requests.pop(request_id, None)
         self._prompts.remove(request_id)
         if num_tokens:
@@ -170,9 +171,10 @@ class Goodput(Placement):
         self._answers.reserve(self._workers.num_rows)
         return row
 
-    def _answers_changed(self, row: int | None) -> None:
+    def _remove_answer(self, request_id: int) -> None:
+        row = self._answers.remove(request_id)
         if row is not None:
-            self._workers.is_stale[row] = True
+            self._workers.answer_left(row, was_last=not self._answers.is_any_on(row))
 
     def _count_lengths(self) -> None:
         """An answer began or ended."""

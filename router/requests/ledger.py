@@ -150,6 +150,9 @@ class Answers:
     def __len__(self) -> int:
         return len(self._places)
 
+    def is_any_on(self, row: int) -> bool:
+        return bool(self._ids[row])
+
     def reserve(self, num_rows: int) -> None:
         """Have space for so many rows."""
         num_new = num_rows - len(self._harm)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.contracts.placement import WorkerRole
+from pdserve.model.cost.cost_model import OnlineCorrection
 from pdserve.router.requests.policy import Costs, WorkerSnapshot, mixed_correction, queue_s
 
 FloatArray = npt.NDArray[np.float64]
@@ -47,8 +48,23 @@ class WorkerColumns(NamedTuple):
     """... and what each token of its context adds."""
 
 
+class _Seen(NamedTuple):
+    """A worker when it was last seen to have taken a step."""
+
+    num_steps: int
+    stepped_s: float = 0.0
+    step_s: float = 0.0
+    """Predicted seconds of the next step; 0 before the first one that counts: the worker was idle before."""
+    prefill_s: float = 0.0
+    """Predicted seconds of prompts that were sent since then, to be computed beside the answers."""
+
+
 class WorkerTable:
-    """Rows of all workers ever seen; a restarted worker keeps its row."""
+    """Rows of all workers ever seen; a restarted worker keeps its row.
+
+    Predicted steps are held against those that end between two snapshots of a worker that decodes all the while, and
+    corrected: what the worker reports as its correction may be wrong, or miss what delays its tokens.
+    """
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
@@ -57,6 +73,10 @@ class WorkerTable:
         self._values = np.zeros((len(WorkerColumns._fields), 8))
         self.is_stale = np.ones(8, np.bool_)
         """By row: whether what others derive from it is older than the row."""
+        self._steps: list[OnlineCorrection] = []
+        """Observed over predicted time of steps, by row."""
+        self._seen: list[_Seen | None] = []
+        """By row; None if no answer is known to decode there."""
 
     @property
     def num_rows(self) -> int:
@@ -69,6 +89,8 @@ class WorkerTable:
         if row is None:
             row = self._rows[worker_id] = len(self._rows)
             self._snapshots.append(None)
+            self._steps.append(OnlineCorrection())
+            self._seen.append(None)
             if row == self.num_rows:
                 self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)
                 self.is_stale = np.concatenate([self.is_stale, np.ones_like(self.is_stale)])
@@ -80,8 +102,10 @@ class WorkerTable:
         rows = [self.row(worker.worker_id) for worker in workers]
         changed = [(row, worker) for row, worker in zip(rows, workers, strict=True) if snapshots[row] is not worker]
         if changed:
+            for row, worker in changed:
+                self._observe(row, worker)
             index = [row for row, _ in changed]
-            self._values[:, index] = np.array([self._row_values(worker) for _, worker in changed]).T
+            self._values[:, index] = np.array([self._row_values(row, worker) for row, worker in changed]).T
             self.is_stale[index] = True
             for row, worker in changed:
                 snapshots[row] = worker
@@ -90,8 +114,38 @@ class WorkerTable:
     def columns(self, rows: IntArray | slice) -> WorkerColumns:
         return WorkerColumns(*self._values[:, rows])
 
-    def _row_values(self, worker: WorkerSnapshot) -> tuple[float, ...]:
-        cost, correction, num_decoding = self._costs[worker.role], worker.decode_correction, worker.num_decoding
+    def answer_began(self, row: int, num_steps: int) -> None:
+        """An answer decodes on the worker, which has taken so many steps."""
+        self.is_stale[row] = True
+        if self._seen[row] is None:
+            self._seen[row] = _Seen(num_steps)
+
+    def prefills(self, row: int, seconds: float) -> None:
+        """A prompt of so many predicted seconds is computed beside the answers on the worker."""
+        seen = self._seen[row]
+        if seen is not None:
+            self._seen[row] = seen._replace(prefill_s=seen.prefill_s + seconds)
+
+    def answer_left(self, row: int, *, was_last: bool) -> None:
+        self.is_stale[row] = True
+        if was_last:
+            self._seen[row] = None
+
+    def _observe(self, row: int, worker: WorkerSnapshot) -> None:
+        """Hold predicted steps against those that ended since the last snapshot."""
+        last = self._seen[row]
+        if last is None or worker.num_steps == last.num_steps:
+            return
+        num_decoding, num_context = max(1, worker.num_decoding), worker.num_context_tokens
+        step_s = self._costs[worker.role].decode_s(num_decoding, num_context) * worker.decode_correction
+        self._seen[row] = _Seen(worker.num_steps, worker.stepped_s, step_s)
+        if last.step_s and worker.num_steps > last.num_steps:
+            predicted_s = (worker.num_steps - last.num_steps) * (last.step_s + step_s) / 2 + last.prefill_s
+            self._steps[row].observe(predicted_s, worker.stepped_s - last.stepped_s)
+
+    def _row_values(self, row: int, worker: WorkerSnapshot) -> tuple[float, ...]:
+        cost, num_decoding = self._costs[worker.role], worker.num_decoding
+        correction = worker.decode_correction * self._steps[row].factor
         step_s = next_step_s = token_s = 0.0
         if worker.role is not WorkerRole.PREFILL:
             num_context = worker.num_context_tokens
