@@ -184,6 +184,7 @@ def main() -> None:
     unknown = [policy for policy in policies if policy not in CASES]
     if unknown:
         parser.error(f"--policies names {', '.join(unknown)}: use some of {', '.join(CASES)}")
+    console = Console(stderr=True, width=160)
     table = Table("setting", "requests/s", *policies, box=None)
     records: list[dict[str, Any]] = []
     for setting in SETTINGS:
@@ -197,10 +198,11 @@ def main() -> None:
                     for number in range(arguments.seeds)
                 ]
                 record[policy] = [round(share, 4) for share in shares]
+                console.print(f"{setting.workload.name} at {rate:g}/s, {policy}: {np.mean(shares):.1%}")
             records.append(record)
             shown = [f"{np.mean(record[policy]):.1%}" for policy in policies]
             table.add_row(setting.workload.name, f"{rate:g}", *shown)
-    Console(stderr=True).print(table)
+    console.print(table)
     publish(
         {"requests_per_run": arguments.requests, "attainment_by_seed": records},
         arguments.json,
