@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from heapq import heappop
 
 from hypothesis import given, settings
@@ -21,8 +22,13 @@ SLO = SloConfig(ttft_seconds=60.0, tpot_seconds=0.05)
 
 
 @settings(max_examples=10)
-@given(st.lists(st.tuples(st.floats(0, 0.3), st.integers(1, 9000), st.integers(1, 60)), min_size=1, max_size=12))
-def test_the_ledger_holds_what_the_schedulers_hold(drawn: list[tuple[float, int, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.floats(0, 0.3), st.integers(1, 9000), st.integers(1, 60)), max_size=12),
+    st.lists(st.tuples(st.floats(0, 1.0), st.integers(0, 11)), max_size=6),
+)
+def test_the_ledger_holds_what_the_schedulers_hold(
+    drawn: list[tuple[float, int, int]], cancelled: list[tuple[float, int]]
+) -> None:
     """Whenever no message is on its way: answers where they decode, and prompts that wait where they wait."""
     now_s, requests = 0.0, list[SimulatedRequest]()
     for gap_s, num_prompt_tokens, num_output_tokens in [(0.0, 100, 60), (0.1, 100, 60), *drawn]:
@@ -30,8 +36,17 @@ def test_the_ledger_holds_what_the_schedulers_hold(drawn: list[tuple[float, int,
         requests.append(SimulatedRequest(now_s, num_prompt_tokens, num_output_tokens))
     dispatch = DispatchSettings(policy="goodput", slo=SLO)
     run = _Simulator(LLAMA_3_8B, disaggregated(2, 2), requests, dispatch, NO_OVERHEADS, 0, None, Knowledge())
-    policy, entries, num_seen = run._dispatchers[0]._placement, run._events._entries, 0
+    dispatcher, entries, num_seen = run._dispatchers[0], run._events._entries, 0
+    policy = dispatcher._placement
     assert isinstance(policy, Goodput)
+
+    def cancel(number: int) -> None:
+        in_flight = list(dispatcher._requests)
+        if in_flight:
+            dispatcher.cancel(in_flight[number % len(in_flight)])
+
+    for instant_s, number in cancelled:
+        run._events.at(instant_s, partial(cancel, number))
     while entries:
         instant_s, _, call = heappop(entries)
         run._events.now_s = max(instant_s, run._events.now_s)
@@ -49,7 +64,7 @@ def test_the_ledger_holds_what_the_schedulers_hold(drawn: list[tuple[float, int,
                 num_answers = len(policy._answers._ids[row])
                 assert num_answers + len(held) == load.num_running + load.num_waiting, (num_answers, held, load)
                 num_seen += num_answers
-    assert num_seen, "the second arrives while the first decodes"
+    assert num_seen or cancelled, "the second arrives while the first decodes"
     assert not policy._prompts._prompts
     assert not len(policy._answers)
     assert not policy._requests

@@ -77,6 +77,14 @@ class Observer(DispatchObserver):
         self.refused_tiers: list[str] = []
         self.placements: list[tuple[str, WorkerRole, bool]] = []
         self.fallbacks: list[str] = []
+        self.accepted_shares, self.ended_shares = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        """Requests by tenant and tier."""
+
+    def accepted(self, spec: RequestSpec) -> None:
+        self.accepted_shares[spec.tenant, spec.tier] += 1
+
+    def ended(self, request: Request) -> None:
+        self.ended_shares[request.spec.tenant, request.spec.tier] += 1
 
     def fell_back(self, reason: str) -> None:
         self.fallbacks.append(reason)
@@ -302,22 +310,52 @@ def test_places_are_shared_by_routers() -> None:
     core.start(3)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["a", "b", ""]), st.integers(1, 9), st.booleans()), max_size=30))
-def test_places_are_counted_by_tenant(arrivals: list[tuple[str, int, bool]]) -> None:
-    core = Core(max_in_flight=20)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["a", "b", ""]),
+            st.sampled_from(["default", "fast"]),
+            st.integers(1, 9),
+            st.sampled_from(["", "cancel", "fail", "finish", "lose", "late"]),
+        ),
+        max_size=30,
+    )
+)
+def test_accepted_requests_are_in_flight_or_over_by_tenant_and_tier(arrivals: list[tuple[str, str, int, str]]) -> None:
+    tiers = {"fast": Tier(ttft_seconds=0.1, tpot_seconds=0.0)}
+    core = Core(SloConfig(ttft_seconds=0.5, tpot_seconds=0.0, tiers=tiers), max_in_flight=20)
     core.all_up()
-    open_requests: list[ReadRequest] = []
-    for tenant, num_choices, ends_one in arrivals:
+    accepted: list[ReadRequest] = []
+    for tenant, tier, num_choices, event in arrivals:
         with suppress(GenerationError):
-            open_requests.append(core.start(num_choices, tenant=tenant))
-        if ends_one and open_requests:
-            core.dispatcher.cancel(open_requests.pop(0))
+            accepted.append(core.start(num_choices, tenant=tenant, tier=tier))
+        in_flight = [request for request in accepted if request.outcome is None]
+        match event:
+            case "cancel" if in_flight:
+                core.dispatcher.cancel(in_flight[0])
+            case "fail" if in_flight:
+                core.dispatcher.fail(in_flight[0], GenerationError(500, "failed"))
+            case "finish" if in_flight:
+                for choice in range(in_flight[0].spec.num_choices):
+                    core.dispatcher.finish(in_flight[0], choice)
+            case "lose":
+                core.dispatcher.worker_lost(core.prefill)
+                core.dispatcher.worker_up(core.prefill)
+            case "late":
+                core.wait(10.0)
         held = Counter[tuple[str, str]]()
-        for request in open_requests:
-            held[request.spec.tenant, request.spec.tier] += request.spec.num_choices
+        for request in accepted:
+            if request.outcome is None:
+                held[request.spec.tenant, request.spec.tier] += request.spec.num_choices
         assert core.dispatcher.admission._num_choices == held
         assert held.total() <= 20
-        assert core.dispatcher.num_accepted == sum(core.dispatcher.outcomes.values()) + len(open_requests)
+        for share in {(request.spec.tenant, request.spec.tier) for request in accepted}:
+            of_share = [each for each in accepted if (each.spec.tenant, each.spec.tier) == share]
+            counts = core.observer.accepted_shares[share], core.observer.ended_shares[share]
+            assert counts == (len(of_share), sum(each.outcome is not None for each in of_share))
+        assert core.dispatcher.num_accepted == len(accepted)
+        for outcome, num_ended in core.dispatcher.outcomes.items():
+            assert num_ended == sum(each.outcome is outcome for each in accepted)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.placement import WorkerRole
 from pdserve.router.requests.goodput import (
+    LATE_S,
     MAX_BOOKED_S,
     MAX_MEAN_STEP,
     MIN_CHANCE,
@@ -287,6 +288,19 @@ def test_one_share_is_served_in_the_order_of_arrival(prompts: list[tuple[float, 
         waiting.append(number)
         if ends:
             policy.prefilled(waiting.pop(0), "prefill-0")
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1.0), st.integers(1, 9000), st.integers(0, 2), st.integers(0, 40_000)), max_size=30)
+)
+def test_none_gives_way_for_longer_than_a_late_prompt(prompts: list[tuple[float, int, int, int]]) -> None:
+    """Whatever its share sends, whatever that is worth, and late or not: workers compute what is due first."""
+    policy, now_s = Goodput(COSTS), 0.0
+    for number, (gap_s, num_tokens, share, num_waiting) in enumerate(prompts):
+        now_s += gap_s
+        one = arrival(number, num_tokens, now_s=now_s)._replace(share=str(share), weight=(0.0, 0.01, 1.0)[share])
+        choice = placed(policy, one, P0._replace(num_waiting_tokens=num_waiting), D0)
+        assert choice.due_s <= one.wanted_s + LATE_S
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.1), st.integers(1, 4000), st.booleans()), max_size=20))
