@@ -58,7 +58,7 @@ def answer(question: Question, traffic: Traffic, outputs: Outputs) -> int:
         print_plan(found, console, num_rows=outputs.num_rows)
     if outputs.json is not None:
         options.write_json(outputs.json, {**plan_json(found, words), "traffic_notes": list(notes)})
-    write_files(found, traffic, words, outputs)
+    write_files(found, words, outputs)
     return 0
 
 
@@ -126,12 +126,14 @@ def search(question: Question, traffic: Traffic, *, num_processes: int) -> Plan:
     return dataclasses.replace(plan, notes=(*plan.notes, *(f"{text}." for text in beyond)))
 
 
-def write_files(plan: Plan, traffic: Traffic, words: str, outputs: Outputs) -> None:
+def write_files(plan: Plan, words: str, outputs: Outputs) -> None:
     """Write the deployment and the report if requested."""
     if outputs.deployment is not None:
         _write_deployment(plan, outputs)
     if outputs.report is not None:
-        _write_report(plan, traffic, words, outputs.report, outputs.num_processes or options.num_cores())
+        from pdserve.planner.report.report import report_html
+
+        options.write_text(outputs.report, report_html(plan, words))
 
 
 def _write_deployment(plan: Plan, outputs: Outputs) -> None:
@@ -165,14 +167,3 @@ def _model_path(model: Path | None) -> str:
     if model is None:
         return ""
     return str((model.parent if model.name == "config.json" else model).resolve())
-
-
-def _write_report(plan: Plan, traffic: Traffic, words: str, path: Path, num_processes: int) -> None:
-    from pdserve.planner.report.charts import drawn_candidates
-    from pdserve.planner.report.curves import attainment_curves
-    from pdserve.planner.report.report import report_html
-
-    drawn = [each.candidate for each in drawn_candidates(plan)]
-    with options.failure(), options.working("simulating curves for the report"):
-        curves = attainment_curves(plan.question, drawn, traffic.workload, num_processes=num_processes)
-    options.write_text(path, report_html(plan, words, curves))

@@ -81,7 +81,7 @@ def plan_live(
             num_processes=outputs.num_processes or options.num_cores(),
         )
     _print_proposal(proposal, found, (_words(observed), _question_words(question), *overrides), outputs)
-    write_files(found, traffic, _words(observed), outputs._replace(model=folder))
+    write_files(found, _words(observed), outputs._replace(model=folder))
     _show(watch.url, proposal)
     return 0
 

@@ -8,45 +8,37 @@ from typing import Any, NamedTuple
 
 from pdserve.planner import wording
 from pdserve.planner.report.page import CARD, SERIES, Chart, rule, svg
+from pdserve.planner.search.goodput import Goodput
 from pdserve.planner.search.plan import Candidate, Plan
 from pdserve.planner.simulate.attainment import Attainment, Distribution
 
 
 class DrawnCandidate(NamedTuple):
-    """A candidate in the charts, with its label."""
+    """A simulated candidate in the charts, with its label."""
 
     name: str
     candidate: Candidate
-    curve: tuple[Attainment, ...]
-    """Its results in order of rate."""
+    goodput: Goodput
 
 
-def drawn_candidates(plan: Plan, curves: Sequence[Sequence[Attainment]] = ()) -> list[DrawnCandidate]:
-    """The winner, the runner-up, and the best of the kind that neither of them is, if they were simulated.
-
-    Args:
-        curves: rates simulated for the report, per candidate; by default the rates that the search tried.
-    """
+def drawn_candidates(plan: Plan) -> list[DrawnCandidate]:
+    """The winner, the runner-up, and the best of the kind that neither of them is, if they were simulated."""
     others = (plan.verdict.best_colocated, plan.verdict.best_disaggregated)
     chosen: list[tuple[str, Candidate]] = [("Winner", plan.best)]
     chosen += [("Runner-up", candidate) for candidate in plan.candidates[1:2]]
     for name, candidate in zip(("Best colocated", "Best disaggregated"), others, strict=True):
         if candidate is not None and all(candidate.layout != each.layout for _, each in chosen):
             chosen.append((name, candidate))
-    seen = [(name, candidate) for name, candidate in chosen if candidate.goodput is not None]
     return [
-        DrawnCandidate(
-            f"{name}: {candidate.layout}",
-            candidate,
-            tuple(curves[row] if row < len(curves) else candidate.goodput.points if candidate.goodput else ()),
-        )
-        for row, (name, candidate) in enumerate(seen)
+        DrawnCandidate(f"{name}: {candidate.layout}", candidate, candidate.goodput)
+        for name, candidate in chosen
+        if candidate.goodput is not None
     ]
 
 
 def charts(plan: Plan, drawn: Sequence[DrawnCandidate]) -> Iterator[Chart]:
     """All charts of the report, in order."""
-    highest = max((point.rate for each in drawn for point in each.curve), default=1.0)
+    highest = max((point.rate for each in drawn for point in each.goodput.points), default=1.0)
     for shown in drawn:
         yield _attainment(plan, shown, highest)
     slo = plan.question.slo
@@ -54,7 +46,6 @@ def charts(plan: Plan, drawn: Sequence[DrawnCandidate]) -> Iterator[Chart]:
     yield _latencies("TPOT at the goodput", drawn, lambda at_rate: at_rate.tpot, slo.tpot_seconds)
     if any(not candidate.layout.is_colocated for candidate in plan.candidates):
         yield _ratios(plan)
-    yield _utilisation(drawn)
 
 
 def _attainment(plan: Plan, shown: DrawnCandidate, highest: float) -> Chart:
@@ -63,14 +54,15 @@ def _attainment(plan: Plan, shown: DrawnCandidate, highest: float) -> Chart:
         ("TTFT", "--", lambda point: point.ttft_share),
         ("both objectives", "-", lambda point: point.share),
     )
-    rates = [point.rate for point in shown.curve]
+    curve = shown.goodput.points
+    rates = [point.rate for point in curve]
 
     def draw(axes: Any) -> None:
         for color, (label, line, share_of) in zip(SERIES[2::-1], shares, strict=True):
-            values = [share_of(point) for point in shown.curve]
+            values = [share_of(point) for point in curve]
             axes.plot(rates, values, line, color=color, label=label)
             for fill, is_saturated in ((color, False), (CARD, True)):
-                marked = [row for row, point in enumerate(shown.curve) if point.is_saturated is is_saturated]
+                marked = [row for row, point in enumerate(curve) if point.is_saturated is is_saturated]
                 axes.plot([rates[row] for row in marked], [values[row] for row in marked], "o", color=color, mfc=fill)
         target = plan.question.slo.attainment
         rule(axes, f"target {wording.share(target)}", y=target)
@@ -79,15 +71,12 @@ def _attainment(plan: Plan, shown: DrawnCandidate, highest: float) -> Chart:
         axes.set(xlim=(0, highest * 1.02), xlabel="requests/s", ylim=(0, 1.02), ylabel="requests within the SLO")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
-    note = f"Share within the SLO, {_origin(shown.curve)}.{_confidence(shown.candidate)}"
+    note = f"Share within the SLO, {_origin(curve)}.{_confidence(shown.goodput)}"
     return Chart(shown.name, svg(draw), note)
 
 
-def _confidence(candidate: Candidate) -> str:
-    """Confidence interval of the goodput's mark."""
-    if candidate.goodput is None:
-        return ""
-    low, high = candidate.goodput.interval
+def _confidence(goodput: Goodput) -> str:
+    low, high = goodput.interval
     return f" The goodput lies between {wording.number(low)} and {wording.number(high)}, with 95 % confidence."
 
 
@@ -102,7 +91,7 @@ def _origin(curve: Sequence[Attainment]) -> str:
 def _latencies(
     title: str, drawn: Sequence[DrawnCandidate], of: Callable[[Attainment], Distribution], slo_s: float
 ) -> Chart:
-    results = [(each.name, each.candidate.goodput.at_rate) for each in drawn if each.candidate.goodput is not None]
+    results = [(each.name, each.goodput.at_rate) for each in drawn]
 
     def draw(axes: Any) -> None:
         p99_s = [slo_s * 1.3]
@@ -141,26 +130,3 @@ def _ratios(plan: Plan) -> Chart:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
     return Chart("Goodput by P:D ratio", svg(draw), "Per GPU, of each layout.")
-
-
-def _utilisation(drawn: Sequence[DrawnCandidate]) -> Chart:
-    def draw(axes: Any) -> None:
-        row, labels = 0, []
-        for color, shown in zip(SERIES, drawn, strict=False):
-            shares = [
-                (f"{wording.ROLE_NAMES[pool.role]}: {what}", value)
-                for pool in shown.candidate.pools
-                for what, value in (("busy", pool.busy_share), ("KV in use", pool.kv_share))
-            ]
-            bars = axes.barh(
-                range(row, row + len(shares)), [value for _, value in shares], color=color, label=shown.name
-            )
-            axes.bar_label(bars, [wording.share(value) for _, value in shares], padding=4)
-            labels += [label for label, _ in shares]
-            row += len(shares)
-        axes.set_yticks(range(row), labels)
-        axes.invert_yaxis()
-        axes.set(xlim=(0, 1.1), xticks=[])
-        axes.grid(visible=False)
-
-    return Chart("Utilisation by phase", svg(draw), "Of the time and of the KV blocks, at the goodput.")

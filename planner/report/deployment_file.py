@@ -1,6 +1,6 @@
 """Converts between layouts and deployment files: to serve what the search found, and to simulate what is served.
 
-`pdserve up` reads the file; its comments hold the planner's predictions. Writes text and builds layouts; accesses no
+`pdserve up` reads the file; its comments hold the predicted goodput. Writes text and builds layouts; accesses no
 file.
 """
 
@@ -136,10 +136,6 @@ def _phase(pool: Pool, model: PlannedModel) -> PhaseConfig:
 def _predictions(plan: Plan, candidate: Candidate) -> Iterator[str]:
     question = plan.question
     yield f"Planned by pdserve for {question.model.name or 'the model'}: {candidate.layout}"
-    yield ", ".join(
-        f"{wording.ROLE_NAMES[pool.role]} on {pool.num_devices} x {pool.hardware.name}"
-        for pool in candidate.layout.pools
-    )
     goodput = candidate.goodput
     if goodput is None:
         yield f"Estimated goodput, not simulated: {wording.rate(candidate.rate)}"
@@ -149,15 +145,6 @@ def _predictions(plan: Plan, candidate: Candidate) -> Iterator[str]:
             f"Predicted goodput: {wording.rate(goodput.rate)} ({wording.number(low)} to {wording.number(high)} with "
             f"95 % confidence), at which {wording.share(question.slo.attainment)} of requests meet both objectives"
         )
-        at_rate = goodput.at_rate
-        if at_rate is not None:
-            yield (
-                f"At {wording.rate(at_rate.rate)}: TTFT {wording.seconds(at_rate.ttft.percentile(50))} median, "
-                f"{wording.seconds(at_rate.ttft.percentile(90))} p90; TPOT "
-                f"{wording.seconds(at_rate.tpot.percentile(50))} median, "
-                f"{wording.seconds(at_rate.tpot.percentile(90))} p90"
-            )
-    yield f"What runs out first: {candidate.resource.value}"
     if candidate.layout.num_hosts > 1:
         at_rate = goodput.at_rate if goodput is not None else None
         yield host_sentence(candidate.layout, at_rate)

@@ -5,7 +5,7 @@ Called by the command line. Text and figures come from the plan, charts from `pd
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from html import escape
 
 from pdserve.planner import wording
@@ -16,6 +16,7 @@ from pdserve.planner.report.page import card, page, table
 from pdserve.planner.report.plan_rows import (
     CANDIDATE_COLUMNS,
     POOL_COLUMNS,
+    answer_rows,
     candidate_cells,
     findings,
     fleet_words,
@@ -25,7 +26,6 @@ from pdserve.planner.report.plan_rows import (
     slo_words,
 )
 from pdserve.planner.search.plan import Plan
-from pdserve.planner.simulate.attainment import Attainment
 
 MAX_ROWS = 20
 """Limit of the ranked table."""
@@ -37,20 +37,19 @@ _DEFINITIONS = (
 )
 
 
-def report_html(plan: Plan, traffic: str, curves: Sequence[Sequence[Attainment]] = ()) -> str:
+def report_html(plan: Plan, traffic: str) -> str:
     """The page.
 
     Args:
         traffic: description of the traffic.
-        curves: see `pdserve.planner.report.charts.drawn_candidates`.
     """
     title = f"{plan.question.model.name or 'Model'} on {fleet_words(plan)}"
-    cards = map(card, charts(plan, drawn_candidates(plan, curves)))
+    cards = map(card, charts(plan, drawn_candidates(plan)))
     body = "".join(
         (
             f"<h1>{escape(title)}</h1><p class=soft>{escape(f'{traffic}. {slo_words(plan)}.')}</p>",
             f"<p class='verdict{'' if plan.verdict.is_clear else ' unclear'}'>{escape(plan.verdict.text)}</p>",
-            f"<div class=tiles>{''.join(_tiles(plan))}</div>",
+            _list(f"{label}: {text}" for label, text in answer_rows(plan)),
             "<h2>Ranked layouts</h2>",
             table(CANDIDATE_COLUMNS, (candidate_cells(plan, rank + 1) for rank in range(_num_rows(plan)))),
             "<h2>Why</h2>",
@@ -69,23 +68,6 @@ def report_html(plan: Plan, traffic: str, curves: Sequence[Sequence[Attainment]]
 
 def _num_rows(plan: Plan) -> int:
     return min(MAX_ROWS, len(plan.candidates))
-
-
-def _tiles(plan: Plan) -> Iterator[str]:
-    best = plan.best
-    at_rate = best.goodput.at_rate if best.goodput is not None else None
-    tiles = [
-        (wording.number(best.rate), "requests/s within the SLO"),
-        (wording.number(best.rate_per_device), "requests/s per GPU"),
-        (wording.number(best.rate * plan.mean_output_tokens), "answer tokens/s"),
-        (wording.dollars(best.dollars_per_million_tokens(plan.mean_output_tokens)), "per million answer tokens"),
-    ]
-    if at_rate is not None:
-        tiles.append((wording.seconds(at_rate.ttft.percentile(90)), "TTFT, p90"))
-        tiles.append((wording.seconds(at_rate.tpot.percentile(90)), "TPOT, p90"))
-    if best.saturation_margin is not None:
-        tiles.append((f"{wording.number(best.saturation_margin)} x", "the goodput: saturation"))
-    return (f"<div class=tile><b>{escape(value)}</b><span>{escape(label)}</span></div>" for value, label in tiles)
 
 
 def _list(sentences: Iterable[str]) -> str:

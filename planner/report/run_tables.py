@@ -17,7 +17,6 @@ from pdserve.planner.report.serving_figures import serving_figures
 from pdserve.planner.search.hosts import host_sentence
 from pdserve.planner.simulate.attainment import PoolUse
 from pdserve.planner.simulate.simulated_run import RunResult
-from pdserve.planner.simulate.simulation import Timeline
 
 _PERCENTILES = (50, 90, 95, 99)
 
@@ -46,8 +45,8 @@ def print_run(result: RunResult, console: Console, traffic: str, notes: tuple[st
 
 
 def run_json(result: RunResult, traffic: str, notes: tuple[str, ...]) -> Json:
-    """The report as JSON: vLLM's figures of all requests, those of the steady state, and time series with one value per
-    sample. ITL is that of decode steps; the handoff before token 1 counts in TPOT only."""
+    """The report as JSON: vLLM's figures of all requests, and those of the steady state. ITL is that of decode steps;
+    the handoff before token 1 counts in TPOT only."""
     run, simulation = result.run, result.simulation
     return {
         "model": model_json(run.model),
@@ -63,7 +62,6 @@ def run_json(result: RunResult, traffic: str, notes: tuple[str, ...]) -> Json:
             {"ttft": 1e3 * run.slo.ttft_seconds, "tpot": 1e3 * run.slo.tpot_seconds},
         ),
         "steady_state": attainment_json(result.attainment),
-        "over_time": [_timeline_json(timeline) for timeline in simulation.timelines],
         "notes": list(notes),
         "elapsed_s": result.elapsed_s,
     }
@@ -115,7 +113,7 @@ def _judgement(result: RunResult) -> Iterator[str]:
 def _pools(result: RunResult) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("phase")
-    for heading in ("busy", "batch", "KV blocks", "KV used", "KV peak", "queue", "preempted"):
+    for heading in ("busy", "batch", "KV blocks", "KV used", "preempted"):
         table.add_column(heading, justify="right", no_wrap=True)
     for use in result.attainment.pools:
         table.add_row(*_pool_row(result, use))
@@ -124,24 +122,11 @@ def _pools(result: RunResult) -> Table:
 
 def _pool_row(result: RunResult, use: PoolUse) -> tuple[str, ...]:
     num_blocks = sum(worker.num_kv_blocks for worker in result.simulation.workers if worker.role is use.role)
-    timeline = next((each for each in result.simulation.timelines if each.role is use.role), None)
     return (
         wording.ROLE_NAMES[use.role],
         wording.share(use.busy_share),
         "-" if use.role is WorkerRole.PREFILL else wording.number(use.mean_batch_size),
         f"{num_blocks:,}",
         wording.share(use.kv_share),
-        wording.share(float(timeline.kv_share.max())) if timeline is not None else "-",
-        str(int(timeline.num_waiting.max())) if timeline is not None else "-",
         str(use.num_preemptions),
     )
-
-
-def _timeline_json(timeline: Timeline) -> Json:
-    return {
-        "role": timeline.role.value,
-        "sampled_s": timeline.sampled_s.tolist(),
-        "num_waiting": timeline.num_waiting.tolist(),
-        "num_running": timeline.num_running.tolist(),
-        "kv_share": timeline.kv_share.tolist(),
-    }

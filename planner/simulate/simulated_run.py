@@ -16,11 +16,6 @@ from pdserve.planner.simulate.simulation import Simulation
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.traffic import Traffic
 
-_NUM_SAMPLES = 200
-"""Samples of queues and KV pools over an open loop's arrivals."""
-_CLOSED_LOOP_SAMPLES_S = 1.0
-"""Interval between samples of a closed loop, whose length is not known in advance."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
@@ -69,7 +64,6 @@ def carry_out(run: Run) -> RunResult:
     began_s = time.perf_counter()
     # A closed loop ignores arrival times.
     requests = run.traffic.draw(run.num_requests, run.seed).at_rate(run.rate or 1.0)
-    span_s = requests[-1].arrived_s - requests[0].arrived_s
     simulation = simulate(
         run.model,
         run.layout,
@@ -78,7 +72,6 @@ def carry_out(run: Run) -> RunResult:
         concurrency=run.concurrency,
         max_in_flight=run.max_in_flight,
         policy=run.policy,
-        sample_every_s=_CLOSED_LOOP_SAMPLES_S if run.concurrency else max(span_s / _NUM_SAMPLES, 1e-3),
     )
     num_seen = len(simulation.times.arrived_s)
     rate = run.rate or num_seen / max(simulation.ended_s - float(simulation.times.arrived_s[0]), 1e-9)

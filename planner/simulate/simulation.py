@@ -5,7 +5,7 @@ Arrays have one entry per request, in order of arrival; times are seconds on the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -94,27 +94,12 @@ class WorkerUse:
     """Pulls from another host."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """Samples of a pool at equal intervals, summed over its workers."""
-
-    role: WorkerRole
-    sampled_s: FloatArray
-    num_waiting: IntArray
-    """Requests that hold no blocks yet."""
-    num_running: IntArray
-    kv_share: FloatArray
-    """Share of referenced blocks."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
     """Result of one run."""
 
     times: RequestTimes
     workers: list[WorkerUse]
-    timelines: list[Timeline] = field(default_factory=list)
-    """Empty by default."""
     gap_s: FloatArray
     """Distinct lengths of gaps between tokens of answers (ITL) ..."""
     gap_weights: FloatArray

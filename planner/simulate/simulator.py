@@ -28,7 +28,6 @@ from pdserve.model.cost.cost_model import CostModel
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.event_queue import EventQueue
 from pdserve.planner.simulate.request_record import RequestRecord, request_times
-from pdserve.planner.simulate.sampler import Sampler
 from pdserve.planner.simulate.simulated_cluster import ClusterBuilder, Knowledge
 from pdserve.planner.simulate.simulated_transfers import SimulatedTransfers
 from pdserve.planner.simulate.simulated_worker import SimulatedWorker
@@ -74,7 +73,6 @@ def simulate(
     concurrency: int = 0,
     max_in_flight: int = 1024,
     policy: str = PLANNED_POLICY,
-    sample_every_s: float = 0.0,
     cost_of: Callable[[Pool], CostModel] | None = None,
     knowledge: Knowledge | None = None,
 ) -> Simulation:
@@ -88,7 +86,6 @@ def simulate(
             finished request starts the next one.
         max_in_flight: limit on requests in flight at the router; further ones are rejected.
         policy: name of the router's placement policy.
-        sample_every_s: above 0, the interval of `Simulation.timelines`.
         cost_of: cost model of a pool's workers; `Pool.cost` by default.
         knowledge: what routers know of workers; ``None`` for one router that knows all at once.
 
@@ -100,7 +97,7 @@ def simulate(
         model, layout, requests, settings, overheads or Overheads(), concurrency, cost_of, knowledge or Knowledge()
     )
     with _no_garbage_collection():
-        return run.simulate(sample_every_s)
+        return run.simulate()
 
 
 @contextmanager
@@ -167,7 +164,6 @@ class _Simulator:
     ) -> None:
         self._overheads = overheads
         self._events = EventQueue()
-        self._sampler = Sampler()
         self._prompts = PromptTable(requests, model.block_size)
         self._records: list[RequestRecord] = []
         self._ended_s = 0.0
@@ -199,8 +195,6 @@ class _Simulator:
         self._transfers = SimulatedTransfers(self._events, block_size=model.block_size, pull_s=overheads.pull_s)
         self._queue: Iterator[SimulatedRequest] = iter(requests)
         self._is_closed_loop = concurrency > 0
-        self._num_expected = 0
-        """Arrivals in the event queue, follow-ups included."""
         self._num_started = 0
         for _ in range(concurrency or 1):
             self._expect_next()
@@ -214,9 +208,7 @@ class _Simulator:
         """Whether some prompts may share a prefix."""
         return self._prompts.is_sharing
 
-    def simulate(self, sample_every_s: float) -> Simulation:
-        if sample_every_s:
-            self._events.at(0.0, partial(self._sample, sample_every_s))
+    def simulate(self) -> Simulation:
         self._events.run()
         return self._result()
 
@@ -228,7 +220,6 @@ class _Simulator:
             self._expect(request, self.now_s if self._is_closed_loop else request.arrived_s)
 
     def _expect(self, request: SimulatedRequest, arrives_s: float, before: Prompt | None = None) -> None:
-        self._num_expected += 1
         self._events.at(arrives_s, partial(self._arrive, request, before))
 
     def _arrive(self, simulated: SimulatedRequest, before: Prompt | None) -> None:
@@ -240,7 +231,6 @@ class _Simulator:
         self._events.at(self.now_s + self._overheads.arrival_s, partial(self._dispatch, request))
 
     def _dispatch(self, request: _Request) -> None:
-        self._num_expected -= 1
         self._num_started += 1
         try:
             self._dispatchers[self._num_started % len(self._dispatchers)].start(request)
@@ -298,13 +288,6 @@ class _Simulator:
         elif self._is_closed_loop:
             self._expect_next()
 
-    # The result
-    def _sample(self, every_s: float) -> None:
-        now_s = self._events.now_s
-        self._sampler.sample(now_s, ((worker.role, worker.engine.load()) for worker in self._workers.values()))
-        if self._num_expected or any(dispatcher.num_in_flight for dispatcher in self._dispatchers):
-            self._events.at(now_s + every_s, partial(self._sample, every_s))
-
     def _result(self) -> Simulation:
         gaps_us: Counter[int] = Counter()
         for worker in self._workers.values():
@@ -313,7 +296,6 @@ class _Simulator:
         return Simulation(
             times=request_times(self._records),
             workers=[worker.use() for worker in self._workers.values()],
-            timelines=self._sampler.timelines(),
             gap_s=np.array(lengths_us, np.float64) / 1e6,
             gap_weights=np.array([gaps_us[length_us] for length_us in lengths_us], np.float64),
             ended_s=self._ended_s,

@@ -35,7 +35,6 @@ def test_an_open_loop_has_the_rate_that_was_offered() -> None:
     assert result.attainment.rate == 10.0
     assert result.attainment.num_requests == 200
     assert result.requests_per_s == pytest.approx(10.0, rel=0.2)
-    assert [len(timeline.sampled_s) > 100 for timeline in result.simulation.timelines] == [True, True]
 
 
 def test_a_closed_loop_has_the_rate_that_comes_about() -> None:

@@ -341,18 +341,6 @@ def test_a_prompt_avoids_a_worker_that_computes_another() -> None:
     assert second == pytest.approx(first)
 
 
-def test_timelines_show_the_pools() -> None:
-    layout = disaggregated(1, 2)
-    simulation = simulate(LLAMA_3_8B, layout, poisson(20, 100), slo=SLO, sample_every_s=0.1)
-    prefill, decode = simulation.timelines
-    assert (prefill.role, decode.role) == (WorkerRole.PREFILL, WorkerRole.DECODE)
-    assert np.diff(decode.sampled_s) == pytest.approx(0.1)
-    assert decode.sampled_s[-1] >= simulation.ended_s
-    assert decode.num_running.max() > 5
-    assert 0 < decode.kv_share.max() < 0.1
-    assert decode.kv_share[-1] == decode.num_running[-1] == 0
-
-
 def test_each_role_is_predicted_by_a_cost_model_of_its_own() -> None:
     slow = replace(H100, name="slow", memory_bandwidth=H100.memory_bandwidth / 4)
     layout = disaggregated()
