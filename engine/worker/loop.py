@@ -45,7 +45,8 @@ MAX_FAILED_STEPS_IN_A_ROW = 16
 
 _log = logging.getLogger(__name__)
 
-_LOGGED = (RequestEventKind.FAILED, RequestEventKind.KV_UNAVAILABLE)
+_LOG_LEVELS = {RequestEventKind.FAILED: logging.WARNING, RequestEventKind.KV_UNAVAILABLE: logging.INFO}
+"""A prompt that nobody pulled is tried again, so that only the logs of live workers tell of it, not simulations."""
 _NO_LOAD = SchedulerLoad()
 _NO_CACHE_EVENTS = CacheEvents([], [])
 
@@ -438,9 +439,10 @@ class StepLoop:
             elif isinstance(event, RequestEvent):
                 if event.kind.is_terminal:
                     self._live.pop(event.key, None)
-                if event.kind in _LOGGED:
+                if level := _LOG_LEVELS.get(event.kind):
                     # The router's log has the same number beside the client's id.
-                    _log.warning("request %x, attempt %d: %s", event.key.request_id, event.key.attempt, event.message)
+                    key = event.key
+                    _log.log(level, "request %x, attempt %d: %s", key.request_id, key.attempt, event.message)
             elif not isinstance(event, PromptLogprobsEvent):
                 report.orders.append(event)
                 continue

@@ -97,13 +97,13 @@ class TraceBuilder:
             return
         self._rows.append(row)
 
-    def refuse(self, line: int, problem: object) -> None:
-        """Skip line ``line``, which cannot be read.
+    def refuse(self, place: object, problem: object) -> None:
+        """Skip what is at ``place``, such as a line, and cannot be read.
 
         Raises:
             ValueError: reading is not lenient.
         """
-        message = f"{self._path}:{line}: {problem}"
+        message = f"{self._path}:{place}: {problem}"
         if not self._lenient:
             raise ValueError(f"{message}: correct the line, or read leniently (--lenient) to skip such lines")
         self._num_malformed += 1

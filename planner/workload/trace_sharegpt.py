@@ -1,24 +1,19 @@
 """Reader of ShareGPT's JSON: one array of conversations, reduced to their lengths.
 
-Called by `pdserve.planner.workload.trace_reading`. Reads one array element at a time, so files may be of any size.
+Called by `pdserve.planner.workload.trace_reading`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any
 
 from pdserve.planner.workload.trace import Trace, TraceBuilder, TraceRow
 
 CHARACTERS_PER_TOKEN = 4
 """Rough ratio for English text: help.openai.com, "What are tokens and how to count them?"."""
-
-MAX_CONVERSATION_CHARACTERS = 1 << 26
-_CHUNK_CHARACTERS = 1 << 20
 
 _USER_NAMES = frozenset({"human", "user"})
 _MODEL_NAMES = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard"})
@@ -38,12 +33,17 @@ def read_sharegpt(path: Path, *, lenient: bool = False) -> Trace:
         ValueError: a conversation is malformed, or there is none.
     """
     builder = TraceBuilder(path, lenient=lenient)
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        for line, conversation in _elements(path, file):
-            try:
-                builder.add(_first_exchange(conversation))
-            except ValueError as problem:
-                builder.refuse(line, problem)
+    try:
+        conversations = json.loads(path.read_text("utf-8-sig", errors="replace"))
+    except (ValueError, RecursionError) as problem:
+        raise ValueError(f"{path} is not JSON, or truncated: {problem}") from None
+    if not isinstance(conversations, list):
+        raise ValueError(f"{path} is not a JSON array of conversations")
+    for number, conversation in enumerate(conversations, 1):
+        try:
+            builder.add(_first_exchange(conversation))
+        except ValueError as problem:
+            builder.refuse(f"conversation {number}", problem)
     return builder.build(has_times=False, notes=(f"lengths are characters / {CHARACTERS_PER_TOKEN}",))
 
 
@@ -68,45 +68,3 @@ def _message(message: object) -> tuple[bool, str]:
     if name in _USER_NAMES or name == "system":
         return False, message["value"]
     raise ValueError(f"a message is from {str(name)[:40]!r}, which is neither the user nor the model")
-
-
-def _elements(path: Path, file: IO[str]) -> Iterator[tuple[int, Any]]:
-    """Elements of the array in ``file``, each with its first line.
-
-    Raises:
-        ValueError: the file is not a JSON array.
-    """
-    decoder = json.JSONDecoder()
-    text, line, separator = file.read(_CHUNK_CHARACTERS), 1, "["
-    while True:
-        text, line = _skip_blank(text, line)
-        if not text:
-            text = file.read(_CHUNK_CHARACTERS)
-            if text:
-                continue
-            raise ValueError(f"{path}:{line}: the file ends before its array does: it may be truncated")
-        if separator:
-            if text[0] == "]" and separator == ",":
-                return
-            if text[0] != separator:
-                raise ValueError(f"{path}:{line}: {text[:20]!r} where {separator!r} was expected: not a JSON array")
-            text, separator = text[1:], ""
-            continue
-        if text[0] == "]":
-            return
-        try:
-            element, end = decoder.raw_decode(text)
-        except (json.JSONDecodeError, RecursionError) as problem:
-            more = file.read(max(_CHUNK_CHARACTERS, len(text)))
-            if not more or len(text) > MAX_CONVERSATION_CHARACTERS:
-                raise ValueError(f"{path}:{line}: the conversation that begins here is not JSON ({problem})") from None
-            text += more
-            continue
-        yield line, element
-        line += text.count("\n", 0, end)
-        text, separator = text[end:], ","
-
-
-def _skip_blank(text: str, line: int) -> tuple[str, int]:
-    rest = text.lstrip()
-    return rest, line + text.count("\n", 0, len(text) - len(rest))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 
 import pytest
@@ -198,11 +199,13 @@ def test_sessions_know_the_requests_that_have_not_ended(monkeypatch: pytest.Monk
 
 
 def test_the_log_names_failed_requests_as_the_router_does(caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig()
-    key = rig.add(1, 0xAF)
-    rig.scheduler.events.append(RequestEvent(key, RequestEventKind.FAILED, "row 0 is not finite"))
-    rig.loop.flush()
-    assert caplog.messages == ["request af, attempt 0: row 0 is not finite"]
+    rig, kinds = Rig(), (RequestEventKind.KV_UNAVAILABLE, RequestEventKind.FAILED)
+    with caplog.at_level(logging.INFO):
+        for kind in kinds:
+            rig.scheduler.events.append(RequestEvent(rig.add(1, 0xAF), kind, kind.name))
+            rig.loop.flush()
+    assert caplog.messages == [f"request af, attempt 0: {kind.name}" for kind in kinds]
+    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]
 
 
 def test_failed_steps_in_a_row_end_the_loop() -> None:
