@@ -161,7 +161,7 @@ async def _prove_to_source(stream: DataStream, ticket: bytes, token: str) -> Non
     nonce = os.urandom(NONCE_BYTES)
     await stream.send(memoryview(MAGIC + ticket + nonce))
     answer = await stream.receive(NONCE_BYTES + PROOF_BYTES)
-    nonces = nonce + answer[:NONCE_BYTES]
+    nonces = nonce, answer[:NONCE_BYTES]
     if not hmac.compare_digest(answer[NONCE_BYTES:], token_proof(token, b"source", ticket, nonces)):
         raise ConnectionRefusedError("the source does not know the cluster token")
     await stream.send(memoryview(token_proof(token, b"puller", ticket, nonces)))
@@ -283,7 +283,7 @@ class DataListener:
         if magic != MAGIC or expected is None:
             raise ConnectionRefusedError("its ticket is unknown")
         nonce = os.urandom(NONCE_BYTES)
-        nonces = hello[-NONCE_BYTES:] + nonce
+        nonces = hello[-NONCE_BYTES:], nonce
         await stream.send(memoryview(nonce + token_proof(self._token, b"source", ticket, nonces)))
         if not hmac.compare_digest(
             await stream.receive(PROOF_BYTES), token_proof(self._token, b"puller", ticket, nonces)

@@ -4,8 +4,8 @@
     server -> client   nonce and proof of the server, in the initial metadata
     client -> server   proof of the client, in the first message
 
-A proof is an HMAC, keyed by the token, of the side, the server's address and both nonces. The server listens at that
-address and the client called it, so that a false server gets no proof that another one accepts.
+A proof is an HMAC, keyed by the token, of the side, the server's address and both nonces, each with its length. The
+server listens at that address and the client called it, so that a false server gets no proof that another one accepts.
 
 Used by the router's sessions and by pulls. Data streams prove the same by `token_proof` (`pdserve.kv_transfer`).
 """
@@ -25,7 +25,7 @@ _NONCE_KEY = "pdserve-nonce-bin"
 _PROOF_KEY = "pdserve-proof-bin"
 
 
-def token_proof(token: str, side: bytes, subject: bytes, nonces: bytes) -> bytes:
+def token_proof(token: str, side: bytes, subject: bytes, nonces: tuple[bytes, bytes]) -> bytes:
     """What only a member of the cluster can compute.
 
     Args:
@@ -33,7 +33,9 @@ def token_proof(token: str, side: bytes, subject: bytes, nonces: bytes) -> bytes
         subject: what the connection is for.
         nonces: nonce of the connecting side, then of the other; each is new.
     """
-    return hmac.digest(token.encode(), side + subject + nonces, "sha256")
+    # With lengths, so that no part of one field can be passed off as part of the next.
+    fields = b"".join(len(field).to_bytes(4) + field for field in (side, subject, *nonces))
+    return hmac.digest(token.encode(), fields, "sha256")
 
 
 class ClientProof:
@@ -74,9 +76,10 @@ class ClientProof:
         """
         if not self._token:
             return b""
-        nonces = self._nonce + _bytes(received, _NONCE_KEY)
+        nonces = self._nonce, _bytes(received, _NONCE_KEY)
         expected = token_proof(self._token, b"server", self._address, nonces)
-        if not hmac.compare_digest(_bytes(received, _PROOF_KEY), expected):
+        is_proven = hmac.compare_digest(_bytes(received, _PROOF_KEY), expected)
+        if len(nonces[1]) != NONCE_BYTES or not is_proven:
             raise PermissionError(f"{self._address.decode()} does not know the cluster token")
         return token_proof(self._token, b"client", self._address, nonces)
 
@@ -94,7 +97,7 @@ class ServerProof:
         self._token = token
         self._address = address.encode()
         self._nonce = os.urandom(NONCE_BYTES)
-        self._nonces = _bytes(received, _NONCE_KEY) + self._nonce
+        self._nonces = _bytes(received, _NONCE_KEY), self._nonce
 
     @property
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
@@ -105,7 +108,8 @@ class ServerProof:
     def is_proven(self, proof: bytes) -> bool:
         """Whether ``proof``, in the client's first message, shows that it knows the token."""
         expected = token_proof(self._token, b"client", self._address, self._nonces)
-        return not self._token or hmac.compare_digest(proof, expected)
+        is_proven = len(self._nonces[0]) == NONCE_BYTES and hmac.compare_digest(proof, expected)
+        return not self._token or is_proven
 
 
 def _bytes(metadata: Mapping[str, str | bytes], key: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -41,11 +42,15 @@ def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
     return received
 
 
+def token_proof(token: str, *fields: bytes) -> bytes:
+    return hmac.digest(token.encode(), b"".join(struct.pack(">I", len(field)) + field for field in fields), "sha256")
+
+
 def answer_puller(sock: socket.socket, token: str) -> None:
     """A source's side of the handshake."""
     hello = receive_exactly(sock, 16 + 16 + 32)
     assert hello[:16] == MAGIC
     nonce = os.urandom(32)
-    text = hello[16:] + nonce
-    sock.sendall(nonce + hmac.digest(token.encode(), b"source" + text, "sha256"))
-    assert receive_exactly(sock, 32) == hmac.digest(token.encode(), b"puller" + text, "sha256")
+    fields = hello[16:32], hello[32:], nonce
+    sock.sendall(nonce + token_proof(token, b"source", *fields))
+    assert receive_exactly(sock, 32) == token_proof(token, b"puller", *fields)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
 import socket
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 from pdserve.contracts.placement import TlsFiles
 from pdserve.kv_transfer import data_stream
 from pdserve.kv_transfer.data_stream import DataListener, DataStream, ExpectedStream, connect, tls_context
-from tests.kv_transfer.streams import MAGIC, receive_exactly, stream_pair
+from tests.kv_transfer.streams import MAGIC, receive_exactly, stream_pair, token_proof
 
 SCRIPT = Path(__file__).parents[2] / "scripts/make-certificates"
 TOKEN = "secret of the cluster"
@@ -136,8 +135,7 @@ def test_a_source_refuses_a_wrong_proof() -> None:
                 nonce = os.urandom(32)
                 sock.sendall(MAGIC + expected.ticket + nonce)
                 answer = await loop.run_in_executor(None, receive_exactly, sock, 64)
-                text = expected.ticket + nonce + answer[:32]
-                assert answer[32:] == hmac.digest(TOKEN.encode(), b"source" + text, "sha256")
+                assert answer[32:] == token_proof(TOKEN, b"source", expected.ticket, nonce, answer[:32])
                 sock.sendall(answer[32:])  # the source's own proof, sent back
                 assert await loop.run_in_executor(None, sock.recv, 1) == b""
             assert expected.is_awaited

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import os
 import queue
 import random
@@ -20,7 +19,7 @@ from pdserve.kv_transfer.transports import head_digests, trailer_struct
 from pdserve.proto.token_proof import ClientProof
 from pdserve.proto.v1 import kv_pb2, transfer_pb2
 from tests.kv_transfer.peer import EPOCH, LAYOUT, TIMEOUT_S, TOKEN, Peer, running_peer
-from tests.kv_transfer.streams import MAGIC, receive_exactly
+from tests.kv_transfer.streams import MAGIC, receive_exactly, token_proof
 
 
 @pytest.fixture(name="source", scope="module")
@@ -148,9 +147,9 @@ def _data_stream(opened: kv_pb2.Opened) -> Iterator[socket.socket]:
         nonce = os.urandom(32)
         sock.sendall(MAGIC + opened.ticket + nonce)
         answer = receive_exactly(sock, 64)
-        text = opened.ticket + nonce + answer[:32]
-        assert answer[32:] == hmac.digest(TOKEN.encode(), b"source" + text, "sha256")
-        sock.sendall(hmac.digest(TOKEN.encode(), b"puller" + text, "sha256"))
+        fields = opened.ticket, nonce, answer[:32]
+        assert answer[32:] == token_proof(TOKEN, b"source", *fields)
+        sock.sendall(token_proof(TOKEN, b"puller", *fields))
         yield sock
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.proto.token_proof import ClientProof, ServerProof
+from pdserve.proto.token_proof import NONCE_BYTES, ClientProof, ServerProof
 
 HERE = "10.0.0.1:5000"
 
@@ -45,6 +45,28 @@ def test_a_false_server_cannot_pass_on_what_it_is_asked() -> None:
     true_server = _server(client, "secret")
     with pytest.raises(PermissionError):
         client.check(dict(true_server.metadata))
+
+
+def test_a_false_server_cannot_pass_on_to_a_port_that_begins_with_its_own() -> None:
+    client = ClientProof("secret", HERE)
+    client._nonce = b"7" + client._nonce[1:]
+    ((key, nonce),) = client.metadata
+    true_server = ServerProof("secret", HERE + "7", {key: nonce[1:]})
+    with pytest.raises(PermissionError):
+        client.check(dict(true_server.metadata))
+
+
+@pytest.mark.parametrize("num_bytes", [0, NONCE_BYTES - 1, NONCE_BYTES + 1])
+def test_nonces_have_one_length(num_bytes: int) -> None:
+    client = ClientProof("secret", HERE)
+    client._nonce = bytes(num_bytes)
+    server = _server(client, "secret")
+    assert not server.is_proven(client.check(dict(server.metadata)))
+    client, server = ClientProof("secret", HERE), ServerProof("secret", HERE, {})
+    server._nonce = bytes(num_bytes)
+    server._nonces = client._nonce, server._nonce
+    with pytest.raises(PermissionError):
+        client.check(dict(server.metadata))
 
 
 def test_a_proof_that_was_overheard_opens_no_other_call() -> None:
