@@ -256,20 +256,15 @@ def running(target: Callable[..., None], *arguments: object) -> Iterator[int]:
         process.join()
 
 
-def run_streams(url: str, pid: int, num_streams: int, seconds: float) -> tuple[float, list[float], int]:
-    """CPU seconds of a server's process for its streams, the gaps between their tokens, and the number of tokens."""
+def us_per_token(url: str, pid: int, num_streams: int, seconds: float) -> float:
+    """CPU time of a server's process for a token of its streams."""
     server, (received, results) = psutil.Process(pid), multiprocessing.Pipe(duplex=False)
     before_s: float = sum(server.cpu_times()[:2])
     with running(stream, url, num_streams, seconds, results):
         assert received.poll(seconds + 60), "the streams have not ended"
-        gaps_s, num_tokens = received.recv()
-    return sum(server.cpu_times()[:2]) - before_s, gaps_s, num_tokens
-
-
-def us_per_token(url: str, pid: int, num_streams: int, seconds: float) -> float:
-    """CPU time of a server's process for a token of its streams."""
-    cpu_s, _, num_tokens = run_streams(url, pid, num_streams, seconds)
-    return 1e6 * cpu_s / num_tokens
+        num_tokens: int = received.recv()[1]
+    spent_s: float = sum(server.cpu_times()[:2]) - before_s
+    return 1e6 * spent_s / num_tokens
 
 
 def compare_with_bare(url: str, pid: int, num_streams: int, seconds: float) -> dict[str, float | list[float]]:
