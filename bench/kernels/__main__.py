@@ -19,9 +19,6 @@ def main() -> int:
     parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
     parser.add_argument("--folder", type=Path, default=Path(), help="folder of the dated file of results")
     parser.add_argument("--hardware", default="", help="name of the device in the catalogue")
-    parser.add_argument(
-        "--skip-peer", dest="skipped_peers", action="append", default=[], help="leave this peer out, such as flashinfer"
-    )
     try:
         return bench.run(bench.Settings(**vars(parser.parse_args())), print)
     except (ValueError, NoGpuError) as error:

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,17 +87,13 @@ def measure(
     *,
     limits: Limits | None,
     num_rounds: int,
-    skipped: Collection[str] = (),
 ) -> Result:
-    """Time our kernel and its peers, except ``skipped`` ones. They take turns, so that changing clocks affect all."""
+    """Time our kernel and its peers. They take turns, so that changing clocks affect all."""
     implementations = dict(case.make(device))
     own = implementations.pop(OWN)()
     own_value = own.read(own.run())
     runs, differences, absent = {OWN: own.run}, {}, {}
     for name, make in implementations.items():
-        if name in skipped:
-            absent[name] = "left out as asked"
-            continue
         try:
             runs[name], differences[name] = _compare(make, own_value)
         except Exception as error:  # Anything that a peer raises is the reason for its absence.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -46,7 +45,6 @@ class Settings:
     """Folder of the dated file."""
     hardware: str = ""
     """The device's name in the catalogue; by default found by CUDA's name."""
-    skipped_peers: Sequence[str] = ()
 
 
 def run(settings: Settings, echo: Echo) -> int:
@@ -97,7 +95,6 @@ def measure_all(
                     timer,
                     limits=limits,
                     num_rounds=settings.num_rounds,
-                    skipped=settings.skipped_peers,
                 )
             except (RuntimeError, TritonError) as error:
                 document["failures"][f"{kernel}: {case.shape}"] = str(error).splitlines()[0]

@@ -39,7 +39,6 @@ def kernels(
         Path, typer.Option(exists=True, file_okay=False, help="Folder for the dated file of results.")
     ] = Path(),
     hardware: Annotated[str, typer.Option(help="Name of the GPU, such as h100-sxm, if it is not recognised.")] = "",
-    skip_peer: Annotated[list[str] | None, typer.Option(metavar="PEER", help="Leave out, such as flashinfer.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Measure every kernel against its limit and its peers, or compile them without a GPU."""
@@ -58,7 +57,6 @@ def kernels(
         as_json=as_json,
         folder=folder,
         hardware=hardware,
-        skipped_peers=tuple(skip_peer or ()),
     )
     try:
         return run(settings, typer.echo)

@@ -72,8 +72,7 @@ class Attainment:
     rate: float
     """Offered requests per second."""
     share: float
-    """Counted requests that met both objectives. With ``is_finite`` of `measure`, as papers do it, the smaller of the
-    shares below."""
+    """Counted requests that met both objectives."""
     interval: Interval
     """Confidence interval of ``share``, from the means of consecutive batches of requests."""
     of_further_run: Interval
@@ -136,36 +135,18 @@ def warm_up_s(arrived_s: FloatArray, mean_residence_s: float) -> float:
     return min(WARM_UP_RESIDENCES * mean_residence_s, MAX_WARM_UP_SHARE * span_s)
 
 
-def measure(
-    runs: Sequence[Simulation],
-    slo: SloConfig,
-    rate: float,
-    *,
-    is_finite: bool = False,
-) -> Attainment:
-    """Evaluate runs of one layout at one rate that differ in their seeds.
-
-    Args:
-        rate: offered requests per second.
-        is_finite: count every request, and compare each objective's own share with the target, not the joint share; no
-            run counts as saturated.
-    """
+def measure(runs: Sequence[Simulation], slo: SloConfig, rate: float) -> Attainment:
+    """Evaluate runs of one layout that differ in their seeds, at ``rate`` offered requests per second."""
     assert runs
-    judged = [_Judged.of(run, slo, is_finite=is_finite) for run in runs]
+    judged = [_Judged.of(run, slo) for run in runs]
     met = [each.met for each in judged]
-    share, interval, of_further_run = _mean(met), _interval(met), _interval(met, of_further_run=True)
-    ttft_share, tpot_share = _mean([each.met_ttft for each in judged]), _mean([each.met_tpot for each in judged])
-    if is_finite:
-        share = min(ttft_share, tpot_share)
-        interval = min(_interval([each.met_ttft for each in judged]), _interval([each.met_tpot for each in judged]))
-        of_further_run = interval
     return Attainment(
         rate=rate,
-        share=share,
-        interval=interval,
-        of_further_run=of_further_run,
-        ttft_share=ttft_share,
-        tpot_share=tpot_share,
+        share=_mean(met),
+        interval=_interval(met),
+        of_further_run=_interval(met, of_further_run=True),
+        ttft_share=_mean([each.met_ttft for each in judged]),
+        tpot_share=_mean([each.met_tpot for each in judged]),
         ttft=_distribution(np.concatenate([each.ttft_s for each in judged])),
         tpot=_distribution(np.concatenate([each.tpot_s for each in judged])),
         itl=_weighted_distribution(runs),
@@ -177,7 +158,7 @@ def measure(
         output_tokens_per_s=sum(each.num_answered for each in judged) / sum(_span_s(run) for run in runs),
         pools=tuple(_pool_uses(runs)),
         num_runs=len(runs),
-        is_saturated=not is_finite and any(run.times.is_saturated for run in runs),
+        is_saturated=any(run.times.is_saturated for run in runs),
     )
 
 
@@ -196,10 +177,10 @@ class _Judged(NamedTuple):
     mean_residence_s: float
 
     @classmethod
-    def of(cls, run: Simulation, slo: SloConfig, *, is_finite: bool) -> _Judged:
+    def of(cls, run: Simulation, slo: SloConfig) -> _Judged:
         times = run.times
         residence_s = _mean_residence_s(times)
-        start_s = 0.0 if is_finite else warm_up_s(times.arrived_s, residence_s)
+        start_s = warm_up_s(times.arrived_s, residence_s)
         counts = times.arrived_s >= (times.arrived_s[0] if len(times.arrived_s) else 0.0) + start_s
         ttft_s, tpot_s = _or_never(times.ttft_s), _or_never(times.tpot_s)
         met_ttft, met_tpot = ttft_s <= slo.ttft_seconds, tpot_s <= slo.tpot_seconds

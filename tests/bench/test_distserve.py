@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from pdserve.bench.distserve import CASES, FittedCost, highest_rate, layouts, read_fits, table_2
+from pdserve.bench.distserve import CASES, FittedCost, highest_rate, layouts, read_fits, run, shares, table_2
 from pdserve.bench.models import OPT_13B
 from pdserve.model.cost.cost_model import CostModel
 
@@ -64,6 +65,15 @@ def test_slower_steps_sustain_less(file: Path) -> None:
     fast, slow = (highest_rate(CASES[0], layout, each, 40, is_finite=True, least=0.0) for each in (fits, slower))
     assert 0 < slow < fast
     assert highest_rate(CASES[0], layout, slower, 40, is_finite=True, least=fast) == 0
+
+
+def test_each_objective_is_judged_on_its_own(file: Path) -> None:
+    case, fits = CASES[0], read_fits(file, "facebook/opt-13b")
+    done = run(case, next(iter(layouts(case, fits))), fits, 2.0, 40, case.slo, 0)
+    some, most = (replace(case.slo, ttft_seconds=float(each)) for each in np.quantile(done.times.ttft_s, (0.499, 1.0)))
+    assert shares(done, some)[0] == 0.5, "of all requests, the first ones too"
+    assert shares(done, most)[0] == 1.0
+    assert shares(done, some)[1] == shares(done, most)[1]
 
 
 def test_a_higher_rate_attains_less(file: Path) -> None:

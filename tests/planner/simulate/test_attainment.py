@@ -52,7 +52,7 @@ def a_run(
 
 def test_both_objectives_count_jointly_and_each_on_its_own() -> None:
     run = a_run([0.5, 2.0, 0.5, 0.5, np.nan], [0.05, 0.05, 0.2, 0.05, np.nan])
-    judged = measure([run], SLO, 0.1, is_finite=False)
+    judged = measure([run], SLO, 0.1)
     # The first two arrived in the warm-up, 40 % of 40 s.
     assert judged.num_counted == 3
     assert judged.share == pytest.approx(1 / 3)
@@ -61,16 +61,11 @@ def test_both_objectives_count_jointly_and_each_on_its_own() -> None:
     assert judged.binding_slo == "tpot"
 
 
-def test_a_finite_run_counts_all_and_takes_the_worse_objective() -> None:
-    run = a_run([0.5, 2.0, 0.5, 0.5], [0.05, 0.05, 0.2, 0.05])
-    judged = measure([run], SLO, 0.1, is_finite=True)
-    assert (judged.share, judged.num_counted, judged.warm_up_s) == (0.75, 4, 0.0)
-
-
 def test_what_is_rejected_or_never_ends_is_missed() -> None:
-    run = a_run([0.5, np.nan], [0.05, np.nan], is_rejected=[False, True])
-    judged = measure([run], SLO, 0.1, is_finite=True)
-    assert (judged.share, judged.num_rejected) == (0.5, 1)
+    run = a_run([0.5] * 4 + [np.nan], [0.05] * 4 + [np.nan], is_rejected=[False] * 4 + [True])
+    judged = measure([run], SLO, 0.1)
+    assert judged.share == pytest.approx(2 / 3)
+    assert judged.num_rejected == 1
     assert judged.ttft.percentile(100) == float("inf")
 
 
@@ -111,7 +106,7 @@ def test_more_runs_narrow_the_interval() -> None:
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
 def test_the_interval_holds_the_share_and_is_never_a_point(met: list[bool]) -> None:
     run = a_run([0.5 if each else 2.0 for each in met], [0.05] * len(met))
-    judged = measure([run], SLO, 0.1, is_finite=True)
+    judged = measure([run], SLO, 0.1)
     assert 0.0 <= judged.interval.low <= judged.share <= judged.interval.high <= 1.0
     assert judged.interval.low < judged.interval.high
 
@@ -150,7 +145,6 @@ def test_a_run_whose_latencies_grow_is_saturated_whatever_it_attains() -> None:
     assert steady.meets(0.9)
     assert not drifting.meets(0.9)
     assert not drifting.surely_meets(0.9)
-    assert not measure([growing(0.02)], patient, 0.1, is_finite=True).is_saturated
 
 
 def test_a_run_whose_answers_lag_behind_is_saturated() -> None:
