@@ -27,11 +27,13 @@ from pdserve.kv_transfer.handshake import (
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferConfig
 from pdserve.kv_transfer.transports import batches, send_batch
-from pdserve.proto.token_proof import ServerProof
+from pdserve.proto.token_proof import ServerProof, UnprovenCalls, UnprovenError
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc, transfer_pb2
 
 OPEN_TIMEOUT_S = 5.0
 """Timeout for the first message of a stream, after which the stream is closed."""
+MAX_UNPROVEN_PULLS = 1024
+"""Streams without a first message. Further ones end the oldest, so that members' pulls find room."""
 
 _Context = grpc.aio.ServicerContext[kv_pb2.PullMessage, kv_pb2.SourceMessage]
 _log = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         self._memory = memory
         self._listener = listener
         self._send = send
+        self._unproven = UnprovenCalls(MAX_UNPROVEN_PULLS, OPEN_TIMEOUT_S)
         self._offers: dict[bytes, _Offer] = {}
 
     def offer(self, handle: bytes) -> None:
@@ -122,8 +125,7 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         # A coroutine that writes, not a generator that yields: its `finally` runs at once when the stream breaks.
         try:
             proof = ServerProof(self._config.cluster_token, self.address, dict(context.invocation_metadata() or ()))
-            await context.send_initial_metadata(proof.metadata)
-            opening = await self._read_open(context)
+            opening = await self._read_open(context, proof)
             if not proof.is_proven(opening.proof):
                 raise _RefusalError(grpc.StatusCode.UNAUTHENTICATED, "the puller does not know the cluster token")
             offer, transport = self._admit(opening)
@@ -147,12 +149,13 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             offer.data = None
             self._end_lease(offer, is_released)
 
-    async def _read_open(self, context: _Context) -> kv_pb2.PullOpen:
+    async def _read_open(self, context: _Context, proof: ServerProof) -> kv_pb2.PullOpen:
         try:
-            async with asyncio.timeout(OPEN_TIMEOUT_S):
+            async with self._unproven.wait():
+                await context.send_initial_metadata(proof.metadata)
                 message: object = await context.read()
-        except TimeoutError:
-            raise _RefusalError(grpc.StatusCode.DEADLINE_EXCEEDED, "no PullOpen came") from None
+        except UnprovenError as error:
+            raise _RefusalError(grpc.StatusCode.DEADLINE_EXCEEDED, str(error)) from None
         except DecodeError:
             raise _RefusalError(grpc.StatusCode.INVALID_ARGUMENT, "the first message is not a PullMessage") from None
         # At the end of the stream, read() returns a marker.

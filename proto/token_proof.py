@@ -12,9 +12,11 @@ Used by the router's sessions and by pulls. Data streams prove the same by `toke
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -110,6 +112,45 @@ class ServerProof:
         expected = token_proof(self._token, b"client", self._address, self._nonces)
         is_proven = len(self._nonces[0]) == NONCE_BYTES and hmac.compare_digest(proof, expected)
         return not self._token or is_proven
+
+
+class UnprovenError(Exception):
+    """A client did not prove in time that it knows the token."""
+
+
+class UnprovenCalls:
+    """Calls of one server whose clients have not proved yet that they know the token, bounded in time and number."""
+
+    def __init__(self, max_calls: int, timeout_s: float) -> None:
+        self._max_calls = max_calls
+        self._timeout_s = timeout_s
+        self._deadlines: dict[asyncio.Timeout, None] = {}
+        """Oldest first."""
+
+    @asynccontextmanager
+    async def wait(self) -> AsyncIterator[None]:
+        """Bound the body, which waits for the proof. If there are too many calls, the oldest ends: a member proves
+        what it knows within a round trip, so that others cannot keep it out by waiting.
+
+        Raises:
+            UnprovenError: the time is over, or newer calls took the place.
+        """
+        if len(self._deadlines) >= self._max_calls:
+            oldest = next(iter(self._deadlines))
+            del self._deadlines[oldest]
+            if not oldest.expired():
+                oldest.reschedule(0.0)
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                self._deadlines[deadline] = None
+                yield
+        except TimeoutError:
+            is_late = deadline in self._deadlines
+            reason = f"within {self._timeout_s:g} s" if is_late else "before newer calls took its place"
+            raise UnprovenError(f"no proof of the cluster token came {reason}") from None
+        finally:
+            self._deadlines.pop(deadline, None)
 
 
 def _bytes(metadata: Mapping[str, str | bytes], key: str) -> bytes:

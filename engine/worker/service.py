@@ -43,13 +43,15 @@ from pdserve.proto.codec import (
     source_from_proto,
 )
 from pdserve.proto.rpc import listen, server_options
-from pdserve.proto.token_proof import ServerProof
+from pdserve.proto.token_proof import ServerProof, UnprovenCalls, UnprovenError
 from pdserve.proto.v1 import worker_pb2
 
 HEARTBEAT_S = 0.5
 """Maximum interval between messages on a healthy session."""
 
 HELLO_TIMEOUT_S = 10.0
+MAX_UNPROVEN_SESSIONS = 64
+"""Streams without a hello, each of which may hold a message of `_serve`'s limit. Further ones end the oldest."""
 MAX_ROUTER_ID_LENGTH = 128
 MAX_SNAPSHOT_HASHES = 65536
 """Maximum number of block hashes in the first frame of a session: 1.2 MB. The router learns the rest from hits."""
@@ -92,6 +94,7 @@ class WorkerService:
         self._is_healthy = is_healthy
         self._announce = announce
         self._sessions = SessionTable(lambda n: inbox.put(SessionEnded(n)))
+        self._unproven = UnprovenCalls(MAX_UNPROVEN_SESSIONS, HELLO_TIMEOUT_S)
         self._load = worker_pb2.Load()
         """Load in the last report, without its step."""
         self._cached_hashes: set[bytes] = set()
@@ -153,7 +156,6 @@ class WorkerService:
 
     async def _session(self, requests: _RequestStream, context: _Context) -> None:
         proof = ServerProof(self._config.cluster_token, self._address, dict(context.invocation_metadata() or ()))
-        await context.send_initial_metadata(proof.metadata)
         session = await self._open_session(requests, context, proof)
         work = (self._read(session, requests), _write(session, context), session.closed.wait())
         tasks = [asyncio.ensure_future(part) for part in work]
@@ -174,9 +176,11 @@ class WorkerService:
     async def _open_session(self, requests: _RequestStream, context: _Context, proof: ServerProof) -> Session:
         """Read the hello, fence older streams and queue the welcome. Aborts the call if no session can be opened."""
         try:
-            first = await asyncio.wait_for(anext(aiter(requests), None), HELLO_TIMEOUT_S)
-        except TimeoutError:
-            first = None
+            async with self._unproven.wait():
+                await context.send_initial_metadata(proof.metadata)
+                first = await anext(aiter(requests), None)
+        except UnprovenError as error:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
         if first is None or first.WhichOneof("body") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session starts with a hello")
         hello = first.hello

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import random
@@ -15,9 +16,10 @@ import grpc
 import pytest
 
 from pdserve.kv_transfer.handshake import host_id, layout_message
+from pdserve.kv_transfer.source import MAX_UNPROVEN_PULLS
 from pdserve.kv_transfer.transports import head_digests, trailer_struct
 from pdserve.proto.token_proof import ClientProof
-from pdserve.proto.v1 import kv_pb2, transfer_pb2
+from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc, transfer_pb2
 from tests.kv_transfer.peer import EPOCH, LAYOUT, TIMEOUT_S, TOKEN, Peer, running_peer
 from tests.kv_transfer.streams import MAGIC, receive_exactly, token_proof
 
@@ -115,6 +117,28 @@ def test_a_puller_without_the_token_is_refused(source: Peer) -> None:
         client.write_bytes(kv_pb2.PullMessage(open=_opening(handle)).SerializeToString())
         assert client.expect_end() == (grpc.StatusCode.UNAUTHENTICATED, "the puller does not know the cluster token")
     source.withdraw(handle)
+
+
+def test_strangers_that_wait_keep_no_puller_out(source: Peer) -> None:
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(source.process.address) as channel:
+            strangers = [kv_pb2_grpc.KvTransferStub(channel).Pull(None) for _ in range(MAX_UNPROVEN_PULLS)]
+            await asyncio.gather(*(stranger.initial_metadata() for stranger in strangers))
+            await asyncio.to_thread(pull)
+            ends = [asyncio.ensure_future(stranger.details()) for stranger in strangers]
+            ended, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            assert ended.pop().result() == "no proof of the cluster token came before newer calls took its place"
+
+    def pull() -> None:
+        handle = source.offer()
+        with _client(source) as client:
+            client.write(kv_pb2.PullMessage(open=_opening(handle)))
+            client.read()
+        source.expect("lease_opened")
+        source.expect("lease_lost")
+        source.withdraw(handle)
+
+    asyncio.run(run())
 
 
 def test_a_withdrawn_prompt_is_not_sent_on() -> None:

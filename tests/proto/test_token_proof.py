@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from pdserve.proto.token_proof import NONCE_BYTES, ClientProof, ServerProof
+from pdserve.proto.token_proof import NONCE_BYTES, ClientProof, ServerProof, UnprovenCalls, UnprovenError
 
 HERE = "10.0.0.1:5000"
 
@@ -83,3 +85,37 @@ def test_the_proof_of_a_server_is_not_one_of_a_client() -> None:
 def test_an_empty_token_neither_checks_nor_proves() -> None:
     client = ClientProof("", HERE)
     assert _server(client, "").is_proven(client.check({}))
+
+
+def test_the_oldest_of_too_many_unproven_calls_ends() -> None:
+    calls = UnprovenCalls(2, timeout_s=600.0)
+
+    async def call(proof: asyncio.Event) -> str:
+        try:
+            async with calls.wait():
+                await proof.wait()
+        except UnprovenError as error:
+            return str(error)
+        return "proven"
+
+    async def run() -> None:
+        never, member = asyncio.Event(), asyncio.Event()
+        strangers = [asyncio.create_task(call(never)) for _ in range(2)]
+        proven = asyncio.create_task(call(member))
+        assert await strangers[0] == "no proof of the cluster token came before newer calls took its place"
+        member.set()
+        assert await proven == "proven"
+        assert await call(member) == "proven"
+        assert not strangers[1].done()
+        strangers[1].cancel()
+
+    asyncio.run(run())
+
+
+def test_an_unproven_call_ends_in_time() -> None:
+    async def run() -> None:
+        with pytest.raises(UnprovenError, match=r"within 0\.01 s"):
+            async with UnprovenCalls(2, timeout_s=0.01).wait():
+                await asyncio.Event().wait()
+
+    asyncio.run(run())

@@ -37,12 +37,13 @@ from pdserve.engine.worker.loop import (
     Step,
     StepReport,
 )
-from pdserve.engine.worker.service import WorkerService
+from pdserve.engine.worker.service import MAX_UNPROVEN_SESSIONS, WorkerService
 from pdserve.engine.worker.sessions import Session
 from pdserve.kv_transfer.block_pool import CacheEvents
 from pdserve.proto.codec import request_to_proto
 from pdserve.proto.token_proof import ClientProof
 from pdserve.proto.v1 import worker_pb2
+from pdserve.proto.v1.worker_pb2_grpc import WorkerStub
 from tests.workers import RouterClient, wait_until
 
 LIMITS = ModelLimits(max_model_len=256, vocab_size=512, eos_token_ids=(2,))
@@ -328,6 +329,23 @@ def test_stop_ends_the_thread() -> None:
 def test_a_bad_cluster_token_is_refused(loop_side: LoopSide, token: str) -> None:
     with RouterClient(loop_side.address, token=token) as router:
         router.wait_for(lambda: router.error is grpc.StatusCode.UNAUTHENTICATED, "a refusal")
+
+
+def test_strangers_that_wait_keep_no_router_out(loop_side: LoopSide) -> None:
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(loop_side.address) as channel:
+            strangers = [WorkerStub(channel).Session(None) for _ in range(MAX_UNPROVEN_SESSIONS)]
+            await asyncio.gather(*(stranger.initial_metadata() for stranger in strangers))
+            await asyncio.to_thread(open_and_close)
+            ends = [asyncio.ensure_future(stranger.details()) for stranger in strangers]
+            ended, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            assert ended.pop().result() == "no proof of the cluster token came before newer calls took its place"
+
+    def open_and_close() -> None:
+        with RouterClient(loop_side.address, token="secret") as router:
+            router.wait_for(lambda: bool(router.frames), "the first frame")
+
+    asyncio.run(run())
 
 
 def test_a_late_session_is_told_of_the_whole_prefix_cache(loop_side: LoopSide) -> None:
