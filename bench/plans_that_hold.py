@@ -13,7 +13,7 @@ are those of ``--data``: Azure's conversations of 2023, and Mooncake's.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +33,7 @@ from pdserve.planner.layout import PlannedModel
 from pdserve.planner.search.goodput import Runner, Trial
 from pdserve.planner.search.plan import Effort, Objective, Plan, Question, Supply
 from pdserve.planner.search.search import find_plan
-from pdserve.planner.simulate.attainment import Attainment
+from pdserve.planner.simulate.attainment import Attainment, Interval
 from pdserve.planner.workload.traffic import Traffic, named_traffic
 
 FIRST_FRESH_SEED = 100
@@ -106,6 +106,28 @@ def judged(run: tuple[float, int], *, plan: Plan, traffic: Traffic, num_requests
     return Runner(traffic.workload).attainment(trial, rate)
 
 
+def what_holds(
+    runs: Mapping[tuple[float, int], Attainment], rate: float, interval: Interval, cliff: float, target: float
+) -> dict[str, bool]:
+    """Whether plan, interval and saturation rate hold in ``runs``, by rate and seed."""
+
+    def of_rate(rate: float) -> list[Attainment]:
+        return [seen for (each, _), seen in runs.items() if each == rate]
+
+    def is_met(rate: float, share: float) -> bool:
+        """On average, if all runs have a steady state: what the search counts as goodput."""
+        seen = of_rate(rate)
+        return not any(each.is_saturated for each in seen) and fmean(each.share for each in seen) >= share
+
+    met = [each.meets(target) for each in of_rate(rate)]
+    return {
+        "holds": sum(met) >= 0.8 * len(met),
+        "interval_holds": is_met(interval.low, target) and not is_met(interval.high, target),
+        "cliff_holds": is_met(cliff / _CLIFF_TOLERANCE, target / 2)
+        and not is_met(cliff * _CLIFF_TOLERANCE, target / 2),
+    }
+
+
 def measure(number: int, case: Case, data: Path, num_requests: int, seeds: Sequence[int]) -> dict[str, Any]:
     """The plan of a case, and its attainment on each of the seeds."""
     name = str(data / case.traffic) if "." in case.traffic else case.traffic
@@ -121,17 +143,6 @@ def measure(number: int, case: Case, data: Path, num_requests: int, seeds: Seque
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         run = partial(judged, plan=plan, traffic=traffic, num_requests=num_requests)
         runs = dict(zip(sorted(wanted), pool.map(run, sorted(wanted)), strict=True))
-    target = plan.question.slo.attainment
-
-    def of_rate(rate: float) -> list[Attainment]:
-        return [seen for (each, _), seen in runs.items() if each == rate]
-
-    def is_met(rate: float, share: float) -> bool:
-        """On average, if all runs have a steady state: what the search counts as goodput."""
-        seen = of_rate(rate)
-        return not any(each.is_saturated for each in seen) and fmean(each.share for each in seen) >= share
-
-    num_held = sum(each.meets(target) for each in of_rate(rate))
     return {
         "case": f"{number} {case}",
         "layout": str(plan.best.layout),
@@ -140,14 +151,11 @@ def measure(number: int, case: Case, data: Path, num_requests: int, seeds: Seque
         "cliff": round(cliff, 2),
         "planned_s": round(plan.elapsed_s, 1),
         "attainment": {
-            f"{each:.2f}": [round(seen.share, 4) for seen in of_rate(each)]
+            f"{each:.2f}": [round(seen.share, 4) for (at, _), seen in runs.items() if at == each]
             for each in sorted({each for each, _ in runs})
         },
         "saturated_at": sorted({round(each, 2) for (each, _), seen in runs.items() if seen.is_saturated}),
-        "holds": num_held >= 0.8 * len(seeds),
-        "interval_holds": is_met(low, target) and not is_met(high, target),
-        "cliff_holds": is_met(cliff / _CLIFF_TOLERANCE, target / 2)
-        and not is_met(cliff * _CLIFF_TOLERANCE, target / 2),
+        **what_holds(runs, rate, Interval(low, high), cliff, plan.question.slo.attainment),
         "notes": list(plan.notes),
     }
 

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+pytest.importorskip("numba", reason="the search needs the planner's extra")
+
+from pdserve.bench.plans_that_hold import CASES, judged, what_holds
+from pdserve.contracts.deployment import SloConfig
+from pdserve.planner.simulate.attainment import Attainment, Interval, measure
+from pdserve.planner.simulate.simulator import simulate
+from pdserve.planner.workload.requests import SimulatedRequest
+from pdserve.planner.workload.traffic import fixed_traffic
+from tests.planner.plans import MODEL, a_plan
+from tests.planner.stand_ins import LLAMA_3_8B, colocated
+
+RATE, HIGH, CLIFF = 10.0, 12.0, 15.0
+STEADY = {10.0: 0.95, 12.0: 0.85, CLIFF / 1.05: 0.5, CLIFF * 1.05: 0.4}
+"""Attainment by rate where all hold, for a target of 0.9."""
+
+
+@cache
+def an_attainment() -> Attainment:
+    runs = [simulate(LLAMA_3_8B, colocated(), [SimulatedRequest(1.0, 10, 2)], slo=SloConfig())]
+    return measure(runs, SloConfig(), 1.0)
+
+
+def held(shares: dict[float, float], *, odd: tuple[float, float] = (0.0, 0.0), saturated: float = 0.0) -> list[bool]:
+    """What holds of five seeds with equal shares but for the first seed's at the rate ``odd[0]``, which is ``odd[1]``;
+    one run at the rate ``saturated`` is."""
+    runs = {
+        (rate, seed): replace(
+            an_attainment(),
+            share=odd[1] if (rate, seed) == (odd[0], 0) else share,
+            is_saturated=(rate, seed) == (saturated, 0),
+        )
+        for rate, share in shares.items()
+        for seed in range(5)
+    }
+    return list(what_holds(runs, RATE, Interval(RATE, HIGH), CLIFF, 0.9).values())
+
+
+def test_a_plan_holds_if_four_of_five_seeds_meet_the_target() -> None:
+    assert held(STEADY) == [True, True, True]
+    assert held(STEADY, odd=(RATE, 0.8)) == [True, True, True]
+    assert held({**STEADY, RATE: 0.89}) == [False, False, True]
+    assert held(STEADY, saturated=RATE) == [True, False, True], "four of five, but the low end has no steady state"
+
+
+def test_an_interval_holds_if_its_ends_enclose_the_target() -> None:
+    assert held({**STEADY, HIGH: 0.91}) == [True, False, True]
+    assert held({**STEADY, HIGH: 0.91}, saturated=HIGH) == [True, True, True]
+
+
+@pytest.mark.parametrize(("factor", "share"), [(1 / 1.05, 0.44), (1.05, 0.46)])
+def test_a_cliff_is_where_attainment_halves(factor: float, share: float) -> None:
+    assert held({**STEADY, CLIFF * factor: share}) == [True, True, False]
+
+
+def test_the_judge_serves_the_winner_at_each_rate_with_each_seed() -> None:
+    traffic = fixed_traffic(200, 3, max_model_len=MODEL.max_model_len)
+    few, many = (judged(run, plan=a_plan(), traffic=traffic, num_requests=100) for run in ((1.0, 3), (400.0, 3)))
+    assert (few.num_requests, few.share, few.rate) == (100, 1.0, 1.0)
+    assert many.ttft.percentile(90) > few.ttft.percentile(90)
+    assert judged((400.0, 4), plan=a_plan(), traffic=traffic, num_requests=100) != many
+
+
+def test_cases_are_named_and_differ() -> None:
+    names = [str(case) for case in CASES]
+    assert len(set(names)) == len(CASES) >= 12
+    assert "Llama-3-8B on 8 x l40s, chat, fewest-devices for 20/s" in names
