@@ -3,9 +3,10 @@
 A worker's end has no cause that the router could know. One loss is an ordinary fail-over; after `MAX_LOSSES` a request
 is a *suspect*. Suspects are tried one at a time, `TRIAL_WAIT_S` after the loss: the first is *on trial*, the others
 wait. A worker that ends in a trial is the fault of the request on trial if it computed nothing else. Otherwise each of
-what it computed may have ended it: all are suspects, the same one is tried again apart from the others, and a second
-loss is its fault. A suspect passes its trial with 4 new tokens, and four times as many after each further loss, since
-the first may only repeat what a lost worker computed and the router did not read.
+what it computed may have ended it: the same one is tried again apart from the others, and a second loss is its fault.
+Others that lost their first worker wait for that trial alone, then go on together. A suspect passes its trial with 4
+new tokens, and four times as many after each further loss, since the first may only repeat what a lost worker computed
+and the router did not read.
 
 A request thus ends three workers if it is alone, four beside others, and more only if it passes a trial by such tokens.
 Another fails in its place only if new ones like it ended the worker beside that one in both of its trials.
@@ -46,6 +47,8 @@ class Blame:
         self._losses: dict[int, _Losses] = {}
         self.suspects: dict[int, None] = {}
         """In the order of their trials."""
+        self._bystanders: set[int] = set()
+        """Requests that lost their first worker beside the one on trial."""
 
     @property
     def on_trial(self) -> int | None:
@@ -64,9 +67,12 @@ class Blame:
         for request_id, each in losses.items():
             each.num += 1
             each.process = process
-            if each.num >= MAX_LOSSES or on_trial in losses:
+            if each.num >= MAX_LOSSES:
                 each.try_at_s = now_s + TRIAL_WAIT_S
                 self.suspects.setdefault(request_id)
+                self._bystanders.discard(request_id)
+            elif on_trial in losses:
+                self._bystanders.add(request_id)
         if on_trial not in losses:
             return None
         losses[on_trial].num_trials += 1
@@ -76,10 +82,14 @@ class Blame:
         """Workers that ended while they computed the request."""
         return self._losses[request_id].num
 
+    def is_held(self, request_id: int) -> bool:
+        """Whether the request is a suspect, or waits for the trial of one."""
+        return request_id in self.suspects or request_id in self._bystanders
+
     def has_to_wait(self, request_id: int, now_s: float) -> bool:
-        """Whether the request is a suspect whose trial may not begin."""
+        """Whether the request has to wait for a trial: its own or, a bystander, another's."""
         if request_id not in self.suspects:
-            return False
+            return request_id in self._bystanders
         return request_id != self.on_trial or now_s < self._losses[request_id].try_at_s
 
     def passes(self, request_id: int, num_new_tokens: int) -> bool:
@@ -87,13 +97,22 @@ class Blame:
         if request_id not in self.suspects or num_new_tokens < 4 ** max(1, self._losses[request_id].num - 1):
             return False
         self._losses[request_id].num_trials = 0
-        del self.suspects[request_id]
+        self._remove(request_id)
         return True
 
     def forget(self, request_id: int) -> bool:
         """The request is over; return whether it was a suspect."""
         self._losses.pop(request_id, None)
-        return self.suspects.pop(request_id, self) is None
+        self._bystanders.discard(request_id)
+        is_suspect = request_id in self.suspects
+        if is_suspect:
+            self._remove(request_id)
+        return is_suspect
+
+    def _remove(self, suspect: int) -> None:
+        if suspect == self.on_trial:
+            self._bystanders.clear()
+        del self.suspects[suspect]
 
 
 def computed_by(worker: Worker, held: Sequence[Attempt]) -> list[Attempt]:

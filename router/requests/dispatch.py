@@ -379,7 +379,7 @@ class Dispatcher:
         return all(worker.num_waiting_tokens >= 2 * worker.max_batch_tokens for worker, _ in candidates)
 
     def _has_to_wait(self, attempt: Attempt) -> bool:
-        """Whether the attempt may not start now: it is a suspect, or follows an error."""
+        """Whether the attempt may not start now: it waits for a trial, or follows an error."""
         now_s = self._now_s()
         if self._blame.has_to_wait(attempt.request_id, now_s):
             return True
@@ -650,8 +650,8 @@ class Dispatcher:
     ) -> None:
         """Continue without ``worker``: bind the parked prompt to another decode worker if possible, else retry."""
         is_late = self._now_s() >= self._deadline_s(attempt.request)
-        is_suspect = attempt.request_id in self._blame.suspects
-        if worker is not attempt.decode or not attempt.may_rebind or is_late or is_suspect:
+        is_held = self._blame.is_held(attempt.request_id)
+        if worker is not attempt.decode or not attempt.may_rebind or is_late or is_held:
             self._retry(attempt, reason, message, is_error=is_error)
             return
         log.info("request %s, attempt %d is bound anew: %s (%s)", attempt.name, attempt.number, reason, message)

@@ -93,6 +93,23 @@ def test_the_request_on_trial_is_tried_again_if_it_was_not_alone() -> None:
     assert blame.worker_lost("in the second trial", [4, 1], 3.0) == 1
 
 
+@pytest.mark.parametrize("is_poison", [True, False])
+def test_what_lost_its_first_worker_in_a_trial_waits_for_that_trial_alone(is_poison: bool) -> None:
+    blame, bystanders = Blame(), range(2, 258)
+    for epoch in range(MAX_LOSSES):
+        blame.worker_lost(epoch, [1], 0.0)
+    assert blame.worker_lost("in a trial", [1, *bystanders], 1.0) is None
+    assert all(blame.has_to_wait(each, 10.0) for each in bystanders)
+    assert not blame.has_to_wait(1, 10.0)
+    if is_poison:
+        assert blame.worker_lost("in the second trial", [1], 10.0) == 1
+        blame.forget(1)
+    else:
+        assert blame.passes(1, 4**MAX_LOSSES)
+    assert not any(blame.has_to_wait(each, 10.0) for each in bystanders)
+    assert not blame.suspects
+
+
 def test_each_loss_makes_the_trial_longer() -> None:
     blame = Blame()
     blame.worker_lost(1, [1], 0.0)
