@@ -257,8 +257,7 @@ class PrivateRay(RayCluster):
         if not self._has_joined(lambda: _join(self.address)):
             return False
         assert self._process is not None
-        children = {child.name(): child for child in psutil.Process(self._process.pid).children()}
-        self._servers = {name: children[name] for name in _SERVERS}
+        self._servers = _find_servers(self._process.pid)
         return True
 
     def _check_up(self, now_s: float) -> None:
@@ -274,6 +273,22 @@ class PrivateRay(RayCluster):
     def _check_process(self) -> None:
         if self._process is not None and self._process.poll() is not None:
             raise RuntimeError(last_line(self._log_path) or "its process ended")
+
+
+def _find_servers(process_id: int) -> dict[str, psutil.Process]:
+    """Servers among the children of ``ray start``, by name.
+
+    Raises:
+        RuntimeError: one has ended.
+    """
+    children = {}
+    for child in psutil.Process(process_id).children():
+        with contextlib.suppress(psutil.Error):  # ended by now
+            children[child.name()] = child
+    for name in _SERVERS:
+        if name not in children:
+            raise RuntimeError(f"its {name} ended")
+    return {name: children[name] for name in _SERVERS}
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -126,6 +127,28 @@ def test_a_cluster_is_lost_with_its_data_or_with_our_node(
         patch.setattr(ControlStore, "check", stopped)
         cluster.check(11.0)
     assert (cluster.state, cluster.failure) == (ProcessState.STOPPED, "it was stopped on this host")
+
+
+class Child:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def name(self) -> str:
+        if not self._name:
+            raise psutil.NoSuchProcess(1)
+        return self._name
+
+
+@pytest.mark.parametrize(("names", "missing"), [(["gcs_server", ""], "raylet"), (["", "raylet"], "gcs_server")])
+def test_a_server_that_has_ended_by_the_first_look_is_named(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], missing: str
+) -> None:
+    children = [Child("log_monitor"), *map(Child, names)]
+    monkeypatch.setattr(psutil.Process, "children", lambda self: children)
+    with pytest.raises(RuntimeError, match=f"its {missing} ended"):
+        ray_cluster._find_servers(os.getpid())
+    children.append(Child(missing))
+    assert ray_cluster._find_servers(os.getpid()).keys() == {"gcs_server", "raylet"}
 
 
 def stopped(store: ControlStore, now_s: float) -> None:
