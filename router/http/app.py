@@ -79,7 +79,7 @@ def create_app(
             allow_origins=cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["Retry-After", "X-Request-Id", *RATE_HEADERS],
+            expose_headers=["Retry-After", "X-Request-Id", "X-Should-Retry", *RATE_HEADERS],
             max_age=CORS_MAX_AGE_S,
         )
     _add_openai_routes(app, edge)

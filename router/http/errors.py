@@ -74,7 +74,7 @@ def api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case GenerationError():
-            return ApiError(error.status, error.message, headers=_retry_after(error))
+            return ApiError(error.status, error.message, headers=_retry_headers(error))
         case RequestValidationError():
             return ApiError(400, "the request body must be a JSON object")  # it is empty
         case HTTPException():
@@ -83,11 +83,13 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error of the router; its log has the cause")
 
 
-def _retry_after(error: GenerationError) -> dict[str, str]:
-    """``Retry-After`` header for clients of an overloaded cluster, in whole seconds."""
-    if error.retry_after_s is None and error.status != 429:
-        return {}
-    return {"Retry-After": str(max(1, math.ceil(error.retry_after_s or 0)))}
+def _retry_headers(error: GenerationError) -> dict[str, str]:
+    """``Retry-After`` for clients of an overloaded cluster, in whole seconds. A request that could not be computed, or
+    ended workers, would do so again: ``x-should-retry`` keeps OpenAI's clients from sending it anew."""
+    headers = {"x-should-retry": "false"} if error.status == 500 else {}
+    if error.retry_after_s is not None or error.status == 429:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 0)))
+    return headers
 
 
 async def answer_error(request: Request, error: Exception) -> Response:

@@ -197,6 +197,14 @@ def test_a_failure_in_the_middle_of_a_stream_raises_there(edge: EdgeServer, clie
         next(stream)
 
 
+def test_a_request_that_cannot_be_computed_is_not_sent_again(edge: EdgeServer, client: openai.OpenAI) -> None:
+    edge.generator.script = failing_after([], GenerationError(500, "3 workers ended"))
+    num_generations = len(edge.generator.generations)
+    with pytest.raises(openai.InternalServerError, match="3 workers ended"):
+        client.with_options(max_retries=2).completions.create(model=MODEL, prompt="x")
+    assert len(edge.generator.generations) == num_generations + 1
+
+
 def test_async_client_streams_many_at_once(edge: EdgeServer) -> None:
     edge.generator.refusal = None
     edge.say(TEXT)
