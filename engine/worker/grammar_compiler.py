@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.contracts.codec import from_json
 from pdserve.contracts.request import Grammar, GrammarKind
+from pdserve.engine.worker.xgrammar_import import import_xgrammar
 from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
 
@@ -89,7 +90,8 @@ def read_vocabulary(config: CompilerConfig) -> xgrammar.TokenizerInfo:
         if token < config.vocab_size and token not in special:  # the text of a control token is not its meaning
             texts[token] = text
 
-    import xgrammar  # takes seconds
+    import_xgrammar()
+    import xgrammar
 
     detected = xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str())
     return xgrammar.TokenizerInfo(

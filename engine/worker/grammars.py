@@ -30,6 +30,7 @@ from pdserve.contracts.request import Grammar
 from pdserve.contracts.step import ModelLimits
 from pdserve.engine.worker.grammar_compiler import BUSY, FAILED, MAX_WALL_S, CompilerConfig
 from pdserve.engine.worker.loop import Busy
+from pdserve.engine.worker.xgrammar_import import import_xgrammar
 from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
 
 if TYPE_CHECKING:  # it imports torch
@@ -222,7 +223,8 @@ class _Compiler:
         self._socket.settimeout(START_TIMEOUT_S)
         self._socket.sendall(encode_frame(to_json(self._config).encode()))
 
-        import xgrammar  # takes a second, as for the child
+        import_xgrammar()
+        import xgrammar
 
         self._vocabulary = xgrammar.TokenizerInfo.deserialize_json(self._receive().decode())
         self._socket.settimeout(2 * MAX_WALL_S)
