@@ -1,6 +1,6 @@
 """A cluster to break: real workers and transfer processes, and the router's dispatch.
 
-Used by `pdserve.bench.handoff_soak`, which brings the faults. Each request must end in
+Used by `pdserve.bench.handoff_soak` and `pdserve.bench.rank_faults`, which bring the faults. Each request must end in
 the right tokens or in one error, and after the end of every lease no block may be referenced anywhere.
 """
 
@@ -303,6 +303,10 @@ class HandoffCluster:
                 elif all(worker.takes_work for worker in self._cluster.workers.values()):
                     return
                 await asyncio.sleep(POLL_S)
+
+    def session(self, worker_id: str) -> RemoteWorker:
+        """The router's session with a worker, or with a micro-batch of one."""
+        return self._cluster.workers[worker_id]
 
     async def sweep(self) -> None:
         """Enforce deadlines, until cancelled."""
