@@ -42,6 +42,7 @@ async def test_pauses_of_an_answer_are_timed(p: ScriptedWorker, d: ScriptedWorke
         d.send_tokens(request, [(1, 101)], last=False)
         assert await read_some(stream, 2) == [100, 101]
         d.send_event(request, RequestEventKind.PREEMPTED)
+        await until(lambda: attempt_of(stream).paused_s)
         await asyncio.sleep(0.02)
         d.send_event(request, RequestEventKind.RESUMED)
         await until(lambda: stream.journey.preempted_s)
