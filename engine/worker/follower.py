@@ -43,7 +43,12 @@ def main() -> int:
     die_with_parent(parent=config.parent_pid)
     threading.Thread(target=_answer_pulses, args=(pulse,), name="rank-pulse", daemon=True).start()
     memory = PoolMemory.from_fd(arguments.pool_fd, config.layout)
-    rank, staging = build_follower(config, memory, arguments.shared_fd)
+    try:
+        rank, staging = build_follower(config, memory, arguments.shared_fd)
+    except BaseException:
+        _log.critical("rank %d does not start", config.rank, exc_info=True)
+        logging.shutdown()
+        os._exit(1)  # a thread of a process group may wait for the other ranks
     if staging is not None:
         _start_copying("d2h", arguments.d2h_fd, lambda words: staging.copy_d2h(*words.reshape(2, -1).tolist()))
         _start_copying("h2d", arguments.h2d_fd, lambda words: staging.copy_h2d(words.tolist()))

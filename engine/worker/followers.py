@@ -44,6 +44,8 @@ PULSE_S = 0.1
 """Interval between the leader's pulses, which a thread of every follower answers."""
 SILENCE_S = 2.0
 """A follower that answers no pulse for this long is lost."""
+START_SILENCE_S = 60.0
+"""The same before it is ready: imports and the loading of weights hold up its thread for pulses."""
 STOP_TIMEOUT_S = 2.0
 
 READY = b"ready"
@@ -235,8 +237,8 @@ class _Follower:
             except ConnectionError:
                 return "ended"
             self._answered_s = time.monotonic()
-        is_silent = time.monotonic() - self._answered_s > SILENCE_S and self.is_ready
-        return f"is silent for {SILENCE_S:g} s" if is_silent else ""
+        limit_s = SILENCE_S if self.is_ready else START_SILENCE_S
+        return f"is silent for {limit_s:g} s" if time.monotonic() - self._answered_s > limit_s else ""
 
     def expect_ready(self) -> None:
         if receive_frame(self.steps) != READY:

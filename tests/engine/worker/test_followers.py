@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
-from contextlib import ExitStack
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,9 +19,12 @@ import pytest
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import GenerationRequest, SamplingParams
-from pdserve.engine.worker.followers import SILENCE_S, rank_cores
+from pdserve.engine.worker import followers
+from pdserve.engine.worker.followers import SILENCE_S, Followers, rank_cores
+from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
-from tests.workers import WorkerProcess, hand_off, wait_until
+from tests.kv_transfer.peer import LAYOUT
+from tests.workers import DEADLINE_S, WorkerProcess, hand_off, wait_until
 
 VOCAB_SIZE = 211
 
@@ -121,6 +129,52 @@ def test_ranks_end_with_their_leader(checkpoint: Path) -> None:
         children = worker.children()
         worker.process.kill()
         wait_until_ended(children)
+
+
+UNREADY_RANK = """
+import threading
+from pdserve.engine.worker import follower
+
+def fail(*arguments):
+    threading.Thread(target=threading.Event().wait).start()
+    raise ValueError("no weights")
+
+follower.build_follower = fail
+follower.main()
+"""
+"""Fails while another of its threads waits."""
+
+
+@contextmanager
+def started(command: list[str], losses: queue.Queue[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Followers]:
+    """One follower whose process runs ``command``."""
+    popen = subprocess.Popen
+
+    def start(default: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return popen(command + default[3:], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(followers, "STOP_TIMEOUT_S", 0.0)
+    with closing(PoolMemory.create(LAYOUT)) as memory:
+        worker = config(Path(), WorkerRole.MIXED, (2, 1))
+        with closing(Followers(worker, memory, os.memfd_create("ranks"), losses.put)) as ranks:
+            yield ranks
+
+
+def test_a_rank_that_fails_before_it_is_ready_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        started([sys.executable, "-c", UNREADY_RANK], queue.Queue(), monkeypatch) as ranks,
+        pytest.raises(RuntimeError, match="rank 1 ended before it was up"),
+    ):
+        ranks.wait_until_ready()
+
+
+def test_a_rank_that_is_silent_before_it_is_ready_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(followers, "START_SILENCE_S", 0.2)
+    monkeypatch.setattr(followers, "SILENCE_S", 0.1)
+    with started(["sh", "-c", "sleep 600"], losses, monkeypatch):
+        assert losses.get(timeout=DEADLINE_S) == "rank 1 is silent for 0.2 s"
 
 
 def test_cores_are_shared_out() -> None:
