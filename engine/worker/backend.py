@@ -110,7 +110,9 @@ def _model_backend(config: WorkerConfig) -> Backend:
     if not is_on_host:
         check_staging_fits(num_blocks * block_bytes, memory.host_bytes)
     swap_bytes = memory.host_bytes - num_blocks * block_bytes
-    num_slots = num_swap_slots(config, num_blocks, block_bytes, swap_bytes) // config.pipeline_parallel
+    # Ranks with pools of their own swap what they hold, and several may hold the same KV heads.
+    slot_bytes = block_bytes if is_on_host else int(cost.rank_kv_bytes_per_token * config.block_size) * num_ranks
+    num_slots = num_swap_slots(config, num_blocks, slot_bytes, swap_bytes) // config.pipeline_parallel
     layout = model.kv_layout(num_blocks, config.block_size, cost.kv_dtype, content_hash)
     grammars = Grammars(folder, limits)
 

@@ -18,6 +18,7 @@ from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.decoder_weights import held_bytes as weights_held
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
+from tests.staged_worker import staged_device
 
 MAX_MODEL_LEN = 64
 
@@ -276,3 +277,15 @@ def test_every_micro_batch_holds_a_sequence_of_the_models_length(config: WorkerC
         choose_backend(staged)
     backend = choose_backend(replace(staged, num_kv_blocks=8, role=WorkerRole.DECODE, emulate="h100-sxm"))
     assert (backend.layout.num_blocks, backend.num_swap_slots, backend.cost.pipeline_depth) == (8, 1, 1)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_copies"), [(1, 1), (2, 1), (4, 2)])
+def test_ranks_with_pools_of_their_own_swap_within_swap_memory(
+    config: WorkerConfig, num_ranks: int, num_copies: int
+) -> None:
+    """Of 2 KV heads."""
+    block_bytes = choose_backend(config).layout.block_bytes
+    config = replace(config, tensor_parallel=num_ranks, num_kv_blocks=64, swap_memory_bytes=8 * block_bytes)
+    with staged_device():
+        assert choose_backend(config).num_swap_slots == 8 // num_copies
+    assert choose_backend(config).num_swap_slots == 8
