@@ -95,6 +95,8 @@ class _CopyStream:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, block_ids: Sequence[int]) -> None:
         """Copy rows of ``source`` to the same rows of ``target``. One of the two is on the host."""
+        if self._stream is not None:
+            torch.cuda.set_device(self._stream.device)  # a new thread is on the first GPU
         with torch.cuda.stream(self._stream):
             for start in range(0, len(block_ids), len(self._pinned)):
                 blocks = block_ids[start : start + len(self._pinned)]
