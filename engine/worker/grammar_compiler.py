@@ -70,7 +70,6 @@ def main() -> int:
         return 1
     config = from_json(CompilerConfig, first.decode(), "the compiler's configuration")
     die_with_parent(parent=config.parent_pid)
-    os.nice(_NICENESS)
     vocabulary = read_vocabulary(config)
     sock.sendall(encode_frame(COMPILED + vocabulary.serialize_json().encode()))
     while (frame := receive_frame(sock)) is not None:
@@ -128,6 +127,7 @@ def compile_apart(vocabulary: xgrammar.TokenizerInfo, grammar: Grammar) -> bytes
 
 
 def _limit_resources() -> None:
+    os.nice(_NICENESS)
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     max_bytes = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
     for kind, limit in (
