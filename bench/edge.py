@@ -8,6 +8,8 @@ tokens at 2 a second. Measured meanwhile: how late the router answers ``GET /liv
 and what the machine adds; the gaps between tokens of the streams; and the memory of the router. The same is measured
 before without any of them. Before that, in turns, the CPU time for a token of the router and of a bare uvicorn app that
 sends as many streams as many bytes at the same pace: their quotient is the share of its tokens per second and process.
+And the TTFT of single requests beside as many streams as take half of the router's core, less the time that a worker
+computed their prompts, beside that of the bare app, which sends its first token at once.
 """
 
 from __future__ import annotations
@@ -197,6 +199,24 @@ def probe(address: Address, seconds: float, results: Connection) -> None:
     results.send(took_s)
 
 
+def time_first_tokens(address: Address, seconds: float, results: Connection) -> None:
+    """Time to the first token of each of a row of requests, by their ids."""
+    body = json.dumps({"prompt": [7] * 100, "max_tokens": 1, "stream": True}).encode()
+    ttft_s: dict[str, float] = {}
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        request_id = f"first-{len(ttft_s)}"
+        head = address.head(TEXT, len(body)).replace(b"\r\n", f"\r\nX-Request-Id: {request_id}\r\n".encode(), 1)
+        with address.connect() as connection:
+            start_s, answer = time.monotonic(), b""
+            connection.sendall(head + body)
+            while b"data: " not in answer:
+                answer += connection.recv(4096)
+            ttft_s[request_id] = time.monotonic() - start_s
+        time.sleep(PROBE_S)
+    results.send(ttft_s)
+
+
 def stream(url: str, num_streams: int, seconds: float, results: Connection) -> None:
     """Gaps between the tokens of streams, the first second left out, and the number of all tokens."""
     body = json.dumps({"prompt": [7] * 100, "max_tokens": 4000, "ignore_eos": True, "stream": True}).encode()
@@ -223,6 +243,7 @@ def serve_bare(ports: Connection) -> None:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send(start)
+        await send({"type": "http.response.body", "body": BARE_EVENT, "more_body": True})
         while True:
             turn = asyncio.get_running_loop().create_future()
             turns.append(turn)
@@ -280,6 +301,50 @@ def compare_with_bare(url: str, pid: int, num_streams: int, seconds: float) -> d
     return {"router_us_per_token": router_us, "bare_us_per_token": bare_us, "tokens_per_s_of_bare": round(share, 3)}
 
 
+def first_tokens(url: str, pid: int, num_streams: int, seconds: float) -> tuple[dict[str, float], float]:
+    """TTFT of single requests beside streams, by their ids, and the share of a core that the server's process took."""
+    server, parts = psutil.Process(pid), urlsplit(url)
+    streamed, timed = multiprocessing.Pipe(duplex=False), multiprocessing.Pipe(duplex=False)
+    with running(stream, url, num_streams, seconds + 6, streamed[1]):
+        time.sleep(3)
+        before_s, start_s = sum(server.cpu_times()[:2]), time.monotonic()
+        with running(time_first_tokens, Address(parts.hostname or "", parts.port or 0), seconds, timed[1]):
+            assert timed[0].poll(seconds + 60), "the requests have not ended"
+            ttft_s: dict[str, float] = timed[0].recv()
+        share = (sum(server.cpu_times()[:2]) - before_s) / (time.monotonic() - start_s)
+    return ttft_s, share
+
+
+def compare_first_tokens(url: str, pid: int, num_streams: int, seconds: float, request_log: Path) -> dict[str, Any]:
+    """TTFT of the router without the prompts' computation, and of a bare app, in turns."""
+    received, ports = multiprocessing.Pipe(duplex=False)
+    router_ms, bare_ms, shares = list[float](), list[float](), list[float]()
+    with running(serve_bare, ports) as bare_pid:
+        bare_url = f"http://127.0.0.1:{received.recv()}"
+        for _ in range(NUM_ROUNDS):
+            request_log.write_bytes(b"")
+            ttft_s, share = first_tokens(url, pid, num_streams, seconds)
+            shares.append(share)
+            time.sleep(1)  # until the last request is in the log
+            for line in map(json.loads, request_log.read_text().splitlines()):
+                if line["request_id"] in ttft_s and "prefill" in line.get("phases_s", ()):
+                    router_ms.append(1e3 * (ttft_s[line["request_id"]] - line["phases_s"]["prefill"]))
+            bare_ms += [1e3 * each for each in first_tokens(bare_url, bare_pid, num_streams, seconds)[0].values()]
+    percentiles = {
+        f"{name}_p{percent}_ms": round(float(np.percentile(times_ms, percent)), 2)
+        for name, times_ms in (("router", router_ms), ("bare", bare_ms))
+        for percent in (50, 99)
+    }
+    return {
+        "streams": num_streams,
+        "router_share_of_core": round(float(np.mean(shares)), 2),
+        "requests": len(router_ms),
+        **percentiles,
+        "added_p50_ms": round(percentiles["router_p50_ms"] - percentiles["bare_p50_ms"], 2),
+        "added_p99_ms": round(percentiles["router_p99_ms"] - percentiles["bare_p99_ms"], 2),
+    }
+
+
 def measure(url: str, router: psutil.Process, load: str, num_streams: int, seconds: float) -> dict[str, float]:
     parts = urlsplit(url)
     address = Address(parts.hostname or "", parts.port or 0)
@@ -327,19 +392,26 @@ def main() -> None:
     console = Console(stderr=True)
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as work:
-        deployment = {"model": {"path": str(write_model(Path(work))), "dtype": "bfloat16"}}
+        request_log = Path(work, "requests.jsonl")
+        deployment = {
+            "model": {"path": str(write_model(Path(work))), "dtype": "bfloat16"},
+            "router": {"request_log": str(request_log)},
+        }
         options = ("--emulate", "h100-sxm", "--time-scale", str(TIME_SCALE))
         with running_cluster(deployment, *options) as cluster:
             children = psutil.Process(cluster.pid).children(recursive=True)
             [router] = [child for child in children if "pdserve.router" in child.cmdline()]
             beside_bare = compare_with_bare(cluster.url, router.pid, arguments.streams, arguments.seconds / 2)
             console.print(beside_bare)
+            num_streams = round(0.5e6 / np.median(beside_bare["router_us_per_token"]) * BARE_STEP_S)
+            ttft = compare_first_tokens(cluster.url, router.pid, num_streams, arguments.seconds / 2, request_log)
+            console.print(ttft)
             for load in ("", *([arguments.only] if arguments.only else LOADS)):
                 results[load or "none"] = measure(cluster.url, router, load, arguments.streams, arguments.seconds)
                 console.print(load or "none", results[load or "none"])
                 time.sleep(2)
     sizes = {"streams": arguments.streams, "seconds": arguments.seconds}
-    publish({**sizes, "beside_bare": beside_bare, "loads": results}, arguments.json)
+    publish({**sizes, "beside_bare": beside_bare, "ttft_at_half_load": ttft, "loads": results}, arguments.json)
 
 
 if __name__ == "__main__":
