@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 
 import grpc
+import uvloop
 
 from pdserve.contracts.codec import from_json
 from pdserve.kv_transfer.data_stream import DataListener, tls_context
@@ -112,7 +113,7 @@ def main() -> None:
         return
     if config.cpu_cores:
         os.sched_setaffinity(0, config.cpu_cores)
-    asyncio.run(_serve(config, PoolMemory.from_fd(memory_fd, config.layout), pipe))
+    uvloop.run(_serve(config, PoolMemory.from_fd(memory_fd, config.layout), pipe))
 
 
 if __name__ == "__main__":
