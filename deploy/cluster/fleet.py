@@ -102,9 +102,10 @@ class Fleet:
         launch, hosts = self._launch, self._hosts_up
         if len(hosts) < launch.num_hosts or not hosts:
             return f"{len(hosts)} of {launch.num_hosts} have joined"
-        num_gpus = sum(host.resources.get("GPU", 0) for host in hosts)
+        host_gpus = [host.resources.get("GPU", 0) for host in hosts]
+        num_gpus = sum(host_gpus)
         configs = worker_configs(launch)
-        shares = gpu_shares(configs, num_gpus)
+        shares = gpu_shares(configs, num_gpus, max(host_gpus))
         self._needs = {
             config.worker_id: WorkerNeeds(
                 role=role,

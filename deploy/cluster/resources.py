@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import isclose
+from math import inf, isclose
 from pathlib import Path
 
 from pdserve.contracts.errors import DeployError
@@ -73,21 +73,23 @@ def installed_gpu(folder: Path = _DRIVER_FOLDER) -> str:
     return ""
 
 
-def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float) -> list[float]:
+def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float, num_gpus_of_host: float = inf) -> list[float]:
     """GPUs that each worker requests from Ray; 0 for a worker that computes on the CPU or emulates.
 
     Each rank of a worker with several gets a whole GPU. Another worker's share equals its share of the GPU's memory if
     that is at most one half; otherwise it gets a whole GPU. Workers with ``device: auto`` get GPUs if there are enough
-    for all of them.
+    for all of them, and for each on one host.
 
     Args:
         num_gpus: GPUs of the cluster.
+        num_gpus_of_host: GPUs of the host with the most.
 
     Raises:
         DeployError: too few GPUs for the workers with ``device: cuda``.
     """
     shares = [0.0 if config.emulate or config.device == "cpu" else _share(config) for config in configs]
-    if _num_gpus(shares) <= num_gpus:
+    automatic = [share for share, config in zip(shares, configs, strict=True) if config.device == "auto"]
+    if _num_gpus(shares) <= num_gpus and max(automatic, default=0.0) <= num_gpus_of_host:
         return shares
     shares = [share if config.device == "cuda" else 0.0 for share, config in zip(shares, configs, strict=True)]
     if _num_gpus(shares) > num_gpus:

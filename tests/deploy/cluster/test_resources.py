@@ -94,6 +94,12 @@ def test_automatic_workers_take_gpus_all_or_none() -> None:
     assert gpu_shares([worker("auto")], 0) == [0.0]
 
 
+def test_automatic_workers_whose_ranks_no_host_holds_take_no_gpus() -> None:
+    pair = replace(worker("auto"), tensor_parallel=2)
+    assert gpu_shares([pair], 2, 2) == [2.0]
+    assert gpu_shares([pair, worker("cuda")], 3, 1) == [0.0, 1.0]
+
+
 def test_a_warning_names_unused_gpus() -> None:
     pair = [worker("auto"), worker("auto")]
     text = (
