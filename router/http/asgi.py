@@ -127,7 +127,8 @@ class EdgeMiddleware:
     """Sets in the request's state ``request_id``, ``arrived_s`` (`time.monotonic`), ``entry`` of the log, ``memory``
     (its `Share`), ``caller`` (None without keys) and ``send`` (of this middleware, for the parts of a stream: those
     further in only look at the start of a response); returns ``X-Request-Id``. Refuses requests without a key of
-    ``keys`` before anything of them is read. Logs every POST at its end."""
+    ``keys`` before anything of them is read. Has requests that arrive together begin one in each turn of
+    the event loop. Logs every POST at its end."""
 
     def __init__(
         self,
@@ -144,6 +145,7 @@ class EdgeMiddleware:
         self._keys = keys
         self._request_log = request_log
         self._memory = Memory(MAX_HELD_BYTES)
+        self._turn = asyncio.Lock()
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -174,6 +176,9 @@ class EdgeMiddleware:
         try:
             if self._keys is not None and scope["path"] not in OPEN_PATHS:
                 state["caller"] = _caller(self._keys, sent)
+            if scope["method"] == "POST":
+                async with self._turn:
+                    await asyncio.sleep(0)
             await self._app(scope, self._bounded(receive, sent, memory), send_noted)
         except Exception as error:
             if status is not None:
