@@ -403,7 +403,8 @@ def main() -> None:
             [router] = [child for child in children if "pdserve.router" in child.cmdline()]
             beside_bare = compare_with_bare(cluster.url, router.pid, arguments.streams, arguments.seconds / 2)
             console.print(beside_bare)
-            num_streams = round(0.5e6 / np.median(beside_bare["router_us_per_token"]) * BARE_STEP_S)
+            _, share = first_tokens(cluster.url, router.pid, arguments.streams, arguments.seconds / 2)
+            num_streams = round(0.5 / share * arguments.streams)
             ttft = compare_first_tokens(cluster.url, router.pid, num_streams, arguments.seconds / 2, request_log)
             console.print(ttft)
             for load in ("", *([arguments.only] if arguments.only else LOADS)):
