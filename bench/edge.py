@@ -8,8 +8,9 @@ tokens at 2 a second. Measured meanwhile: how late the router answers ``GET /liv
 and what the machine adds; the gaps between tokens of the streams; and the memory of the router. The same is measured
 before without any of them. Before that, in turns, the CPU time for a token of the router and of a bare uvicorn app that
 sends as many streams as many bytes at the same pace: their quotient is the share of its tokens per second and process.
-And the TTFT of single requests beside as many streams as take half of the router's core, less the time that a worker
-computed their prompts, beside that of the bare app, which sends its first token at once.
+And the TTFT of single requests, less the time that a worker computed their prompts, beside that of the bare app, which
+sends its first token at once. Streams load both meanwhile: as many as would take half of the router's core if its load
+grew with them. It is less, because steps grow, too.
 """
 
 from __future__ import annotations
@@ -412,7 +413,7 @@ def main() -> None:
                 console.print(load or "none", results[load or "none"])
                 time.sleep(2)
     sizes = {"streams": arguments.streams, "seconds": arguments.seconds}
-    publish({**sizes, "beside_bare": beside_bare, "ttft_at_half_load": ttft, "loads": results}, arguments.json)
+    publish({**sizes, "beside_bare": beside_bare, "ttft_beside_streams": ttft, "loads": results}, arguments.json)
 
 
 if __name__ == "__main__":
