@@ -85,7 +85,7 @@ def test_an_overloaded_cluster_generates_no_more_than_it_can() -> None:
     assert more.attainment.output_tokens_per_s < 1.2 * asked.attainment.output_tokens_per_s
 
 
-def test_json_has_the_same_and_what_is_over_time() -> None:
+def test_json_has_the_same_figures() -> None:
     result = carry_out(replace(RUN, rate=0.0, concurrency=4))
     written: dict[str, Any] = json.loads(json.dumps(run_json(result, "fixed", ("A note.",)), allow_nan=False))
     assert written["steady_state"]["ttft_s"]["p50"] == result.attainment.ttft.percentile(50)
@@ -100,4 +100,3 @@ def test_json_has_the_same_and_what_is_over_time() -> None:
     assert written["mean_itl_ms"] == pytest.approx(1e3 * (decode_s - handoff_s) / num_gaps, rel=0.02)
     assert written["layout"]["prefill"]["replicas"] == 1
     assert (written["concurrency"], written["notes"], written["traffic"]) == (4, ["A note."], "fixed")
-    assert [each["role"] for each in written["over_time"]] == ["prefill", "decode"]
