@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -153,9 +154,9 @@ async def test_a_browser_draws_the_workers(p: ScriptedWorker, d: ScriptedWorker)
             serving = asyncio.create_task(server.serve())
             await until(lambda: server.started)
             port = server.servers[0].sockets[0].getsockname()[1]
-            shown, num_tries = "", 0
-            while "running" not in shown and num_tries < 5:  # the text may be taken before the first event
-                shown, num_tries = await text_in_browser(f"http://127.0.0.1:{port}/", Path(folder)), num_tries + 1
+            shown, deadline_s = "", time.monotonic() + 30
+            while "running" not in shown and time.monotonic() < deadline_s:  # often taken before the first event
+                shown = await text_in_browser(f"http://127.0.0.1:{port}/", Path(folder))
             server.should_exit = server.force_exit = True
             await serving
         assert "prefill-0 up" in shown
