@@ -142,7 +142,7 @@ def up(
     try:
         return Supervisor(launch, Progress(Console())).run()
     except RayLostError as error:  # Ray can be joined once per process
-        again = [sys.executable, "-m", "pdserve.deploy.cli", *sys.argv[1:], "--port", str(error.port)]
+        again = [sys.executable, "-P", "-m", "pdserve.deploy.cli", *sys.argv[1:], "--port", str(error.port)]
         os.execv(sys.executable, again)
 
 

@@ -203,7 +203,7 @@ class TransferProcess:
         try:
             with self._child_pipe:
                 fds = (self._child_pipe.fileno(), memory_fd)
-                command = [sys.executable, "-m", _MODULE, *map(str, fds)]
+                command = [sys.executable, "-P", "-m", _MODULE, *map(str, fds)]
                 self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
             self._read_messages()
         finally:

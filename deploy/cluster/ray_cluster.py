@@ -230,7 +230,7 @@ class PrivateRay(RayCluster):
         self._port = _free_port()
         self._deadline_s = time.monotonic() + _START_TIMEOUT_S
         command = [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+            *(sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--block"),
             f"--port={self._port}",
             f"--temp-dir={self._folder / 'r'}",
             f"--num-cpus={self._num_workers}",

@@ -97,7 +97,7 @@ class RouterProcess(SupervisedProcess):
             self._process.stdout.close()
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "pdserve.router", "--config", "-"]
+        command = [sys.executable, "-P", "-m", "pdserve.router", "--config", "-"]
         self._process = start_tied(command, env=os.environ, log_path=self._log_path, with_pipes=True)
         assert self._process.stdin is not None
         assert self._process.stdout is not None

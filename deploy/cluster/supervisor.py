@@ -147,7 +147,7 @@ class Supervisor:
         self._reconcile_processes()
         if not (launch.emulate or kernel_warning or is_built()):  # workers wait for them
             self._progress.note("kernels", "compiling CPU kernels (once for this machine)")
-            command = [sys.executable, "-m", "pdserve.kernels.cpu.build"]
+            command = [sys.executable, "-P", "-m", "pdserve.kernels.cpu.build"]
             self._compiler = start_tied(command, env=os.environ, log_path=self._folder / "kernels.log")
 
     def _tick(self) -> None:

@@ -31,7 +31,7 @@ def start_detached(arguments: Sequence[str], console: Console) -> int:
         with LOG.open("ab") as log:
             start = log.tell()
             process = subprocess.Popen(
-                [sys.executable, "-m", "pdserve.deploy.cli", *arguments],
+                [sys.executable, "-P", "-m", "pdserve.deploy.cli", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -217,7 +217,7 @@ class _Follower:
             children = (child_steps, child_pulse, child_d2h, child_h2d)
             fds = (*(child.fileno() for child in children), *memory_fds)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, *map(str, fds)], stdin=subprocess.DEVNULL, pass_fds=fds
+                [sys.executable, "-P", "-m", _MODULE, *map(str, fds)], stdin=subprocess.DEVNULL, pass_fds=fds
             )
         self.steps.sendall(encode_frame(to_json(config).encode()))
         self.is_ready = False

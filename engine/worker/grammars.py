@@ -216,7 +216,7 @@ class _Compiler:
         self._socket, child = socket.socketpair()
         with child:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(child.fileno())],
+                [sys.executable, "-P", "-m", _MODULE, str(child.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[child.fileno()],
             )

@@ -47,7 +47,8 @@ class Node:
 class Cluster:
     def __init__(self, folder: Path, *options: str) -> None:
         self.log_path = folder / "pdserve.log"
-        command = [sys.executable, "-m", "pdserve.deploy.cli", "up", "--port", "0", "--detach"]
+        (folder / "random.py").write_text("raise RuntimeError('a file of the user, not the module')")
+        command = [str(Path(sys.executable).with_name("pdserve")), "up", "--port", "0", "--detach"]
         self.process = subprocess.Popen(
             [*command, "--ray-address", f"{HEAD}:{PORT}", *options],
             cwd=folder,
