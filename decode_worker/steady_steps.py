@@ -1,8 +1,9 @@
-"""Fast-forward over decode steps that change only lengths, for a simulation, which knows the answers' lengths.
+"""Fast-forward over decode steps that change only lengths, for a simulation, whose answers end as soon as they may.
 
 A *turn* plans a step and completes the oldest one in flight: with an executor of pipeline depth 1 the step just
 planned, with depth 2 the previous one. `fast_forward` leaves sequences, blocks and the step in flight as that many
-turns would, in one pass over the batch. Every token is 0, and only its length ends an answer.
+turns would, in one pass over the batch. Every token is 0 up to the one at `Sequence.least_length`, which ends the
+answer. If that is a stop token, the step in flight has a row of the sequence that is not needed any more.
 
 Used by `pdserve.decode_worker.scheduler`, which decides when steps are steady.
 """
@@ -20,8 +21,6 @@ from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import PlannedStep, SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool
 
-_TOKEN = SampledToken(0, None)
-
 
 class SteadySteps(NamedTuple):
     """Turns in which the same sequences decode, up to the first that yields a sequence's first or last token."""
@@ -29,7 +28,7 @@ class SteadySteps(NamedTuple):
     num_steps: int
     """0 if only `Scheduler.plan` can decide the next step."""
     batch_size: int
-    """Rows of each planned step except the last, which lacks sequences that end."""
+    """Rows of each planned step except the last, which lacks sequences that reach their limit."""
     num_context_tokens: int
     """Cached tokens of all rows of the first planned step. Each step adds ``batch_size``."""
 
@@ -47,26 +46,37 @@ class SecondToken(NamedTuple):
 
 def count_steady_steps(table: SequenceTable, running: Sized[Sequence]) -> SteadySteps:
     """Steady steps of ``running`` from here on, limited by the available blocks. None if the step in flight has rows
-    of other sequences."""
+    of other sequences; one if those are over, because its end frees their blocks."""
     if not running:
         return NO_STEADY_STEPS
     num_in_flight = len(table.steps_in_flight)
-    num_steps = running[0].max_length
+    num_steps = running[0].least_length
     num_context_tokens = num_pending = 0
     for sequence in running:
         num_context_tokens += sequence.num_computed
         num_pending += sequence.num_pending
         num_known = len(sequence.tokens)
         num_to_next = num_in_flight - sequence.num_pending + 1
-        num_to_last = num_to_next + sequence.max_length - num_known - 1
+        num_to_last = num_to_next + sequence.least_length - num_known - 1
         if num_to_last < num_steps:
             num_steps = num_to_last
         if num_to_next < num_steps and num_known == sequence.num_prompt_tokens:
             num_steps = num_to_next
-    if num_pending != sum([step.num_rows + len(step.swapped_out) for step in table.steps_in_flight]):
+    leaving = _leaving(table)
+    num_rows = sum([step.num_rows + len(step.swapped_out) for step in table.steps_in_flight])
+    if num_pending + len(leaving) != num_rows:
         return NO_STEADY_STEPS
+    if leaving:
+        num_steps = min(num_steps, 1)
     num_steps = min(num_steps, _num_steps_with_blocks(table.pool, running, num_steps))
     return SteadySteps(num_steps, len(running), num_context_tokens)
+
+
+def _leaving(table: SequenceTable) -> list[Sequence]:
+    """Sequences that are over and have rows in the step in flight."""
+    if not table.num_retiring:
+        return []
+    return [sequence for step in table.steps_in_flight for sequence in step.sequences if sequence.is_over]
 
 
 def _num_steps_with_blocks(pool: BlockPool, running: Sized[Sequence], num_steps: int) -> int:
@@ -85,7 +95,7 @@ def _num_blocks_missing(running: Sized[Sequence], num_steps: int) -> int:
 
 
 def _num_rows(sequence: Sequence, num_steps: int) -> int:
-    """Rows of the sequence in ``num_steps`` more steps; none after its last token."""
+    """Rows of the sequence in ``num_steps`` more steps; none beyond its limit."""
     return min(num_steps, sequence.max_length - len(sequence.tokens) - sequence.num_pending)
 
 
@@ -97,6 +107,7 @@ def fast_forward(
     Returns the sequences that have their last token, in the order in which their scheduler is to close them, and
     second tokens, which are not events.
     """
+    leaving = _leaving(table)
     old_rows, step = _begin_last_step(table, num_steps)
     rows, sequences = ([], []) if step is None else (step.batch.rows, step.sequences)
     block_size = table.pool.block_size
@@ -115,7 +126,8 @@ def fast_forward(
         if num_computed > len(sequence.block_table) * block_size:
             growing.append(sequence)
         previous_row = index if num_steps > 1 else sequence.last_row
-        if num_pending and num_rows == num_steps and num_known - sequence.num_prompt_tokens > 1:
+        is_decoding = num_known - sequence.num_prompt_tokens > 1
+        if num_pending and is_decoding and num_rows == num_steps and num_known + num_steps < sequence.least_length:
             row = old_rows[sequence.last_row]
             row.tokens, row.previous_row = (), previous_row
             row.cached_length, row.sample_position = num_computed - 1, num_computed
@@ -127,7 +139,7 @@ def fast_forward(
             sequences.append(sequence)
             continue
         sequence.last_row = previous_row
-        if num_known - sequence.num_prompt_tokens == 1 and num_known + 1 < sequence.max_length:
+        if num_known - sequence.num_prompt_tokens == 1 and num_known + 1 < sequence.least_length:
             turn = 1 if step is None or num_pending else 2
             if turn <= num_steps:
                 event = TokenEvent(sequence.key, sequence.request.choice, 1, 0, None, FinishReason.NONE)
@@ -135,6 +147,8 @@ def fast_forward(
         if _move(table, sequence, step, num_steps, num_rows):
             finished.append(sequence)
     _grow(table, growing)
+    for sequence in leaving:
+        table.leave_step(sequence)
     if table.pool.caches_content:
         for sequence in running:
             table.register_written(sequence)
@@ -158,11 +172,13 @@ def _move(table: SequenceTable, sequence: Sequence, step: PlannedStep | None, nu
     sequence.num_written = sequence.num_computed - sequence.num_pending
     if not num_tokens:
         return False
-    if sequence.num_prompt_tokens < len(tokens) < sequence.max_length - 1:
+    is_last = len(tokens) + 1 >= sequence.least_length
+    if sequence.num_prompt_tokens < len(tokens) and not is_last:
         tokens.append(0)
         return False
     sequence.num_pending += 1
-    return table.take_token(sequence, _TOKEN) is not FinishReason.NONE
+    token = next(iter(sequence.stop_token_ids), 0) if is_last else 0
+    return table.take_token(sequence, SampledToken(token, None)) is not FinishReason.NONE
 
 
 def _grow(table: SequenceTable, sequences: Sized[Sequence]) -> None:

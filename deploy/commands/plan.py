@@ -86,6 +86,7 @@ def plan(
         int | None, typer.Option(min=1, help="Tokens per answer, in place of a workload.", rich_help_panel=options.WHAT)
     ] = None,
     burstiness: options.BurstinessOption = None,
+    max_tokens: options.MaxTokensOption = 0,
     lenient: options.LenientOption = False,
     ttft: options.TtftOption = None,
     tpot: options.TpotOption = None,
@@ -166,11 +167,19 @@ def plan(
     if named and workload:
         raise ConfigError("--workload and --input-tokens exclude each other: name one kind of traffic")
     if live and (
-        named or workload or rate or decode_gpu or price or objective or burstiness is not None or engine != "pdserve"
+        named
+        or workload
+        or rate
+        or decode_gpu
+        or price
+        or objective
+        or burstiness is not None
+        or max_tokens
+        or engine != "pdserve"
     ):
         raise ConfigError(
-            f"traffic, GPUs and engine are those of {live}: leave out --workload, --burstiness, --rate, --objective, "
-            "--decode-gpu, --engine and --price"
+            f"traffic, GPUs and engine are those of {live}: leave out --workload, --burstiness, --max-tokens, --rate, "
+            "--objective, --decode-gpu, --engine and --price"
         )
     if price is not None and decode_gpu:
         raise ConfigError("--price is of one kind of GPU, and there are two: give their prices in a --hardware-file")
@@ -212,6 +221,7 @@ def plan(
         max_model_len=planned.max_model_len,
         lenient=lenient,
         burstiness=burstiness,
+        max_tokens=max_tokens,
     ).with_at_least(_MIN_TRAFFIC_REQUESTS)
     question = Question(
         model=planned,

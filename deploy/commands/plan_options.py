@@ -81,6 +81,14 @@ BurstinessOption = Annotated[
         rich_help_panel=WHAT,
     ),
 ]
+MaxTokensOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Limit that clients set on answers, tokens; 0: the exact length of each, as benchmarks send it.",
+        rich_help_panel=WHAT,
+    ),
+]
 LenientOption = Annotated[
     bool, typer.Option("--lenient", help="Skip and count malformed lines of a trace.", rich_help_panel=WHAT)
 ]
@@ -166,7 +174,12 @@ def named_lengths(input_tokens: int | None, output_tokens: int | None) -> tuple[
 
 
 def traffic(
-    named: str | tuple[int, int], *, max_model_len: int, lenient: bool = False, burstiness: float | None = None
+    named: str | tuple[int, int],
+    *,
+    max_model_len: int,
+    lenient: bool = False,
+    burstiness: float | None = None,
+    max_tokens: int = 0,
 ) -> Traffic:
     """Traffic of the preset or trace of that name, or of prompts and answers of constant length."""
     from pdserve.planner.workload.traffic import fixed_traffic, named_traffic
@@ -176,6 +189,7 @@ def traffic(
             found = named_traffic(named, max_model_len=max_model_len, lenient=lenient)
         else:
             found = fixed_traffic(*named, max_model_len=max_model_len)
+        found = found.limited(max_tokens)
         return found if burstiness is None else found.bursty(burstiness)
 
 

@@ -103,6 +103,7 @@ def simulate(
         int | None, typer.Option(min=1, help="Tokens per answer.", rich_help_panel=options.WHAT)
     ] = None,
     burstiness: options.BurstinessOption = None,
+    max_tokens: options.MaxTokensOption = 0,
     lenient: options.LenientOption = False,
     requests: Annotated[
         int | None,
@@ -153,7 +154,9 @@ def simulate(
     from pdserve.planner.simulate.simulated_run import Run
 
     planned = options.planned_model(config.model)
-    traffic = options.traffic(named, max_model_len=planned.max_model_len, lenient=lenient, burstiness=burstiness)
+    traffic = options.traffic(
+        named, max_model_len=planned.max_model_len, lenient=lenient, burstiness=burstiness, max_tokens=max_tokens
+    )
     usual = config.slo if file is not None else traffic.usual_slo
     num_requests = requests or traffic.max_requests or DEFAULT_REQUESTS
     run = Run(

@@ -59,6 +59,8 @@ class Sequence:
     """The same tokens, if a draw depends on them; else empty."""
     num_prompt_tokens: int = field(init=False)
     sampling: SamplingParams = field(init=False)
+    least_length: int = field(init=False)
+    """Length if the answer ends as soon as it may."""
     block_table: array[int] = field(init=False, default_factory=partial(array, "i"))
     """An array, which a step packs without looking at each block."""
     num_computed: int = field(init=False, default=0)
@@ -80,6 +82,7 @@ class Sequence:
         self.sampling = self.request.sampling
         self.history = self.tokens if self.sampling.reads_history else ()
         self._min_length = self.num_prompt_tokens + self.sampling.min_tokens
+        self.least_length = min(self._min_length + 1, self.max_length) if self.stop_token_ids else self.max_length
 
     @property
     def num_answered(self) -> int:

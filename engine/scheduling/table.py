@@ -326,7 +326,7 @@ class SequenceTable:
             zip(step.sequences, step.batch.rows, output.sampled, strict=True)
         ):
             if sequence.is_retiring:
-                self._leave_step(sequence)
+                self.leave_step(sequence)
                 if sequence.is_over:
                     continue
             else:
@@ -354,7 +354,7 @@ class SequenceTable:
             if sequence.is_retiring:
                 self.settle(sequence)
         for sequence in step.swapped_out:
-            self._leave_step(sequence)
+            self.leave_step(sequence)
             self.settle(sequence)
         return results
 
@@ -391,7 +391,7 @@ class SequenceTable:
         for sequence in sequences:
             if not sequence.is_over:
                 self.pool.forget(sequence.block_table)
-            self._leave_step(sequence)
+            self.leave_step(sequence)
         return [sequence for sequence in dict.fromkeys(sequences) if not sequence.is_over]
 
     def take_step(self, step_id: int) -> PlannedStep:
@@ -399,7 +399,8 @@ class SequenceTable:
         assert step.batch.step_id == step_id, f"step {step_id} ended before step {step.batch.step_id}"
         return step
 
-    def _leave_step(self, sequence: Sequence) -> None:
+    def leave_step(self, sequence: Sequence) -> None:
+        """A step in flight that computed or copied the sequence has ended."""
         sequence.num_in_flight -= 1
         if sequence.is_retiring and not sequence.num_in_flight:
             self.num_retiring -= 1

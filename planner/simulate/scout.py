@@ -43,6 +43,8 @@ class ScoutRequests:
     think_s: FloatArray
     num_prompt_tokens: IntArray
     num_output_tokens: IntArray
+    max_tokens: IntArray
+    """Limit of each answer, 0 for its length."""
     next_turn: IntArray
     """Row of the conversation's next turn; -1 for none."""
     prefixes: PrefixTree
@@ -56,13 +58,14 @@ class ScoutRequests:
                 next_turn[row] = len(turns)
                 next_turn.append(-1)
                 turns.append(turn.follow_up)
-        rows = [(each.arrived_s, each.num_prompt_tokens, each.num_output_tokens) for each in turns]
-        times_s, num_prompt, num_output = np.array(rows, np.float64).reshape(-1, 3).T
+        rows = [(each.arrived_s, each.num_prompt_tokens, each.num_output_tokens, each.max_tokens) for each in turns]
+        times_s, num_prompt, num_output, max_tokens = np.array(rows, np.float64).reshape(-1, 4).T
         return cls(
             arrived_s=times_s[: len(requests)].copy(),
             think_s=times_s,
             num_prompt_tokens=num_prompt.astype(np.int64),
             num_output_tokens=num_output.astype(np.int64),
+            max_tokens=max_tokens.astype(np.int64),
             next_turn=np.array(next_turn, np.int64),
             prefixes=PrefixTree.of(turns, next_turn),
         )
@@ -250,11 +253,13 @@ def _request_table(
     table["arrived_s"][: len(requests.arrived_s)] = requests.arrived_s
     table["think_s"] = requests.think_s
     table["num_prompt"], table["num_output"] = requests.num_prompt_tokens, requests.num_output_tokens
+    limit = np.minimum(requests.max_tokens, model.max_model_len - requests.num_prompt_tokens)
+    table["max_output"] = np.maximum(limit, requests.num_output_tokens)
     table["next_turn"] = requests.next_turn
     prefixes = requests.prefixes
     table["path_begin"][1:], table["path_end"] = prefixes.ends[:-1], prefixes.ends
     table["answer_node"] = prefixes.answers
-    num_tokens = requests.num_prompt_tokens + requests.num_output_tokens
+    num_tokens = requests.num_prompt_tokens + table["max_output"]
     num_blocks = np.where(workers["role"] == kernel.PREFILL, np.iinfo(np.int64).max, workers["num_blocks"]).min()
     is_too_long = (num_tokens > model.max_model_len) | (-(-(num_tokens - 1) // block_size) > num_blocks)
     prefilling = workers["num_blocks"][workers["role"] == kernel.PREFILL]

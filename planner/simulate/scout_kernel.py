@@ -9,8 +9,8 @@ the root. A worker caches the leading blocks of a node.
 
 Simplified against the live code: a sequence gets the block for its next token when it writes to it, not one block
 ahead; the router knows the prefix caches without delay; prompts that compute the same node at the same time share its
-blocks, though each computes it; a preempted sequence frees its blocks at once and finds none of them again; nothing
-times out.
+blocks, though each computes it; a preempted sequence frees its blocks at once and finds none of them again; an answer
+that ends before its limit leaves no row in the step in flight; nothing times out.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def _record(seconds: str, counts: str) -> np.dtype[np.void]:
 
 REQUEST = _record(
     "arrived_s started_s first_token_s last_token_s pull_begun_s granted_s think_s",
-    """num_prompt num_output path_begin path_end answer_node next_turn is_rejected prefill decode ticket is_preempted
-    num_cached num_sent num_pull_cached num_parked_shared num_shared num_known num_computed num_left chunk_step
-    num_before_chunk num_last_blocks""",
+    """num_prompt num_output max_output path_begin path_end answer_node next_turn is_rejected prefill decode ticket
+    is_preempted num_cached num_sent num_pull_cached num_parked_shared num_shared num_known num_computed num_left
+    chunk_step num_before_chunk num_last_blocks""",
 )
-"""``prefill`` and ``decode`` are its workers, ``ticket`` is its place among the arrivals of a worker. The prompt's
-nodes are ``paths[path_begin:path_end]``. ``num_cached`` tokens were cached where it was prefilled, ``num_pull_cached``
-where it decodes; ``num_sent`` were to compute when it was sent; others held ``num_parked_shared`` of its blocks on the
-prefill worker when it started, ``num_shared`` where it decodes. Prefill goes from ``num_computed`` to ``num_known``
-tokens, the last chunk in step ``chunk_step`` from ``num_before_chunk``; ``num_left`` are decode rows to plan,
-``num_last_blocks`` the blocks in the last grant."""
+"""``max_output`` is the limit of the answer, ``prefill`` and ``decode`` are its workers, ``ticket`` is its place among
+the arrivals of a worker. The prompt's nodes are ``paths[path_begin:path_end]``. ``num_cached`` tokens were cached where
+it was prefilled, ``num_pull_cached`` where it decodes; ``num_sent`` were to compute when it was sent; others held
+``num_parked_shared`` of its blocks on the prefill worker when it started, ``num_shared`` where it decodes. Prefill goes
+from ``num_computed`` to ``num_known`` tokens, the last chunk in step ``chunk_step`` from ``num_before_chunk``;
+``num_left`` are decode rows to plan, ``num_last_blocks`` the blocks in the last grant."""
 
 WORKER = _record(
     """decode_token_s near_block_s far_block_s swap_block_s
@@ -729,7 +729,8 @@ def held_blocks(state, request, num_tokens):
 
 @njit(inline="always")
 def final_blocks(state, request):
-    return held_blocks(state, request, request.num_prompt + request.num_output - 1)
+    """Blocks that the sequence is expected to need when its last token is planned: the most ever."""
+    return expected_blocks(state, request, request.num_prompt + request.num_output - 1)
 
 
 @njit(inline="always")
@@ -737,7 +738,7 @@ def expected_blocks(state, request, num_known):
     """`Sequence.num_blocks_expected`."""
     block_size = state.cluster[0].block_size
     num_tokens = num_known + max(LOOKAHEAD_TOKENS, block_size, num_known - request.num_prompt)
-    return held_blocks(state, request, min(num_tokens, request.num_prompt + request.num_output - 1))
+    return held_blocks(state, request, min(num_tokens, request.num_prompt + request.max_output - 1))
 
 
 @njit(inline="always")

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.placement import WorkerRole
-from pdserve.contracts.step import SampledToken, StepBatch, StepOutput
+from pdserve.contracts.step import SampledToken, StepBatch, StepOutput, StepRow
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.engine.scheduling.interface import Scheduler
 from pdserve.engine.worker.loop import Message, StepLoop, StepReport, Wait
@@ -28,7 +28,9 @@ from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.stage import Stage
 from pdserve.planner.simulate.event_queue import EventQueue
 
-_TOKEN_0 = SampledToken(0, None)
+END_TOKEN = 1
+"""The stop token of answers that end before their limit."""
+_TOKEN, _END = SampledToken(0, None), SampledToken(END_TOKEN, None)
 
 
 class WorkerSink(Protocol):
@@ -46,12 +48,26 @@ class _Step:
     batch: StepBatch
     num_prefilled: int
     num_decoded: int
+    """Without rows of answers that end before the step does."""
     begins_s: float
     ends_s: float
 
     def result(self) -> StepOutput:
-        sampled = [_TOKEN_0 if row.sample is not None else None for row in self.batch.rows]
+        sampled = [_sampled(row) for row in self.batch.rows]
         return StepOutput(step_id=self.batch.step_id, sampled=sampled, duration_s=self.ends_s - self.begins_s)
+
+
+def _sampled(row: StepRow) -> SampledToken | None:
+    """The answer's next token: it ends as soon as it may."""
+    if row.sample is None:
+        return None
+    return _END if row.sample.stop_token_ids and _num_beyond(row) >= 0 else _TOKEN
+
+
+def _num_beyond(row: StepRow) -> int:
+    """Tokens of the answer before the one that the row samples, beyond ``min_tokens``: 0 for its last token."""
+    assert row.sample is not None
+    return row.sample_position - row.num_prompt_tokens - row.sample.min_tokens
 
 
 class _SteadyRun(NamedTuple):
@@ -285,11 +301,13 @@ class SimulatedWorker:
     def submit(self, batch: StepBatch) -> _Step:
         """Start a step once the previous one ends."""
         num_copied_blocks = len(batch.swap_outs) + len(batch.swap_ins)
-        chunks, num_decoded, num_context_tokens = [], 0, 0
+        chunks, num_decoded, num_context_tokens, num_unneeded = [], 0, 0, 0
         for row in batch.rows:
             if len(row.tokens) < 2 and row.cached_length >= row.num_prompt_tokens:
                 num_decoded += 1
                 num_context_tokens += row.cached_length
+                if row.sample is not None and row.sample.stop_token_ids:
+                    num_unneeded += _num_beyond(row) > 0
             else:
                 chunks.append((len(row.tokens), row.cached_length))
         from_s = max(self._queue.now_s, self._free_at_s)
@@ -299,7 +317,7 @@ class SimulatedWorker:
         begins_s = self._stage.enter(from_s, step_s)
         self._free_at_s = begins_s + step_s
         num_prefilled = sum([num_new for num_new, _ in chunks])
-        step = _Step(batch, num_prefilled, num_decoded, begins_s, self._free_at_s)
+        step = _Step(batch, num_prefilled, num_decoded - num_unneeded, begins_s, self._free_at_s)
         self._steps.append(step)
         return step
 

@@ -30,7 +30,7 @@ from pdserve.planner.simulate.event_queue import EventQueue
 from pdserve.planner.simulate.request_record import RequestRecord, request_times
 from pdserve.planner.simulate.simulated_cluster import ClusterBuilder, Knowledge
 from pdserve.planner.simulate.simulated_transfers import SimulatedTransfers
-from pdserve.planner.simulate.simulated_worker import SimulatedWorker
+from pdserve.planner.simulate.simulated_worker import END_TOKEN, SimulatedWorker
 from pdserve.planner.simulate.simulation import Simulation
 from pdserve.planner.workload.prompts import Prompt, PromptTable
 from pdserve.planner.workload.requests import SimulatedRequest
@@ -119,7 +119,7 @@ class _Request(Request):
         super().__init__(
             RequestSpec(
                 prompt_tokens=prompt.tokens,
-                sampling=_sampling(simulated.num_output_tokens),
+                sampling=run.sampling(simulated),
                 arrived_s=record.arrived_s,
                 uses_cache=run.is_sharing,
                 block_hashes=prompt.block_hashes,
@@ -144,8 +144,8 @@ class _Request(Request):
 
 
 @cache
-def _sampling(max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens)
+def _exact_sampling(num_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens)
 
 
 class _Simulator:
@@ -164,6 +164,7 @@ class _Simulator:
     ) -> None:
         self._overheads = overheads
         self._events = EventQueue()
+        self._max_model_len = model.max_model_len
         self._prompts = PromptTable(requests, model.block_size)
         self._records: list[RequestRecord] = []
         self._ended_s = 0.0
@@ -207,6 +208,14 @@ class _Simulator:
     def is_sharing(self) -> bool:
         """Whether some prompts may share a prefix."""
         return self._prompts.is_sharing
+
+    def sampling(self, request: SimulatedRequest) -> SamplingParams:
+        """Sampling that ends at the exact length: known to schedulers if that is the client's limit."""
+        num_tokens = request.num_output_tokens
+        limit = min(request.max_tokens, self._max_model_len - request.num_prompt_tokens)
+        if limit <= num_tokens:
+            return _exact_sampling(num_tokens)
+        return SamplingParams(max_tokens=limit, min_tokens=num_tokens - 1, stop_token_ids=(END_TOKEN,))
 
     def simulate(self) -> Simulation:
         self._events.run()

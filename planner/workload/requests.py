@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from pdserve.contracts.deployment import DEFAULT_TIER
@@ -36,6 +36,9 @@ class SimulatedRequest:
     """Sender, among whom the router is fair."""
     tier: str = DEFAULT_TIER
     """Name of its objectives in ``slo``."""
+    max_tokens: int = 0
+    """Limit that the client sets, above which the answer's length counts; schedulers know no more of the length. By
+    default the length itself, as benchmarks set it."""
 
     def turns(self) -> Iterator[SimulatedRequest]:
         """This request and all follow-ups, in order."""
@@ -43,6 +46,14 @@ class SimulatedRequest:
         while turn is not None:
             yield turn
             turn = turn.follow_up
+
+    def limited(self, max_tokens: int) -> SimulatedRequest:
+        """This request and all follow-ups with ``max_tokens``."""
+        later: SimulatedRequest | None = None
+        for turn in reversed(list(self.turns())):
+            later = replace(turn, follow_up=later, max_tokens=max_tokens)
+        assert later is not None
+        return later
 
 
 class Clamped(NamedTuple):

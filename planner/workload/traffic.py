@@ -65,6 +65,10 @@ class Traffic:
         """
         return dataclasses.replace(self, workload=dataclasses.replace(self.workload, arrivals=RandomGaps(variation)))
 
+    def limited(self, max_tokens: int) -> Traffic:
+        """The same requests with this limit on answers, as in `SimulatedRequest`."""
+        return dataclasses.replace(self, workload=dataclasses.replace(self.workload, max_tokens=max_tokens))
+
     def with_at_least(self, num_requests: int) -> Traffic:
         """This traffic or, if it is a trace with fewer requests, draws from the trace's lengths.
 
@@ -72,7 +76,11 @@ class Traffic:
         """
         if self.trace is None or self.trace.num_requests >= num_requests:
             return self
-        workload = Workload(name=self.workload.name, contents=Conversations(lengths=self.trace.lengths()))
+        workload = Workload(
+            name=self.workload.name,
+            contents=Conversations(lengths=self.trace.lengths()),
+            max_tokens=self.workload.max_tokens,
+        )
         note = (
             f"The trace has {self.trace.num_requests} requests, too few to plan by: its lengths are drawn again and "
             "again, with Poisson arrivals and nothing shared."
@@ -89,6 +97,8 @@ class Traffic:
         )
         if statistics.cacheable_share >= 0.005:
             words += f"; up to {statistics.cacheable_share * 100:.0f} % of prompt tokens could come from a cache"
+        if self.workload.max_tokens:
+            words += f"; clients limit answers to {self.workload.max_tokens} tokens"
         notes = self.notes
         if str(sample.clamped):
             notes += (

@@ -6,7 +6,7 @@ numbers): the same lengths, in the same order, with the same arrival pattern. De
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,10 +48,7 @@ class WorkloadSample:
             raise ValueError(f"a rate of {requests_per_s} requests/s is not possible: use a number above 0")
         conversations_per_s = requests_per_s * len(self.conversations) / self.num_requests
         arrived_s = (self.unit_times / conversations_per_s).tolist()
-        return [
-            SimulatedRequest(at_s, it.num_prompt_tokens, it.num_output_tokens, it.segments, it.follow_up)
-            for at_s, it in zip(arrived_s, self.conversations, strict=True)
-        ]
+        return [replace(it, arrived_s=at_s) for at_s, it in zip(arrived_s, self.conversations, strict=True)]
 
     def statistics(self) -> WorkloadStatistics:
         """Statistics of the draw."""
@@ -69,6 +66,8 @@ class Workload:
     """Usual objectives, if there are any."""
     source: str = ""
     """Origin of its figures, in a sentence."""
+    max_tokens: int = 0
+    """As in `SimulatedRequest`."""
 
     def recorded_requests_per_s(self, num_requests: int, seed: int = 0) -> float | None:
         """The recorded rate of a draw; ``None`` if its times are not from a trace."""
@@ -92,6 +91,8 @@ class Workload:
         clamped = Clamped()
         if max_model_len:
             conversations, clamped = _clamp(conversations, max_model_len)
+        if self.max_tokens:
+            conversations = [each.limited(self.max_tokens) for each in conversations]
         return WorkloadSample(
             conversations=conversations,
             unit_times=self.arrivals.unit_times(len(conversations), seed),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from random import Random
 
 from hypothesis import example, given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.events import RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
-from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput
+from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput, StepRow
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.steady_steps import NO_STEADY_STEPS, SteadySteps
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, SwapSpace
@@ -17,6 +18,7 @@ from pdserve.engine.scheduling.interface import Event, FirstToken, PullResult, S
 from pdserve.kv_transfer.block_pool import BlockPool
 
 BLOCK_SIZE = 4
+END = 1
 SOURCE = KvSource(address="there", worker_epoch=1, handle=b"handle")
 ALWAYS_SWAP = SwapSpace(num_slots=40, is_cheaper=lambda num_tokens, num_cached: True)
 
@@ -34,11 +36,15 @@ def a_scheduler(
     )
 
 
-def a_request(request_id: int, num_tokens: int, *, max_tokens: int = 8) -> GenerationRequest:
+def a_request(request_id: int, num_tokens: int, *, max_tokens: int = 8, length: int | None = None) -> GenerationRequest:
+    """``length``: tokens of the answer, the last one `END`; by default ``max_tokens`` of them."""
+    sampling = SamplingParams(max_tokens=max_tokens)
+    if length is not None:
+        sampling = replace(sampling, min_tokens=length - 1, stop_token_ids=(END,))
     return GenerationRequest(
         request_id=request_id,
         prompt_tokens=(request_id, *([0] * (num_tokens - 1))),
-        sampling=SamplingParams(max_tokens=max_tokens),
+        sampling=sampling,
     )
 
 
@@ -73,8 +79,15 @@ def plan(scheduler: DecodeScheduler) -> StepBatch:
 
 
 def answer(scheduler: DecodeScheduler, batch: StepBatch) -> None:
-    sampled = [SampledToken(0, None) if row.sample else None for row in batch.rows]
+    sampled = [SampledToken(token_of(row), None) if row.sample else None for row in batch.rows]
     scheduler.complete(StepOutput(step_id=batch.step_id, sampled=sampled, duration_s=0.0), 0.0)
+
+
+def token_of(row: StepRow) -> int:
+    """`END` as soon as the answer may end."""
+    assert row.sample is not None
+    is_late = row.sample_position - row.num_prompt_tokens >= row.sample.min_tokens
+    return END if row.sample.stop_token_ids and is_late else 0
 
 
 def tokens_of(events: list[Event]) -> list[TokenEvent]:
@@ -92,6 +105,23 @@ def test_steady_steps_end_with_an_answer() -> None:
     (event,) = tokens_of(scheduler.take_events())
     assert (event.key.request_id, event.index, event.finish) == (0, 7, FinishReason.LENGTH)
     assert scheduler.steady_steps(0.0) == SteadySteps(num_steps=4, batch_size=1, num_context_tokens=12)
+
+
+def test_an_answer_that_ends_before_its_limit_keeps_its_blocks_while_a_row_of_it_is_in_flight() -> None:
+    scheduler = a_scheduler()
+    join(scheduler, a_request(0, 8, max_tokens=100, length=7), a_request(1, 8, max_tokens=100))
+    plan(scheduler)
+    assert scheduler.steady_steps(0.0).num_steps == 5
+    in_flight, _ = scheduler.fast_forward(5)
+    (event,) = tokens_of(scheduler.take_events())
+    assert (event.key.request_id, event.index, event.finish) == (0, 6, FinishReason.STOP)
+    assert in_flight is not None
+    assert (len(in_flight.rows), scheduler.load().num_blocks_referenced) == (2, 8)
+    steady = scheduler.steady_steps(0.0)
+    assert (steady.num_steps, steady.batch_size) == (1, 1)
+    scheduler.fast_forward(1)
+    assert scheduler.load().num_blocks_referenced == 4
+    assert scheduler.steady_steps(0.0).num_steps > 1
 
 
 def test_steady_steps_end_before_blocks_run_short() -> None:
@@ -138,15 +168,15 @@ def test_nothing_is_steady_while_a_prompt_waits() -> None:
     assert scheduler.steady_steps(0.0) == NO_STEADY_STEPS
 
 
-def test_nothing_is_steady_while_a_cancelled_row_is_in_flight() -> None:
+def test_one_step_is_steady_while_a_cancelled_row_is_in_flight() -> None:
     scheduler = a_scheduler()
     gone = a_request(0, 5)
     join(scheduler, gone, a_request(1, 5))
     batch = plan(scheduler)
     scheduler.cancel(key_of(gone), 0.0)
-    assert scheduler.steady_steps(0.0) == NO_STEADY_STEPS
+    assert scheduler.steady_steps(0.0).num_steps == 1
     answer(scheduler, batch)
-    assert scheduler.steady_steps(0.0).num_steps > 0
+    assert scheduler.steady_steps(0.0).num_steps > 1
 
 
 def without_ids(event: Event) -> Event:
@@ -268,7 +298,9 @@ def test_fast_forwarding_is_the_same_as_planning_every_step(
     twins = Twins(caches_content=caches_content, num_blocks=random.randint(70, 120), depth=depth, swap_space=swap_space)
     for number in range(80):
         move = random.choice(["add", "prepare", "forward", "forward", "step", "step", "pulled", "pulled", "cancel"])
-        request = a_request(number, random.randint(1, 40), max_tokens=random.choice([1, 2, 30, 250]))
+        max_tokens = random.choice([1, 2, 30, 250])
+        length = random.choice([None, random.randint(1, max_tokens)])
+        request = a_request(number, random.randint(1, 40), max_tokens=max_tokens, length=length)
         cancelled = RequestKey(0, number - random.randint(1, 6), 0)
         if move == "forward":
             twins.forward(random.random())

@@ -49,6 +49,12 @@ def test_the_default_is_a_worker_for_each_phase(capsys: pytest.CaptureFixture[st
     assert result["steady_state"]["num_requests"] == 50
 
 
+def test_clients_may_set_a_limit(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    result = simulated(capsys, "--model", model, "--rate", "5", *SHORT, "--max-tokens", "400")
+    assert result["traffic"].endswith("; clients limit answers to 400 tokens")
+    assert result["total_output_tokens"] == 50 * 5
+
+
 def test_a_terminal_hears_what_it_waits_for(
     capsys: pytest.CaptureFixture[str], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,17 @@ def test_sequences_that_outgrow_the_blocks_are_preempted_and_end(role: WorkerRol
     assert p90(result.times.tpot_s) == pytest.approx(p90(judge.tpot_s), rel=0.1)
 
 
+@pytest.mark.parametrize("layout", [disaggregated(num_kv_blocks=700), colocated(num_kv_blocks=700)], ids=str)
+def test_the_judge_agrees_on_answers_that_end_before_their_limit(layout: Layout) -> None:
+    """KV is scarce, so that what is reserved for them counts."""
+    requests = [request.limited(4000) for request in requests_of("chat", 14.0, 400)]
+    ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=SLO).times
+    judge = simulate(LLAMA_3_8B, layout, requests, slo=SLO).times
+    assert share(ours, SLO) == pytest.approx(share(judge, SLO), abs=0.02)
+    assert p90(ours.ttft_s) == pytest.approx(p90(judge.ttft_s), rel=0.05)
+    assert p90(ours.tpot_s) == pytest.approx(p90(judge.tpot_s), rel=0.05)
+
+
 def test_what_can_never_run_or_finds_the_router_full_is_rejected() -> None:
     long, rest = SimulatedRequest(0.0, 8000, 500), [SimulatedRequest(0.1, 500, 50) for _ in range(20)]
     times = scout(LLAMA_3_8B, disaggregated(), ScoutRequests.of([long, *rest]), slo=SLO, max_in_flight=8).times

@@ -277,6 +277,7 @@ LAYOUTS = [
     rate=st.sampled_from([2, 8, 30]),
     seed=st.integers(0, 1000),
     num_output_tokens=st.sampled_from([1, 2, 3, 60, 300]),
+    max_tokens=st.sampled_from([0, 1000]),
     is_sharing=st.booleans(),
 )
 @example(  # the router must see the blocks that a decode worker takes while steps are not planned
@@ -284,12 +285,23 @@ LAYOUTS = [
     rate=30,
     seed=0,
     num_output_tokens=60,
+    max_tokens=0,
+    is_sharing=False,
+)
+@example(
+    layout=disaggregated(num_kv_blocks=500),
+    rate=30,
+    seed=0,
+    num_output_tokens=60,
+    max_tokens=1000,
     is_sharing=False,
 )
 def test_fast_forwarding_is_the_same_as_planning_every_step(
-    layout: Layout, rate: int, seed: int, num_output_tokens: int, is_sharing: bool
+    layout: Layout, rate: int, seed: int, num_output_tokens: int, max_tokens: int, is_sharing: bool
 ) -> None:
-    requests = poisson(rate, 40, seed=seed, num_output_tokens=num_output_tokens)
+    requests = [
+        request.limited(max_tokens) for request in poisson(rate, 40, seed=seed, num_output_tokens=num_output_tokens)
+    ]
     if is_sharing:
         requests = [
             replace(r, segments=(Segment(n % 3, 250), Segment(n + 10, r.num_prompt_tokens - 250)))
@@ -317,6 +329,32 @@ def test_scarce_blocks_preempt_and_lose_nothing() -> None:
         simulation = simulate(LLAMA_3_8B, layout, requests, slo=SLO)
         assert_all_are_answered(simulation, 150)
         assert sum(worker.num_preemptions for worker in simulation.workers) > 0
+
+
+@pytest.mark.parametrize("layout", [disaggregated(num_kv_blocks=600), colocated(num_kv_blocks=600)], ids=str)
+def test_schedulers_reserve_for_answers_that_may_go_on(layout: Layout) -> None:
+    requests = [SimulatedRequest(n / 30, 100, 500) for n in range(100)]
+    known, unknown = (
+        simulate(LLAMA_3_8B, layout, [request.limited(limit) for request in requests], slo=SLO) for limit in (0, 5000)
+    )
+    assert_all_are_answered(unknown, 100)
+    assert unknown.times.last_token_s.mean() > 1.05 * known.times.last_token_s.mean()
+
+
+def test_with_blocks_for_all_a_limit_changes_little() -> None:
+    """An answer that ends before it has a row more, which counts as no token."""
+    known, unknown = (
+        simulate(LLAMA_3_8B, disaggregated(2, 2), [each.limited(limit) for each in poisson(20, 100)], slo=SLO)
+        for limit in (0, 4000)
+    )
+    assert unknown.gap_weights.sum() == decoded(unknown) == 100 * 99
+    np.testing.assert_allclose(unknown.times.last_token_s, known.times.last_token_s, atol=0.02)
+
+
+def test_a_limit_beyond_the_models_is_the_models() -> None:
+    (request,) = poisson(1, 1)
+    for limit in (4000, 10**6):
+        assert_all_are_answered(simulate(LLAMA_3_8B, disaggregated(), [request.limited(limit)], slo=SLO), 1)
 
 
 def test_a_full_router_rejects() -> None:

@@ -86,6 +86,17 @@ def test_arrivals_can_be_of_another_kind(variation: float, said: str) -> None:
     assert (sample.unit_times != again.unit_times).all()
 
 
+def test_clients_limit_every_turn(tmp_path: Path) -> None:
+    traffic = named_traffic("agent", max_model_len=65536).limited(5000)
+    assert traffic.described()[0].endswith("; clients limit answers to 5000 tokens")
+    requests = traffic.draw(100, 0).at_rate(3.0)
+    assert {turn.max_tokens for request in requests for turn in request.turns()} == {5000}
+    unlimited = named_traffic("agent", max_model_len=65536).draw(100, 0).at_rate(3.0)
+    assert [request.limited(0) for request in requests] == unlimited
+    short = named_traffic(str(a_trace(tmp_path, "0,100,10")), max_model_len=4096).limited(50)
+    assert short.with_at_least(2).draw(2, 0).conversations[1].max_tokens == 50
+
+
 def test_lengths_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="4000 prompt tokens and 97 answer tokens exceed max_model_len 4096"):
         fixed_traffic(4000, 97, max_model_len=4096)
