@@ -51,7 +51,7 @@ class WorkerConfig:
     worker of its own for the router; blocks, batch slots and swap memory are divided among them."""
     device: str = "auto"
     """Device of weights and KV pool: ``cpu``, ``cuda`` (of the GPUs that ``CUDA_VISIBLE_DEVICES`` shows,
-    the first for each rank), or ``auto`` (``cuda`` if torch finds a GPU)."""
+    the first for each rank), or ``auto`` (``cuda`` if torch finds a GPU and the worker is no pipeline)."""
     gpu_memory_utilization: float = 0.9
     """Share of GPU memory for weights, activations and an automatic KV pool together."""
     max_model_len: int = 0

@@ -77,7 +77,8 @@ class Launch:
     def predicted_device(self, role: WorkerRole, cores: Sequence[int]) -> Hardware | None:
         """Device of the predictions by worker and router: the worker's GPU if it may have one, else `device`. None
         without a profile: worker and router then look into the catalogue."""
-        if self.gpu and not self.emulate and self.config.phase(role).device != "cpu":
+        phase = self.config.phase(role)
+        if self.gpu and not self.emulate and phase.device != "cpu" and phase.pipeline_parallel == 1:
             return hardware(self.gpu, added=self.devices)
         return self.device(cores, self.num_ranks(role)) if self.devices else None
 

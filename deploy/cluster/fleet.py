@@ -15,7 +15,7 @@ from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.deploy.checks.model import check_host_memory
 from pdserve.deploy.checks.preflight import check_cores, check_devices
 from pdserve.deploy.cluster.host_facts import LOOPBACK, check_network, host_facts
-from pdserve.deploy.cluster.hosts import Host, RayHost, WorkerNeeds, choose_hosts
+from pdserve.deploy.cluster.hosts import Host, RayHost, WorkerNeeds, check_gpus, choose_hosts
 from pdserve.deploy.cluster.ray_cluster import RayCluster
 from pdserve.deploy.cluster.resources import gpu_shares, gpu_warning
 from pdserve.deploy.cluster.supervised_process import ProcessState
@@ -118,6 +118,7 @@ class Fleet:
         }
         found = choose_hosts(list(self._needs.values()), hosts, {})
         if missing := [self._needs[name] for name, host in found.items() if host is None]:
+            check_gpus(missing)
             return " and ".join(_missing(needs) for needs in missing)
         self.warning = gpu_warning(configs, shares, num_gpus)
         placed = {name: host for name, host in found.items() if host is not None}

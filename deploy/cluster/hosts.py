@@ -262,6 +262,15 @@ def choose_hosts(
     return found
 
 
+def check_gpus(missing: Sequence[WorkerNeeds]) -> None:
+    """Raises DeployError if workers have no host because of their GPUs, which are enough over all hosts."""
+    if names := [needs.name for needs in missing if needs.gpu_share and not needs.resources]:
+        raise DeployError(
+            f"no single host has the GPUs of {' and '.join(names)} left, though all hosts together do: lower "
+            "tensor_parallel or the replicas, or set device to cpu"
+        )
+
+
 class _Room:
     """What is left of a host."""
 

@@ -78,7 +78,7 @@ def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float, num_gpus_of_hos
 
     Each rank of a worker with several gets a whole GPU. Another worker's share equals its share of the GPU's memory if
     that is at most one half; otherwise it gets a whole GPU. Workers with ``device: auto`` get GPUs if there are enough
-    for all of them, and for each on one host.
+    for all of them, and for each on one host; pipelines among them get none, because they do not run on GPUs yet.
 
     Args:
         num_gpus: GPUs of the cluster.
@@ -87,7 +87,7 @@ def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float, num_gpus_of_hos
     Raises:
         DeployError: too few GPUs for the workers with ``device: cuda``.
     """
-    shares = [0.0 if config.emulate or config.device == "cpu" else _share(config) for config in configs]
+    shares = [_share(config) for config in configs]
     automatic = [share for share, config in zip(shares, configs, strict=True) if config.device == "auto"]
     if _num_gpus(shares) <= num_gpus and max(automatic, default=0.0) <= num_gpus_of_host:
         return shares
@@ -106,19 +106,29 @@ def gpu_warning(configs: Sequence[WorkerConfig], shares: Sequence[float], num_gp
     Args:
         shares: result of `gpu_shares`.
     """
-    is_without = [
-        config.device == "auto" and not config.emulate and not share
+    without = [
+        config
         for config, share in zip(configs, shares, strict=True)
+        if config.device == "auto" and not config.emulate and not share
     ]
-    if not num_gpus or not any(is_without):
-        return ""
-    return (
-        f"{num_gpus:g} of them do not hold all workers whose device is auto, and {sum(is_without)} of those compute on "
-        f"the CPU: lower gpu_memory_utilization to {_MAX_SHARE:g} or less to share GPUs"
-    )
+    num_pipelines = sum(config.pipeline_parallel > 1 for config in without)
+    reasons = []
+    if num_pipelines:
+        reasons.append(
+            f"{num_pipelines} workers with pipeline_parallel compute on the CPU, because pipelines do not run on GPUs "
+            "yet: set it to 1 to use GPUs"
+        )
+    if num_others := len(without) - num_pipelines:
+        reasons.append(
+            f"{num_gpus:g} of them do not hold all workers whose device is auto, and {num_others} of those compute on "
+            f"the CPU: lower gpu_memory_utilization to {_MAX_SHARE:g} or less to share GPUs"
+        )
+    return "; ".join(reasons) if num_gpus else ""
 
 
 def _share(config: WorkerConfig) -> float:
+    if config.emulate or config.device == "cpu" or (config.device == "auto" and config.pipeline_parallel > 1):
+        return 0.0
     if config.tensor_parallel > 1:
         return float(config.tensor_parallel)
     return config.gpu_memory_utilization if config.gpu_memory_utilization <= _MAX_SHARE else 1.0

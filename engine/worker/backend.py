@@ -98,7 +98,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     from pdserve.model.decoder.ranks import ONE_RANK
     from pdserve.model.executors.model import ModelExecutor
 
-    device = choose_device(config.device, 0, config.tensor_parallel)
+    device = choose_device(config)
     is_on_host = is_in_host_memory(device)
     num_ranks = config.tensor_parallel * config.pipeline_parallel
     _check_ranks(config, is_on_host)
@@ -279,12 +279,13 @@ def build_follower(
     from pdserve.model.executors.rank_model import RankModel
 
     model, _ = _model(config)
-    device = choose_device(config.device, rank, config.tensor_parallel)
+    cost = _cost(config, model)
+    device = choose_device(config, rank)
     is_on_host = is_in_host_memory(device)
     if is_on_host:
         use_cores(_rank_cores(config, rank))
     else:
-        memory_of_gpu = kv_memory_of(device, config, _cost(config, model), available_memory_bytes())
+        memory_of_gpu = kv_memory_of(device, config, cost, available_memory_bytes())
         check_pool_fits(memory.layout.pool_bytes, memory_of_gpu.max_bytes)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -6,6 +6,7 @@ are in `pdserve.engine.worker.pool_size`.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -20,11 +21,13 @@ from pdserve.model.weights.decoder_weights import held_bytes
 CPU = torch.device("cpu")
 _FLOAT8_CAPABILITY = (8, 9)
 """Compute capability of Ada, the first NVIDIA generation that converts float8."""
+_log = logging.getLogger(__name__)
 
 
-def choose_device(setting: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
-    """Return a rank's device for one of `DEVICE_SETTINGS`: its GPU, or the CPU that all share. Raises ValueError if the
-    setting is unknown, the device absent, or the worker has more ranks than GPUs."""
+def choose_device(config: WorkerConfig, rank: int = 0) -> torch.device:
+    """Return a rank's device: its GPU, or the CPU that all share. Raises ValueError if the worker's setting is unknown,
+    the device absent, or the worker has more ranks than GPUs."""
+    setting = config.device
     if setting not in DEVICE_SETTINGS:
         raise ValueError(f"device {setting!r} is not supported: use one of {', '.join(DEVICE_SETTINGS)}")
     has_gpu = torch.cuda.is_available()
@@ -35,11 +38,15 @@ def choose_device(setting: str, rank: int = 0, num_ranks: int = 1) -> torch.devi
         )
     if not has_gpu or setting == "cpu":
         return CPU
+    if setting == "auto" and config.pipeline_parallel > 1:
+        if rank == 0:
+            _log.warning("computing on the CPU: pipelines do not run on GPUs yet; pipeline_parallel 1 uses the GPU")
+        return CPU
     num_gpus = torch.cuda.device_count()
-    if num_ranks > num_gpus:
+    if config.tensor_parallel > num_gpus:
         raise ValueError(
-            f"tensor_parallel is {num_ranks} and the worker sees {num_gpus} GPUs: lower it, show the worker more in "
-            "CUDA_VISIBLE_DEVICES, or set device to cpu"
+            f"tensor_parallel is {config.tensor_parallel} and the worker sees {num_gpus} GPUs: lower it, show the "
+            "worker more in CUDA_VISIBLE_DEVICES, or set device to cpu"
         )
     return torch.device("cuda", rank)
 

@@ -11,7 +11,7 @@ from pdserve.contracts.deployment import SecurityConfig
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import TlsFiles, WorkerRole
 from pdserve.deploy.cluster.host_facts import check_host, check_network, host_facts, model_digest
-from pdserve.deploy.cluster.hosts import Host, RayHost, WorkerNeeds, choose_hosts
+from pdserve.deploy.cluster.hosts import Host, RayHost, WorkerNeeds, check_gpus, choose_hosts
 from pdserve.deploy.cluster.ray_cluster import RayNode
 from pdserve.deploy.cluster.ray_desk import RayDesk
 from pdserve.model.weights.demo_model import DEMO_MODEL
@@ -59,6 +59,15 @@ def test_the_gpus_of_a_worker_s_ranks_are_on_one_host() -> None:
     found = addresses(choose_hosts(workers, [host(1, GPU=1), host(2, GPU=3)], {}))
     assert found == {"decode-0": "10.0.0.2", "decode-1": "10.0.0.1", "decode-2": "10.0.0.2"}
     assert addresses(choose_hosts([decode(0, gpu_share=4.0)], [host(1, GPU=2), host(2, GPU=2)], {})) == {"decode-0": ""}
+
+
+def test_gpus_that_are_enough_only_over_all_hosts_are_refused() -> None:
+    workers = [decode(number, gpu_share=2.0) for number in range(3)]
+    found = choose_hosts(workers, [host(1, GPU=3), host(2, GPU=3)], {})
+    missing = [needs for needs in workers if found[needs.name] is None]
+    with pytest.raises(DeployError, match=r"no single host has the GPUs of decode-2 left, .*: lower tensor_parallel"):
+        check_gpus(missing)
+    check_gpus([decode(0), decode(1, gpu_share=1.0, resources={"fast": 1})])  # type: ignore[arg-type]
 
 
 def test_resources_bind_workers_to_hosts_and_run_out() -> None:

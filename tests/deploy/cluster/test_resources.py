@@ -100,6 +100,14 @@ def test_automatic_workers_whose_ranks_no_host_holds_take_no_gpus() -> None:
     assert gpu_shares([pair, worker("cuda")], 3, 1) == [0.0, 1.0]
 
 
+def test_automatic_pipelines_take_no_gpus() -> None:
+    configs = [replace(worker("auto"), pipeline_parallel=2), worker("auto")]
+    shares = gpu_shares(configs, 1)
+    assert shares == [0.0, 1.0]
+    assert gpu_warning(configs, shares, 1).startswith("1 workers with pipeline_parallel compute on the CPU, because")
+    assert gpu_warning(configs[:1], shares[:1], 0) == ""
+
+
 def test_a_warning_names_unused_gpus() -> None:
     pair = [worker("auto"), worker("auto")]
     text = (

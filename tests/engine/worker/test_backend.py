@@ -232,6 +232,18 @@ def test_ranks_that_the_gpus_do_not_hold(
         choose_backend(replace(config, device="cuda", **degrees))  # type: ignore[arg-type]
 
 
+def test_an_automatic_pipeline_computes_on_the_cpu(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    pipeline = replace(config, pipeline_parallel=2)
+    layout = choose_backend(replace(pipeline, device="auto")).layout
+    assert layout == choose_backend(replace(pipeline, device="cpu")).layout
+    assert [record.message for record in caplog.records] == [
+        "computing on the CPU: pipelines do not run on GPUs yet; pipeline_parallel 1 uses the GPU"
+    ]
+
+
 def test_two_gpus_hold_the_blocks_of_two(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
