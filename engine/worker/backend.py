@@ -22,6 +22,7 @@ from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import Executor, ModelLimits
 from pdserve.engine.worker.followers import FollowerConfig, Followers, RanksStaging, rank_cores
 from pdserve.engine.worker.grammars import Grammars
+from pdserve.engine.worker.live_loop import stall_limit_s
 from pdserve.engine.worker.pool_size import check_pool_fits, check_staging_fits, num_kv_blocks, num_swap_slots
 from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.model.config.decoder_config import DecoderConfig
@@ -145,6 +146,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
         )
         if followers is not None:
             followers.wait_until_ready()
+            ranks.limit_waits(_longest_wait_s(config, cost, layout))
         if not is_on_host:
             return BuiltExecutors([executor], _staging(pool, memory, heads, followers), followers)
         if config.core_board and followers is None:
@@ -256,6 +258,12 @@ def _ranks(config: WorkerConfig, model: DecoderConfig, device: torch.device, sha
     )
 
 
+def _longest_wait_s(config: WorkerConfig, cost: CostModel, layout: KvLayout) -> float:
+    """Seconds of a rank's wait for another after which a step hangs, whatever the step."""
+    num_cached = layout.num_blocks * config.block_size
+    return stall_limit_s(cost.mixed_s(config.max_batch_tokens, num_cached, config.max_batch_size, num_cached))
+
+
 def build_follower(
     follower: FollowerConfig, memory: PoolMemory, shared_fd: int
 ) -> tuple[RankModel, HostStaging | None]:
@@ -302,6 +310,7 @@ def build_follower(
         max_captured_rows=_max_captured_rows(config, is_on_host),
         ranks=ranks,
     )
+    ranks.limit_waits(_longest_wait_s(config, cost, memory.layout))
     return rank_model, None if is_on_host else HostStaging(pool.blocks, memory, heads)
 
 

@@ -46,6 +46,8 @@ SILENCE_S = 2.0
 """A follower that answers no pulse for this long is lost."""
 START_SILENCE_S = 60.0
 """The same before it is ready: imports and the loading of weights hold up its thread for pulses."""
+COPY_TIMEOUT_S = 10.0
+"""A follower that takes longer to copy blocks to or from the staging file is lost."""
 STOP_TIMEOUT_S = 2.0
 
 READY = b"ready"
@@ -102,7 +104,7 @@ class Followers:
         Args:
             memory: the worker's pool, or its staging file.
             shared_fd: file through which the ranks exchange tensors, or find each other; this object closes it.
-            on_loss: called once with the reason, on a thread of this object, when a follower is lost.
+            on_loss: called with the reason when a follower is lost, on a thread of this object or in `copying`.
             num_swap_slots: host slots for blocks of each follower's own pool.
         """
         self._on_loss = on_loss
@@ -151,14 +153,25 @@ class Followers:
 
         Raises:
             RuntimeError: a follower ended.
+            TimeoutError: a follower is lost.
         """
         frame = encode_frame(np.array(words, np.uint64).tobytes())
         for follower in self._followers:
-            follower.staging[direction].sendall(frame)
+            with self._copy_deadline(follower):
+                follower.staging[direction].sendall(frame)
         yield
         for follower in self._followers:
-            if receive_frame(follower.staging[direction]) != COPIED:
-                raise RuntimeError(f"rank {follower.rank} ended")
+            with self._copy_deadline(follower):
+                if receive_frame(follower.staging[direction]) != COPIED:
+                    raise RuntimeError(f"rank {follower.rank} ended")
+
+    @contextmanager
+    def _copy_deadline(self, follower: _Follower) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            self._on_loss(f"rank {follower.rank} does not end a copy within {COPY_TIMEOUT_S:g} s")
+            raise
 
     def close(self) -> None:
         """End all followers."""
@@ -212,6 +225,8 @@ class _Follower:
         d2h, child_d2h = socket.socketpair()
         h2d, child_h2d = socket.socketpair()
         self.staging = {Direction.D2H: d2h, Direction.H2D: h2d}
+        for each in self.staging.values():
+            each.settimeout(COPY_TIMEOUT_S)
         self.pulse.setblocking(False)
         with child_steps, child_pulse, child_d2h, child_h2d:
             children = (child_steps, child_pulse, child_d2h, child_h2d)

@@ -73,6 +73,11 @@ PULL_GRACE_S = 10.0
 _log = logging.getLogger(__name__)
 
 
+def stall_limit_s(predicted_s: float) -> float:
+    """Seconds after which a turn with a step of ``predicted_s`` is a hang."""
+    return max(STALL_LIMIT_S, STALL_FACTOR * predicted_s)
+
+
 class Inbox:
     """Thread-safe queue that the loop empties at once, and the request to stop it."""
 
@@ -157,8 +162,7 @@ class LiveLoop:
 
     def is_healthy(self) -> bool:
         """Whether the loop turned recently."""
-        limit_s = max(STALL_LIMIT_S, STALL_FACTOR * self._loop.expected_step_s)
-        return time.monotonic() - self._turned_s < limit_s
+        return time.monotonic() - self._turned_s < stall_limit_s(self._loop.expected_step_s)
 
     def run(self) -> None:
         """Turn until `Inbox.stop`.

@@ -111,6 +111,9 @@ class Group:
         self._gather(self._struct, part.data_ptr(), parts.data_ptr(), part.nbytes)
         return parts
 
+    def limit_waits(self, seconds: float) -> None:
+        """A no-op: the memory knows nothing of time."""
+
 
 class Channel:
     """One end of a channel. One thread at a time sends, and one receives."""

@@ -3,7 +3,8 @@
 The group is an object: NCCL between GPUs, Gloo between CPUs in tests; torch's global group is never touched. The
 processes find each other through a file that they inherit, so no store listens on a port. The ranks of a group must
 call the same collectives in the same order, with the same sizes. A call, or on a GPU its stream, waits for the others:
-the owner of the processes ends them all if one is gone. NCCL has not run yet.
+the owner of the processes ends them all if one is gone. One that waits for longer than its limit fails, and NCCL then
+ends the process. NCCL has not run yet.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 
 _LOOPBACK = "lo"
 """The ranks of a group are on one host, and need no port on its networks."""
-_GLOO_TIMEOUT = timedelta(minutes=5)
+_START_TIMEOUT = timedelta(minutes=5)
+"""Until `Group.limit_waits`: the ranks load their weights meanwhile, some later than others."""
 
 
 def create_meeting_file() -> int:
@@ -48,10 +50,16 @@ class Group:
         self._group: Any  # torch's stubs know neither method below
         if device.type == "cuda":
             os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
-            self._group = distributed.ProcessGroupNCCL(store, rank, num_ranks, distributed.ProcessGroupNCCL.Options())
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = _START_TIMEOUT
+            self._group = distributed.ProcessGroupNCCL(store, rank, num_ranks, options)
         else:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-            self._group = distributed.ProcessGroupGloo(store, rank, num_ranks, _GLOO_TIMEOUT)
+            self._group = distributed.ProcessGroupGloo(store, rank, num_ranks, _START_TIMEOUT)
+
+    def limit_waits(self, seconds: float) -> None:
+        """Let later collectives, except those of captured steps, wait for the others for at most so long."""
+        self._group._set_default_timeout(timedelta(seconds=seconds))
 
     def sum_(self, x: torch.Tensor) -> None:
         """Replace ``x``, contiguous, by its sum over the ranks, of the same bits on each."""

@@ -29,6 +29,10 @@ class Collectives(Protocol):
         """Return every rank's ``part``, contiguous: ``[num_ranks, *part.shape]``."""
         ...
 
+    def limit_waits(self, seconds: float) -> None:
+        """Let later calls fail if they wait for the others for longer, where that is possible."""
+        ...
+
 
 class Channel(Protocol):
     """Passes tensors from one rank to another, in order. `pdserve.kernels.cpu.ranks` does on CPUs."""
@@ -94,6 +98,11 @@ class Ranks:
         """Replace ``x``, contiguous, by the leader's."""
         if self._collectives is not None:
             x.copy_(self._collectives.gather(x)[0])
+
+    def limit_waits(self, seconds: float) -> None:
+        """Limit the waits of collectives, once all ranks are up."""
+        if self._collectives is not None:
+            self._collectives.limit_waits(seconds)
 
     def send(self, x: torch.Tensor, micro_batch: int) -> None:
         """Send ``x``, contiguous, to the next stage, or from the last one to the leader. The ranks of a stage have

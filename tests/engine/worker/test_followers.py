@@ -20,7 +20,7 @@ from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import GenerationRequest, SamplingParams
 from pdserve.engine.worker import followers
-from pdserve.engine.worker.followers import SILENCE_S, Followers, rank_cores
+from pdserve.engine.worker.followers import SILENCE_S, Direction, Followers, rank_cores
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from tests.kv_transfer.peer import LAYOUT
@@ -175,6 +175,15 @@ def test_a_rank_that_is_silent_before_it_is_ready_is_lost(monkeypatch: pytest.Mo
     monkeypatch.setattr(followers, "SILENCE_S", 0.1)
     with started(["sh", "-c", "sleep 600"], losses, monkeypatch):
         assert losses.get(timeout=DEADLINE_S) == "rank 1 is silent for 0.2 s"
+
+
+def test_a_rank_that_does_not_end_a_copy_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(followers, "COPY_TIMEOUT_S", 0.1)
+    with started(["sh", "-c", "sleep 600"], losses, monkeypatch) as ranks:
+        with pytest.raises(TimeoutError), ranks.copying(Direction.H2D, [1]):
+            pass
+        assert losses.get(timeout=DEADLINE_S) == "rank 1 does not end a copy within 0.1 s"
 
 
 def test_cores_are_shared_out() -> None:

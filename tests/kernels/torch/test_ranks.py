@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ import torch
 from torch import distributed
 
 from pdserve.kernels.torch.ranks import Group, create_meeting_file
+from tests.workers import DEADLINE_S
 
 
 def on_every_rank(num_ranks: int, call: Callable[[Group, int], torch.Tensor]) -> list[torch.Tensor]:
@@ -46,6 +48,21 @@ def test_every_rank_gets_every_part(dtype: torch.dtype) -> None:
     parts = torch.arange(42).view(2, 7, 3).to(dtype)
     for gathered in on_every_rank(2, lambda group, rank: group.gather(parts[rank])):
         assert torch.equal(gathered, parts)
+
+
+def test_a_limited_wait_ends() -> None:
+    has_ended = threading.Event()
+
+    def call(group: Group, rank: int) -> torch.Tensor:
+        group.limit_waits(0.1)
+        if rank == 0:
+            with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+                group.sum_(torch.ones(1))
+            has_ended.set()
+        has_ended.wait(DEADLINE_S)
+        return torch.zeros(0)
+
+    on_every_rank(2, call)
 
 
 def test_torch_s_global_group_stays_untouched() -> None:
