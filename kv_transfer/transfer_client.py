@@ -32,7 +32,7 @@ STOP_TIMEOUT_S = 2.0
 SEND_TIMEOUT_S = 1
 """A transfer process that does not empty its pipe within this time is killed."""
 ALIVE_INTERVAL_S = 0.5
-SILENCE_S = 3
+SILENCE_S = 2.5
 """A transfer process that sends nothing for this long hangs and is killed: it would keep its blocks for ever."""
 
 _MODULE = "pdserve.kv_transfer.transfer_process"
@@ -214,7 +214,8 @@ class TransferProcess:
             while (frame := receive_frame(self._pipe)) is not None:
                 message = TransferToEngine.FromString(frame)
                 if message.HasField("ready"):
-                    self._pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", SILENCE_S, 0))
+                    silence = struct.pack("ll", int(SILENCE_S), int(SILENCE_S % 1 * 1e6))
+                    self._pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, silence)
                     self.address = message.ready.address
                     self._started.set()
                 elif not message.HasField("alive"):

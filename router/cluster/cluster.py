@@ -99,7 +99,7 @@ class Cluster:
         *,
         cluster_token: str = "",
         tls: TlsFiles | None = None,
-        stall_timeout_s: float = 3.0,
+        stall_timeout_s: float = 2.5,
     ) -> None:
         """
         Args:

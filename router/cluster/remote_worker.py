@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STALL_TICKS = 6
+STALL_TICKS = 10
 """Silent periods after which a stream counts as broken. Counting periods instead of seconds keeps a pause of the
 router's own process from being taken for silence of the worker."""
 MAX_MESSAGE_BYTES = 64 << 20
