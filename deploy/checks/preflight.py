@@ -14,13 +14,13 @@ from pathlib import Path
 
 import psutil
 
-from pdserve.contracts.errors import DeployError
+from pdserve.contracts.errors import ConfigError, DeployError
 from pdserve.deploy.cluster.host_facts import slow_kernels_reason
 from pdserve.deploy.cluster.ray_cluster import split_address
 from pdserve.deploy.launch import Launch
 from pdserve.model.weights.demo_model import DEMO_MODEL
 from pdserve.proto.rpc import read_tls_files
-from pdserve.router.http.keys import read_keys
+from pdserve.router.http.keys import SHARED_LIMITS, read_keys
 
 _FILES_WITHOUT_CLIENTS = 256
 """Open files that a process needs in addition to one per client connection."""
@@ -53,9 +53,19 @@ def check_ports(launch: Launch) -> None:
 
 
 def check_keys(launch: Launch) -> None:
-    """Raises ConfigError if ``router.keys_file`` is set and is no file of API keys."""
-    if path := launch.config.router.keys_file:
-        read_keys(Path(path))
+    """Raises ConfigError if ``router.keys_file`` is set and is no file of API keys, or a key has a limit that the
+    routers cannot share."""
+    router = launch.config.router
+    if not router.keys_file:
+        return
+    for key in read_keys(Path(router.keys_file)).values():
+        for name in SHARED_LIMITS:
+            limit = getattr(key, name)
+            if 0 < limit < router.replicas:
+                raise ConfigError(
+                    f"{router.keys_file}: the key {key.id} of {key.tenant} has {name} {limit}, and each of "
+                    f"router.replicas {router.replicas} allows at least 1; raise it, or lower router.replicas"
+                )
 
 
 def check_tls(launch: Launch) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import ceil
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pdserve.contracts.codec import between, from_json, to_json
 from pdserve.contracts.deployment import DEFAULT_TIER
@@ -29,6 +29,9 @@ from pdserve.router.http.errors import ApiError
 from pdserve.router.replicas import Replicas
 
 logger = logging.getLogger(__name__)
+
+SHARED_LIMITS = ("max_in_flight", "requests_per_minute", "tokens_per_minute", "grammars_per_minute")
+"""Limits of a key of which each router enforces its share."""
 
 _Limit = Annotated[int, between(0, 2**31 - 1)]
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -203,14 +206,8 @@ class KeyFile:
         """``key`` with this router's share of its limits."""
         if self._replicas.num == 1:
             return key
-        share = self._replicas.share
-        return replace(
-            key,
-            max_in_flight=share(key.max_in_flight),
-            requests_per_minute=share(key.requests_per_minute),
-            tokens_per_minute=share(key.tokens_per_minute),
-            grammars_per_minute=share(key.grammars_per_minute),
-        )
+        shares: dict[str, Any] = {name: self._replicas.share(getattr(key, name)) for name in SHARED_LIMITS}
+        return replace(key, **shares)
 
     def _budget(self, key_id: str, of: str, per_minute: int) -> Budget:
         budget = self._budgets.get((key_id, of))

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig, RouterConfig
-from pdserve.contracts.errors import DeployError
+from pdserve.contracts.errors import ConfigError, DeployError
 from pdserve.deploy.checks import preflight
 from pdserve.deploy.launch import Launch
 from pdserve.model.cost.hardware import hardware
+from pdserve.router.http.keys import add_key
 from tests.proto.test_tls import certificates
 
 LAUNCH = Launch()
@@ -53,6 +54,14 @@ def test_a_private_cluster_has_no_named_resources() -> None:
     with pytest.raises(DeployError, match=r"decode\.resources names host_a"):
         preflight.check_resources(Launch(config=config))
     preflight.check_resources(Launch(config=config, ray_address="127.0.0.1:6379"))
+
+
+def test_limits_of_keys_that_the_routers_cannot_share_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    add_key(path, "acme", max_in_flight=2, tokens_per_minute=1000)
+    preflight.check_keys(router_at(keys_file=str(path), replicas=2))
+    with pytest.raises(ConfigError, match=r"of acme has max_in_flight 2, and each of .* raise it"):
+        preflight.check_keys(router_at(keys_file=str(path), replicas=3))
 
 
 def router_at(**fields: str | int) -> Launch:
