@@ -248,8 +248,8 @@ class Confirmed(NamedTuple):
     """The judge's answer to a goodput that the scout found."""
 
     goodput: Goodput
-    """The scout's, with the judge's result at that rate; the judge's own if it misses the target. The interval ends
-    later by as much as the judge's rate exceeds the scout's at equal attainment."""
+    """The scout's, with the judge's result at that rate; the judge's own if it misses the target. Where it attains more
+    than the scout, the interval ends later by as much as its rate exceeds the scout's at equal attainment."""
     judge: Attainment
     """Results of both at the scout's goodput, on the same requests."""
     scout: Attainment
@@ -264,10 +264,12 @@ def confirmed(runner: Runner, trial: Trial, scouted: Goodput) -> Confirmed:
     judge, scout = (
         runner.attainment(replace(trial, is_scouted=is_scouted), scouted.rate) for is_scouted in (False, True)
     )
-    goodput = replace(scouted, judged=judge)
+    goodput, lead = replace(scouted, judged=judge), 1.0
     if not judge.meets(trial.slo.attainment):
         goodput = find_goodput(runner, trial, scouted.rate, step=_JUDGE_STEP, known=[judge])
-    high = max(goodput.interval.high, scouted.interval.high * _lead(runner, trial, scouted.rate))
+    elif judge.share > scout.share:
+        lead = _lead(runner, trial, scouted.rate)
+    high = max(goodput.interval.high, scouted.interval.high * lead)
     return Confirmed(replace(goodput, interval=Interval(goodput.rate, high)), judge, scout)
 
 

@@ -141,8 +141,10 @@ class JudgeRunner(CurveRunner):
     def __init__(self, factor: float) -> None:
         super().__init__(falling(10.0))
         self._factor = factor
+        self.num_judged = 0
 
     def attainment(self, trial: Trial, rate: float, *, num_seeds: int = 0) -> Attainment:
+        self.num_judged += not trial.is_scouted
         seen = super().attainment(trial, rate if trial.is_scouted else rate / self._factor, num_seeds=num_seeds)
         return replace(seen, rate=rate)
 
@@ -158,6 +160,15 @@ def test_the_judge_lowers_a_goodput_and_never_raises_one(factor: float, rate: fl
     assert goodput.at_rate.num_runs == 1
     assert goodput.at_rate.share >= 0.9
     assert 10.0 * factor < goodput.interval.high < 11.0 * max(1.0, factor)
+
+
+@pytest.mark.parametrize(("factor", "num_judged"), [(0.99, 1), (1.0, 1), (1.2, 2)])
+def test_the_judge_runs_again_only_where_it_attains_more_than_the_scout(factor: float, num_judged: int) -> None:
+    trial, runner = replace(a_trial(), seeds=(0,)), JudgeRunner(factor)
+    scouted = find_goodput(runner, replace(trial, is_scouted=True), 5.0)
+    scouted = replace(scouted, rate=scouted.rate * 0.98)
+    confirmed(runner, trial, scouted)
+    assert runner.num_judged == num_judged
 
 
 def test_the_judge_attains_the_same_at_the_goodput_that_the_scout_finds() -> None:
