@@ -110,6 +110,9 @@ class Tier:
 
     ttft_seconds: Positive
     tpot_seconds: Positive
+    max_gap_seconds: NotNegative = 0.0
+    """Longest gap between two tokens of an answer; 0: none. A longer one misses TPOT, and prefill on the worker that
+    decodes it takes no larger chunks than fit."""
     weight: NotNegative = 1.0
     """Worth of a request that meets both, beside those of other tiers; 0: it is served with what others leave."""
     when_hopeless: Annotated[str, one_of("last", "refuse")] = "last"
@@ -117,6 +120,8 @@ class Tier:
     with ``Retry-After`` (``refuse``)."""
 
     def __post_init__(self) -> None:
+        if 0 < self.max_gap_seconds < self.tpot_seconds:
+            raise ValueError("max_gap_seconds is below tpot_seconds, the mean gap; raise it, or lower tpot_seconds")
         if not self.weight and self.when_hopeless == "refuse":
             raise ValueError("a weight of 0 makes every request hopeless; raise it, or set when_hopeless to last")
 

@@ -114,7 +114,7 @@ SLO_REQUESTS = Metric(
 SLO_MISSES = Metric(
     "counter",
     "pdserve_slo_misses",
-    "Answers that missed an objective, by the longest part of TTFT, and by what lengthened TPOT.",
+    "Answers that missed an objective, by the longest part of TTFT, and by what lengthened TPOT or one gap of it.",
     ("tier", "objective", "cause"),
 )
 TENANT_REQUESTS = Metric(

@@ -159,6 +159,8 @@ class GenerationRequest:
     stall_slo_s: float = 0.0
     """Seconds from receipt that an answer of expected length may wait before token 1 and meet its TPOT objective; 0 if
     there is none, or nothing left to lose. Orders the reservations of a decode worker."""
+    max_gap_s: float = 0.0
+    """Longest gap between two tokens of the answer, 0 for none. Bounds the steps that prefill beside it."""
     block_hashes: tuple[bytes, ...] = ()
     """Hashes of the leading full blocks, set only by a sender in the worker's memory, such as the simulator. Never on
     the wire, because a wrong hash would serve one prompt's KV to another."""

@@ -24,6 +24,7 @@ from operator import attrgetter
 from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad
 from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
 from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
+from pdserve.decode_worker.gap_limit import GapLimit, MixedSeconds
 from pdserve.decode_worker.reservations import Reservations
 from pdserve.decode_worker.steady_steps import (
     NO_STEADY_STEPS,
@@ -59,6 +60,7 @@ class DecodeScheduler:
         park_timeout_s: float = DEFAULT_PARK_TIMEOUT_S,
         pull_timeout_s: float = DEFAULT_PULL_TIMEOUT_S,
         swap_space: SwapSpace = NO_SWAP_SPACE,
+        mixed_s: MixedSeconds | None = None,
     ) -> None:
         """
         Args:
@@ -69,6 +71,7 @@ class DecodeScheduler:
             park_timeout_s: a parked prompt without a pull is freed after this long.
             pull_timeout_s: a pull times out after this long.
             swap_space: host memory for preempted sequences; none by default.
+            mixed_s: predicts steps with prefill, to bound them by ``max_gap_s`` of requests; ``None`` bounds none.
 
         Raises:
             ValueError: a limit is below 1.
@@ -90,6 +93,7 @@ class DecodeScheduler:
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_size = min(max_batch_size, max(1, max_batch_tokens - 1))
         self._num_preemptions = 0
+        self._mixed_s = mixed_s
 
     # Requests
 
@@ -202,11 +206,22 @@ class DecodeScheduler:
             reserving = self._reservations.first_waiting(now_s)
         if reserving is not None and local is not None and not _is_ahead(local, reserving):
             budget.num_slots = 0
-        self._prefill.plan_chunks(step, budget, max_tokens=self._max_batch_tokens - step.num_rows, now_s=now_s)
+        max_tokens = self._max_batch_tokens - step.num_rows
+        self._prefill.plan_chunks(step, budget, max_tokens=max_tokens, now_s=now_s, fit=self._gap_limit(step))
         for sequence in self._prefill.take_ready():
             if sequence.state is RequestState.PREEMPTED:
                 self._table.emit(sequence.key, RequestEventKind.RESUMED)
             self._join(sequence)
+
+    def _gap_limit(self, step: PlannedStep) -> GapLimit | None:
+        """Limit of the step's chunks, if one of its decode rows has a longest gap."""
+        if self._mixed_s is None or self._prefill.is_idle:
+            return None
+        max_gap_s = min([s.request.max_gap_s for s in step.sequences if s.request.max_gap_s], default=0.0)
+        if not max_gap_s:
+            return None
+        num_context_tokens = sum([row.cached_length for row in step.batch.rows])
+        return GapLimit(self._mixed_s, max_gap_s, step.num_rows, num_context_tokens, self._pool.block_size)
 
     def _resume_swapped(self, step: PlannedStep, budget: AdmissionBudget) -> None:
         """Resume swapped sequences in order, as far as they fit. None overtakes one that does not fit."""

@@ -12,11 +12,12 @@ from pdserve.contracts.request import HANDLE_BYTES
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.worker.backend import Backend
+from pdserve.engine.worker.loop import StepTimes
 from pdserve.engine.worker.process import WorkerActor, main
 from pdserve.kv_transfer.block_pool import BlockPool
 
 
-def build_scheduler(pool: BlockPool, backend: Backend, config: WorkerConfig) -> DecodeScheduler:
+def build_scheduler(pool: BlockPool, backend: Backend, config: WorkerConfig, times: StepTimes) -> DecodeScheduler:
     """Build the scheduler. Raises ValueError if the configured role is prefill."""
     if config.role is WorkerRole.PREFILL:
         raise ValueError("a decode worker cannot serve role 'prefill': start pdserve.prefill_worker.worker")
@@ -28,6 +29,7 @@ def build_scheduler(pool: BlockPool, backend: Backend, config: WorkerConfig) -> 
         max_batch_size=config.max_batch_size,
         park_timeout_s=config.park_timeout_s,
         swap_space=swap_space(backend.cost, backend.num_swap_slots),
+        mixed_s=times.mixed_s,
     )
 
 

@@ -125,9 +125,21 @@ class PrefillScheduler:
         for sequence in self._parking.take_expired(now_s):
             self._end(sequence, RequestEventKind.KV_UNAVAILABLE, "parked: nobody pulled the prompt in time")
 
-    def plan_chunks(self, step: PlannedStep, budget: AdmissionBudget, *, max_tokens: int, now_s: float) -> None:
+    def plan_chunks(
+        self,
+        step: PlannedStep,
+        budget: AdmissionBudget,
+        *,
+        max_tokens: int,
+        now_s: float,
+        fit: Callable[[int, int], int] | None = None,
+    ) -> None:
         """Add chunks of up to ``max_tokens`` new tokens to a step in order of due time, and admit waiting prompts as
-        ``max_tokens`` and ``budget`` allow."""
+        ``max_tokens`` and ``budget`` allow.
+
+        Args:
+            fit: how many of so many tokens, after so many cached ones, the next chunk may have; all by default.
+        """
         self.is_blocked = False
         index = 0
         while max_tokens > 0:
@@ -137,8 +149,13 @@ class PrefillScheduler:
             if index == len(self._admitted):
                 break
             sequence = self._admitted[index]
-            num_tokens = min(max_tokens, sequence.num_uncomputed)
-            step.add_chunk(sequence, num_tokens)
+            num_wanted = num_tokens = min(max_tokens, sequence.num_uncomputed)
+            if fit is not None:
+                num_tokens = fit(num_wanted, sequence.num_computed)
+            if num_tokens:
+                step.add_chunk(sequence, num_tokens)
+            if num_tokens < num_wanted:
+                break
             max_tokens -= num_tokens
             index += 1
         self._hand_over()

@@ -10,12 +10,13 @@ from typing import Any
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.request import HANDLE_BYTES
 from pdserve.engine.worker.backend import Backend
+from pdserve.engine.worker.loop import StepTimes
 from pdserve.engine.worker.process import WorkerActor, main
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.scheduler import PrefillScheduler
 
 
-def build_scheduler(pool: BlockPool, backend: Backend, config: WorkerConfig) -> PrefillScheduler:
+def build_scheduler(pool: BlockPool, backend: Backend, config: WorkerConfig, times: StepTimes) -> PrefillScheduler:
     """Build the scheduler. Raises ValueError if the configured role is not prefill."""
     if config.role is not WorkerRole.PREFILL:
         role = config.role.value

@@ -23,7 +23,7 @@ from pdserve.router.cluster.worker import Worker
 from pdserve.router.plain_histogram import PlainHistogram
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.interface import DispatchObserver
-from pdserve.router.requests.journey import TPOT_CAUSES, TTFT_CAUSES, Journey, tpot_cause, ttft_cause
+from pdserve.router.requests.journey import GAP_CAUSE, TPOT_CAUSES, TTFT_CAUSES, Journey, tpot_cause, ttft_cause
 from pdserve.router.requests.request import Request, RequestSpec
 
 if TYPE_CHECKING:
@@ -186,7 +186,9 @@ class RouterMetrics(DispatchObserver):
         for tier in (DEFAULT_TIER, *self._slo.tiers):
             slo_seconds.labels(tier, "ttft").set(self._slo.tier(tier).ttft_seconds)
             slo_seconds.labels(tier, "tpot").set(self._slo.tier(tier).tpot_seconds)
-            for objective, causes in (("ttft", TTFT_CAUSES), ("tpot", TPOT_CAUSES)):
+            if max_gap_s := self._slo.tier(tier).max_gap_seconds:
+                slo_seconds.labels(tier, "max_gap").set(max_gap_s)
+            for objective, causes in (("ttft", TTFT_CAUSES), ("tpot", (*TPOT_CAUSES, GAP_CAUSE))):
                 for cause in causes:
                     self.slo_misses.labels(tier, objective, cause)
             for ttft in ("met", "missed"):
@@ -311,6 +313,7 @@ class RouterMetrics(DispatchObserver):
         duration_s: float,
         num_tokens: int,
         num_gaps: int = 0,
+        longest_gap_s: float = 0.0,
         journeys: Sequence[Journey] = (),
         tpot_parts_s: Mapping[str, float] | None = None,
         request_id: str = "",
@@ -322,6 +325,7 @@ class RouterMetrics(DispatchObserver):
 
         Args:
             num_gaps: gaps between tokens in the choice of ``tpot_parts_s``.
+            longest_gap_s: between two tokens of any choice; misses TPOT if the tier bounds it.
             journeys: of each prompt.
             tpot_parts_s: seconds of its slowest answer after token 0, by cause.
             request_id: the exemplar of its bucket.
@@ -336,12 +340,15 @@ class RouterMetrics(DispatchObserver):
         if tpot_s is not None:
             self.tpot_seconds.observe(tpot_s, _exemplar(request_id))
             tpot = _verdict(tpot_s, slo.tpot_seconds)
+        is_mean_met = tpot != "missed"
+        if slo.max_gap_seconds and longest_gap_s > slo.max_gap_seconds:
+            tpot = "missed"
         ttft = _verdict(ttft_s, slo.ttft_seconds)
         self.slo_requests.labels(tier, ttft, tpot).inc()
         if ttft == "missed":
             self.slo_misses.labels(tier, "ttft", ttft_cause(journeys, ttft_s)).inc()
         if tpot == "missed":
-            cause = tpot_cause(tpot_parts_s or {}, num_gaps, slo.tpot_seconds)
+            cause = GAP_CAUSE if is_mean_met else tpot_cause(tpot_parts_s or {}, num_gaps, slo.tpot_seconds)
             self.slo_misses.labels(tier, "tpot", cause).inc()
         return "missed" not in (ttft, tpot)
 

@@ -18,6 +18,7 @@ from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.decode_worker import worker as decode_worker
 from pdserve.engine.scheduling.interface import Scheduler
 from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend
+from pdserve.engine.worker.loop import StepTimes
 from pdserve.engine.worker.process import main
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.host_staging import HostStaging
@@ -69,10 +70,10 @@ def staged_backend(config: WorkerConfig) -> Backend:
     return replace(backend, build_executors=build_executors)
 
 
-def build_scheduler(pool: BlockPool, backend: Backend, config: WorkerConfig) -> Scheduler:
+def build_scheduler(pool: BlockPool, backend: Backend, config: WorkerConfig, times: StepTimes) -> Scheduler:
     if config.role is WorkerRole.PREFILL:
-        return prefill_worker.build_scheduler(pool, backend, config)
-    return decode_worker.build_scheduler(pool, backend, config)
+        return prefill_worker.build_scheduler(pool, backend, config, times)
+    return decode_worker.build_scheduler(pool, backend, config, times)
 
 
 if __name__ == "__main__":

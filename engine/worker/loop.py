@@ -147,6 +147,16 @@ class StepTimes:
         predicted_s = self._cost.step_s((row.num_new_tokens, row.cached_length) for row in batch.rows)
         return Prediction(True, predicted_s, is_typical)
 
+    def mixed_s(self, chunks: Iterable[tuple[int, int]], num_rows: int, num_context_tokens: int) -> float:
+        """Expected duration of a step with prefill.
+
+        Args:
+            chunks: (new tokens, cached tokens) of each.
+            num_rows: further rows, which decode.
+            num_context_tokens: cached tokens of those.
+        """
+        return self._cost.step_s(chunks, num_rows, num_context_tokens) * self._prefill.factor
+
     def corrected_s(self, prediction: Prediction) -> float:
         """Expected duration of a step in seconds, given the durations observed so far."""
         return prediction.predicted_s * self._correction(prediction).factor

@@ -47,7 +47,7 @@ STOP_TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-SchedulerFactory = Callable[[BlockPool, Backend, WorkerConfig], Scheduler]
+SchedulerFactory = Callable[[BlockPool, Backend, WorkerConfig, StepTimes], Scheduler]
 """Builds the scheduler of a phase over the pool of a worker, or of a micro-batch."""
 
 
@@ -189,14 +189,15 @@ class EngineWorker:
             is_healthy=self.is_healthy,
             announce=backend.grammars.find,
         )
+        times = StepTimes(backend.cost)
         loop = LiveLoop(
-            scheduler=self._scheduler_factory(pool, backend, config),
+            scheduler=self._scheduler_factory(pool, backend, config, times),
             pool=pool,
             executor=executor,
             inbox=self._inboxes[index],
             sink=service,
             send_order=lambda order: transfer.send(self._numbered(order, index)),
-            times=StepTimes(backend.cost),
+            times=times,
             grammars=backend.grammars,
             emulated_pull_s=backend.emulated_pull_s,
         )

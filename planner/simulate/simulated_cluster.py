@@ -17,7 +17,7 @@ from pdserve.contracts.step import ModelLimits
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.scheduling.interface import Scheduler
-from pdserve.engine.worker.loop import AddRequest, CancelRequest, PrepareRequest
+from pdserve.engine.worker.loop import AddRequest, CancelRequest, PrepareRequest, StepTimes
 from pdserve.engine.worker.pool_size import AUTO_SWAP_SHARE
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost.cost_model import CostModel
@@ -247,6 +247,7 @@ class ClusterBuilder:
             max_batch_tokens=pool.max_batch_tokens,
             max_batch_size=max_batch_size,
             swap_space=swap_space(self.costs[pool.role], int(block_pool.num_blocks * AUTO_SWAP_SHARE)),
+            mixed_s=StepTimes(self.costs[pool.role]).mixed_s,
         )
 
 

@@ -243,6 +243,7 @@ class Request(_message.Message):
     HANDOFF_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     STALL_SLO_S_FIELD_NUMBER: _builtins.int
+    MAX_GAP_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     attempt: _builtins.int
     cache_salt: _builtins.bytes
@@ -252,6 +253,7 @@ class Request(_message.Message):
     choice: _builtins.int
     """index of the answer: part of the random generator's counter"""
     stall_slo_s: _builtins.float
+    max_gap_s: _builtins.float
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -274,10 +276,11 @@ class Request(_message.Message):
         handoff: _builtins.bool = ...,
         choice: _builtins.int = ...,
         stall_slo_s: _builtins.float = ...,
+        max_gap_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "deadline_s", b"deadline_s", "emitted_tokens", b"emitted_tokens", "handoff", b"handoff", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stall_slo_s", b"stall_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "deadline_s", b"deadline_s", "emitted_tokens", b"emitted_tokens", "handoff", b"handoff", "max_gap_s", b"max_gap_s", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stall_slo_s", b"stall_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,6 +16,7 @@ class _Choice:
     first_s: float
     last_s: float
     num_gaps: int = 0
+    longest_gap_s: float = 0.0
 
     @property
     def mean_gap_s(self) -> float:
@@ -51,7 +52,9 @@ class TokenTimer:
             self._choices[choice] = _Choice(now_s, now_s)
             self._metrics.first_token(now_s - self._arrived_s, self._request_id)
         else:
-            self._metrics.itl_seconds.observe(now_s - timed.last_s)
+            gap_s = now_s - timed.last_s
+            self._metrics.itl_seconds.observe(gap_s)
+            timed.longest_gap_s = max(timed.longest_gap_s, gap_s)
             timed.last_s = now_s
             timed.num_gaps += 1
 
@@ -88,6 +91,7 @@ class TokenTimer:
             duration_s=max(each.last_s for each in self._choices.values()) - self._arrived_s,
             num_tokens=sum(1 + each.num_gaps for each in self._choices.values()),
             num_gaps=num_gaps,
+            longest_gap_s=max(each.longest_gap_s for each in self._choices.values()),
             journeys=journeys,
             tpot_parts_s=slowest_parts_s,
             request_id=self._request_id,

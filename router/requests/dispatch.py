@@ -434,6 +434,7 @@ class Dispatcher:
             num_blocks=arrival.blocks.num_blocks(),
             deadline_s=self._deadline_s(attempt.request) - now_s,
             ttft_slo_s=ttft_slo_s,
+            max_gap_s=self._settings.slo.tier(attempt.request.spec.tier).max_gap_seconds,
         )
 
     def _arrival(self, attempt: Attempt, blocks: PromptBlocks, now_s: float) -> Arrival:

@@ -12,6 +12,8 @@ TTFT_CAUSES = (*TTFT_PHASES, "failover", "wire")
 """``wire``: between router and worker, both ways."""
 TPOT_CAUSES = ("failover", "handoff", "preemption", "client", "decode")
 """Parts of TPOT, too. ``client``: writes that waited for the client."""
+GAP_CAUSE = "gap"
+"""The mean gap was short enough, and one gap too long."""
 
 
 class Span(NamedTuple):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
 from typing import TypeVar
@@ -10,6 +11,7 @@ from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput
+from pdserve.decode_worker.gap_limit import MixedSeconds
 from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, SwapSpace
 from pdserve.engine.scheduling.interface import (
@@ -37,6 +39,7 @@ def a_scheduler(
     max_batch_tokens: int = 64,
     max_batch_size: int = 8,
     swap_space: SwapSpace = NO_SWAP_SPACE,
+    mixed_s: MixedSeconds | None = None,
 ) -> DecodeScheduler:
     numbers = count()
     return DecodeScheduler(
@@ -46,6 +49,7 @@ def a_scheduler(
         max_batch_tokens=max_batch_tokens,
         max_batch_size=max_batch_size,
         swap_space=swap_space,
+        mixed_s=mixed_s,
     )
 
 
@@ -416,6 +420,37 @@ def test_a_local_request_emits_every_token() -> None:
     events = scheduler.take_events()
     assert kinds(events) == [RequestEventKind.STARTED]
     assert [event.index for event in only(events, TokenEvent)] == [0, 1, 2]
+
+
+def ms_per_token(chunks: Iterable[tuple[int, int]], num_rows: int, num_context_tokens: int) -> float:
+    """A step takes 1 ms per new token, and more after cached ones."""
+    return 1e-3 * (num_rows + sum(num_new + num_cached / 100 for num_new, num_cached in chunks))
+
+
+def test_chunks_fit_the_tightest_gap_of_those_that_decode() -> None:
+    scheduler = a_scheduler(mixed_s=ms_per_token)
+    tight, loose = (replace(a_request(n, 6, max_tokens=20), max_gap_s=gap_s) for n, gap_s in enumerate((0.0123, 0.05)))
+    join(scheduler, tight, loose)
+    answer(scheduler, step(scheduler))
+    add(scheduler, a_request(2, 15, max_tokens=1), a_request(3, 15, max_tokens=1))
+    chunks = []
+    for _ in range(4):
+        batch = step(scheduler)
+        assert batch.num_new_tokens <= 12
+        chunks += [row.num_new_tokens for row in batch.rows[2:]]
+        answer(scheduler, batch)
+    assert chunks == [10, 5, 5, 10]
+    scheduler.cancel(key_of(tight), 0.0)
+    add(scheduler, a_request(4, 60, max_tokens=1))
+    assert [row.num_new_tokens for row in step(scheduler).rows] == [1, 49]
+
+
+def test_prompts_advance_by_a_block_where_the_gap_has_no_room_for_them() -> None:
+    scheduler = a_scheduler(mixed_s=ms_per_token)
+    join(scheduler, replace(a_request(0, 6), max_gap_s=1e-3))
+    answer(scheduler, step(scheduler))
+    add(scheduler, a_request(1, 10), a_request(2, 10))
+    assert [row.num_new_tokens for row in step(scheduler).rows] == [1, BLOCK_SIZE]
 
 
 def test_decode_rows_leave_a_token_to_prefill() -> None:

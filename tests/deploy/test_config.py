@@ -84,6 +84,7 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("slo: {tpot_seconds: 0}", "slo.tpot_seconds is 0.0; write a number above 0"),
         ("slo: {tpot_seconds: .nan}", "slo.tpot_seconds is nan; write a number above 0"),
         ("slo: {tiers: {fast: {ttft_seconds: 0.1}}}", "slo.tiers.fast lacks tpot_seconds; write it"),
+        ("slo: {tpot_seconds: 0.05, max_gap_seconds: 0.04}", "slo: max_gap_seconds is below tpot_seconds"),
         ("slo: {tiers: {fast: {ttft_seconds: 0.1, tpot_seconds: 0}}}", "slo.tiers.fast.tpot_seconds is 0.0; write"),
         ("slo: {tiers: {auto: {ttft_seconds: 1, tpot_seconds: 1}}}", "slo: tiers has 'auto'; name tiers with"),
         ("slo: {weight: 0, when_hopeless: refuse}", "slo: a weight of 0 makes every request hopeless; raise it"),

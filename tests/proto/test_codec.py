@@ -67,6 +67,7 @@ requests = st.builds(
     deadline_s=st.floats(0.001, 86400),
     ttft_slo_s=st.floats(0, 60),
     stall_slo_s=st.floats(0, 60),
+    max_gap_s=st.floats(0, 60),
     handoff=st.booleans(),
     choice=st.integers(0, 127),
 )
@@ -123,6 +124,7 @@ def test_a_choice_that_cannot_be_is_refused() -> None:
         ({"deadline_s": MAX_DURATION_S * 1.01}, "deadline_s"),
         ({"ttft_slo_s": -1.0}, "ttft_slo_s"),
         ({"stall_slo_s": -1.0}, "stall_slo_s"),
+        ({"max_gap_s": -1.0}, "max_gap_s"),
         ({"ttft_slo_s": MAX_DURATION_S * 1.01}, "ttft_slo_s"),
         ({"cache_salt": b"a" * (MAX_CACHE_SALT_BYTES + 1)}, "cache_salt"),
         ({"prompt_tokens": []}, "prompt_tokens is empty"),

@@ -150,6 +150,22 @@ def test_misses_are_counted_by_cause() -> None:
     assert sum(each.value for family in metrics.slo_misses.collect() for each in family.samples) == 3
 
 
+def test_one_long_gap_misses_tpot_where_a_tier_bounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounded = Tier(ttft_seconds=1.0, tpot_seconds=0.05, max_gap_seconds=0.1)
+    metrics = RouterMetrics(SloConfig(ttft_seconds=1.0, tpot_seconds=0.05, tiers={"bounded": bounded}))
+    for tier, verdict in (("default", "met"), ("bounded", "missed")):
+        clock = iter((10.1, 10.11, 10.23, 10.24))
+        monkeypatch.setattr(token_timer, "time", SimpleNamespace(monotonic=clock.__next__))
+        timer = TokenTimer(metrics, 10.0, tier=tier)
+        for _ in range(4):
+            timer.token(0)
+        timer.finished([])
+        assert timer.is_good is (verdict == "met")
+        assert sample(metrics, "pdserve_slo_requests_total", tier=tier, ttft="met", tpot=verdict) == 1
+    assert sample(metrics, "pdserve_slo_misses_total", tier="bounded", objective="tpot", cause="gap") == 1
+    assert sample(metrics, "pdserve_slo_seconds", tier="bounded", objective="max_gap") == 0.1
+
+
 def test_links_beyond_the_bound_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_metrics, "MAX_LINKS", 2)
     metrics = RouterMetrics()

@@ -24,7 +24,7 @@ from pdserve.deploy.observe.files import write_files
 from pdserve.deploy.observe.grafana import Panel, dashboard_json
 from pdserve.deploy.observe.rules import ALERTS, recording_rules, rule_file, runbook
 from pdserve.router import metrics as router_metrics
-from pdserve.router.requests.journey import TPOT_CAUSES, TTFT_CAUSES
+from pdserve.router.requests.journey import GAP_CAUSE, TPOT_CAUSES, TTFT_CAUSES
 
 ROOT = Path(__file__).parents[3]
 FAMILIES = {metric.name: metric for metric in vars(metrics).values() if isinstance(metric, Metric)}
@@ -46,7 +46,7 @@ VALUES = {
     "state": {"free", "cached", "referenced", "parked"},
     "expected": {"on_time", "late"},
     "objective": {"ttft", "tpot"},
-    "cause": {*TTFT_CAUSES, *TPOT_CAUSES},
+    "cause": {*TTFT_CAUSES, *TPOT_CAUSES, GAP_CAUSE},
     "ttft": {"met", "missed", "failed", "refused"},
     "tpot": {"met", "missed", "none", "failed", "refused"},
 }

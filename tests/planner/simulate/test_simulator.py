@@ -351,6 +351,16 @@ def test_with_blocks_for_all_a_limit_changes_little() -> None:
     np.testing.assert_allclose(unknown.times.last_token_s, known.times.last_token_s, atol=0.02)
 
 
+@pytest.mark.parametrize("policy", ["least-time", "goodput"])
+def test_no_gap_is_longer_than_objectives_allow(policy: str) -> None:
+    free, bounded = (
+        simulate(LLAMA_3_8B, colocated(2), poisson(20, 150), slo=replace(SLO, max_gap_seconds=max_gap_s), policy=policy)
+        for max_gap_s in (0.0, 0.03)
+    )
+    assert_all_are_answered(bounded, 150)
+    assert bounded.gap_s.max() <= 0.03 < free.gap_s.max()
+
+
 def test_a_limit_beyond_the_models_is_the_models() -> None:
     (request,) = poisson(1, 1)
     for limit in (4000, 10**6):
