@@ -84,7 +84,7 @@ class WorkerConfig:
     core_sets: tuple[tuple[int, ...], ...] = ()
     """``cpu_cores`` of every worker on the board, ordered by `core_index`; empty for a worker that lends nothing."""
     transfer_cpu_cores: tuple[int, ...] = ()
-    """Cores of the transfer process; empty keeps its affinity."""
+    """Cores of the transfer process and of the grammar compiler; empty keeps their affinity."""
     emulate: str = ""
     """Name of a GPU in the hardware catalogue to emulate instead of computing; empty runs the model."""
     hardware: str = ""

@@ -115,7 +115,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     slot_bytes = block_bytes if is_on_host else int(cost.rank_kv_bytes_per_token * config.block_size) * num_ranks
     num_slots = num_swap_slots(config, num_blocks, slot_bytes, swap_bytes) // config.pipeline_parallel
     layout = model.kv_layout(num_blocks, config.block_size, cost.kv_dtype, content_hash)
-    grammars = Grammars(folder, limits)
+    grammars = Grammars(folder, limits, config.transfer_cpu_cores)
 
     def build_executors(memory: PoolMemory) -> BuiltExecutors:
         followers, ranks = None, ONE_RANK
@@ -358,7 +358,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
         model_hash=f"emulated-{blake2b(repr(model).encode(), digest_size=16).hexdigest()}",
     )
 
-    grammars = Grammars(Path(config.model_path), limits)
+    grammars = Grammars(Path(config.model_path), limits, config.transfer_cpu_cores)
     # The emulated host has all the memory requested.
     num_slots = num_swap_slots(config, layout.num_blocks, block_bytes, sys.maxsize) // config.pipeline_parallel
 

@@ -61,6 +61,8 @@ class CompilerConfig:
     """Logits of the model."""
     eos_token_ids: tuple[int, ...]
     parent_pid: int
+    cpu_cores: tuple[int, ...] = ()
+    """To run on; empty keeps those of the worker."""
 
 
 def main() -> int:
@@ -70,6 +72,8 @@ def main() -> int:
         return 1
     config = from_json(CompilerConfig, first.decode(), "the compiler's configuration")
     die_with_parent(parent=config.parent_pid)
+    if config.cpu_cores:
+        os.sched_setaffinity(0, config.cpu_cores)
     vocabulary = read_vocabulary(config)
     sock.sendall(encode_frame(COMPILED + vocabulary.serialize_json().encode()))
     while (frame := receive_frame(sock)) is not None:

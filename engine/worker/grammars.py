@@ -57,14 +57,15 @@ class _BusyError(Exception):
 class Grammars:
     """Any thread may call `find` and `close`, and the step loop's thread `compiled`."""
 
-    def __init__(self, folder: Path, limits: ModelLimits) -> None:
+    def __init__(self, folder: Path, limits: ModelLimits, cpu_cores: tuple[int, ...] = ()) -> None:
         """
         Args:
             folder: of the checkpoint, whose ``tokenizer.json`` is read.
+            cpu_cores: of the compiler, apart from those of steps if there are others; empty keeps its affinity.
         """
         self.on_compiled: Callable[[Grammar], None] = lambda grammar: None
         """Called once `find` has an answer that it had not before, on a thread of this object."""
-        self._config = CompilerConfig(str(folder), limits.vocab_size, limits.eos_token_ids, os.getpid())
+        self._config = CompilerConfig(str(folder), limits.vocab_size, limits.eos_token_ids, os.getpid(), cpu_cores)
         self._lock = threading.Lock()
         self._jobs: OrderedDict[str, deque[tuple[Grammar, float]]] = OrderedDict()
         """Grammars and when they came, by owner, the next one first."""

@@ -43,7 +43,7 @@ from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
 from pdserve.router.requests.placement import Arrival
 from pdserve.router.requests.policies import placement
 from pdserve.router.requests.policy import Costs, PrefillChoice, PromptBlocks, prefill_candidates, shortfall
-from pdserve.router.requests.request import MIN_DURATION_S, Attempt, GenerationError, Request, RequestSpec
+from pdserve.router.requests.request import MIN_DURATION_S, Attempt, GenerationError, Request
 from pdserve.router.requests.retries import MAX_FAILURES, Retries
 
 log = logging.getLogger(__name__)
@@ -137,8 +137,6 @@ class Dispatcher:
         now_s = self._now_s()
         self._observer.phase_ended("tokenise", now_s - spec.arrived_s)
         request.journey.spent("tokenise", now_s - spec.arrived_s, now_s)
-        for worker in self.workers.values():
-            self._announce(spec, worker)
         self._launch(attempt, decision)
 
     def finish(self, request: Request, choice: int) -> None:
@@ -199,7 +197,7 @@ class Dispatcher:
         worker.is_up = True
         self.workers[worker.worker_id] = worker
         for request in self._requests:
-            self._announce(request.spec, worker)
+            self._announce(request, worker)
         self._place_queued()
         for attempt in list(self._unbound.values()):
             self._bind(attempt)
@@ -288,10 +286,12 @@ class Dispatcher:
 
     # Admission, launch and end
 
-    def _announce(self, spec: RequestSpec, worker: Worker) -> None:
-        """Have a decode worker compile the grammar of a request while its prompt is prefilled."""
-        if spec.sampling.grammar is not None and worker.role is WorkerRole.DECODE:
-            worker.announce(spec.sampling.grammar)
+    def _announce(self, request: Request, worker: Worker) -> None:
+        """Have a decode worker compile the grammar of a request while its prompt is prefilled. A prompt is started once
+        its grammar is compiled there, so those that take too long reach no decode worker."""
+        grammar = request.spec.sampling.grammar
+        if grammar is not None and request.is_started and worker.role is WorkerRole.DECODE:
+            worker.announce(grammar)
 
     def _launch(self, attempt: Attempt, decision: _Decision | None) -> None:
         attempt.request.attempts[attempt.choice] = attempt
@@ -584,6 +584,8 @@ class Dispatcher:
         request = attempt.request
         if not request.is_started:
             request.is_started = True
+            for each in self.workers.values():
+                self._announce(request, each)
             request.num_cached_tokens = min(event.num_cached_tokens, len(request.spec.prompt_tokens))
             self._observer.prompt_started(request.num_cached_tokens)
             request.prompt_started(request.num_cached_tokens)

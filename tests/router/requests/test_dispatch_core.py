@@ -201,6 +201,8 @@ def test_a_grammar_is_announced_where_its_answer_may_be_decoded() -> None:
     grammar = Grammar(GrammarKind.REGEX, "a+")
     sampling = SamplingParams(max_tokens=100, grammar=grammar)
     core.dispatcher.start(ReadRequest(RequestSpec(prompt_tokens=(1, 2), sampling=sampling, arrived_s=0.0)))
+    assert not any(worker.announced for worker in core.decodes), "it may be too hard to compile"
+    core.event(core.prefill, RequestEventKind.STARTED, request_id=2)
     assert [worker.announced for worker in (core.prefill, *core.decodes)] == [[], [grammar], [grammar]]
     core.dispatcher.worker_lost(core.decodes[0])
     successor = RecordingWorker("decode-0", WorkerRole.DECODE)
