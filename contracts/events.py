@@ -122,6 +122,7 @@ class SchedulerLoad(NamedTuple):
     """A snapshot for the router's policy and the metrics."""
 
     num_running: int = 0
+    """Sequences that hold blocks: pulls count before they decode."""
     num_waiting: int = 0
     num_parked: int = 0
     num_blocks_free: int = 0

@@ -342,10 +342,13 @@ class DecodeScheduler:
 
     def load(self) -> SchedulerLoad:
         load = self._prefill.load()
+        pulling = list(self._reservations.pulling())
         return load._replace(
-            num_running=load.num_running + len(self._running),
+            num_running=load.num_running + len(self._running) + len(pulling),
             num_waiting=load.num_waiting + self._reservations.num_waiting + self._swapping.num_waiting,
-            num_context_tokens=load.num_context_tokens + sum([sequence.num_computed for sequence in self._running]),
+            num_context_tokens=load.num_context_tokens
+            + sum([sequence.num_computed for sequence in self._running])
+            + sum([len(sequence.tokens) for sequence in pulling]),
             num_preemptions=self._num_preemptions,
             num_swap_outs=self._swapping.num_swap_outs,
             num_swap_ins=self._swapping.num_swap_ins,

@@ -75,7 +75,7 @@ WORKER = _record(
     num_in_flight num_steps chunk_tokens next_chunk_tokens num_messages
     waiting_head waiting_tail waiting_tokens num_admitted uncomputed_tokens admitted_context computed_head computed_tail
     is_held_up num_tickets reserved_head reserved_tail num_pulling num_swapped num_preemptions num_decoded
-    num_running num_active active_context ending_context first_last_step num_ending
+    num_running num_active active_context ending_context pulling_context first_last_step num_ending
     num_free num_evictable handoff_blocks soon_blocks most_blocks refused_blocks
     sent_tokens sent_context sent_blocks num_sent""",
 )
@@ -169,12 +169,13 @@ def waiting_tokens(worker):
 def num_decoding(worker):
     num_reserved = worker.reserved_tail - worker.reserved_head
     num_waiting = worker.waiting_tail - worker.waiting_head + num_reserved + worker.num_swapped
-    return worker.num_running + worker.num_admitted + max(num_waiting, worker.num_sent)
+    return worker.num_running + worker.num_pulling + worker.num_admitted + max(num_waiting, worker.num_sent)
 
 
 @njit(inline="always")
 def num_context_tokens(worker):
-    return worker.active_context + worker.ending_context + worker.admitted_context + worker.sent_context
+    num_running = worker.active_context + worker.ending_context
+    return num_running + worker.pulling_context + worker.admitted_context + worker.sent_context
 
 
 @njit(inline="always")
@@ -625,6 +626,7 @@ def handle(state, w, kind, index, now_s):
         worker.reserved_tail += 1
     elif kind == PULLED:
         worker.num_pulling -= 1
+        worker.pulling_context -= request.num_prompt
         worker.soon_blocks -= expected_blocks(state, request, request.num_prompt)
         if has_path(request):
             store(state, w, index, request.num_prompt)
@@ -944,6 +946,7 @@ def reserve(state, w, now_s):
             return local < 0 or is_local_ahead
         worker.reserved_head += 1
         worker.num_pulling += 1
+        worker.pulling_context += request.num_prompt
         worker.soon_blocks += num_expected
         worker.most_blocks += num_final
         if has_path(request):

@@ -1,9 +1,9 @@
 """The ``goodput`` policy, the default: of all choices, the one that lets the most requests meet both objectives.
 
 A choice earns the chance that the request meets TTFT and TPOT there, and pays for the misses that it causes: to the
-answers that decode there, whose steps get longer, and to the prompts that will arrive behind it, by a price per second
-of prefill. A prompt that has no chance to meet TTFT, or less than its seconds cost others, is *late*: it runs
-behind all that still have one. A request that would earn nothing anywhere is refused, if its tier says so.
+answers that decode there or are about to, whose steps get longer, and to the prompts that will arrive behind it, by a
+price per second of prefill. A prompt that has no chance to meet TTFT, or less than its seconds cost others, is *late*:
+it runs behind all that still have one. A request that would earn nothing anywhere is refused, if its tier says so.
 
 Prompts are due in the order in which their objectives end, each share (a tenant's requests of one tier) behind its own
 work, which counts the more the less it is worth: shares that send more than others get no more of the workers than by
@@ -60,10 +60,17 @@ class Goodput(Placement):
         self._answers = Answers()
         self._prompts = Prompts()
         self._requests: dict[int, _Request] = {}
+        self._joining: dict[int, int] = {}
+        """Prompt tokens of requests that will be handed off, to a worker not chosen yet, by id ..."""
+        self._num_joining_tokens = 0
+        """... and their sum."""
         self._booked_s = 0.0
         """Instant by which the backlog is gone, with all that was refused before."""
         self._harm, self._harm_s = 0.0, 0.0
         """Misses per second of delay, summed over recent placements, and the instant of the sum."""
+        decode = costs.get(WorkerRole.DECODE)
+        self._join_steps = 0.5 if decode is None else float(decode.pipeline_depth)
+        """Steps of a decode worker that are planned already when an answer joins."""
         self._errors = {True: Errors(), False: Errors()}
         """Of prompts that are handed off, and of those computed where answers decode."""
         self._prefilled_s = np.zeros((2, 8))
@@ -72,7 +79,7 @@ class Goodput(Placement):
     # Decisions
 
     def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
-        view = self._view(arrival, workers)
+        view = self._with_joining(arrival, self._view(arrival, workers))
         offers = self._offers(arrival, view)
         if offers is None:
             return None
@@ -120,6 +127,7 @@ class Goodput(Placement):
         ids = [worker.worker_id for worker in workers]
         is_last_resort = np.array([worker_id in cut_off for worker_id in ids])
         best = _least(ids, is_last_resort, view.lacking, view.harm - weight * view.chance)
+        self._bound(arrival.request_id)
         stall_slo_s = self._lengths.remaining(0) * ((arrival.tpot_slo_s or LENIENT_TPOT_S) - float(view.step_s[best]))
         return Binding(ids[best], max(0.0, stall_slo_s) if weight else 0.0)
 
@@ -131,6 +139,9 @@ class Goodput(Placement):
         self._requests[arrival.request_id] = _Request(
             wanted_s, tpot_slo_s, arrival.weight, arrival.now_s, choice.ttft_s, choice.handoff
         )
+        if choice.handoff and not choice.is_late:
+            self._joining[arrival.request_id] = arrival.blocks.num_tokens
+            self._num_joining_tokens += arrival.blocks.num_tokens
         num_new = arrival.blocks.num_tokens - choice.num_cached_tokens
         share = None if choice.is_late else arrival.share
         row = self._row(choice.worker_id)
@@ -145,7 +156,9 @@ class Goodput(Placement):
             self._errors[request.handoff].add(log((began_s - request.placed_s) / request.ttft_s))
             self._requests[request_id] = request._replace(ttft_s=0.0)
         if began_s <= request.wanted_s:  # another miss costs a late one nothing
-            row, base = self._row(worker.worker_id), num_tokens - worker.num_steps
+            row, base = self._row(worker.worker_id), float(num_tokens - worker.num_steps)
+            if request.handoff and num_tokens == 1:
+                base -= self._join_steps
             self._remove_answer(request_id)
             self._answers.add(request_id, row, began_s, base, request.tpot_slo_s, request.weight)
             self._workers.answer_began(row, worker.num_steps)
@@ -155,6 +168,7 @@ class Goodput(Placement):
         self._remove_answer(request_id)
         self._requests.pop(request_id, None)
         self._prompts.remove(request_id)
+        self._bound(request_id)
         if num_tokens:
             self._lengths.add(num_tokens)
             self._count_lengths()
@@ -170,6 +184,9 @@ class Goodput(Placement):
         self._prompts.reserve(self._workers.num_rows)
         self._answers.reserve(self._workers.num_rows)
         return row
+
+    def _bound(self, request_id: int) -> None:
+        self._num_joining_tokens -= self._joining.pop(request_id, 0)
 
     def _remove_answer(self, request_id: int) -> None:
         row = self._answers.remove(request_id)
@@ -205,14 +222,16 @@ class Goodput(Placement):
         length, tpot_slo_s = self._lengths.remaining(0), arrival.tpot_slo_s or LENIENT_TPOT_S
         step_s = state.next_step_s + blocks.num_tokens * state.token_s
         lacking = _lacking(blocks, state, num_cached)
-        stall_s = pulled_token_s * (blocks.num_tokens - num_cached)
+        # Token 1 ends the first step that is planned once the prompt is there, on average in the midst of another.
+        join_s = (self._join_steps - 0.5) * step_s * (state.role == DECODE)
+        stall_s = join_s + pulled_token_s * (blocks.num_tokens - num_cached)
         if (is_waiting := state.num_free_blocks < blocks.num_blocks()).any():
             # All that is held goes in the time of an answer.
             num_held = np.maximum(state.num_context_tokens, blocks.num_tokens)
             stall_s = stall_s + length * step_s * (lacking * is_waiting) * blocks.block_size / num_held
         tpot = (step_s + stall_s / length) / tpot_slo_s
         harm = self._answers.harm(rows, blocks.num_tokens) + _slack_value(arrival.weight) * tpot
-        return _View(rows, state, num_cached, lacking, step_s, _chance((1 - tpot) / TPOT_SPREAD), harm)
+        return _View(rows, state, num_cached, lacking, step_s, tpot, _tpot_chance(tpot), harm)
 
     def _offers(self, arrival: Arrival, view: _View) -> _Offers | None:
         """Candidates for prefill, as in `pdserve.router.requests.policy.prefill_candidates`, and decode workers that
@@ -303,6 +322,27 @@ class Goodput(Placement):
             gain[local] = weight * chance[local] * view.chance[index] - view.harm[index] - delay_harm
         return gain
 
+    def _with_joining(self, arrival: Arrival, view: _View) -> _View:
+        """The view once those have joined that are about to be handed off; each decode worker gets its part."""
+        decode = (view.state.role == DECODE).nonzero()[0]
+        if not self._joining or not len(decode):
+            return view
+        rows, chance, harm = view.rows[decode], view.chance.copy(), view.harm.copy()
+        state = self._workers.columns(rows)
+        slo_s, num_tokens = arrival.tpot_slo_s or LENIENT_TPOT_S, arrival.blocks.num_tokens
+        num_ahead = len(self._joining) / len(decode)
+        ahead_s = num_ahead * state.answer_s + self._num_joining_tokens / len(decode) * state.token_s
+        own_s = state.answer_s + num_tokens * state.token_s
+        tpot, ahead = view.tpot[decode] + ahead_s / slo_s, ahead_s / state.token_s
+        chance[decode] = _tpot_chance(tpot)
+        harm[decode] += (
+            self._answers.harm(rows, ahead + num_tokens)
+            - self._answers.harm(rows, ahead - state.answer_s / state.token_s)
+            - self._answers.harm(rows, num_tokens)
+            + num_ahead * arrival.weight * (_tpot_chance(tpot - own_s / slo_s) - chance[decode])
+        )
+        return view._replace(chance=chance, harm=harm)
+
     def _book(self, now_s: float, backlog_s: float, spacing_s: float) -> float:
         """Seconds after which a refused request would find the backlog gone: refused ones are asked back one by one,
         ``spacing_s`` apart."""
@@ -367,6 +407,8 @@ class _View(NamedTuple):
     """Blocks and batch slots, as in `pdserve.router.requests.policy.shortfall`."""
     step_s: FloatArray
     """Seconds of a step with the answer."""
+    tpot: FloatArray
+    """Predicted TPOT, as a share of the objective."""
     chance: FloatArray
     """Chance to meet TPOT."""
     harm: FloatArray
@@ -421,6 +463,11 @@ def _least(ids: Sequence[str], *keys: npt.NDArray[Any]) -> int:
             break
         index = index[key[index] == key[index].min()]
     return int(min(index.tolist(), key=ids.__getitem__))
+
+
+def _tpot_chance(tpot: FloatArray) -> FloatArray:
+    """``tpot``: predicted, as a share of the objective."""
+    return _chance((1 - tpot) / TPOT_SPREAD)
 
 
 def _chance(margin: FloatArray) -> FloatArray:

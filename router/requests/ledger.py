@@ -221,9 +221,9 @@ class Answers:
         np.subtract(delays[0].copy(), lost, out=lost)  # without a delay
         self._harm[rows] = np.einsum("grc,rc->rg", lost, weight)
 
-    def harm(self, rows: IntArray, num_tokens: int) -> FloatArray:
+    def harm(self, rows: IntArray, num_tokens: FloatArray | float) -> FloatArray:
         """Misses on each worker if one more answer with so much context decodes there."""
-        upper = min(max(int(GRID_TOKENS.searchsorted(num_tokens)), 1), NUM_CONTEXTS - 1)
+        upper = np.minimum(np.maximum(GRID_TOKENS.searchsorted(num_tokens), 1), NUM_CONTEXTS - 1)
         share = (num_tokens - GRID_TOKENS[upper - 1]) / (GRID_TOKENS[upper] - GRID_TOKENS[upper - 1])
         lower, higher = self._harm[rows, upper - 1], self._harm[rows, upper]
         harm: FloatArray = lower + (higher - lower) * share

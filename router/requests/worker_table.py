@@ -44,8 +44,10 @@ class WorkerColumns(NamedTuple):
     """Seconds of a decode step; 0 on a worker that decodes nothing."""
     next_step_s: FloatArray
     """The same with one more answer of no context ..."""
+    answer_s: FloatArray
+    """... what another one adds ..."""
     token_s: FloatArray
-    """... and what each token of its context adds."""
+    """... and each token of context."""
 
 
 class _Seen(NamedTuple):
@@ -146,11 +148,12 @@ class WorkerTable:
     def _row_values(self, row: int, worker: WorkerSnapshot) -> tuple[float, ...]:
         cost, num_decoding = self._costs[worker.role], worker.num_decoding
         correction = worker.decode_correction * self._steps[row].factor
-        step_s = next_step_s = token_s = 0.0
+        step_s = next_step_s = answer_s = token_s = 0.0
         if worker.role is not WorkerRole.PREFILL:
             num_context = worker.num_context_tokens
             step_s = cost.decode_s(num_decoding, num_context) * correction if num_decoding else 0.0
             next_step_s = cost.decode_s(num_decoding + 1, num_context) * correction
+            answer_s = cost.decode_s(num_decoding + 2, num_context) * correction - next_step_s
             token_s = cost.decode_token_s * correction
         return (
             ROLES.index(worker.role),
@@ -167,5 +170,6 @@ class WorkerTable:
             queue_s(worker.num_waiting_tokens, worker.max_batch_tokens, cost),
             step_s,
             next_step_s,
+            answer_s,
             token_s,
         )

@@ -61,10 +61,15 @@ def test_the_ledger_holds_what_the_schedulers_hold(
             num_waiting = sum(prompt.num_tokens for prompt in held)
             assert num_waiting >= load.num_waiting_tokens
             if worker.role is WorkerRole.DECODE:
+                scheduler = worker.engine._decoding
+                assert scheduler is not None
                 num_answers = len(policy._answers._ids[row])
-                assert num_answers + len(held) == load.num_running + load.num_waiting, (num_answers, held, load)
+                num_soon = len(held) + len(list(scheduler._reservations.pulling()))
+                assert num_answers + num_soon == load.num_running + load.num_waiting, (num_answers, num_soon, load)
                 num_seen += num_answers
     assert num_seen or cancelled, "the second arrives while the first decodes"
     assert not policy._prompts._prompts
     assert not len(policy._answers)
     assert not policy._requests
+    assert not policy._joining
+    assert not policy._num_joining_tokens
