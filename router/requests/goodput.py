@@ -45,6 +45,8 @@ LATE_S = 20.0
 """Seconds after which a late prompt is due: it runs behind others for that long."""
 MAX_BOOKED_S = 60.0
 """Refused requests are asked to come back within this."""
+MAX_PREFILL_SHARE = 0.9
+"""Upper limit of the time that prefill takes from answers on a mixed worker, as a share of theirs."""
 MAX_MEAN_STEP = 0.75
 """Mean step, prefills included, up to which a decode worker prefills, as a share of the TPOT objective."""
 PREFILL, DECODE, MIXED = range(len(ROLES))
@@ -88,7 +90,8 @@ class Goodput(Placement):
         spread = np.where(handoff, self._errors[True].spread, self._errors[False].spread)
         spread_s = np.maximum(MIN_TTFT_SPREAD_S, spread * ttft_s)
         chance = _chance((slack_s - ttft_s) / spread_s)
-        toll = self._price(now_s) / len(ttft_s) * own_s * ttft_s
+        num_workers = len(set(offers.workers.tolist()))
+        toll = self._price(now_s) / num_workers * own_s * ttft_s
         scale_s = np.maximum(slack_s, ttft_s) if slack_s < inf else 1.0
         gain = self._gains(weight, chance, offers, view) - toll - _slack_value(weight) * ttft_s / scale_s
         least_gain = MIN_CHANCE * weight
@@ -104,11 +107,11 @@ class Goodput(Placement):
             last = _least(ids, backlog_s)
             if not is_refused:
                 return offers.choice(last, ids[last])._replace(is_late=True, due_s=now_s + LATE_S)
-            spacing_s = max(float(own_s.min()) / len(own_s), self._end_spacing_s(view))
+            spacing_s = max(float(own_s.min()) / num_workers, self._end_spacing_s(view))
             retry_after_s = self._book(now_s, float(backlog_s[last]), spacing_s)
             return offers.choice(best, ids[best])._replace(retry_after_s=retry_after_s)
         self._harm += float(weight * chance[best] * (1 - chance[best]) / spread_s[best])
-        if not handoff[best]:
+        if offers.state.role[best] != PREFILL:
             row = view.rows[offers.workers[best]]
             self._workers.prefills(int(row), float(own_s[best]))
             self._prefilled_s[:, row] = self._recent_s(row, now_s) + own_s[best], now_s
@@ -230,12 +233,16 @@ class Goodput(Placement):
             num_held = np.maximum(state.num_context_tokens, blocks.num_tokens)
             stall_s = stall_s + length * step_s * (lacking * is_waiting) * blocks.block_size / num_held
         tpot = (step_s + stall_s / length) / tpot_slo_s
+        if (is_mixed := state.role == MIXED).any() and (state.role == DECODE).any():
+            # Elsewhere an answer decodes beside no prefill.
+            busy = np.minimum(self._recent_s(rows, arrival.now_s) / self._answer_s(), MAX_PREFILL_SHARE)
+            tpot = tpot + step_s * busy / (1 - busy) * is_mixed / tpot_slo_s
         harm = self._answers.harm(rows, blocks.num_tokens) + _slack_value(arrival.weight) * tpot
         return _View(rows, state, num_cached, lacking, step_s, tpot, _tpot_chance(tpot), harm)
 
     def _offers(self, arrival: Arrival, view: _View) -> _Offers | None:
-        """Candidates for prefill, as in `pdserve.router.requests.policy.prefill_candidates`, and decode workers that
-        may prefill beside prefill workers; ``None`` without any."""
+        """Candidates for prefill, as in `pdserve.router.requests.policy.prefill_candidates`, decode workers that may
+        prefill beside prefill workers, and mixed workers once more, to hand off; ``None`` without any."""
         num_tokens, state = arrival.blocks.num_tokens, view.state
         role = state.role.astype(np.int64)
         is_prefill, is_decode = role == PREFILL, role == DECODE
@@ -256,12 +263,15 @@ class Goodput(Placement):
         index = is_offered.nonzero()[0]
         if not len(index):
             return None
+        handoff = is_prefill[index]
+        if is_decode.any() and len(mixed := (role == MIXED).nonzero()[0]):
+            index, handoff = np.append(index, mixed), np.append(handoff, np.ones(len(mixed), np.bool_))
         rows = view.rows[index]
         due_s = self._due_s(arrival, rows)
         offers = _Offers(
             workers=index,
             state=self._workers.columns(rows),
-            handoff=is_prefill[index],
+            handoff=handoff,
             num_cached=view.num_cached[index],
             raw_s=raw_s[index],
             own_s=own_s[index],
@@ -318,8 +328,10 @@ class Goodput(Placement):
         local = (~offers.handoff).nonzero()[0]
         if len(local):
             index = offers.workers[local]
-            delay_harm = self._answers.delay_harm(view.rows[index], offers.own_s[local])
-            gain[local] = weight * chance[local] * view.chance[index] - view.harm[index] - delay_harm
+            gain[local] = weight * chance[local] * view.chance[index] - view.harm[index]
+        beside = (offers.state.role != PREFILL).nonzero()[0]
+        if len(beside):
+            gain[beside] -= self._answers.delay_harm(view.rows[offers.workers[beside]], offers.own_s[beside])
         return gain
 
     def _with_joining(self, arrival: Arrival, view: _View) -> _View:

@@ -52,7 +52,9 @@ def decoded(simulation: Simulation) -> int:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("layout", [disaggregated(2, 3), colocated(2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [disaggregated(2, 3), colocated(2), replace(disaggregated(), mixed=a_pool(WorkerRole.MIXED))], ids=str
+)
 def test_every_policy_answers_in_full(layout: Layout, policy: str) -> None:
     assert_all_are_answered(simulate(LLAMA_3_8B, layout, poisson(40, 100), slo=SLO, policy=policy), 100)
 

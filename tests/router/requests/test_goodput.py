@@ -127,6 +127,16 @@ def test_prefill_on_a_decode_worker_is_charged_with_the_answers_that_it_delays()
         assert placed(policy, one, P0._replace(num_waiting_tokens=3000), d0).worker_id == expected
 
 
+def test_a_mixed_worker_that_prefills_much_hands_off() -> None:
+    policy = Goodput(COSTS, tpot_slo_s=2 * COST.decode_s(1, 2000))
+    busy, mixed = P0._replace(num_waiting_tokens=10**5), worker("mixed-0", WorkerRole.MIXED)
+    choices = [placed(policy, arrival(number, 2000, ttft_s=10.0), busy, D0, mixed) for number in range(30)]
+    assert {choice.worker_id for choice in choices} == {"mixed-0"}
+    assert not choices[0].handoff
+    assert choices[-1].handoff
+    assert not placed(policy, arrival(30, 2000, now_s=1000.0), busy, D0, mixed).handoff, "what it did is long ago"
+
+
 def test_shared_blocks_are_not_missing() -> None:
     policy = Goodput(COSTS, tpot_slo_s=0.05)
     hashes = frozenset(block_hashes(range(4000), BLOCK_SIZE))
