@@ -158,7 +158,8 @@ class Cluster:
             GenerationError: as in `start`.
         """
         num_choices = sum(spec.num_choices for spec in specs)
-        self.check_room(num_choices, tenant=specs[0].tenant, tier=specs[0].tier)
+        first = specs[0]
+        self.check_room(num_choices, tenant=first.tenant, tier=first.tier, arrived_s=first.arrived_s)
         streams: list[TokenStream] = []
         try:
             for spec in specs:
@@ -169,13 +170,13 @@ class Cluster:
             raise
         return streams
 
-    def check_room(self, num_choices: int, *, tenant: str, tier: str) -> None:
-        """Check that a request would be accepted now.
+    def check_room(self, num_choices: int, *, tenant: str, tier: str, arrived_s: float) -> None:
+        """Check, before its prompt is read, that a request may be accepted now.
 
         Raises:
-            GenerationError: it would not (overload, drain).
+            GenerationError: it would not be, whatever its prompt (overload, drain).
         """
-        self.dispatcher.admission.check(num_choices, tenant=tenant, tier=tier)
+        self.dispatcher.check(num_choices, tenant=tenant, tier=tier, arrived_s=arrived_s)
 
     async def sweep_forever(self) -> None:
         while True:

@@ -175,7 +175,7 @@ class Edge:
         request.state.tier = tier = self._tier(body, caller)
         tenant = "" if caller is None else caller.key.tenant
         try:
-            self.cluster.check_room(body.num_answers, tenant=tenant, tier=tier)
+            self.cluster.check_room(body.num_answers, tenant=tenant, tier=tier, arrived_s=request.state.arrived_s)
         except GenerationError as error:
             if error.status != 400:
                 self.metrics.tenant_served(tenant, is_good=False)

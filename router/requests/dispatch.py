@@ -34,7 +34,7 @@ from pdserve.contracts.events import (
     TokenEvent,
 )
 from pdserve.contracts.placement import WorkerRole, whole_worker_id
-from pdserve.contracts.request import KvSource, Outcome, RequestState
+from pdserve.contracts.request import KvSource, Outcome, RequestState, SamplingParams
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.replicas import Replicas
 from pdserve.router.requests.admission import MIN_RETRY_AFTER_S, Admission
@@ -43,13 +43,14 @@ from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
 from pdserve.router.requests.placement import Arrival
 from pdserve.router.requests.policies import placement
 from pdserve.router.requests.policy import Costs, PrefillChoice, PromptBlocks, prefill_candidates, shortfall
-from pdserve.router.requests.request import MIN_DURATION_S, Attempt, GenerationError, Request
+from pdserve.router.requests.request import MIN_DURATION_S, Attempt, GenerationError, Request, RequestSpec
 from pdserve.router.requests.retries import MAX_FAILURES, Retries
 
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 8
 """Maximum dispatches of one choice, whatever the cause."""
+_LEAST = SamplingParams(max_tokens=1)
 
 
 class Dispatcher:
@@ -112,6 +113,26 @@ class Dispatcher:
 
     # Requests
 
+    def check(self, num_choices: int, *, tenant: str, tier: str, arrived_s: float) -> None:
+        """Check that a request, whose prompt may be as short as can be, would be accepted now.
+
+        Raises:
+            GenerationError: it would not (overload, drain).
+        """
+        self.admission.check(num_choices, tenant=tenant, tier=tier)
+        workers = [worker for worker in self.workers.values() if worker.takes_work]
+        if self._settings.slo.tier(tier).when_hopeless == "refuse" and workers:
+            least = RequestSpec(
+                prompt_tokens=(0,), sampling=_LEAST, arrived_s=arrived_s, uses_cache=False, tenant=tenant, tier=tier
+            )
+            self._check_chance(tier, self._decide(Attempt(Request(least), 0, 0, self._now_s())))
+
+    def _check_chance(self, tier: str, decision: _Decision | None) -> None:
+        if decision is not None and decision.choice.retry_after_s:
+            self._observer.refused(tier)
+            message = f"no worker would meet the objectives of tier {tier} for this request now"
+            raise GenerationError(429, message, retry_after_s=max(decision.choice.retry_after_s, MIN_RETRY_AFTER_S))
+
     def start(self, request: Request, *, has_room: bool = False) -> None:
         """Accept a request and place its first choice.
 
@@ -126,10 +147,7 @@ class Dispatcher:
             self.admission.check(spec.num_choices, tenant=spec.tenant, tier=spec.tier)
         attempt = Attempt(request, 0, next(self._request_ids), self._now_s())
         decision = self._decide(attempt)
-        if decision is not None and decision.choice.retry_after_s:
-            self._observer.refused(spec.tier)
-            message = f"no worker would meet the objectives of tier {spec.tier} for this request now"
-            raise GenerationError(429, message, retry_after_s=max(decision.choice.retry_after_s, MIN_RETRY_AFTER_S))
+        self._check_chance(spec.tier, decision)
         self._requests[request] = None
         self.admission.accepted(spec)
         self.num_accepted += 1

@@ -68,6 +68,8 @@ class Goodput(Placement):
         """... and their sum."""
         self._booked_s = 0.0
         """Instant by which the backlog is gone, with all that was refused before."""
+        self._own_s = 0.0
+        """Mean seconds of recent prompts."""
         self._harm, self._harm_s = 0.0, 0.0
         """Misses per second of delay, summed over recent placements, and the instant of the sum."""
         decode = costs.get(WorkerRole.DECODE)
@@ -107,15 +109,11 @@ class Goodput(Placement):
             last = _least(ids, backlog_s)
             if not is_refused:
                 return offers.choice(last, ids[last])._replace(is_late=True, due_s=now_s + LATE_S)
-            spacing_s = max(float(own_s.min()) / num_workers, self._end_spacing_s(view))
+            spacing_s = max(max(float(own_s.min()), self._own_s) / num_workers, self._end_spacing_s(view))
             retry_after_s = self._book(now_s, float(backlog_s[last]), spacing_s)
             return offers.choice(best, ids[best])._replace(retry_after_s=retry_after_s)
-        self._harm += float(weight * chance[best] * (1 - chance[best]) / spread_s[best])
-        if offers.state.role[best] != PREFILL:
-            row = view.rows[offers.workers[best]]
-            self._workers.prefills(int(row), float(own_s[best]))
-            self._prefilled_s[:, row] = self._recent_s(row, now_s) + own_s[best], now_s
-        return offers.choice(best, ids[best])
+        harm_per_s = float(weight * chance[best] * (1 - chance[best]) / spread_s[best])
+        return offers.choice(best, ids[best])._replace(harm_per_s=harm_per_s)
 
     def decode(
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
@@ -145,9 +143,14 @@ class Goodput(Placement):
         if choice.handoff and not choice.is_late:
             self._joining[arrival.request_id] = arrival.blocks.num_tokens
             self._num_joining_tokens += arrival.blocks.num_tokens
+        self._harm += choice.harm_per_s
+        self._own_s += 0.1 * (choice.own_s - self._own_s)
+        row = self._row(choice.worker_id)
+        if self._workers.columns(slice(row, row + 1)).role[0] != PREFILL and not choice.is_late:
+            self._workers.prefills(row, choice.own_s)
+            self._prefilled_s[:, row] = self._recent_s(np.int64(row), arrival.now_s) + choice.own_s, arrival.now_s
         num_new = arrival.blocks.num_tokens - choice.num_cached_tokens
         share = None if choice.is_late else arrival.share
-        row = self._row(choice.worker_id)
         self._prompts.add(arrival.request_id, row, choice.due_s, num_new, share, choice.own_s)
 
     def prefilled(self, request_id: int, worker_id: str) -> None:

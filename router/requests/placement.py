@@ -67,7 +67,7 @@ class Placement:
         self.tpot_slo_s = tpot_slo_s
 
     def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
-        """Worker that computes the prompt; ``None`` if no worker can start."""
+        """Worker that computes the prompt, if `placed` follows; ``None`` if no worker can start."""
         raise NotImplementedError
 
     def decode(

@@ -136,6 +136,8 @@ class PrefillChoice(NamedTuple):
     """Instant by which workers order prompts; infinite for none."""
     retry_after_s: float = 0.0
     """Above 0: the request is refused, and may be served after so many seconds."""
+    harm_per_s: float = 0.0
+    """Chance to meet TTFT, times weight, that each second of delay would cost it."""
 
 
 class DecodeChoice(NamedTuple):

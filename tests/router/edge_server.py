@@ -117,7 +117,7 @@ class ScriptedGenerator(Cluster):
         self.generations: list[ScriptedGeneration] = []
         self.started = threading.Event()
 
-    def check_room(self, num_choices: int, *, tenant: str, tier: str) -> None:
+    def check_room(self, num_choices: int, *, tenant: str, tier: str, arrived_s: float) -> None:
         if self.refusal is not None:
             raise self.refusal
 

@@ -25,7 +25,7 @@ from pdserve.contracts.request import (
 )
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.dispatch import Dispatcher
-from pdserve.router.requests.goodput import LATE_S
+from pdserve.router.requests.goodput import LATE_S, Goodput
 from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 from tests.router.rig import COST
@@ -282,6 +282,27 @@ def test_what_would_meet_its_objectives_nowhere_is_refused_if_its_tier_says_so()
     core.start(tier="slow", waited_s=0.9)
     assert [request.ttft_slo_s for request in core.prefill.submitted] == [LATE_S, LATE_S]
     assert core.dispatcher.num_accepted == core.dispatcher.num_in_flight == 2
+
+
+def test_a_request_whose_shortest_prompt_would_be_hopeless_is_refused_before_its_prompt_is_read() -> None:
+    """To ask changes nothing: requests that would be accepted are not counted, nor is what they would do to others."""
+    fast, slow = (Tier(ttft_seconds=0.5, tpot_seconds=1.0, when_hopeless=when) for when in ("refuse", "last"))
+    core = Core(SloConfig(tiers={"fast": fast, "slow": slow}))
+    core.clock.now_s = 1.0
+    core.dispatcher.check(1, tenant="", tier="fast", arrived_s=0.1)
+    core.all_up()
+    core.dispatcher.check(1, tenant="", tier="fast", arrived_s=1.0)
+    core.dispatcher.check(1, tenant="", tier="slow", arrived_s=0.1)
+    with pytest.raises(GenerationError) as caught:
+        core.dispatcher.check(1, tenant="", tier="fast", arrived_s=0.1)
+    assert caught.value.status == 429
+    assert core.observer.refused_tiers == ["fast"]
+    assert not core.prefill.submitted
+    assert core.dispatcher.num_accepted == core.dispatcher.num_in_flight == 0
+    placement = core.dispatcher._placement
+    assert isinstance(placement, Goodput)
+    assert placement._price(1.0) == 0.0
+    assert not placement._joining
 
 
 def test_a_tenant_may_hold_as_many_choices_as_are_free() -> None:
