@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("numba", reason="the scout needs the planner's extra")
 
-from pdserve.bench.scout_vs_judge import Figures, agrees, cases, draw_case
+from pdserve.bench.scout_vs_judge import Figures, agrees, cases, draw_case, is_chaotic
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.simulate.simulation import RequestTimes
 
@@ -63,5 +63,14 @@ def test_scout_and_judge_get_the_same_requests() -> None:
     scouted, judged = case.scouted().times, case.judged()
     for name in ("arrived_s", "num_prompt_tokens", "num_output_tokens"):
         np.testing.assert_allclose(getattr(scouted, name), getattr(judged, name))
-    later = case.judged(later_s=1e-5)
-    assert later.started_s[0] == pytest.approx(judged.started_s[0] + 1e-5, abs=1e-9)
+    for later, own in ((case.judged(1e-5), judged), (case.scouted(1e-5).times, scouted)):
+        assert later.started_s[0] == pytest.approx(own.started_s[0] + 1e-5, abs=1e-9)
+
+
+def test_a_case_is_chaotic_if_either_differs_from_itself_a_little_later() -> None:
+    (case,) = cases(1, 60, 7, only=None)
+    calm = replace(case, rate=case.rate / 10)
+    scouted, judged = (Figures.of(times, calm.slo) for times in (calm.scouted().times, calm.judged()))
+    assert not is_chaotic(calm, scouted, judged)
+    assert is_chaotic(calm, replace(scouted, ttft_p90=1.1 * scouted.ttft_p90), judged)
+    assert is_chaotic(calm, scouted, replace(judged, attainment=judged.attainment - 3))
