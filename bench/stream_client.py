@@ -29,6 +29,8 @@ class StreamedAnswer:
 
     sent_s: float = 0.0
     """The request was handed to the socket."""
+    ended_s: float = 0.0
+    """The answer was complete, or failed."""
     token_s: list[float] = field(default_factory=list)
     """Time of each event with a part of the answer."""
     token_ids: list[int] = field(default_factory=list)
@@ -38,6 +40,8 @@ class StreamedAnswer:
     num_cached_tokens: int = 0
     status: int = 0
     """HTTP status; 0 without an answer."""
+    retry_after_s: float = 0.0
+    """``Retry-After`` of a refusal."""
     error: str = ""
     """Why the answer is not complete."""
 
@@ -194,6 +198,10 @@ class _Connection(asyncio.Protocol):
             self._end(f"the answer is broken: {error}")
             self.abort()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"retry-after" and self._answer is not None:
+            self._answer.retry_after_s = float(value)
+
     def on_headers_complete(self) -> None:
         assert self._answer is not None
         self._answer.status = self._parser.get_status_code()
@@ -238,6 +246,7 @@ class _Connection(asyncio.Protocol):
         answer, self._answer = self._answer, None
         if answer is None:
             return
+        answer.ended_s = time.monotonic()
         answer.error = answer.error or error
         if answer.status != 200:
             answer.error = answer.error or "no reason given"
