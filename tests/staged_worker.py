@@ -5,6 +5,7 @@ transfer process maps a staging file. Ranks other than the leader are processes 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -81,5 +82,6 @@ if __name__ == "__main__":
         staged_device(),
         patch("pdserve.engine.worker.worker.choose_backend", staged_backend),
         patch("pdserve.engine.worker.followers._MODULE", "tests.staged_follower"),
+        patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),  # where followers find `tests`
     ):
         sys.exit(main(build_scheduler, "staged_worker"))
