@@ -102,6 +102,7 @@ def _at_every_step(source: Peer, target: Peer, dones: dict[int, transfer_pb2.Pul
     handoffs["copying"].begin()
     handoffs["done"].begin()
     _wait_for_dones(target, dones, handoffs["done"].pull_id)
+    target.wait_for_block(handoffs["copying"].block_ids[0], handoffs["copying"].content[0])
     return list(handoffs.values())
 
 
