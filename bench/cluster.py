@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 START_TIMEOUT_S = 300.0
 _URL = r"http://[\w.\-]+:\d+"
 _BANNER = rf"^\W*admin\W+(?P<admin>{_URL}).*^curl .*?(?P<url>{_URL})"
@@ -30,6 +32,12 @@ class RunningCluster:
     """Process of `pdserve up`, the ancestor of all its processes."""
     ready_s: float
     """From the command to its banner."""
+
+    def router(self) -> psutil.Process:
+        """Process of its only router."""
+        children = psutil.Process(self.pid).children(recursive=True)
+        [router] = [child for child in children if "pdserve.router" in child.cmdline()]
+        return router
 
 
 @contextmanager

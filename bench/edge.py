@@ -400,8 +400,7 @@ def main() -> None:
         }
         options = ("--emulate", "h100-sxm", "--time-scale", str(TIME_SCALE))
         with running_cluster(deployment, *options) as cluster:
-            children = psutil.Process(cluster.pid).children(recursive=True)
-            [router] = [child for child in children if "pdserve.router" in child.cmdline()]
+            router = cluster.router()
             beside_bare = compare_with_bare(cluster.url, router.pid, arguments.streams, arguments.seconds / 2)
             console.print(beside_bare)
             _, share = first_tokens(cluster.url, router.pid, arguments.streams, arguments.seconds / 2)

@@ -91,8 +91,7 @@ async def send_all(url: str, requests: list[Sent], router: psutil.Process, overl
 
 def run(cluster: RunningCluster, factor: float, seconds: float, retries: int = 0) -> dict[str, Any]:
     """One overload and, unless refused clients come back, the rest after it."""
-    processes = psutil.Process(cluster.pid).children(recursive=True)
-    (router,) = [each for each in processes if "pdserve.router" in each.cmdline()]
+    router = cluster.router()
     random = np.random.default_rng(int(factor))
     parts = [(0.0, seconds, factor * RATE), (seconds, REST_S, 0.0 if retries else REST_RATE)]
     at_s = [start_s + each for start_s, long_s, rate in parts for each in random.uniform(0, long_s, int(rate * long_s))]
