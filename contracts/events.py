@@ -131,7 +131,9 @@ class SchedulerLoad(NamedTuple):
     num_waiting_tokens: int = 0
     """Tokens of prompts not started yet."""
     num_started_tokens: int = 0
-    """Tokens of started prompts without written KV, including tokens of steps in flight."""
+    """Tokens of started prompts without written KV, including those in flight."""
+    num_tokens_in_flight: int = 0
+    """Prompt tokens of steps in flight."""
     num_context_tokens: int = 0
     num_preemptions: int = 0
     num_swap_outs: int = 0

@@ -156,6 +156,9 @@ class GenerationRequest:
     """Seconds from receipt of this message after which the worker drops the request."""
     ttft_slo_s: float = 0.0
     """TTFT objective in seconds from receipt, 0 for none. Orders the prefill queue."""
+    patience_s: float = 0.0
+    """Seconds from receipt for which the prompt gives way: it shares no step with prompts that do not, and no step of
+    its own is planned ahead."""
     stall_slo_s: float = 0.0
     """Seconds from receipt that an answer of expected length may wait before token 1 and meet its TPOT objective; 0 if
     there is none, or nothing left to lose. Orders the reservations of a decode worker."""

@@ -12,6 +12,9 @@ it prefills locally and recomputes preempted sequences; the decode scheduler cal
 Order: earliest due token 0 first, then order of arrival. A prompt without an objective is due `PATIENCE_S` after its
 arrival, which prevents starvation: requests that arrive later than that cannot overtake it. Smaller prompts never
 overtake a prompt that lacks blocks.
+
+A prompt with *patience* gives way until that ends: it fills no step of prompts without, and its own steps are not
+planned while another one is in flight, so that a prompt which arrives then waits for the rest of one step at most.
 """
 
 from __future__ import annotations
@@ -114,7 +117,7 @@ class PrefillScheduler:
         while (sequence := self.table.past_deadline(now_s)) is not None:
             self._end(sequence, RequestEventKind.FAILED, deadline_message(sequence))
         self.expire_parked(now_s)
-        if self.table.must_drain or self.is_idle:
+        if self.table.must_drain or self.is_idle or (self.table.steps_in_flight and self._is_patient(now_s)):
             return None
         step = self.table.begin_step()
         budget = AdmissionBudget(self._max_batch_size - len(self._admitted), self._pool.num_available)
@@ -145,10 +148,14 @@ class PrefillScheduler:
         while max_tokens > 0:
             head = self._waiting.first()
             if head is not None and not self.is_blocked and self._goes_before(head, index):
+                if index and _gives_way(head, self._admitted[0], now_s):
+                    break
                 self.is_blocked = not self._try_admit(head, index, budget, now_s)
             if index == len(self._admitted):
                 break
             sequence = self._admitted[index]
+            if index and _gives_way(sequence, self._admitted[0], now_s):
+                break
             num_wanted = num_tokens = min(max_tokens, sequence.num_uncomputed)
             if fit is not None:
                 num_tokens = fit(num_wanted, sequence.num_computed)
@@ -159,6 +166,11 @@ class PrefillScheduler:
             max_tokens -= num_tokens
             index += 1
         self._hand_over()
+
+    def _is_patient(self, now_s: float) -> bool:
+        """Whether the first prompt to be computed has patience left."""
+        firsts = [sequence for sequence in (self._waiting.first(), *self._admitted[:1]) if sequence is not None]
+        return _has_patience(min(firsts, key=_order), now_s)
 
     def _goes_before(self, head: Sequence, index: int) -> bool:
         return index == len(self._admitted) or _order(head) < _order(self._admitted[index])
@@ -264,6 +276,7 @@ class PrefillScheduler:
         return self.table.take_events()
 
     def load(self) -> SchedulerLoad:
+        num_in_flight = self.table.num_chunk_tokens_in_flight
         return SchedulerLoad(
             num_running=len(self._admitted),
             num_waiting=len(self._waiting),
@@ -273,8 +286,8 @@ class PrefillScheduler:
             num_blocks_cached=self._pool.num_cached,
             num_blocks_referenced=self._pool.num_referenced,
             num_waiting_tokens=self._waiting.num_tokens,
-            num_started_tokens=self.table.num_chunk_tokens_in_flight
-            + sum([sequence.num_uncomputed for sequence in self._admitted]),
+            num_started_tokens=num_in_flight + sum([sequence.num_uncomputed for sequence in self._admitted]),
+            num_tokens_in_flight=num_in_flight,
             num_context_tokens=sum([sequence.num_computed for sequence in self._admitted]),
         )
 
@@ -292,3 +305,12 @@ def _due_s(sequence: Sequence) -> float:
 
 def _order(sequence: Sequence) -> tuple[float, int]:
     return _due_s(sequence), sequence.sequence_id
+
+
+def _has_patience(sequence: Sequence, now_s: float) -> bool:
+    return now_s < sequence.arrived_s + sequence.request.patience_s and sequence.state is not RequestState.PREEMPTED
+
+
+def _gives_way(sequence: Sequence, first: Sequence, now_s: float) -> bool:
+    """Whether a prompt leaves the rest of a step that another one began."""
+    return _has_patience(sequence, now_s) and not _has_patience(first, now_s)

@@ -156,6 +156,7 @@ def request_from_proto(message: worker_pb2.Request, limits: ModelLimits) -> Gene
     )
     _check(0 < message.deadline_s <= MAX_DURATION_S, f"deadline_s must be in (0, {MAX_DURATION_S:.0f}]")
     _check(0 <= message.ttft_slo_s <= MAX_DURATION_S, f"ttft_slo_s must be in [0, {MAX_DURATION_S:.0f}]")
+    _check(0 <= message.patience_s <= MAX_DURATION_S, f"patience_s must be in [0, {MAX_DURATION_S:.0f}]")
     _check(0 <= message.stall_slo_s <= MAX_DURATION_S, f"stall_slo_s must be in [0, {MAX_DURATION_S:.0f}]")
     _check(0 <= message.max_gap_s <= MAX_DURATION_S, f"max_gap_s must be in [0, {MAX_DURATION_S:.0f}]")
     _check(len(message.cache_salt) <= MAX_CACHE_SALT_BYTES, f"cache_salt is over {MAX_CACHE_SALT_BYTES} bytes")

@@ -120,6 +120,7 @@ class World:
                 sampling=sampling,
                 deadline_s=deadline_s,
                 ttft_slo_s=ttft_slo_s,
+                patience_s=self.random.choice((0.0, 0.05, 600.0)),
             )
             expected = expected_tokens(
                 prompt,

@@ -244,6 +244,7 @@ class Request(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     STALL_SLO_S_FIELD_NUMBER: _builtins.int
     MAX_GAP_S_FIELD_NUMBER: _builtins.int
+    PATIENCE_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     attempt: _builtins.int
     cache_salt: _builtins.bytes
@@ -254,6 +255,7 @@ class Request(_message.Message):
     """index of the answer: part of the random generator's counter"""
     stall_slo_s: _builtins.float
     max_gap_s: _builtins.float
+    patience_s: _builtins.float
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -277,10 +279,11 @@ class Request(_message.Message):
         choice: _builtins.int = ...,
         stall_slo_s: _builtins.float = ...,
         max_gap_s: _builtins.float = ...,
+        patience_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "deadline_s", b"deadline_s", "emitted_tokens", b"emitted_tokens", "handoff", b"handoff", "max_gap_s", b"max_gap_s", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stall_slo_s", b"stall_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "deadline_s", b"deadline_s", "emitted_tokens", b"emitted_tokens", "handoff", b"handoff", "max_gap_s", b"max_gap_s", "patience_s", b"patience_s", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stall_slo_s", b"stall_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -801,6 +804,7 @@ class Load(_message.Message):
     PREDICTED_STEP_S_FIELD_NUMBER: _builtins.int
     STEP_HAS_PREFILL_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_PARKED_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_parked: _builtins.int
@@ -834,6 +838,8 @@ class Load(_message.Message):
     """whether one of its rows had several new tokens"""
     num_blocks_parked: _builtins.int
     """blocks of parked prompts; one that several share counts for each"""
+    num_tokens_in_flight: _builtins.int
+    """prompt tokens of steps in flight"""
     def __init__(
         self,
         *,
@@ -858,10 +864,11 @@ class Load(_message.Message):
         predicted_step_s: _builtins.float = ...,
         step_has_prefill: _builtins.bool = ...,
         num_blocks_parked: _builtins.int = ...,
+        num_tokens_in_flight: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_correction", b"decode_correction", "draining", b"draining", "num_blocks_cached", b"num_blocks_cached", "num_blocks_free", b"num_blocks_free", "num_blocks_parked", b"num_blocks_parked", "num_blocks_referenced", b"num_blocks_referenced", "num_context_tokens", b"num_context_tokens", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_started_tokens", b"num_started_tokens", "num_swap_ins", b"num_swap_ins", "num_swap_outs", b"num_swap_outs", "num_swap_slots_used", b"num_swap_slots_used", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "predicted_step_s", b"predicted_step_s", "prefill_correction", b"prefill_correction", "step_has_prefill", b"step_has_prefill", "step_s", b"step_s", "step_tokens", b"step_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_correction", b"decode_correction", "draining", b"draining", "num_blocks_cached", b"num_blocks_cached", "num_blocks_free", b"num_blocks_free", "num_blocks_parked", b"num_blocks_parked", "num_blocks_referenced", b"num_blocks_referenced", "num_context_tokens", b"num_context_tokens", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_started_tokens", b"num_started_tokens", "num_swap_ins", b"num_swap_ins", "num_swap_outs", b"num_swap_outs", "num_swap_slots_used", b"num_swap_slots_used", "num_tokens_in_flight", b"num_tokens_in_flight", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "predicted_step_s", b"predicted_step_s", "prefill_correction", b"prefill_correction", "step_has_prefill", b"step_has_prefill", "step_s", b"step_s", "step_tokens", b"step_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -120,6 +120,7 @@ class Worker(ABC):
             self.host,
             self.num_steps,
             self.stepped_s,
+            load.num_tokens_in_flight,
         )
         return self._snapshot
 

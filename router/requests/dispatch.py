@@ -76,6 +76,7 @@ class Dispatcher:
         self.costs = costs
         tiers = [settings.slo, *settings.slo.tiers.values()]
         self._placement = placement(settings.policy, costs, tpot_slo_s=min(tier.tpot_seconds for tier in tiers))
+        self._least_ttft_s = min(tier.ttft_seconds for tier in tiers)
         self._heaviest = max(tier.weight for tier in tiers) or 1.0
         self._settings = settings
         self.replicas = replicas or Replicas()
@@ -438,6 +439,12 @@ class Dispatcher:
             if choice.ttft_s:
                 attempt.journey.predicted_ttft_s = now_s - attempt.request.spec.arrived_s + choice.ttft_s
         ttft_slo_s = max(choice.due_s - now_s, MIN_DURATION_S) if choice.due_s < inf else 0.0
+        deadline_s = self._deadline_s(attempt.request) - now_s
+        patience_s = 0.0
+        if choice.is_late:
+            patience_s = max(0.0, deadline_s)
+        elif arrival.wanted_s < inf:  # until it is as urgent as a new prompt of the most urgent tier
+            patience_s = max(0.0, arrival.wanted_s - now_s - self._least_ttft_s)
         self._placement.placed(arrival, choice)
         worker = self.workers[choice.worker_id]
         self._retries.began(attempt, worker, now_s)
@@ -450,8 +457,9 @@ class Dispatcher:
             handoff=choice.handoff,
             num_cached_tokens=choice.num_cached_tokens,
             num_blocks=arrival.blocks.num_blocks(),
-            deadline_s=self._deadline_s(attempt.request) - now_s,
+            deadline_s=deadline_s,
             ttft_slo_s=ttft_slo_s,
+            patience_s=patience_s,
             max_gap_s=self._settings.slo.tier(attempt.request.spec.tier).max_gap_seconds,
         )
 

@@ -297,7 +297,7 @@ class Goodput(Placement):
         state, num_cached = offers.state, offers.num_cached
         num_ahead, ahead_s = state.num_waiting_tokens, state.queue_s
         if num_behind is not None and num_behind.any():
-            num_ahead, ahead_s = np.maximum(0.0, num_ahead - num_behind), ahead_s.copy()
+            num_ahead, ahead_s = np.maximum(state.num_tokens_in_flight, num_ahead - num_behind), ahead_s.copy()
             for index in num_behind.nonzero()[0]:
                 cost = self.costs[ROLES[int(state.role[index])]]
                 ahead_s[index] = queue_s(int(num_ahead[index]), int(state.max_batch_tokens[index]), cost)

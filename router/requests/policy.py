@@ -49,6 +49,8 @@ class WorkerSnapshot(NamedTuple):
     """Steps in which its sequences decoded so far ..."""
     stepped_s: float = 0.0
     """... and the instant of the last one."""
+    num_tokens_in_flight: int = 0
+    """Prompt tokens of steps in flight, which no other prompt can go before."""
 
 
 class PromptBlocks:

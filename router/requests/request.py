@@ -248,6 +248,7 @@ class Attempt:
         num_blocks: int,
         deadline_s: float,
         ttft_slo_s: float,
+        patience_s: float,
         max_gap_s: float,
     ) -> None:
         """Begin the next attempt, of ``num_blocks`` blocks, on ``worker``, which is expected to find
@@ -271,6 +272,7 @@ class Attempt:
             cache_salt=spec.cache_salt,
             deadline_s=max(deadline_s, MIN_DURATION_S),
             ttft_slo_s=ttft_slo_s,
+            patience_s=patience_s,
             max_gap_s=max_gap_s,
             block_hashes=spec.block_hashes,
             handoff=handoff,

@@ -31,6 +31,7 @@ class WorkerColumns(NamedTuple):
     max_batch_tokens: FloatArray
     max_batch_size: FloatArray
     num_waiting_tokens: FloatArray
+    num_tokens_in_flight: FloatArray
     num_context_tokens: FloatArray
     num_decoding: FloatArray
     num_free_blocks: FloatArray
@@ -160,6 +161,7 @@ class WorkerTable:
             worker.max_batch_tokens,
             worker.max_batch_size,
             worker.num_waiting_tokens,
+            worker.num_tokens_in_flight,
             worker.num_context_tokens,
             num_decoding,
             worker.num_free_blocks,

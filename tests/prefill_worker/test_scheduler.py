@@ -41,6 +41,7 @@ def a_request(
     *,
     max_tokens: int = 8,
     ttft_slo_s: float = 0.0,
+    patience_s: float = 0.0,
     deadline_s: float = 600.0,
     emitted: tuple[int, ...] = (),
     ignore_eos: bool = False,
@@ -53,6 +54,7 @@ def a_request(
         emitted_tokens=emitted,
         sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stop_token_ids),
         ttft_slo_s=ttft_slo_s,
+        patience_s=patience_s,
         deadline_s=deadline_s,
         handoff=handoff,
     )
@@ -189,6 +191,31 @@ def test_a_prompt_without_objective_is_not_starved() -> None:
         if batch.rows[0].sequence_id == 0:
             break
     assert now_s <= PATIENCE_S + 1
+
+
+def test_a_patient_prompt_fills_no_step_of_others() -> None:
+    scheduler = a_scheduler(max_batch_tokens=8)
+    add(scheduler, a_request(0, 12, patience_s=1.0), a_request(1, 4, patience_s=1.0))
+    answer(scheduler, step(scheduler))
+    add(scheduler, a_request(2, 3, ttft_slo_s=0.1), a_request(3, 3, ttft_slo_s=0.2), now_s=0.5)
+    urgent = step(scheduler, 0.5)
+    assert chunks(urgent) == [(2, 0, 3), (3, 0, 3)]
+    answer(scheduler, urgent)
+    add(scheduler, a_request(4, 3, ttft_slo_s=0.1), now_s=1.0)
+    assert chunks(step(scheduler, 1.0)) == [(4, 0, 3), (0, 8, 4), (1, 0, 1)], "it has no patience left"
+
+
+def test_patient_prompts_are_not_planned_ahead() -> None:
+    scheduler = a_scheduler(max_batch_tokens=8)
+    add(scheduler, a_request(0, 16, patience_s=1.0))
+    first = step(scheduler)
+    assert chunks(first) == [(0, 0, 8)]
+    assert scheduler.plan(0.0) is None
+    add(scheduler, a_request(1, 4, ttft_slo_s=0.1))
+    assert chunks(step(scheduler)) == [(1, 0, 4)]
+    answer(scheduler, first)
+    assert scheduler.plan(0.0) is None
+    assert chunks(step(scheduler, 1.0)) == [(0, 8, 8)], "it has no patience left"
 
 
 def test_token_0_and_the_grants_of_a_handoff() -> None:
@@ -541,6 +568,7 @@ def test_the_load_counts_what_is_to_be_done() -> None:
     load = scheduler.load()
     assert (load.num_running, load.num_waiting, load.num_parked) == (1, 1, 0)
     assert (load.num_waiting_tokens, load.num_started_tokens, load.num_context_tokens) == (5, 10, 8)
+    assert load.num_tokens_in_flight == 8
     assert (load.num_blocks_free, load.num_blocks_referenced) == (13, 3)
 
 

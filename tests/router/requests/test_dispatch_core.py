@@ -281,7 +281,19 @@ def test_what_would_meet_its_objectives_nowhere_is_refused_if_its_tier_says_so()
     assert core.observer.refused_tiers == ["fast"]
     core.start(tier="slow", waited_s=0.9)
     assert [request.ttft_slo_s for request in core.prefill.submitted] == [LATE_S, LATE_S]
+    assert [request.patience_s for request in core.prefill.submitted] == pytest.approx([9.1, 9.1]), "all their lives"
     assert core.dispatcher.num_accepted == core.dispatcher.num_in_flight == 2
+
+
+def test_a_prompt_has_patience_until_it_is_as_urgent_as_those_of_the_tightest_objective() -> None:
+    fast, slow = (Tier(ttft_seconds=seconds, tpot_seconds=1.0) for seconds in (0.2, 5.0))
+    core = Core(SloConfig(ttft_seconds=0.5, tiers={"fast": fast, "slow": slow}))
+    core.clock.now_s = 1.0
+    core.all_up()
+    for tier in ("default", "fast", "slow"):
+        core.start(tier=tier, waited_s=0.1)
+    submitted = [request for worker in (core.prefill, *core.decodes) for request in worker.submitted]
+    assert sorted(request.patience_s for request in submitted) == pytest.approx([0.0, 0.2, 4.7])
 
 
 def test_a_request_whose_shortest_prompt_would_be_hopeless_is_refused_before_its_prompt_is_read() -> None:

@@ -244,6 +244,15 @@ def test_a_request_is_refused_if_answers_that_it_would_delay_are_worth_more() ->
     assert not placed(policy, one, P0, tight, D1).retry_after_s
 
 
+def test_a_prompt_waits_for_late_ones_that_are_computed_already() -> None:
+    policy = Goodput(COSTS)
+    assert placed(policy, arrival(1, 8000, ttft_s=0.01), P0, D0).is_late
+    running = P0._replace(num_waiting_tokens=8000, num_tokens_in_flight=2000)
+    choice = policy.prefill(arrival(2), [running, D0])
+    assert choice is not None
+    assert choice.ttft_s == predict_ttft_s(P0._replace(num_waiting_tokens=2000), 100, 0, COST)
+
+
 def test_a_prompt_of_no_worth_delays_no_other() -> None:
     """Unless it would do so when late, too: because it is computed at once, in one chunk."""
     policy = Goodput(COSTS)

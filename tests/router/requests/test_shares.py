@@ -1,4 +1,4 @@
-"""Fair shares of tenants under a flood, in the simulator."""
+"""Fair shares of tenants and tiers under a flood, in the simulator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.bench.models import LLAMA_3_8B
 from pdserve.bench.policies import MAX_IN_FLIGHT, SETTINGS
-from pdserve.contracts.deployment import DEFAULT_POLICY
+from pdserve.contracts.deployment import DEFAULT_POLICY, Tier
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.requests import SimulatedRequest
 
@@ -33,3 +33,18 @@ def test_a_flood_of_one_tenant_takes_nothing_from_another(flooding: str, low: fl
     met = (times.ttft_s <= slo.ttft_seconds) & (times.tpot_s <= slo.tpot_seconds) & ~times.is_rejected
     is_small = np.isin([id(request) for request in requests], [id(request) for request in small])
     assert low <= met[is_small].mean() <= high
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.1])
+def test_a_tier_with_half_the_ttft_meets_it_while_best_effort_takes_the_rest(weight: float) -> None:
+    fast = [replace(request, tier="fast") for request in drawn(80.0, 1, "")]
+    rest = [replace(request, tier="rest") for request in drawn(240.0, 2, "")]
+    requests = sorted([*fast, *rest], key=lambda request: request.arrived_s)
+    tier = Tier(ttft_seconds=UNIFORM.ttft_s / 2, tpot_seconds=UNIFORM.tpot_s)
+    rest_tier = Tier(ttft_seconds=10.0, tpot_seconds=0.5, weight=weight)
+    slo = replace(UNIFORM.slo, tiers={"fast": tier, "rest": rest_tier})
+    times = simulate(
+        LLAMA_3_8B, UNIFORM.layout, requests, slo=slo, max_in_flight=MAX_IN_FLIGHT, policy=DEFAULT_POLICY
+    ).times
+    met = (times.ttft_s <= tier.ttft_seconds) & (times.tpot_s <= tier.tpot_seconds)
+    assert met[[request.tier == "fast" for request in requests]].mean() >= 0.9
