@@ -1,17 +1,26 @@
-"""Placement policies side by side, in the simulator: the share of requests that meet both objectives.
+"""Placement policies side by side, in the simulator: the rate at which 90 % of requests meet both objectives.
 
-    python -m pdserve.bench.policies [--only NAME] [--policies A,B] [--requests N] [--seeds N] [--json FILE]
+    python -m pdserve.bench.policies [--data FOLDER] [--only NAME] [--policies A,B] [--requests N] [--seeds N]
+                                     [--other-seeds N] [--json FILE]
 
-`goodput+refuse` is `goodput` that refuses what would meet its objectives nowhere (`slo.when_hopeless`).
+Settings in which some resource binds, traffic as presets and a trace have it, and a control in which nothing binds, on
+6 to 10 H100 with Llama-3-8B. Mooncake's conversations are those of ``--data``, a section of them for each seed, in
+their pattern at other rates.
 
-Six settings in which some resource binds, and a control in which none does, on 6 to 10 H100 with Llama-3-8B. Every
-policy serves the same requests at the same rates.
+All policies serve the same requests, drawn once per seed; all requests of a run count. The goodput of a policy and seed
+is searched, and interpolated between two rates that differ by at most 8 %. All policies also serve 1, 1.2 and 2 times
+the goodput of ``least-time``. ``goodput`` and ``least-time`` get ``--seeds`` draws, the others the first
+``--other-seeds`` of them. ``goodput+refuse`` refuses what would meet its objectives nowhere (``slo.when_hopeless``);
+``goodput-PART`` lacks a part (`pdserve.bench.policy_parts`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,18 +28,21 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.bench.models import LLAMA_3_8B
+from pdserve.bench.policy_parts import PARTS
 from pdserve.bench.script import publish, script_parser
-from pdserve.contracts.deployment import DEFAULT_POLICY, POLICIES, SloConfig
+from pdserve.contracts.deployment import DEFAULT_POLICY, PLANNED_POLICY, POLICIES, SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.cost.hardware import hardware
-from pdserve.planner.layout import Layout, Pool
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.search.goodput import highest_rate
 from pdserve.planner.simulate.simulation import RequestTimes
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.arrivals import POISSON, RandomGaps
 from pdserve.planner.workload.conversations import Conversations, SystemPrompts
 from pdserve.planner.workload.lengths import FixedLengths, LogNormalLengths, QuantileLengths
 from pdserve.planner.workload.presets import preset
-from pdserve.planner.workload.workload import Workload
+from pdserve.planner.workload.trace_reading import read_trace
+from pdserve.planner.workload.workload import Workload, trace_workload
 
 H100 = hardware("h100-sxm")
 BETWEEN_HOSTS = replace(H100, network_bandwidth=3e9)
@@ -40,7 +52,16 @@ NUM_KV_BLOCKS = 6000
 MAX_IN_FLIGHT = 8192
 """Policies are compared, not this bound."""
 REFUSING = "+refuse"
-CASES = (*POLICIES, DEFAULT_POLICY + REFUSING)
+REFUSED = DEFAULT_POLICY + REFUSING
+CASES = (*POLICIES, REFUSED, *PARTS)
+TARGET = 0.9
+"""Attainment at the goodput."""
+OVERLOADS = (1.0, 1.2, 2.0)
+"""Shares of the goodput of ``least-time``."""
+GOODPUT = "goodput"
+MOONCAKE = "mooncake_conversation_trace.jsonl"
+_STEP, _TOLERANCE = 1.08, 1.08
+"""Ratios of rates: of the first two of a search, and of the two that it ends with at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +72,25 @@ class Setting:
     layout: Layout
     ttft_s: float
     tpot_s: float
-    rates: tuple[float, ...]
-    """Requests per second."""
+    rate: float
+    """Requests per second of which ``goodput`` serves about 90 %."""
+    rates: tuple[float, ...] = ()
+    """Further rates to serve."""
+    parts: tuple[str, ...] = ()
+    """Further policies to run: `REFUSED`, and those of `PARTS` that matter here."""
+    model: PlannedModel = LLAMA_3_8B
+
+    @property
+    def name(self) -> str:
+        return self.workload.name
+
+    def rates_around(self, base: float) -> dict[str, float]:
+        """Rates that all policies serve, by name; ``base`` is the goodput of ``least-time``."""
+        return {f"{share:g} x": share * base for share in OVERLOADS} | {f"{rate:g}/s": rate for rate in self.rates}
 
     @property
     def slo(self) -> SloConfig:
-        return SloConfig(ttft_seconds=self.ttft_s, tpot_seconds=self.tpot_s)
+        return SloConfig(ttft_seconds=self.ttft_s, tpot_seconds=self.tpot_s, attainment=TARGET)
 
     def are_met(self, times: RequestTimes) -> npt.NDArray[np.bool_]:
         """Which requests met both objectives; refused ones did not."""
@@ -102,35 +136,41 @@ SETTINGS = (
         layout=layout(2, 4),
         ttft_s=0.5,
         tpot_s=0.012,
-        rates=(90, 100),
+        rate=75,
+        rates=(80,),
+        parts=(REFUSED, "goodput-decode", "goodput-lengths"),
     ),
     Setting(
         workload=replace(preset("chat"), name="bursts", arrivals=RandomGaps(4.0)),
         layout=layout(4, 4),
         ttft_s=0.25,
         tpot_s=0.05,
-        rates=(170, 200),
+        rate=170,
+        parts=(REFUSED, "goodput-order", "goodput-local"),
     ),
     Setting(
         workload=Workload(name="long-among-short", contents=Conversations(lengths=_LONG_AMONG_SHORT)),
         layout=layout(4, 4),
         ttft_s=0.5,
         tpot_s=0.05,
-        rates=(110, 130),
+        rate=125,
+        parts=(REFUSED, "goodput-order", "goodput-price"),
     ),
     Setting(
         workload=Workload(name="prefixes", contents=_PREFIXED),
         layout=layout(4, 6, prefill_blocks=NUM_KV_BLOCKS),
         ttft_s=0.5,
         tpot_s=0.016,
-        rates=(65, 80),
+        rate=70,
+        parts=("goodput-local", "goodput-price"),
     ),
     Setting(
         workload=replace(preset("code"), name="two-hosts"),
         layout=_two_hosts(),
         ttft_s=0.45,
         tpot_s=0.04,
-        rates=(110, 130, 200),
+        rate=130,
+        parts=("goodput-links",),
     ),
     Setting(
         workload=Workload(
@@ -141,8 +181,12 @@ SETTINGS = (
         layout=layout(4, 3, decode_blocks=NUM_KV_BLOCKS),
         ttft_s=0.5,
         tpot_s=0.04,
-        rates=(14, 17, 20),
+        rate=15,
+        rates=(20,),
+        parts=("goodput-order",),
     ),
+    Setting(workload=preset("code"), layout=layout(6, 2), ttft_s=0.45, tpot_s=0.04, rate=150),
+    Setting(workload=preset("agent"), layout=layout(4, 4), ttft_s=2.0, tpot_s=0.05, rate=120),
     Setting(
         workload=Workload(
             name="uniform",
@@ -152,62 +196,135 @@ SETTINGS = (
         layout=layout(4, 4),
         ttft_s=0.25,
         tpot_s=0.05,
-        rates=(170, 200),
+        rate=190,
     ),
 )
 
 
-def attainment(setting: Setting, policy: str, rate: float, num_requests: int, seed: int) -> float:
-    """Share of all requests, refused ones included, that met both objectives."""
+def mooncake(data: Path) -> Setting:
+    """Conversations of up to 128,000 tokens; objectives as in `pdserve.bench.plans_that_hold`."""
+    return Setting(
+        workload=replace(trace_workload(read_trace(data / MOONCAKE)), name="mooncake"),
+        layout=layout(5, 3),
+        ttft_s=5.0,
+        tpot_s=0.05,
+        rate=10,
+        model=replace(LLAMA_3_8B, max_model_len=131_072),
+    )
+
+
+class Served(NamedTuple):
+    """One run."""
+
+    share: float
+    """Of all requests, refused ones included: those that met both objectives."""
+    ttft_p99_s: float
+    """Of those that were answered."""
+
+
+def served(setting: Setting, policy: str, rate: float, num_requests: int, seed: int) -> Served:
     slo = replace(setting.slo, when_hopeless="refuse") if policy.endswith(REFUSING) else setting.slo
-    sample = setting.workload.draw(num_requests, seed, max_model_len=LLAMA_3_8B.max_model_len)
+    sample = setting.workload.draw(num_requests, seed, max_model_len=setting.model.max_model_len)
     times = simulate(
-        LLAMA_3_8B,
+        setting.model,
         setting.layout,
         sample.at_rate(rate),
         slo=slo,
         max_in_flight=MAX_IN_FLIGHT,
         policy=policy.removesuffix(REFUSING),
     ).times
-    return float(np.mean(setting.are_met(times)))
+    return Served(float(np.mean(setting.are_met(times))), float(np.nanpercentile(times.ttft_s, 99)))
+
+
+def goodput(share_at: Callable[[float], float], start_rate: float) -> float:
+    """Rate per second at which the attainment falls to `TARGET`; 0 if it is below at all rates, and the highest
+    one tried if it is above at all."""
+    shares: dict[float, float] = {}
+
+    def meets(rate: float) -> bool:
+        shares[rate] = share_at(rate)
+        return shares[rate] >= TARGET
+
+    low = highest_rate(meets, start_rate, _STEP, _TOLERANCE)
+    if not low or low == max(shares):
+        return low
+    high = min(rate for rate in shares if rate > low)
+    return low + (high - low) * (shares[low] - TARGET) / (shares[low] - shares[high])
+
+
+def outcome(
+    setting: Setting, policy: str, num_requests: int, seed: int, start_rate: float, base: float
+) -> dict[str, float]:
+    """Goodput of a policy, and its good requests per second and p99 of TTFT at some rates.
+
+    Args:
+        base: goodput of ``least-time``; 0 if it is this one's.
+    """
+    run = cache(lambda rate: served(setting, policy, rate, num_requests, seed))
+    found = goodput(lambda rate: run(rate).share, start_rate)
+    values = {GOODPUT: found}
+    for name, rate in setting.rates_around(base or found).items():
+        values[f"good/s at {name}"] = rate * run(rate).share
+        values[f"TTFT p99 at {name}"] = run(rate).ttft_p99_s
+    return values
+
+
+def outcomes(
+    setting: Setting, policies: Sequence[str], num_requests: int, seeds: Sequence[int], num_others: int
+) -> dict[str, dict[str, list[float]]]:
+    """What `outcome` found, by policy; one value per seed. ``least-time``, with which all are compared, is among the
+    policies. Those but it and ``goodput`` get the first ``num_others`` seeds."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for policy in dict.fromkeys([PLANNED_POLICY, *policies]):
+        values: dict[str, list[float]] = {}
+        num_seeds = len(seeds) if policy in (PLANNED_POLICY, DEFAULT_POLICY) else num_others
+        for index, seed in enumerate(seeds[:num_seeds]):
+            base = found[PLANNED_POLICY][GOODPUT][index] if found else 0.0
+            start_rate = (values or next(iter(found.values()), {})).get(GOODPUT, [0.0])[0] or setting.rate
+            for name, value in outcome(setting, policy, num_requests, seed, start_rate, base).items():
+                values.setdefault(name, []).append(round(value, 4))
+        found[policy] = values
+    return found
+
+
+def against(values: Sequence[float], others: Sequence[float]) -> str:
+    """Mean, and the mean ratio to ``others`` of the same seeds, with the least and the highest."""
+    ratios = np.array(values) / np.maximum(others[: len(values)], 1e-9)
+    return f"{np.mean(values):.3g}: {ratios.mean():.2f} ({ratios.min():.2f} to {ratios.max():.2f})"
 
 
 def main() -> None:
     parser = script_parser(__doc__)
+    parser.add_argument("--data", type=Path, help=f"folder of {MOONCAKE}; without it that setting is left out")
     parser.add_argument("--only", default="", help="settings whose name contains this")
-    parser.add_argument("--policies", default=",".join(CASES), help="policies, separated by commas")
+    parser.add_argument("--policies", default="", help="separated by commas; by default all, parts where they matter")
     parser.add_argument("--requests", type=int, default=4000, help="requests per run")
-    parser.add_argument("--seeds", type=int, default=5, help="runs for each setting, policy and rate")
-    parser.add_argument("--first-seed", type=int, default=0, help="seed of the first run")
+    parser.add_argument("--seeds", type=int, default=5, help="draws of the requests")
+    parser.add_argument("--other-seeds", type=int, default=5, help="of them, those for other policies than these two")
+    parser.add_argument("--first-seed", type=int, default=100)
     arguments = parser.parse_args()
-    policies = arguments.policies.split(",")
-    unknown = [policy for policy in policies if policy not in CASES]
+    chosen = [policy for policy in arguments.policies.split(",") if policy]
+    unknown = [policy for policy in chosen if policy not in CASES]
     if unknown:
         parser.error(f"--policies names {', '.join(unknown)}: use some of {', '.join(CASES)}")
-    console = Console(stderr=True, width=160)
-    table = Table("setting", "requests/s", *policies, box=None)
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    console = Console(stderr=True, width=200)
     records: list[dict[str, Any]] = []
-    for setting in SETTINGS:
-        if arguments.only not in setting.workload.name:
+    for setting in (*SETTINGS, *([mooncake(arguments.data)] if arguments.data else [])):
+        if arguments.only not in setting.name:
             continue
-        for rate in setting.rates:
-            record: dict[str, Any] = {"setting": setting.workload.name, "layout": str(setting.layout), "rate": rate}
-            for policy in policies:
-                shares = [
-                    attainment(setting, policy, rate, arguments.requests, arguments.first_seed + number)
-                    for number in range(arguments.seeds)
-                ]
-                record[policy] = [round(share, 4) for share in shares]
-                console.print(f"{setting.workload.name} at {rate:g}/s, {policy}: {np.mean(shares):.1%}")
-            records.append(record)
-            shown = [f"{np.mean(record[policy]):.1%}" for policy in policies]
-            table.add_row(setting.workload.name, f"{rate:g}", *shown)
-    console.print(table)
-    publish(
-        {"requests_per_run": arguments.requests, "attainment_by_seed": records},
-        arguments.json,
-        unshown=("attainment_by_seed",),
-    )
+        found = outcomes(
+            setting, chosen or [*POLICIES, *setting.parts], arguments.requests, seeds, arguments.other_seeds
+        )
+        base = found[PLANNED_POLICY]
+        shown = [name for name in base if not name.startswith("TTFT")]
+        table = Table(setting.name, *shown, box=None)
+        for policy, values in found.items():
+            table.add_row(policy, *(against(values[name], base[name]) for name in shown))
+            records.append({"setting": setting.name, "layout": str(setting.layout), "policy": policy, **values})
+        console.print(table)
+    run = {"requests_per_run": arguments.requests, "seeds": list(seeds)}
+    publish({**run, "by_seed": records}, arguments.json, unshown=("by_seed",))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m pdserve.bench.simulator_vs_emulation [--replicas 1] [--colocated] [--workload lognormal]
                                                    [--prefill TENSOR PIPELINE] [--decode TENSOR PIPELINE]
+                                                   [--setting NAME] [--shares 0.6 0.9]
                                                    [--time-scale 10] [--requests 240] [--json FILE]
 
 `pdserve up --emulate` runs every part of a cluster except the arithmetic: steps and transfers last as long as the cost
@@ -14,6 +15,9 @@ rate of a simulated closed loop with more requests than slots.
 The time of HTTP, gRPC and step loops is measured once, on other requests at a lower rate, and becomes the simulator's
 `Overheads`. A run fails if the router or the generator used more than 70 % of a core, if the generator was late, or if
 the machine was more than half busy: emulated steps then end late, which the simulator does not model.
+
+``--setting`` takes layout, workload and objectives from `pdserve.bench.policies`. Rates are then shares of the
+setting's own, at which ``goodput``, the policy of all these clusters, serves about 90 %.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from pdserve.bench.agreement import Agreement, figures_of
 from pdserve.bench.calibration import pipelined_overheads, saturation
 from pdserve.bench.cluster import RunningCluster, running_cluster
 from pdserve.bench.load import MAX_CPU_SHARE, Measurement, measure_load
+from pdserve.bench.policies import SETTINGS, Setting
 from pdserve.bench.script import publish, script_parser
 from pdserve.bench.shapes import LLAMA_8B
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
@@ -78,6 +83,12 @@ LOGNORMAL = Workload(
         )
     ),
 )
+EMULATED = {
+    setting.name: setting
+    for setting in SETTINGS
+    if not setting.layout.hosts and not any(pool.num_kv_blocks for pool in setting.layout.pools)
+}
+"""Settings that a deployment file describes and one host can emulate."""
 MAX_MACHINE_SHARE = 0.5
 """Share of all cores. An emulated cluster hardly uses any."""
 MAX_LATE_S = 0.003
@@ -115,6 +126,26 @@ def placement(
     return Layout(mixed=mixed) if is_colocated else Layout(prefill=prefill, decode=decode)
 
 
+def saturated(arguments: argparse.Namespace) -> Setting:
+    """Layout and workload of the command line, with the rate at saturation."""
+    layout = placement(
+        arguments.gpu,
+        arguments.replicas,
+        is_colocated=arguments.colocated,
+        prefill_degrees=arguments.prefill,
+        decode_degrees=arguments.decode,
+    )
+    workload = LOGNORMAL if arguments.workload == LOGNORMAL.name else preset(arguments.workload)
+    return Setting(
+        workload=workload,
+        layout=layout,
+        ttft_s=SLO.ttft_seconds,
+        tpot_s=SLO.tpot_seconds,
+        rate=saturation(MODEL, layout, workload, SLO),
+        model=MODEL,
+    )
+
+
 def cpu_seconds(cluster: RunningCluster) -> dict[str, float]:
     """CPU time so far of the router and of each worker, by name; of several workers alike, the busiest."""
     seconds: dict[str, float] = {}
@@ -133,20 +164,22 @@ _PROCESSES = {"router": "pdserve.router", "prefill": "ray::PrefillWorker", "deco
 
 
 @contextmanager
-def emulated_cluster(layout: Layout, slo: SloConfig, gpu: str, time_scale: float) -> Iterator[RunningCluster]:
-    """``layout`` on emulated devices, ``time_scale`` times slower than real ones; ``slo`` is in seconds of theirs.
+def emulated_cluster(setting: Setting, gpu: str, time_scale: float) -> Iterator[RunningCluster]:
+    """The layout on emulated devices, ``time_scale`` times slower than real ones; objectives are in seconds of theirs.
 
     Emulation needs a config.json and a tokenizer, but no weights. Prompts are token ids, so the tokenizer is small.
 
     Raises:
         RuntimeError: it did not start.
     """
+    model, slo = setting.model, setting.slo
     with TemporaryDirectory() as work:
-        folder = Path(work) / MODEL.name
+        folder = Path(work) / model.name
         write_tokenizer(folder, 512)
-        (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
+        config = {**LLAMA_3_8B, "max_position_embeddings": model.max_model_len}
+        (folder / "config.json").write_text(json.dumps(config))
         deployment = {
-            "model": {"path": str(folder), "dtype": MODEL.precision.dtype, "max_model_len": MODEL.max_model_len},
+            "model": {"path": str(folder), "dtype": model.precision.dtype, "max_model_len": model.max_model_len},
             "slo": {"ttft_seconds": slo.ttft_seconds * time_scale, "tpot_seconds": slo.tpot_seconds * time_scale},
             **{role.value: {"replicas": 0} for role in WorkerRole},
             **{
@@ -155,7 +188,7 @@ def emulated_cluster(layout: Layout, slo: SloConfig, gpu: str, time_scale: float
                     "tensor_parallel": pool.tensor_parallel,
                     "pipeline_parallel": pool.pipeline_parallel,
                 }
-                for pool in layout.pools
+                for pool in setting.layout.pools
             },
         }
         with running_cluster(deployment, "--emulate", gpu, "--time-scale", str(time_scale)) as cluster:
@@ -165,9 +198,9 @@ def emulated_cluster(layout: Layout, slo: SloConfig, gpu: str, time_scale: float
 class Comparison:
     """One cluster and its simulation."""
 
-    def __init__(self, cluster: RunningCluster, layout: Layout, time_scale: float) -> None:
+    def __init__(self, cluster: RunningCluster, setting: Setting, time_scale: float) -> None:
         self._cluster = cluster
-        self._layout = layout
+        self._setting = setting
         self._time_scale = time_scale
         self.overheads = NO_OVERHEADS
 
@@ -187,12 +220,12 @@ class Comparison:
         lasted_s, after_s = time.monotonic() - began_s, cpu_seconds(self._cluster)
         cpu_shares = {name: (after_s[name] - before_s[name]) / lasted_s for name in before_s}
         agreement = Agreement(
-            measured=figures_of(measured.times, SLO),
-            simulated=figures_of(self._simulate(requests, self.overheads), SLO),
+            measured=figures_of(measured.times, self._setting.slo),
+            simulated=figures_of(self._simulate(requests, self.overheads), self._setting.slo),
         )
         return {
             "rate": round(rate, 3),
-            "share_of_saturation": share,
+            "share": share,
             "agreement": agreement.as_dict(),
             "cpu_shares": {
                 name: round(used, 3) for name, used in {"generator": measured.health.cpu_share, **cpu_shares}.items()
@@ -203,10 +236,14 @@ class Comparison:
         }
 
     def _measure(self, requests: list[SimulatedRequest]) -> Measurement:
-        return measure_load(self._cluster.url, requests, vocab_size=MODEL.shape.vocab_size, time_scale=self._time_scale)
+        vocab_size = self._setting.model.shape.vocab_size
+        return measure_load(self._cluster.url, requests, vocab_size=vocab_size, time_scale=self._time_scale)
 
     def _simulate(self, requests: list[SimulatedRequest], overheads: Overheads) -> RequestTimes:
-        return simulate(MODEL, self._layout, requests, slo=SLO, overheads=overheads, policy=DEFAULT_POLICY).times
+        setting = self._setting
+        return simulate(
+            setting.model, setting.layout, requests, slo=setting.slo, overheads=overheads, policy=DEFAULT_POLICY
+        ).times
 
 
 def invalid_reasons(
@@ -224,28 +261,27 @@ def invalid_reasons(
 
 
 def compare(
-    layout: Layout, arguments: argparse.Namespace, console: Console
+    setting: Setting, arguments: argparse.Namespace, console: Console
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """All rates on one cluster, and figures that belong to all of them."""
-    workload = LOGNORMAL if arguments.workload == LOGNORMAL.name else preset(arguments.workload)
-    saturation_rate = saturation(MODEL, layout, workload, SLO)
-    sample = workload.draw(arguments.requests * arguments.replicas, arguments.seed, max_model_len=MODEL.max_model_len)
-    shares = arguments.shares
-    expected_s = arguments.time_scale * sample.num_requests / saturation_rate * sum(1 / share for share in shares)
-    console.print(f"{layout}: saturation at {saturation_rate:.1f} requests/s; about {expected_s / 60 + 2:.0f} minutes")
+    workload, max_model_len = setting.workload, setting.model.max_model_len
+    num_requests = arguments.requests * setting.layout.decode_pool.replicas
+    sample = workload.draw(num_requests, arguments.seed, max_model_len=max_model_len)
+    expected_s = arguments.time_scale * num_requests / setting.rate * sum(1 / share for share in arguments.shares)
+    console.print(f"{setting.layout}: 1.00 x is {setting.rate:.1f} requests/s; about {expected_s / 60 + 2:.0f} minutes")
     results = []
-    with emulated_cluster(layout, SLO, arguments.gpu, arguments.time_scale) as cluster:
-        comparison = Comparison(cluster, layout, arguments.time_scale)
-        probes = workload.draw(NUM_PROBES, arguments.seed + 1, max_model_len=MODEL.max_model_len)
-        comparison.measure_overheads(probes.at_rate(PROBE_SHARE * saturation_rate))
+    with emulated_cluster(setting, arguments.gpu, arguments.time_scale) as cluster:
+        comparison = Comparison(cluster, setting, arguments.time_scale)
+        probes = workload.draw(NUM_PROBES, arguments.seed + 1, max_model_len=max_model_len)
+        comparison.measure_overheads(probes.at_rate(PROBE_SHARE * setting.rate))
         overheads_s = asdict(comparison.overheads)
         shown = ", ".join(f"{name.removesuffix('_s')} {value * 1e3:.2f}" for name, value in overheads_s.items())
         console.print(f"overheads, in ms of the emulated clock: {shown}", highlight=False, soft_wrap=True)
-        for share in shares:
-            rate = share * saturation_rate
+        for share in arguments.shares:
+            rate = share * setting.rate
             results.append(comparison.at_rate(rate, share, sample.at_rate(rate)))
             console.print(_line(results[-1]), highlight=False, soft_wrap=True)
-    return results, {"saturation_rate": saturation_rate, **overheads_s}
+    return results, overheads_s
 
 
 def interpolated_goodput(results: Sequence[Mapping[str, Any]], source: str) -> float | None:
@@ -265,7 +301,7 @@ def _line(result: dict[str, Any]) -> str:
     )
     cpu = ", ".join(f"{name} {share:.0%}" for name, share in result["cpu_shares"].items())
     return (
-        f"{result['share_of_saturation']:.2f} of saturation, {result['rate']:.1f}/s: attainment "
+        f"{result['share']:.2f} x, {result['rate']:.1f}/s: attainment "
         f"{agreement['measured']['attainment']:.1%} measured, {agreement['simulated']['attainment']:.1%} simulated; "
         f"{errors}; cores: {cpu}; machine {result['machine_share']:.0%}"
         + "".join(f"\n  [red]{problem}[/]" for problem in (*result["failures"], *result["invalid"]))
@@ -285,11 +321,12 @@ def main() -> int:
             metavar=("TENSOR", "PIPELINE"),
             help=f"degrees of {role} workers",
         )
+    parser.add_argument("--setting", choices=list(EMULATED), help="layout, workload and objectives of a setting")
     parser.add_argument(
         "--workload", choices=[LOGNORMAL.name, *PRESETS], default=LOGNORMAL.name, help="kind of traffic"
     )
     parser.add_argument("--time-scale", type=float, default=10.0, help="real seconds of an emulated one")
-    parser.add_argument("--requests", type=int, default=240, help="at each rate, for each replica")
+    parser.add_argument("--requests", type=int, default=240, help="at each rate, for each worker that decodes")
     parser.add_argument("--gpu", default="h100-sxm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -298,27 +335,22 @@ def main() -> int:
         nargs="+",
         default=[*SHARES_BELOW, *SHARES_BEYOND],
         metavar="SHARE",
-        help="rates, as shares of the one at saturation",
+        help="rates, as shares of the one at saturation, or of the setting's",
     )
     arguments = parser.parse_args()
-    layout = placement(
-        arguments.gpu,
-        arguments.replicas,
-        is_colocated=arguments.colocated,
-        prefill_degrees=arguments.prefill,
-        decode_degrees=arguments.decode,
-    )
-    results, figures = compare(layout, arguments, Console(stderr=True))
+    setting = EMULATED[arguments.setting] if arguments.setting else saturated(arguments)
+    results, figures = compare(setting, arguments, Console(stderr=True))
     failures = [line for result in results for line in (*result["failures"], *result["invalid"])]
     document = {
-        "model": MODEL.name,
-        "layout": str(layout),
+        "model": setting.model.name,
+        "layout": str(setting.layout),
         "gpu": arguments.gpu,
-        "workload": arguments.workload,
+        "workload": setting.name,
         "time_scale": arguments.time_scale,
-        "requests": arguments.requests * arguments.replicas,
+        "requests": arguments.requests * setting.layout.decode_pool.replicas,
         "seed": arguments.seed,
-        "slo": {"ttft_seconds": SLO.ttft_seconds, "tpot_seconds": SLO.tpot_seconds},
+        "slo": {"ttft_seconds": setting.ttft_s, "tpot_seconds": setting.tpot_s},
+        "rate": setting.rate,
         **{name: round(value, 6) for name, value in figures.items()},
         "goodput": {source: interpolated_goodput(results, source) for source in ("measured", "simulated")},
         "rates": results,

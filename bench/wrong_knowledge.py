@@ -2,7 +2,7 @@
 
     python -m pdserve.bench.wrong_knowledge [--only NAME] [--cases A,B] [--requests N] [--seeds N] [--json FILE]
 
-The settings of `pdserve.bench.policies`, at the first rate of each. Before the requests that are judged, 1,000 arrive
+The settings of `pdserve.bench.policies`, at the rate of each. Before the requests that are judged, 1,000 arrive
 at a third of the rate, or less where their answers are longer, from which the policy learns.
 
 - ``old``: reported loads are 200 ms old.
@@ -56,7 +56,7 @@ def attainment(
     setting: Setting, policy: str, case: Case, num_requests: int, seed: int, num_first: int = NUM_FIRST
 ) -> float:
     """Share of the judged requests that met both objectives."""
-    rate, max_model_len = setting.rates[0], LLAMA_3_8B.max_model_len
+    rate, max_model_len = setting.rate, LLAMA_3_8B.max_model_len
     first = setting.workload.draw(num_first, seed + 10_000, max_model_len=max_model_len).at_rate(
         rate / 3 / max(1.0, case.length_factor)
     )
@@ -107,7 +107,7 @@ def main() -> None:
                 seeds = range(arguments.seeds)
                 shares = [attainment(setting, policy, CASES[case], arguments.requests, seed) for seed in seeds]
                 means[policy][case] = float(np.mean(shares))
-                record = {"setting": setting.workload.name, "rate": setting.rates[0], "policy": policy, "case": case}
+                record = {"setting": setting.workload.name, "rate": setting.rate, "policy": policy, "case": case}
                 records.append({**record, "attainment": [round(share, 4) for share in shares]})
         goodput, least_time = means["goodput"], means["least-time"]
         worst = min(goodput[case] / goodput[RIGHT] for case in cases)
@@ -115,7 +115,7 @@ def main() -> None:
         for policy, shares_by_case in means.items():
             shown = [f"{shares_by_case[case]:.1%}" for case in cases]
             ratios = [f"{worst:.2f}", f"{against:.2f}"] if policy == "goodput" else []
-            table.add_row(f"{setting.workload.name}, {policy}", f"{setting.rates[0]:g}", *shown, *ratios)
+            table.add_row(f"{setting.workload.name}, {policy}", f"{setting.rate:g}", *shown, *ratios)
     Console(stderr=True, width=160).print(table)
     publish({"requests_per_run": arguments.requests, "runs": records}, arguments.json, unshown=("runs",))
 

@@ -1,26 +1,65 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from pdserve.bench.policies import SETTINGS, Setting, attainment
+from pdserve.bench.policies import CASES, MOONCAKE, SETTINGS, TARGET, Setting, goodput, mooncake, outcomes, served
+from pdserve.bench.policy_parts import PARTS
+
+(UNIFORM,) = [setting for setting in SETTINGS if setting.name == "uniform"]
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.workload.name)
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_attainment_is_the_share_within_both_objectives(setting: Setting) -> None:
-    assert attainment(setting, "round-robin", 1.0, 30, 0) > 0.8
+    assert served(setting, "round-robin", 1.0, 30, 0).share > 0.8
     strict = replace(setting, ttft_s=1e-6)
-    assert attainment(strict, "round-robin", 1.0, 30, 0) == 0.0
+    assert served(strict, "round-robin", 1.0, 30, 0).share == 0.0
 
 
 def test_goodput_serves_more_at_saturation() -> None:
-    (prefixes,) = [setting for setting in SETTINGS if setting.workload.name == "prefixes"]
-    least_time, goodput = (attainment(prefixes, policy, 110.0, 250, 0) for policy in ("least-time", "goodput"))
-    assert goodput > least_time + 0.05
+    (prefixes,) = [setting for setting in SETTINGS if setting.name == "prefixes"]
+    least_time, best = (served(prefixes, policy, 110.0, 250, 0).share for policy in ("least-time", "goodput"))
+    assert best > least_time + 0.05
 
 
 def test_refusing_what_is_hopeless_serves_more() -> None:
-    (bound,) = [setting for setting in SETTINGS if setting.workload.name == "decode-bound"]
-    late, refused = (attainment(bound, policy, 200.0, 1500, 0) for policy in ("goodput", "goodput+refuse"))
+    (bound,) = [setting for setting in SETTINGS if setting.name == "decode-bound"]
+    late, refused = (served(bound, policy, 200.0, 1500, 0).share for policy in ("goodput", "goodput+refuse"))
     assert refused > late + 0.1
+
+
+@pytest.mark.parametrize("start_rate", [10.0, 50.0, 400.0])
+def test_goodput_is_interpolated_where_attainment_falls_to_the_target(start_rate: float) -> None:
+    assert goodput(lambda rate: 1.1 - rate / 500, start_rate) == pytest.approx(500 * (1.1 - TARGET))
+    assert goodput(lambda rate: 0.5, start_rate) == 0.0
+    assert goodput(lambda rate: 0.95, start_rate) > 100 * start_rate
+
+
+def test_policies_serve_the_same_rates() -> None:
+    found = outcomes(replace(UNIFORM, ttft_s=0.06, rates=(20.0,)), ["round-robin"], 40, (0, 1), 1)
+    assert [len(each["goodput"]) for each in found.values()] == [2, 1]
+    assert list(found) == ["least-time", "round-robin"]
+    least_time, other = found.values()
+    assert least_time["goodput"][0] > other["goodput"][0] > 0
+    assert least_time["good/s at 1 x"][0] == pytest.approx(TARGET * least_time["goodput"][0], rel=0.05)
+    assert other["good/s at 1 x"][0] < least_time["good/s at 1 x"][0]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_policy_without_a_part_decides_otherwise(part: str) -> None:
+    setting = next(setting for setting in SETTINGS if part in setting.parts)
+    assert part in CASES
+    whole, partial = (served(setting, policy, 4 * setting.rate, 700, 0) for policy in ("goodput", part))
+    assert whole != partial
+
+
+def test_mooncake_conversations_share_prefixes(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 500 * row, "input_length": 1024, "output_length": 20, "hash_ids": [0, row + 1]}
+        for row in range(20)
+    ]
+    (tmp_path / MOONCAKE).write_text("\n".join(map(json.dumps, lines)))
+    assert served(mooncake(tmp_path), "goodput", 5.0, 20, 0).share == 1.0
