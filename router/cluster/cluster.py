@@ -159,7 +159,7 @@ class Cluster:
         """
         num_choices = sum(spec.num_choices for spec in specs)
         first = specs[0]
-        self.check_room(num_choices, tenant=first.tenant, tier=first.tier, arrived_s=first.arrived_s)
+        self.dispatcher.admission.check(num_choices, tenant=first.tenant, tier=first.tier)
         streams: list[TokenStream] = []
         try:
             for spec in specs:

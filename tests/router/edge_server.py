@@ -121,6 +121,9 @@ class ScriptedGenerator(Cluster):
         if self.refusal is not None:
             raise self.refusal
 
+    def start_all(self, specs: Sequence[RequestSpec]) -> list[TokenStream]:
+        return [self.start(spec) for spec in specs]
+
     def start(self, spec: RequestSpec, *, has_room: bool = False) -> ScriptedGeneration:
         assert spec.arrived_s > 0
         if self.refusal is not None:
