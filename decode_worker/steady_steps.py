@@ -54,14 +54,15 @@ def count_steady_steps(table: SequenceTable, running: Sized[Sequence]) -> Steady
     num_context_tokens = num_pending = 0
     for sequence in running:
         num_context_tokens += sequence.num_computed
-        num_pending += sequence.num_pending
         num_known = len(sequence.tokens)
-        num_to_next = num_in_flight - sequence.num_pending + 1
-        num_to_last = num_to_next + sequence.least_length - num_known - 1
+        num_to_last = num_in_flight + sequence.least_length - num_known
+        if sequence.num_pending:
+            num_pending += 1
+            num_to_last -= 1
         if num_to_last < num_steps:
             num_steps = num_to_last
-        if num_to_next < num_steps and num_known == sequence.num_prompt_tokens:
-            num_steps = num_to_next
+        if num_known == sequence.num_prompt_tokens:
+            num_steps = min(num_steps, num_in_flight - sequence.num_pending + 1)
     leaving = _leaving(table)
     num_rows = sum([step.num_rows + len(step.swapped_out) for step in table.steps_in_flight])
     if num_pending + len(leaving) != num_rows:
@@ -118,27 +119,31 @@ def fast_forward(
     for index, sequence in enumerate(running):
         tokens = sequence.tokens
         num_known = len(tokens)
-        num_pending = sequence.num_pending
-        num_rows = sequence.max_length - num_known - num_pending
-        if num_rows > num_steps:
-            num_rows = num_steps
-        num_computed = sequence.num_computed + num_rows
-        if num_computed > len(sequence.block_table) * block_size:
-            growing.append(sequence)
-        previous_row = index if num_steps > 1 else sequence.last_row
-        is_decoding = num_known - sequence.num_prompt_tokens > 1
-        if num_pending and is_decoding and num_rows == num_steps and num_known + num_steps < sequence.least_length:
-            row = old_rows[sequence.last_row]
-            row.tokens, row.previous_row = (), previous_row
-            row.cached_length, row.sample_position = num_computed - 1, num_computed
+        num_computed = sequence.num_computed + num_steps
+        previous_row = sequence.last_row
+        if (
+            sequence.num_pending
+            and num_known + num_steps < sequence.least_length
+            and num_known > sequence.num_prompt_tokens + 1
+        ):
+            if num_computed > len(sequence.block_table) * block_size:
+                growing.append(sequence)
+            row = old_rows[previous_row]
+            row.tokens = ()
+            row.previous_row = index if num_steps > 1 else previous_row
+            row.sample_position = sequence.num_computed = num_computed
+            row.cached_length = sequence.num_written = num_computed - 1
             tokens += zeros
             sequence.last_row = len(rows)
-            sequence.num_computed = num_computed
-            sequence.num_written = num_computed - 1
             rows.append(row)
             sequences.append(sequence)
             continue
-        sequence.last_row = previous_row
+        num_pending = sequence.num_pending
+        num_rows = min(num_steps, sequence.max_length - num_known - num_pending)
+        if sequence.num_computed + num_rows > len(sequence.block_table) * block_size:
+            growing.append(sequence)
+        if num_steps > 1:
+            sequence.last_row = index
         if num_known - sequence.num_prompt_tokens == 1 and num_known + 1 < sequence.least_length:
             turn = 1 if step is None or num_pending else 2
             if turn <= num_steps:

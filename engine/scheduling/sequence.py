@@ -196,9 +196,17 @@ def sum_blocks_missing(sequences: Iterable[Sequence]) -> int:
     """
     total = 0
     for sequence in sequences:
-        num_taken = len(sequence.block_table)
-        if num_taken * sequence.block_size < sequence.max_length - 1:
-            num_missing = sequence.num_blocks_expected() - num_taken
-            if num_missing > 0:
-                total += num_missing
+        block_size = sequence.block_size
+        num_held = len(sequence.block_table) * block_size
+        num_tokens = sequence.max_length - 1
+        if num_held >= num_tokens:
+            continue
+        num_known = len(sequence.tokens)
+        num_more = num_known - sequence.num_prompt_tokens
+        if num_more < LOOKAHEAD_TOKENS or num_more < block_size:
+            num_more = max(LOOKAHEAD_TOKENS, block_size)
+        if num_known + num_more < num_tokens:
+            num_tokens = num_known + num_more
+        if num_tokens > num_held:
+            total += (num_tokens - num_held + block_size - 1) // block_size
     return total

@@ -21,8 +21,8 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
 from statistics import geometric_mean
@@ -168,6 +168,7 @@ class _Search:
         """Feasible layouts in order of enumeration."""
         self._num_infeasible = 0
         self._num_requests = 0
+        self._judging: dict[Layout, Future[Confirmed]] = {}
         self._judged: list[Entry] = []
         self._descriptions: dict[tuple[object, ...], _Description] = {}
         """By the finalists, their order and rates."""
@@ -286,33 +287,43 @@ class _Search:
 
     def _simulate_finalists(self, chosen: Sequence[Entry]) -> None:
         """Find the goodput of the finalists by the scout, and let the judge serve the best of either kind, until it
-        agrees with both or has replaced them. While it serves one kind's, the scout continues with the other kind."""
-        judged: list[tuple[Entry, Future[Confirmed]]] = []
-        for is_colocated, low, high in ((False, 0.35, 0.5), (True, 0.5, 0.65)):
-            of_kind = [entry for entry in chosen if entry.layout.is_colocated is is_colocated]
-            for entry, goodput in zip(of_kind, self._goodputs(of_kind, low, high, "finalists"), strict=True):
-                entry.final = goodput
-            judged += self._start_judging(is_colocated)
+        agrees with both or has replaced them. It begins as soon as no other finalist is likely to be better."""
+        sought = {self._pool.submit(self._goodput_job(entry)): entry for entry in chosen}
+        pending = set(sought)
+        while pending:
+            over, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for future in over:
+                sought[future].final = goodput = future.result()
+                self._num_requests += goodput.num_requests
+            num_over = len(sought) - len(pending)
+            self._report(0.35 + 0.3 * num_over / len(sought), f"finalists: {num_over} of {len(sought)}")
+            self._start_judging([sought[future] for future in pending])
         self._report(0.65, "judging")
         if self._is_served(self._finalists()):
             self._start_describing()  # the judge agrees as a rule, and leaves processes idle
-        while judged:
-            for entry, future in judged:
-                found = future.result()
+        while unheard := [entry for entry in self._best_finalists() if entry not in self._judged]:
+            self._start_judging()
+            for entry in unheard:
+                self._judged.append(entry)
+                found = self._judging[entry.layout].result()
                 self._note_difference(entry.layout, found)
                 entry.final = found.goodput
-            judged = [*self._start_judging(False), *self._start_judging(True)]
 
-    def _start_judging(self, is_colocated: bool) -> Iterator[tuple[Entry, Future[Confirmed]]]:
-        """The best finalist of a kind and its coming result, unless the judge has served it."""
-        best = best_of_kinds(self._ranking.ranked(self._finalists())).get(is_colocated)
-        if best is not None and best.rate and best not in self._judged:
-            assert best.final is not None
-            self._judged.append(best)
-            yield (
-                best,
-                self._pool.submit(partial(confirmed, trial=self._judge_trial(best.layout), scouted=best.final)),
-            )
+    def _best_finalists(self) -> list[Entry]:
+        """The best disaggregated finalist and the best colocated one."""
+        best = best_of_kinds(self._ranking.ranked(self._finalists()))
+        return [best[kind] for kind in (False, True) if kind in best and best[kind].rate]
+
+    def _start_judging(self, sought: Sequence[Entry] = ()) -> None:
+        """Let the judge serve the best finalist of either kind, unless it does or another one, whose goodput is still
+        ``sought``, is better by its short run."""
+        for best in self._best_finalists():
+            rivals = [entry for entry in sought if entry.layout.is_colocated is best.layout.is_colocated]
+            is_likely = all(self._ranking.key(best, best.rate) <= self._ranking.key(each, each.rate) for each in rivals)
+            if is_likely and best.layout not in self._judging:
+                assert best.final is not None
+                job = partial(confirmed, trial=self._judge_trial(best.layout), scouted=best.final)
+                self._judging[best.layout] = self._pool.submit(job)
 
     def _note_difference(self, layout: Layout, found: Confirmed) -> None:
         judge, scout = found.judge, found.scout
@@ -417,20 +428,14 @@ class _Search:
         most = self._question.effort.most_requests
         return num_requests if most is None else min(num_requests, most)
 
-    def _goodputs(self, entries: Sequence[Entry], low: float, high: float, what: str) -> list[Goodput]:
-        """Goodput of each finalist, by the scout."""
-        jobs: list[Job[Goodput]] = [
-            partial(
-                find_goodput,
-                trial=self._trial(entry.layout, is_final=True),
-                start_rate=entry.rate,
-                tolerance=self._question.effort.tolerance,
-            )
-            for entry in entries
-        ]
-        goodputs = self._run(jobs, low, high, what)
-        self._num_requests += sum(goodput.num_requests for goodput in goodputs)
-        return goodputs
+    def _goodput_job(self, entry: Entry) -> Job[Goodput]:
+        """Goodput of a finalist, by the scout."""
+        return partial(
+            find_goodput,
+            trial=self._trial(entry.layout, is_final=True),
+            start_rate=entry.rate,
+            tolerance=self._question.effort.tolerance,
+        )
 
     def _run(self, jobs: Sequence[Job[Result]], low: float, high: float, what: str) -> list[Result]:
         self._report(low, f"{what}: 0 of {len(jobs)}")

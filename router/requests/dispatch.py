@@ -408,6 +408,8 @@ class Dispatcher:
         """Workers that accept work, without those to avoid, as far as others have their role."""
         now_s = self._now_s()
         workers = [worker for worker in self.workers.values() if worker.takes_work]
+        if not self._retries.avoids_any(attempt):
+            return workers
         good = {worker for worker in workers if not self._retries.avoids(attempt, worker, now_s)}
         roles = {worker.role for worker in good}
         return [worker for worker in workers if worker in good or worker.role not in roles]
@@ -493,7 +495,9 @@ class Dispatcher:
         start_s = self._now_s()
         blocks = attempt.blocks(prefill.block_size)
         decoders = [w for w in self.workers.values() if w.role is WorkerRole.DECODE and w.takes_work]
-        cut_off = {w.worker_id for w in decoders if self._retries.avoids(attempt, w, start_s)}
+        cut_off: set[str] = set()
+        if self._retries.avoids_any(attempt):
+            cut_off = {w.worker_id for w in decoders if self._retries.avoids(attempt, w, start_s)}
         binding = self._placement.decode(
             self._arrival(attempt, blocks, start_s),
             [w.snapshot() for w in decoders],

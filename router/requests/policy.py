@@ -241,15 +241,17 @@ def choose_prefill(
     """
     workers = list(workers)
     num_tokens = blocks.num_tokens
-    options: list[tuple[float, bool, PrefillChoice, float]] = []  # the least one wins
+    options: list[tuple[float, bool, str, bool, int, float]] = []  # the least one wins
+    hands_off = False
     for worker, handoff in prefill_candidates(workers):
         num_cached = blocks.num_cached_tokens(worker.cached_blocks)
         ttft_s = predict_ttft_s(worker, num_tokens, num_cached, costs[worker.role])
-        choice = PrefillChoice(worker.worker_id, handoff, ttft_s, num_cached)
-        options.append((ttft_s, worker.role is WorkerRole.DECODE, choice, worker.prefill_correction))
+        is_decode = worker.role is WorkerRole.DECODE
+        options.append((ttft_s, is_decode, worker.worker_id, handoff, num_cached, worker.prefill_correction))
+        hands_off |= handoff
     if not options:
         return None
-    if any(choice.handoff for _, _, choice, _ in options):
+    if hands_off:
         cost, correction = costs[WorkerRole.DECODE], min(options)[-1]
         for worker in workers:
             if worker.role is not WorkerRole.DECODE or shortfall(blocks, worker):
@@ -257,8 +259,9 @@ def choose_prefill(
             num_cached = blocks.num_cached_tokens(worker.cached_blocks)
             if may_prefill_locally(worker, num_tokens, num_cached, cost, tpot_slo_s=tpot_slo_s):
                 ttft_s = predict_ttft_s(worker, num_tokens, num_cached, cost, least_correction=correction)
-                options.append((ttft_s, True, PrefillChoice(worker.worker_id, False, ttft_s, num_cached), correction))
-    return min(options)[2]
+                options.append((ttft_s, True, worker.worker_id, False, num_cached, correction))
+    ttft_s, _, worker_id, handoff, num_cached, _ = min(options)
+    return PrefillChoice(worker_id, handoff, ttft_s, num_cached)
 
 
 def choose_decode(

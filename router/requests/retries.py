@@ -100,3 +100,7 @@ class Retries:
         if breaker is not None and now_s < breaker.until_s:
             return True
         return attempt.prefill is not None and now_s < self._cut_off_until_s.get((attempt.prefill, worker), 0.0)
+
+    def avoids_any(self, attempt: Attempt) -> bool:
+        """Whether `avoids` may hold for some worker."""
+        return bool(self._breakers or self._cut_off_until_s or attempt.failed_on is not None)
