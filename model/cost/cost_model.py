@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import expm1
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdserve.contracts.kv_layout import DTYPE_BYTES, kv_vector_bytes, resolve_kv_dtype
 from pdserve.contracts.precision import Precision
@@ -43,6 +43,12 @@ from pdserve.model.config.shape import ModelShape
 from pdserve.model.config.sharding import check_divides
 from pdserve.model.cost.hardware import Hardware
 from pdserve.model.weights.bytes import weight_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    FloatArray = npt.NDArray[np.float64]
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of weights and activations."""
@@ -62,13 +68,13 @@ class StepParts(NamedTuple):
 
 
 class CountTerms(NamedTuple):
-    """Terms of a step's duration that depend on one count."""
+    """Terms of a step's duration that depend on one count, for an array of counts."""
 
-    tokens_s: float
+    tokens_s: FloatArray
     """Layers, communication and overhead for so many new tokens, without attention."""
-    rows_s: float
+    rows_s: FloatArray
     """Output projection and overhead of so many rows."""
-    pair_s: float
+    pair_s: FloatArray
     """One token attending to one other, in a chunk of so many new tokens."""
 
 
@@ -201,13 +207,13 @@ class CostModel:
         products_s = self._sum_s(num_new + batch_size, 1 + batch_size, 0.0) - self._sum_s(num_new, 1, 0.0)
         return products_s + (context_tokens + batch_size) * self._decode_token_s
 
-    def terms(self, count: int) -> CountTerms:
-        """Terms of `step_s` for a ``count`` of 1 or more, for tables of them."""
-        pair_s = self._pair_s / self.hardware.prefill_attention_efficiency.at(count)
+    def terms(self, counts: FloatArray) -> CountTerms:
+        """Terms of `step_s` for an array of counts of 1 or more."""
+        parts: Any = self._token_parts(counts)
         return CountTerms(
-            tokens_s=sum(self._token_parts(count)),
-            rows_s=self._output_s(count) + count * self.hardware.row_overhead_s,
-            pair_s=pair_s,
+            tokens_s=sum(parts),
+            rows_s=self._output_s(counts) + counts * self.hardware.row_overhead_s,
+            pair_s=self._pair_s / self.hardware.prefill_attention_efficiency.at(counts),
         )
 
     @property
@@ -267,7 +273,7 @@ class CostModel:
         memory = self.rank_memory(memory_fraction, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
         return int(memory.kv_bytes // (block_size * self.rank_kv_bytes_per_token))
 
-    # Parts of a step
+    # Parts of a step; counts are numbers, or arrays of them
 
     def _sum_rows(self, rows: Iterable[tuple[int, int]]) -> tuple[int, int, float, int]:
         """Sum new tokens, rows, attention seconds of prefill rows, and the context tokens of decode rows."""
@@ -292,7 +298,7 @@ class CostModel:
         pairs_s = (num_new * num_cached + num_new * (num_new + 1) / 2) * self._pairs_s[num_new]
         return max(pairs_s, (num_cached + num_new) * self._decode_token_s)
 
-    def _token_parts(self, num_tokens: int) -> StepParts:
+    def _token_parts(self, num_tokens: Any) -> StepParts:
         """Parts that depend on the number of new tokens; the others are 0."""
         hardware, num_layers, num_ranks = self.hardware, self.shape.num_layers, self.tensor_parallel
         message_bytes = num_tokens * self._activation_bytes
@@ -300,7 +306,7 @@ class CostModel:
         sent_bytes = 2 * (num_ranks - 1) / num_ranks * message_bytes
         all_reduces_s = 2 * num_layers * (latency_s + sent_bytes / bandwidth) if num_ranks > 1 else 0.0
         layers_s, gaps_s = self._layers_s(num_tokens), num_layers * hardware.layer_overhead_s
-        wait_s = max(0.0, num_layers * hardware.layer_launch_s - (layers_s + all_reduces_s + gaps_s))
+        wait_s = _larger(num_layers * hardware.layer_launch_s - (layers_s + all_reduces_s + gaps_s), 0.0)
         return StepParts(
             layers_s=layers_s,
             output_s=0.0,
@@ -310,7 +316,7 @@ class CostModel:
             overhead_s=hardware.step_overhead_s + (num_ranks > 1) * hardware.ranks_overhead_s + gaps_s + wait_s,
         )
 
-    def _layers_s(self, num_tokens: int) -> float:
+    def _layers_s(self, num_tokens: Any) -> Any:
         """Linear layers of all stages."""
         shape = self.shape
         bytes_each = self._layer_weight_bytes
@@ -323,17 +329,21 @@ class CostModel:
         experts_s = self._product_s(num_uses / num_touched, num_weights, bytes_each, self._layer_flops)
         return shape.num_layers * (common_s + experts_s)
 
-    def _output_s(self, num_rows: int) -> float:
+    def _output_s(self, num_rows: Any) -> Any:
         return self._product_s(num_rows, self.shape.table_parameters, DTYPE_BYTES[self.dtype], self._rank_flops)
 
-    def _product_s(self, num_rows: float, num_weights: float, bytes_each: float, flops: float) -> float:
+    def _product_s(self, num_rows: Any, num_weights: Any, bytes_each: float, flops: float) -> Any:
         """Seconds to multiply ``num_rows`` rows by ``num_weights`` weights, split over a stage's ranks, at a peak of
         ``flops`` operations per second."""
-        flops *= self.hardware.compute_efficiency.at(num_rows)
-        return max(2 * num_rows * num_weights / flops, num_weights * bytes_each / self._rank_bandwidth)
+        flops = flops * self.hardware.compute_efficiency.at(num_rows)
+        return _larger(2 * num_rows * num_weights / flops, num_weights * bytes_each / self._rank_bandwidth)
 
 
-def num_experts_touched(num_tokens: int, num_experts: int, experts_per_token: int) -> float:
+def _larger(values: Any, limit: Any) -> Any:
+    return max(values, limit) if isinstance(values, int | float) else values.clip(limit)
+
+
+def num_experts_touched(num_tokens: Any, num_experts: int, experts_per_token: int) -> Any:
     """Expected number of distinct experts for ``num_tokens`` tokens under even, independent routing."""
     return num_experts * (1 - (1 - experts_per_token / num_experts) ** num_tokens)
 

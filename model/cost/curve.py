@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from math import log
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,14 @@ class Curve:
     def constant(cls, share: float) -> Curve:
         return cls(((1, share),))
 
-    def at(self, count: float) -> float:
+    def at(self, count: Any) -> Any:
+        """Share at a count, or at each of an array of them."""
         points = self.points
+        if not isinstance(count, int | float):
+            import numpy as np  # tables need it; commands without one start sooner
+
+            counts, shares = zip(*points, strict=True)
+            return np.interp(np.log(count), np.log(counts), shares)
         index = bisect_right(points, count, key=lambda point: point[0])
         if index == 0:
             return points[0][1]

@@ -20,7 +20,7 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.engine.worker.pool_size import AUTO_SWAP_SHARE
 from pdserve.model.config.shape import ModelShape
-from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.cost_model import CostModel, CountTerms
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.arrays import FloatArray, IntArray
 from pdserve.planner.layout import Layout, PlannedModel, Pool
@@ -30,8 +30,6 @@ from pdserve.planner.simulate.simulator import Overheads
 from pdserve.planner.workload.requests import Segment, SimulatedRequest
 
 _ROLES = {WorkerRole.PREFILL: kernel.PREFILL, WorkerRole.DECODE: kernel.DECODE, WorkerRole.MIXED: kernel.MIXED}
-_DENSE_COUNTS = 256
-_COUNT_RATIO = 1.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,14 +310,9 @@ def _table_of(pool: Pool, model: PlannedModel, num_counts: int) -> FloatArray:
 
 
 def step_table(cost: CostModel, num_counts: int) -> FloatArray:
-    """`CostModel.terms` by term and count: exact for small counts, within 1e-4 for others."""
-    grid = np.arange(1, min(_DENSE_COUNTS, num_counts))
-    num_more = int(np.log(num_counts / grid[-1]) / np.log(_COUNT_RATIO)) + 2
-    grid = np.unique(np.concatenate([grid, np.geomspace(grid[-1], num_counts, num_more).astype(np.int64)]))
-    terms = np.array([cost.terms(int(count)) for count in grid]).T
-    counts = np.arange(num_counts)
-    table = np.stack([np.interp(counts, grid, term) for term in terms])
-    table[:, 0] = 0.0
+    """`CostModel.terms` by term and count, 0 for none."""
+    table = np.zeros((len(CountTerms._fields), num_counts))
+    table[:, 1:] = cost.terms(np.arange(1, num_counts, dtype=np.float64))
     return table
 
 

@@ -215,14 +215,18 @@ def test_the_same_arguments_give_the_same_result_to_the_bit() -> None:
     np.testing.assert_array_equal(first.first_token_s, second.first_token_s)
 
 
-def test_a_table_holds_the_cost_models_terms() -> None:
-    cost = a_pool(WorkerRole.DECODE, 1, 2).cost(LLAMA_3_8B)
+@pytest.mark.parametrize("num_experts", [0, 8])
+def test_a_table_holds_the_cost_models_terms(num_experts: int) -> None:
+    """Exactly: where choices depend on small differences, an interpolated table would lead to other ones."""
+    shape = replace(LLAMA_3_8B.shape, num_experts=num_experts, experts_per_token=num_experts // 4)
+    cost = a_pool(WorkerRole.DECODE, 1, 2).cost(replace(LLAMA_3_8B, shape=shape))
     table = step_table(cost, 8192)
-    for num_new in (1, 100, 511, 2048, 5000, 8191):
-        step_s = table[0, num_new] + table[1, 1] + max(num_new * (num_new + 1) / 2 * table[2, num_new], 0)
-        assert num_new == 1 or step_s == pytest.approx(cost.prefill_s(num_new), rel=1e-3)
+    for num_new in (2, 100, 511, 2048, 5000, 8191):
+        attention_s = max(num_new * (num_new + 1) / 2 * table[2, num_new], num_new * cost.decode_token_s)
+        prefill_s = table[0, num_new] + table[1, 1] + attention_s
+        assert prefill_s == pytest.approx(cost.prefill_s(num_new), rel=1e-14)
         decode_s = table[0, num_new] + table[1, num_new] + 2 * num_new * cost.decode_token_s
-        assert decode_s == pytest.approx(cost.decode_s(num_new, num_new), rel=1e-3)
+        assert decode_s == pytest.approx(cost.decode_s(num_new, num_new), rel=1e-14)
 
 
 def test_a_run_beyond_capacity_is_saturated() -> None:
