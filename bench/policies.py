@@ -8,8 +8,8 @@ Settings in which some resource binds, traffic as presets and a trace have it, a
 their pattern at other rates.
 
 All policies serve the same requests, drawn once per seed; all requests of a run count. The goodput of a policy and seed
-is searched, and interpolated between two rates that differ by at most 8 %. All policies also serve 1, 1.2 and 2 times
-the goodput of ``least-time``. ``goodput`` and ``least-time`` get ``--seeds`` draws, the others the first
+is searched until two rates differ by 8 %, and interpolated twice between those around it. All policies also serve 1.2
+and 2 times the goodput of ``least-time``. ``goodput`` and ``least-time`` get ``--seeds`` draws, the others the first
 ``--other-seeds`` of them. ``goodput+refuse`` refuses what would meet its objectives nowhere (``slo.when_hopeless``);
 ``goodput-PART`` lacks a part (`pdserve.bench.policy_parts`).
 """
@@ -56,7 +56,7 @@ REFUSED = DEFAULT_POLICY + REFUSING
 CASES = (*POLICIES, REFUSED, *PARTS)
 TARGET = 0.9
 """Attainment at the goodput."""
-OVERLOADS = (1.0, 1.2, 2.0)
+OVERLOADS = (1.2, 2.0)
 """Shares of the goodput of ``least-time``."""
 GOODPUT = "goodput"
 MOONCAKE = "mooncake_conversation_trace.jsonl"
@@ -136,8 +136,8 @@ SETTINGS = (
         layout=layout(2, 4),
         ttft_s=0.5,
         tpot_s=0.012,
-        rate=75,
-        rates=(80,),
+        rate=57,
+        rates=(70,),
         parts=(REFUSED, "goodput-decode", "goodput-lengths"),
     ),
     Setting(
@@ -209,6 +209,7 @@ def mooncake(data: Path) -> Setting:
         ttft_s=5.0,
         tpot_s=0.05,
         rate=10,
+        rates=(10,),
         model=replace(LLAMA_3_8B, max_model_len=131_072),
     )
 
@@ -249,7 +250,13 @@ def goodput(share_at: Callable[[float], float], start_rate: float) -> float:
     if not low or low == max(shares):
         return low
     high = min(rate for rate in shares if rate > low)
-    return low + (high - low) * (shares[low] - TARGET) / (shares[low] - shares[high])
+
+    def between() -> float:
+        return low + (high - low) * (shares[low] - TARGET) / (shares[low] - shares[high])
+
+    rate = between()
+    low, high = (rate, high) if meets(rate) else (low, rate)
+    return between()
 
 
 def outcome(
