@@ -7,8 +7,7 @@ indexed by worker and one of the constants below.
 Prompts that begin alike share nodes of a tree, each a run of tokens: a request's path are the nodes of its prompt, from
 the root. A worker caches the leading blocks of a node.
 
-Simplified against the live code: a sequence gets the block for its next token when it writes to it, not one block
-ahead; the router knows the prefix caches without delay; prompts that compute the same node at the same time share its
+Simplified against the live code: the router knows the prefix caches without delay; prompts that compute the same node at the same time share its
 blocks, though each computes it; a preempted sequence frees its blocks at once and finds none of them again; an answer
 that ends before its limit leaves no row in the step in flight; nothing times out.
 """
@@ -33,11 +32,11 @@ LOOKAHEAD_TOKENS = 64
 STALL_TOKENS = 100
 """See `pdserve.router.requests.policy`."""
 
-INBOX, WAITING, RESERVED, ADMITTED, COMPUTED, RUNNING, LAST_STEP, GROWTH, SWAPPED = range(9)
+INBOX, WAITING, RESERVED, ADMITTED, COMPUTED, RUNNING, LAST_STEP, GROWTH, AHEAD, SWAPPED = range(10)
 """Lists of a worker: messages; prompts and reservations in line; prompts in chunks; prompts whose last chunk is in
 flight; sequences that decode, and the step with the last row of each; sequences by the step, modulo the block size,
-that needs a block; sequences in host memory."""
-NUM_LISTS = 9
+that needs a block, and those of them that have it already; sequences in host memory."""
+NUM_LISTS = 10
 
 PULL_ENDED, ARRIVED, ROUTED = range(3)
 """Timers: ends of pulls, and arrivals of next turns at the edge and at the dispatcher."""
@@ -59,14 +58,15 @@ REQUEST = _record(
     "arrived_s started_s first_token_s last_token_s pull_begun_s granted_s think_s",
     """num_prompt num_output max_output path_begin path_end answer_node next_turn is_rejected prefill decode ticket
     is_preempted num_cached num_sent num_pull_cached num_parked_shared num_shared num_known num_computed num_left
-    chunk_step num_before_chunk num_last_blocks""",
+    chunk_step num_before_chunk num_last_blocks first_step num_ahead""",
 )
 """``max_output`` is the limit of the answer, ``prefill`` and ``decode`` are its workers, ``ticket`` is its place among
 the arrivals of a worker. The prompt's nodes are ``paths[path_begin:path_end]``. ``num_cached`` tokens were cached where
 it was prefilled, ``num_pull_cached`` where it decodes; ``num_sent`` were to compute when it was sent; others held
 ``num_parked_shared`` of its blocks on the prefill worker when it started, ``num_shared`` where it decodes. Prefill goes
 from ``num_computed`` to ``num_known`` tokens, the last chunk in step ``chunk_step`` from ``num_before_chunk``;
-``num_left`` are decode rows to plan, ``num_last_blocks`` the blocks in the last grant."""
+``num_left`` are decode rows to plan, from step ``first_step`` on, ``num_last_blocks`` the blocks in the last grant,
+``num_ahead`` those that it holds for tokens to come."""
 
 WORKER = _record(
     """decode_token_s near_block_s far_block_s swap_block_s
@@ -576,13 +576,15 @@ def coast(state, w, until_s):
     for other in range(len(state.quiet_until_s)):
         if other != w and state.quiet_until_s[other] < until_s:
             until_s = state.quiet_until_s[other]
-    growth, num_rows, token_s = state.lists[w, GROWTH], worker.num_active, worker.decode_token_s
+    growth, ahead = state.lists[w, GROWTH], state.lists[w, AHEAD]
+    num_rows, token_s = worker.num_active, worker.decode_token_s
     step_s = sum_s(state, worker, num_rows, num_rows, (worker.active_context + num_rows) * token_s)
     step, last_step, num_free = worker.num_steps, worker.first_last_step, worker.num_free
     end_s, next_end_s = worker.end_s, worker.next_end_s
     slot = step % cluster.block_size
-    while end_s <= until_s and step < last_step and growth[slot] <= num_free:
-        num_free -= growth[slot]
+    while end_s <= until_s and step < last_step and growth[slot] - ahead[slot] <= num_free:
+        num_free -= growth[slot] - ahead[slot]
+        ahead[slot] = 0
         if worker.depth == 1:
             end_s += cluster.turn_s + step_s
         else:
@@ -634,7 +636,7 @@ def handle(state, w, kind, index, now_s):
             join(state, w, index, worker.num_steps, request.num_output - 1)
         else:
             worker.most_blocks -= final_blocks(state, request)
-            worker.num_free += held_blocks(state, request, request.num_prompt)
+            worker.num_free += held_blocks(state, request, request.num_prompt) + request.num_ahead
             worker.refused_blocks = NEVER
             if has_path(request):
                 release(state, w, index, request.num_shared, 0)
@@ -704,7 +706,7 @@ def end_sequences(state, w, step, seen_s, now_s):
         num_context = request.num_prompt + request.num_output - 1
         worker.ending_context -= num_context
         worker.num_ending -= 1
-        worker.num_free += held_blocks(state, request, num_context)
+        worker.num_free += held_blocks(state, request, num_context) + request.num_ahead
         worker.most_blocks -= final_blocks(state, request)
         if has_path(request):
             release(state, w, index, request.num_shared, request.num_output - 1)
@@ -727,6 +729,15 @@ def blocks_for(state, num_tokens):
 def held_blocks(state, request, num_tokens):
     """Blocks of the request's own where it decodes, when ``num_tokens`` are written."""
     return blocks_for(state, num_tokens) - request.num_shared
+
+
+@njit(inline="always")
+def hold_with_headroom(state, worker, request, num_tokens):
+    """`Sequence.num_blocks_with_headroom`, taken for ``num_tokens`` known ones."""
+    num_most = request.num_prompt + request.max_output - 1
+    num_blocks = held_blocks(state, request, min(num_tokens + state.cluster[0].block_size, num_most))
+    request.num_ahead = num_blocks - held_blocks(state, request, num_tokens)
+    worker.num_free -= num_blocks
 
 
 @njit(inline="always")
@@ -780,15 +791,22 @@ def join(state, w, index, first_step, num_rows):
     worker.num_active += 1
     worker.active_context += num_context
     worker.first_last_step = min(worker.first_last_step, last_step)
-    state.lists[w, GROWTH, (first_step - num_context) % state.cluster[0].block_size] += 1
+    slot = (first_step - num_context) % state.cluster[0].block_size
+    state.lists[w, GROWTH, slot] += 1
+    state.lists[w, AHEAD, slot] += request.num_ahead
+    request.first_step = first_step
 
 
 @njit(inline="always")
-def leave(state, worker, w, request, last_step):
-    """The sequence has no more rows to plan; returns its context when its last row is written."""
-    num_context = request.num_prompt + request.num_output - 1
+def leave(state, worker, w, request, last_step, next_step):
+    """The sequence has no rows from ``next_step`` on; returns its context when its last row is written."""
+    num_context, block_size = request.num_prompt + request.num_output - 1, state.cluster[0].block_size
     worker.num_active -= 1
-    state.lists[w, GROWTH, (last_step + 1 - num_context) % state.cluster[0].block_size] -= 1
+    slot = (last_step + 1 - num_context) % block_size
+    state.lists[w, GROWTH, slot] -= 1
+    if request.first_step + (slot - request.first_step) % block_size < next_step:
+        request.num_ahead = 0
+    state.lists[w, AHEAD, slot] -= request.num_ahead
     return num_context
 
 
@@ -818,10 +836,10 @@ def preempt_latest(state, w, step):
     running[slot_of_latest] = running[worker.num_running]
     last_steps[slot_of_latest] = last_steps[worker.num_running]
     num_left = last_step - step + 1
-    num_context = leave(state, worker, w, request, last_step) - num_left
+    num_context = leave(state, worker, w, request, last_step, step) - num_left
     worker.active_context -= num_context
     worker.most_blocks -= final_blocks(state, request)
-    worker.num_free += held_blocks(state, request, num_context)
+    worker.num_free += held_blocks(state, request, num_context) + request.num_ahead
     worker.num_preemptions += 1
     find_first_last_step(state, w, step)
     request.num_left = num_left
@@ -844,10 +862,10 @@ def preempt_latest(state, w, step):
 
 @njit(**COMPILED)
 def resume_swapped(state, w, step):
-    """`Swapping.resume` in order of arrival; returns the blocks to copy back, and whether one is left that lacks
-    room."""
+    """`Swapping.resume` in order of arrival, each with a row in this step; returns the blocks to copy back, the number
+    of rows, their context, and whether one is left that lacks room."""
     worker = state.workers[w]
-    num_copied = 0
+    num_copied, num_rows, num_seen = 0, 0, 0
     while worker.num_swapped > 0:
         position = 0
         for other in range(1, worker.num_swapped):
@@ -859,16 +877,19 @@ def resume_swapped(state, w, step):
         num_context = request.num_prompt + request.num_output - 1 - request.num_left
         num_final = final_blocks(state, request)
         if num_places(worker) <= 0 or not fits(state, w, expected_blocks(state, request, num_context + 1), num_final):
-            return num_copied, True
+            return num_copied, num_rows, num_seen, True
         worker.num_swapped -= 1
         state.lists[w, SWAPPED, position] = state.lists[w, SWAPPED, worker.num_swapped]
-        worker.num_free -= held_blocks(state, request, num_context)
+        hold_with_headroom(state, worker, request, num_context + 1)
         worker.most_blocks += num_final
-        join(state, w, index, step + 1, request.num_left)
+        worker.num_decoded += 1
+        num_rows += 1
+        num_seen += num_context
+        join(state, w, index, step + 1, request.num_left - 1)
         num_blocks = blocks_for(state, num_context)
         worker.num_swap_slots += num_blocks
         num_copied += num_blocks
-    return num_copied, False
+    return num_copied, num_rows, num_seen, False
 
 
 @njit(inline="always")
@@ -885,25 +906,29 @@ def plan(state, w, now_s):
     may_admit = True
     if worker.role != PREFILL:
         block_size = state.cluster[0].block_size
-        while state.lists[w, GROWTH, step % block_size] > worker.num_free and worker.num_active > 1:
+        growth, ahead, slot = state.lists[w, GROWTH], state.lists[w, AHEAD], step % block_size
+        while growth[slot] - ahead[slot] > worker.num_free and worker.num_active > 1:
             num_copied += preempt_latest(state, w, step)
         num_rows, num_context = worker.num_active, worker.active_context
         if num_rows > 0:
-            worker.num_free -= state.lists[w, GROWTH, step % block_size]
+            worker.num_free -= growth[slot] - ahead[slot]
+            ahead[slot] = 0
             worker.active_context += num_rows
             worker.num_decoded += num_rows
             if worker.first_last_step == step:
                 for slot in range(worker.num_running):
                     if state.lists[w, LAST_STEP, slot] == step:
                         request = state.requests[state.lists[w, RUNNING, slot]]
-                        num_final = leave(state, worker, w, request, step)
+                        num_final = leave(state, worker, w, request, step, step + 1)
                         worker.active_context -= num_final
                         worker.ending_context += num_final
                         worker.num_ending += 1
                 find_first_last_step(state, w, step + 1)
         if worker.num_swapped > 0:
-            num_resumed, is_stuck = resume_swapped(state, w, step)
+            num_resumed, num_more, num_seen, is_stuck = resume_swapped(state, w, step)
             num_copied += num_resumed
+            num_rows += num_more
+            num_context += num_seen
             may_admit = not is_stuck
         if worker.reserved_head < worker.reserved_tail:
             may_admit = may_admit and reserve(state, w, now_s)
@@ -952,7 +977,7 @@ def reserve(state, w, now_s):
         if has_path(request):
             request.num_pull_cached = match_prefix(state, w, index)
             hold(state, w, index)
-        worker.num_free -= held_blocks(state, request, request.num_prompt)
+        hold_with_headroom(state, worker, request, request.num_prompt)
         report(state, RESERVED_BLOCKS, index, now_s)
         request.pull_begun_s = now_s
         carry(state, index, now_s)
@@ -973,20 +998,19 @@ def admit(state, w, index, may_admit, now_s):
             return False
         worker.handoff_blocks += num_blocks
         request.num_parked_shared = num_shared
-        num_blocks -= num_shared
+        worker.num_free -= num_blocks - num_shared
     else:
         if request.is_preempted == 0 and has_path(request):
             request.num_shared = num_held_by_others(state, w, index)
         num_expected, num_final = expected_blocks(state, request, request.num_known), final_blocks(state, request)
         if not may_admit or num_places(worker) <= 0 or not fits(state, w, num_expected, num_final):
             return False
-        num_blocks = held_blocks(state, request, request.num_known)
+        hold_with_headroom(state, worker, request, request.num_known)
         worker.soon_blocks += num_expected
         worker.most_blocks += num_final
     if request.is_preempted == 0 and has_path(request):
         request.num_cached = match_prefix(state, w, index)
         hold(state, w, index)
-    worker.num_free -= num_blocks
     worker.waiting_head += 1
     worker.waiting_tokens -= request.num_known
     request.num_computed = request.num_cached

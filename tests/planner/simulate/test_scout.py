@@ -115,6 +115,27 @@ def test_sequences_that_outgrow_the_blocks_are_preempted_and_end(role: WorkerRol
     assert p90(result.times.tpot_s) == pytest.approx(p90(judge.tpot_s), rel=0.1)
 
 
+def test_a_sequence_starts_with_a_block_more_than_its_prompt() -> None:
+    """So that a decode worker of 20 blocks that decodes after 160 tokens has no room for a prompt of 159: it waits for
+    the prefill worker."""
+    layout = replace(disaggregated(), decode=a_pool(WorkerRole.DECODE, num_kv_blocks=20))
+    answer, late = SimulatedRequest(0.0, 160, 100), SimulatedRequest(0.11, 159, 10)
+    requests = [answer, *[SimulatedRequest(0.1, 300, 1)] * 40, late]
+    ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=SLO).times
+    judge = simulate(LLAMA_3_8B, layout, requests, slo=SLO).times
+    np.testing.assert_allclose(ours.first_token_s, judge.first_token_s, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(ours.last_token_s, judge.last_token_s, rtol=0, atol=1e-9)
+
+
+def test_a_sequence_that_is_copied_back_decodes_in_the_same_step() -> None:
+    layout = replace(disaggregated(), decode=a_pool(WorkerRole.DECODE, num_kv_blocks=40))
+    requests = [SimulatedRequest(n * 0.02, 200, 250) for n in range(2)]
+    result = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=SLO)
+    judge = simulate(LLAMA_3_8B, layout, requests, slo=SLO).times
+    assert result.num_preemptions
+    np.testing.assert_allclose(result.times.last_token_s, judge.last_token_s, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("layout", [disaggregated(num_kv_blocks=700), colocated(num_kv_blocks=700)], ids=str)
 def test_the_judge_agrees_on_answers_that_end_before_their_limit(layout: Layout) -> None:
     """KV is scarce, so that what is reserved for them counts."""
