@@ -7,9 +7,10 @@ indexed by worker and one of the constants below.
 Prompts that begin alike share nodes of a tree, each a run of tokens: a request's path are the nodes of its prompt, from
 the root. A worker caches the leading blocks of a node.
 
-Simplified against the live code: the router knows the prefix caches without delay; prompts that compute the same node at the same time share its
-blocks, though each computes it; a preempted sequence frees its blocks at once and finds none of them again; an answer
-that ends before its limit leaves no row in the step in flight; nothing times out.
+Simplified against the live code: the router knows the prefix caches without delay; prompts that compute the same node
+at the same time share its blocks, though each computes it; a preempted sequence frees its blocks at once, so that none
+waits a step for them, and finds none of them again; an answer that ends before its limit leaves no row in the step in
+flight; nothing times out.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ NUM_LISTS = 10
 PULL_ENDED, ARRIVED, ROUTED = range(3)
 """Timers: ends of pulls, and arrivals of next turns at the edge and at the dispatcher."""
 
-ADD, PREPARE, PULLED, RELEASED = range(4)
+ADD, PREPARE, PULLED, RELEASED, CANCEL = range(5)
 """Messages to a worker: see `pdserve.engine.worker.loop`."""
 STARTED, RESERVED_BLOCKS, LAST_CHUNK, FINISHED = range(4)
 """Messages to the router."""
@@ -58,7 +59,7 @@ REQUEST = _record(
     "arrived_s started_s first_token_s last_token_s pull_begun_s granted_s think_s",
     """num_prompt num_output max_output path_begin path_end answer_node next_turn is_rejected prefill decode ticket
     is_preempted num_cached num_sent num_pull_cached num_parked_shared num_shared num_known num_computed num_left
-    chunk_step num_before_chunk num_last_blocks first_step num_ahead""",
+    chunk_step num_before_chunk num_last_blocks first_step num_ahead is_in_flight""",
 )
 """``max_output`` is the limit of the answer, ``prefill`` and ``decode`` are its workers, ``ticket`` is its place among
 the arrivals of a worker. The prompt's nodes are ``paths[path_begin:path_end]``. ``num_cached`` tokens were cached where
@@ -66,7 +67,7 @@ it was prefilled, ``num_pull_cached`` where it decodes; ``num_sent`` were to com
 ``num_parked_shared`` of its blocks on the prefill worker when it started, ``num_shared`` where it decodes. Prefill goes
 from ``num_computed`` to ``num_known`` tokens, the last chunk in step ``chunk_step`` from ``num_before_chunk``;
 ``num_left`` are decode rows to plan, from step ``first_step`` on, ``num_last_blocks`` the blocks in the last grant,
-``num_ahead`` those that it holds for tokens to come."""
+``num_ahead`` those that it holds for tokens to come. ``is_in_flight`` if `InFlightLoad` counts it as decoding."""
 
 WORKER = _record(
     """decode_token_s near_block_s far_block_s swap_block_s
@@ -272,6 +273,7 @@ def bind(state, index, now_s):
 @njit(inline="always")
 def send_decode(state, worker, request):
     """`InFlightLoad.add_decode`."""
+    request.is_in_flight = 1
     worker.num_sent += 1
     worker.sent_context += request.num_prompt
     worker.sent_blocks += request.num_prompt // state.cluster[0].block_size + 1
@@ -279,15 +281,18 @@ def send_decode(state, worker, request):
 
 @njit(inline="always")
 def settle_decode(state, worker, request):
-    worker.num_sent -= 1
-    worker.sent_context -= request.num_prompt
-    worker.sent_blocks -= request.num_prompt // state.cluster[0].block_size + 1
+    """`InFlightLoad.remove`."""
+    if request.is_in_flight == 1:
+        request.is_in_flight = 0
+        worker.num_sent -= 1
+        worker.sent_context -= request.num_prompt
+        worker.sent_blocks -= request.num_prompt // state.cluster[0].block_size + 1
 
 
 @njit(inline="always")
 def tell(state, w, kind, index, now_s):
     worker = state.workers[w]
-    state.lists[w, INBOX, worker.num_messages] = index * 4 + kind
+    state.lists[w, INBOX, worker.num_messages] = index * 8 + kind
     worker.num_messages += 1
     if state.turn_at_s[w] == inf:
         state.turn_at_s[w] = now_s
@@ -317,6 +322,9 @@ def receive(state, kind, index, now_s):
         bind(state, index, now_s)
     else:
         state.cluster[0].num_live -= 1
+        if request.decode != request.prefill and request.num_output == 1:
+            settle_decode(state, state.workers[request.decode], request)
+            tell(state, request.decode, CANCEL, index, now_s)
         if request.next_turn >= 0:
             think_s = state.cluster[0].answer_s + state.requests[request.next_turn].think_s
             push(state, now_s + think_s, ARRIVED, request.next_turn)
@@ -532,7 +540,7 @@ def turn(state, w, now_s):
         worker.free_at_s = now_s + cluster.turn_s
     for position in range(worker.num_messages):
         message = state.lists[w, INBOX, position]
-        handle(state, w, message & 3, message >> 2, now_s)
+        handle(state, w, message & 7, message >> 3, now_s)
     worker.num_messages = 0
     before_s = worker.free_at_s
     step_s, num_chunk_tokens = plan(state, w, now_s)
@@ -640,8 +648,22 @@ def handle(state, w, kind, index, now_s):
             worker.refused_blocks = NEVER
             if has_path(request):
                 release(state, w, index, request.num_shared, 0)
+    elif kind == CANCEL:
+        if isnan(request.pull_begun_s):
+            drop_reservation(state, w, index)
     else:
         release_prompt(state, w, index)
+
+
+@njit(**COMPILED)
+def drop_reservation(state, w, index):
+    worker, reserved, mask = state.workers[w], state.lists[w, RESERVED], state.lists.shape[2] - 1
+    position = worker.reserved_head
+    while reserved[position & mask] != index:
+        position += 1
+    for later in range(position + 1, worker.reserved_tail):
+        reserved[(later - 1) & mask] = reserved[later & mask]
+    worker.reserved_tail -= 1
 
 
 @njit(inline="always")

@@ -127,13 +127,16 @@ def test_a_sequence_starts_with_a_block_more_than_its_prompt() -> None:
     np.testing.assert_allclose(ours.last_token_s, judge.last_token_s, rtol=0, atol=1e-9)
 
 
-def test_a_sequence_that_is_copied_back_decodes_in_the_same_step() -> None:
-    layout = replace(disaggregated(), decode=a_pool(WorkerRole.DECODE, num_kv_blocks=40))
-    requests = [SimulatedRequest(n * 0.02, 200, 250) for n in range(2)]
-    result = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=SLO)
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_times_are_the_judges_where_blocks_are_short(num_stages: int) -> None:
+    """One-token answers among them, whose reservations the router cancels."""
+    layout = replace(disaggregated(), decode=a_pool(WorkerRole.DECODE, 1, 1, num_stages, 600 * num_stages))
+    requests = requests_of("sharegpt-synthetic", 10.0 * num_stages, 400)
+    ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=SLO).times
     judge = simulate(LLAMA_3_8B, layout, requests, slo=SLO).times
-    assert result.num_preemptions
-    np.testing.assert_allclose(result.times.last_token_s, judge.last_token_s, rtol=0, atol=1e-9)
+    assert (ours.num_output_tokens == 1).any()
+    np.testing.assert_allclose(ours.first_token_s, judge.first_token_s, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(ours.last_token_s, judge.last_token_s, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("layout", [disaggregated(num_kv_blocks=700), colocated(num_kv_blocks=700)], ids=str)
