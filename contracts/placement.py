@@ -10,8 +10,9 @@ from pdserve.contracts.precision import Precision
 DEVICE_SETTINGS = ("auto", "cpu", "cuda")
 """Values of `WorkerConfig.device`."""
 
-TRANSPORTS = ("memfd", "tcp")
-"""Transports of KV: a copy within a host, and a TCP connection. `WorkerConfig.transport` is one of them or ``auto``."""
+TRANSPORTS = ("memfd", "tcp", "nccl")
+"""Transports of KV: a copy within a host, a TCP connection, and a process group of two engines, from GPU to GPU.
+`WorkerConfig.transport` is one of them or ``auto``."""
 
 
 class WorkerRole(Enum):

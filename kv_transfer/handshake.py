@@ -73,17 +73,40 @@ def ends_request(grant: kv_pb2.Grant) -> bool:
     return grant.final and bool(grant.first_token.finish)
 
 
-def choose_transport(ours: str, theirs: str, *, is_same_host: bool) -> str:
-    """Choose the transport allowed by both sides' settings (``auto``, ``memfd`` or ``tcp``).
+def choose_transport(
+    ours: str, theirs: str, *, is_same_host: bool, devices: tuple[str, str] = ("", "")
+) -> tuple[str, str]:
+    """Choose the transport allowed by both sides' settings (``auto`` or one of `TRANSPORTS`); returns it and why.
+
+    Args:
+        devices: of the two pools, as `pdserve.kv_transfer.group_copies.device_id` names them; empty where no process
+            group reaches the pool.
 
     Raises:
         ValueError: there is none.
     """
     required = {ours, theirs} - {"auto"}
     if not required <= set(TRANSPORTS):
-        raise ValueError(f"unknown KV transport among {sorted(required)}: use auto, memfd or tcp")
+        raise ValueError(f"unknown KV transport among {sorted(required)}: use auto, {' or '.join(TRANSPORTS)}")
     if len(required) > 1:
         raise ValueError(f"KV transport is {theirs} there and {ours} here: set kv_transfer.transport alike")
     if "memfd" in required and not is_same_host:
         raise ValueError("KV transport memfd needs both workers on one host: set kv_transfer.transport to auto or tcp")
-    return required.pop() if required else ("memfd" if is_same_host else "tcp")
+    why_not = _why_no_group(*devices)
+    if "nccl" in required and why_not:
+        raise ValueError(f"KV transport nccl is impossible: {why_not}; set kv_transfer.transport to auto")
+    if required:
+        return required.pop(), "as configured"
+    if not why_not:
+        return "nccl", "both pools are on GPUs"
+    transport, reason = ("memfd", "it is on this host") if is_same_host else ("tcp", "it is on another host")
+    return transport, f"{reason}, and {why_not}" if any(devices) else reason
+
+
+def _why_no_group(ours: str, theirs: str) -> str:
+    """Why no process group joins two devices; empty if one does."""
+    if not ours or not theirs:
+        return "a pool is not on a GPU that NCCL reaches"
+    if ours.split()[0] != theirs.split()[0]:
+        return f"their groups differ: {ours} and {theirs}"
+    return "both pools are on one GPU" if ours == theirs else ""

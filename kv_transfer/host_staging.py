@@ -1,7 +1,7 @@
 """Host staging of a GPU KV pool: copies blocks between the pool and a host file.
 
 Transfer processes and peers map a worker's pool as a file (`pdserve.kv_transfer.pool_memory`). For a pool in GPU
-memory the file is a staging area: every block has room in it, with valid bytes once it was granted to another
+memory the file is a staging area: every block has room in it, with valid bytes once it was copied for another
 worker or pulled from one. The ranks of a worker share one file, and each copies its own KV heads. Called by
 `pdserve.engine.worker.staged_transfer` and, on ranks other than the leader, by `pdserve.engine.worker.follower`. Knows
 neither grants nor pulls.

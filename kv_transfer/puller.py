@@ -11,16 +11,16 @@ import logging
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import asynccontextmanager, closing
 from functools import partial
 
-import grpc
-
 from pdserve.contracts.kv_layout import KvLayout
-from pdserve.contracts.placement import TRANSPORTS, TlsFiles
+from pdserve.contracts.placement import TRANSPORTS
 from pdserve.kv_transfer import data_stream
 from pdserve.kv_transfer.handshake import check_grant, check_layout, ends_request, host_id, layout_message
+from pdserve.kv_transfer.links import GroupReceiver, Links, PullerLinks
 from pdserve.kv_transfer.pool_memory import PeerPools, PoolMemory
+from pdserve.kv_transfer.pull_stream import PullStream, SourceBusyError
 from pdserve.kv_transfer.transfer_client import TransferConfig
 from pdserve.kv_transfer.transports import (
     REFUSED,
@@ -29,128 +29,14 @@ from pdserve.kv_transfer.transports import (
     PullError,
     Receiver,
     TcpReceiver,
+    TransportImpossibleError,
 )
-from pdserve.proto.rpc import channel_options, open_channel
-from pdserve.proto.token_proof import ClientProof
-from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc, transfer_pb2
+from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
 
 BUSY_TIMEOUT_S = 2.0
 BUSY_RETRY_S = 0.02
 
 _log = logging.getLogger(__name__)
-
-OPEN_TIMEOUT_S = 5.0
-"""Timeout of an open. A source answers immediately; otherwise it is unreachable."""
-RELEASE_TIMEOUT_S = 2.0
-
-_REFUSALS = (
-    grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.ALREADY_EXISTS,
-    grpc.StatusCode.ABORTED,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.UNAUTHENTICATED,
-)
-
-
-class SourceBusyError(PullError):
-    """Another pull of the prompt holds the lease."""
-
-
-class PullStream:
-    """gRPC stream of one pull, with statuses converted to `PullError`. Always `close` it.
-
-    A connection per pull costs about a millisecond, hidden by the wait for the prompt's last chunk, and leaves no
-    stale state behind when a source restarts.
-    """
-
-    def __init__(
-        self, *, address: str, cluster_token: str, tls: TlsFiles | None = None, max_message_bytes: int
-    ) -> None:
-        try:
-            self._channel = open_channel(address, channel_options(max_message_bytes), tls)
-        except ValueError as error:
-            raise PullError("connect", str(error)) from error
-        self._proof = ClientProof(cluster_token, address)
-        self._call = kv_pb2_grpc.KvTransferStub(self._channel).Pull(None, metadata=self._proof.metadata)
-
-    async def open(self, opening: kv_pb2.PullOpen) -> kv_pb2.Opened:
-        """Request a prompt, and add the proof to ``opening``.
-
-        Raises:
-            PullError: the source is unreachable or refuses.
-        """
-        try:
-            async with asyncio.timeout(OPEN_TIMEOUT_S):
-                opening.proof = await self._proof.answer(self._call)
-                with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the read below raises the reason
-                    await self._call.write(kv_pb2.PullMessage(open=opening))
-                message = await self.read("connect")
-        except grpc.aio.AioRpcError as error:
-            raise _pull_error(error, "connect") from error
-        except PermissionError as error:
-            raise PullError(REFUSED, f"the source at {error}") from error
-        except TimeoutError:
-            raise PullError("connect", f"the source did not answer within {OPEN_TIMEOUT_S} s") from None
-        if message.WhichOneof("body") != "opened":
-            raise PullError("connect", f"the source answered with {message.WhichOneof('body')}")
-        return message.opened
-
-    async def read(self, stage: str) -> kv_pb2.SourceMessage:
-        """Read the source's next message.
-
-        Args:
-            stage: stage of the pull, for the error.
-
-        Raises:
-            PullError: the stream ended or broke.
-        """
-        try:
-            message = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise _pull_error(error, stage) from error
-        if not isinstance(message, kv_pb2.SourceMessage):  # the end of the stream
-            raise PullError(stage, "the source ended the stream too early")
-        return message
-
-    def on_end(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once the stream has ended or broken."""
-        self._call.add_done_callback(lambda _: callback())
-
-    async def failure(self, stage: str, message: str) -> PullError:
-        """Failure of the data stream: the status of this one if the source has ended it, else ``message``."""
-        try:
-            async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                while True:
-                    await self.read(stage)
-        except PullError as reason:
-            return reason
-        except TimeoutError:
-            return PullError(stage, message)
-
-    async def close(self, *, release: bool) -> None:
-        """End the stream. With ``release``, first inform the source that it may free the prompt."""
-        if release:
-            # Best effort: the blocks have arrived, and a source that misses the release frees the prompt after its park
-            # time.
-            with suppress(TimeoutError, asyncio.InvalidStateError, grpc.aio.AioRpcError):
-                async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                    await self._call.write(kv_pb2.PullMessage(release=kv_pb2.Release()))
-                    await self._call.done_writing()
-                    await self._call.code()
-        self._call.cancel()
-        await self._channel.close(None)
-
-
-def _pull_error(error: grpc.aio.AioRpcError, stage: str) -> PullError:
-    message = f"{error.code().name}: {error.details()}"
-    if error.code() is grpc.StatusCode.ALREADY_EXISTS:
-        return SourceBusyError(REFUSED, message)
-    return PullError(REFUSED if error.code() in _REFUSALS else stage, message)
-
-
-class _PoolUnreachableError(Exception):
-    """The source offered its mapped pool, but this process cannot open it."""
 
 
 class Puller:
@@ -161,6 +47,7 @@ class Puller:
         *,
         config: TransferConfig,
         memory: PoolMemory,
+        links: Links,
         tls: ssl.SSLContext | None,
         send: Callable[[transfer_pb2.TransferToEngine], None],
     ) -> None:
@@ -172,6 +59,7 @@ class Puller:
         self._config = config
         self._tls = tls
         self._memory = memory
+        self._links = PullerLinks(links, lambda address: self._stream(address, "Link"), self._opening)
         self._send = send
         self._running: dict[int, asyncio.Task[transfer_pb2.PullDone]] = {}
         self._transports: dict[int, str] = {}
@@ -216,9 +104,9 @@ class Puller:
 
     async def _fetch(self, order: transfer_pb2.StartPull) -> transfer_pb2.PullDone:
         """Pull the prompt. Retries while it is leased, because a source may need a moment to notice that the previous
-        stream is gone, and over TCP if its pool cannot be mapped."""
+        stream is gone, and over another transport if the one chosen does not work."""
         self._check_targets(order)
-        transport, reason = self._config.transport, "as configured"
+        transport, reason = self._config.transport, ""
         busy_until_s = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             try:
@@ -227,10 +115,14 @@ class Puller:
                 if time.monotonic() > busy_until_s:
                     raise
                 await asyncio.sleep(BUSY_RETRY_S)
-            except _PoolUnreachableError as error:
-                if transport != "auto":
-                    raise PullError("connect", f"KV transport memfd is impossible here: {error}") from error
-                transport, reason = "tcp", f"its pool cannot be mapped here: {error}"
+            except TransportImpossibleError as error:
+                if self._config.transport != "auto":
+                    raise PullError("connect", f"KV transport {error.transport} is impossible here: {error}") from error
+                reason = f"{error.transport} is impossible: {error}"
+                if error.transport == "nccl":
+                    self._links.fail(order.source, str(error))
+                else:
+                    transport = "tcp"
 
     def _check_targets(self, order: transfer_pb2.StartPull) -> None:
         num_blocks = self._memory.layout.num_blocks
@@ -239,29 +131,33 @@ class Puller:
             raise PullError(REFUSED, f"the target blocks are not distinct blocks of a pool of {num_blocks}")
 
     async def _fetch_over(self, transport: str, order: transfer_pb2.StartPull, reason: str) -> transfer_pb2.PullDone:
-        async with self._stream(order.source.address) as stream:
-            opened = await stream.open(
-                kv_pb2.PullOpen(
-                    worker_epoch=order.source.worker_epoch,
-                    handle=order.source.handle,
-                    layout=layout_message(self._memory.layout),
-                    num_cached_blocks=order.num_cached_blocks,
-                    transport=transport,
-                    host_id=host_id(),
-                )
-            )
+        async with self._stream(order.source.address, "Pull") as stream:
+            opening = self._opening(order.source.worker_epoch)
+            opening.handle = order.source.handle
+            opening.num_cached_blocks = order.num_cached_blocks
+            opening.transport = transport
+            opening.host_id = host_id()
+            if why_not := self._links.why_not(order.source):
+                opening.device = ""
+                reason = reason or f"nccl is impossible: {why_not}"
+            opened = await stream.open(opening)
             if opened.transport not in TRANSPORTS or transport not in ("auto", opened.transport):
                 raise PullError(REFUSED, f"the source chose transport {opened.transport!r} for {transport!r}")
+            if opened.transport == "nccl" and not opening.device:
+                raise PullError(REFUSED, "the source chose transport nccl for a pool that it does not reach")
             try:
                 layout = check_layout(opened.layout, self._memory.layout)
             except ValueError as error:
                 raise PullError(REFUSED, str(error)) from error
             self._transports[order.pull_id] = opened.transport
-            if transport == "auto":
-                reason = "it is on this host" if opened.transport == "memfd" else "it is on another host"
-            async with self._receiver(opened, layout, _host(order), stream) as receiver:
-                self._log_choice(_host(order), opened.transport, reason)
+            async with self._receiver(opened, layout, order.source, stream) as receiver:
+                self._log_choice(_host(order.source), opened.transport, reason or opened.reason)
                 return await _receive_prompt(order, layout, stream, receiver)
+
+    def _opening(self, worker_epoch: int) -> kv_pb2.PullOpen:
+        return kv_pb2.PullOpen(
+            worker_epoch=worker_epoch, layout=layout_message(self._memory.layout), device=self._config.device
+        )
 
     def _log_choice(self, host: str, transport: str, reason: str) -> None:
         if (host, transport) not in self._logged:
@@ -269,19 +165,19 @@ class Puller:
             _log.info("KV from workers at %s comes by %s: %s", host, transport, reason)
 
     @asynccontextmanager
-    async def _stream(self, address: str) -> AsyncIterator[PullStream]:
+    async def _stream(self, address: str, method: str) -> AsyncIterator[PullStream]:
         """Yield a stream, released if the body succeeds and broken off otherwise, without delaying the pull."""
-        layout = self._memory.layout
         stream = PullStream(
             address=address,
             cluster_token=self._config.cluster_token,
             tls=self._config.tls,
-            max_message_bytes=16 * layout.num_blocks + (64 << 10),  # a grant of all blocks
+            max_message_bytes=16 * self._memory.layout.num_blocks + (64 << 10),  # a grant of all blocks
+            method=method,
         )
         is_complete = False
         try:
             yield stream
-            is_complete = True
+            is_complete = method == "Pull"
         finally:
             self._close_later(stream.close(release=is_complete))
 
@@ -292,16 +188,21 @@ class Puller:
 
     @asynccontextmanager
     async def _receiver(
-        self, opened: kv_pb2.Opened, layout: KvLayout, host: str, stream: PullStream
+        self, opened: kv_pb2.Opened, layout: KvLayout, source: worker_pb2.KvSource, stream: PullStream
     ) -> AsyncIterator[Receiver]:
         match opened.transport:
             case "memfd":
                 try:
                     pool = self.peer_pools.get(opened.pool_path, opened.pool_inode, layout)
                 except (OSError, ValueError) as error:
-                    raise _PoolUnreachableError(str(error)) from error
+                    raise TransportImpossibleError("memfd", f"its pool cannot be mapped here: {error}") from error
                 yield MemfdReceiver(self._memory, pool)
+            case "nccl":
+                group = GroupReceiver(self._links, source)
+                stream.on_end(group.end)
+                yield group
             case "tcp":
+                host = _host(source)
                 try:
                     data = await data_stream.connect(
                         host, opened.data_port, ticket=opened.ticket, token=self._config.cluster_token, tls=self._tls
@@ -315,8 +216,8 @@ class Puller:
                     yield TcpReceiver(self._memory, data)
 
 
-def _host(order: transfer_pb2.StartPull) -> str:
-    return order.source.address.rpartition(":")[0].strip("[]")
+def _host(source: worker_pb2.KvSource) -> str:
+    return source.address.rpartition(":")[0].strip("[]")
 
 
 async def _receive_prompt(

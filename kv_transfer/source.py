@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -24,6 +25,7 @@ from pdserve.kv_transfer.handshake import (
     host_id,
     layout_message,
 )
+from pdserve.kv_transfer.links import MAX_LINKS, EngineLink, LinkMessage, Links, carry
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferConfig
 from pdserve.kv_transfer.transports import batches, send_batch
@@ -79,6 +81,7 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         config: TransferConfig,
         memory: PoolMemory,
         listener: DataListener,
+        links: Links,
         send: Callable[[transfer_pb2.TransferToEngine], None],
     ) -> None:
         self.address = ""
@@ -86,6 +89,11 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         self._config = config
         self._memory = memory
         self._listener = listener
+        self._links = links
+        self._num_links = 0
+        self._stage_ids = count()
+        self._stages: dict[int, asyncio.Future[None]] = {}
+        """Grants that the engine is copying to the staging file."""
         self._send = send
         self._unproven = UnprovenCalls(MAX_UNPROVEN_PULLS, OPEN_TIMEOUT_S)
         self._offers: dict[bytes, _Offer] = {}
@@ -126,14 +134,12 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         try:
             proof = ServerProof(self._config.cluster_token, self.address, dict(context.invocation_metadata() or ()))
             opening = await self._read_open(context, proof)
-            if not proof.is_proven(opening.proof):
-                raise _RefusalError(grpc.StatusCode.UNAUTHENTICATED, "the puller does not know the cluster token")
-            offer, transport = self._admit(opening)
-            await self._lease(offer, opening, transport, context)
+            offer, opened = self._admit(opening)
+            await self._lease(offer, opening, opened, context)
         except _RefusalError as refusal:
             await context.abort(refusal.status, str(refusal))
 
-    async def _lease(self, offer: _Offer, opening: kv_pb2.PullOpen, transport: str, context: _Context) -> None:
+    async def _lease(self, offer: _Offer, opening: kv_pb2.PullOpen, opened: kv_pb2.Opened, context: _Context) -> None:
         offer.is_leased = True
         self._send(transfer_pb2.TransferToEngine(lease_opened=transfer_pb2.LeaseOpened(handle=offer.handle)))
         is_released = False
@@ -143,7 +149,7 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             with self._listener.expect() as offer.data:
                 # A puller that leaves early must not be waited for; one that releases the prompt has everything.
                 release.add_done_callback(partial(_end, offer.data))
-                is_released = await self._serve(offer, opening, transport, context, release, offer.data)
+                is_released = await self._serve(offer, opening, opened, context, release, offer.data)
         finally:
             release.cancel()
             offer.data = None
@@ -161,41 +167,45 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         # At the end of the stream, read() returns a marker.
         if not isinstance(message, kv_pb2.PullMessage) or not message.HasField("open"):
             raise _RefusalError(grpc.StatusCode.INVALID_ARGUMENT, "a pull starts with PullOpen")
+        if not proof.is_proven(message.open.proof):
+            raise _RefusalError(grpc.StatusCode.UNAUTHENTICATED, "the puller does not know the cluster token")
+        if message.open.worker_epoch != self._config.worker_epoch:
+            raise _RefusalError(grpc.StatusCode.NOT_FOUND, "the worker was restarted: its epoch is another")
         return message.open
 
-    def _admit(self, opening: kv_pb2.PullOpen) -> tuple[_Offer, str]:
-        """Return the offer that a pull requests, and the transport."""
-        if opening.worker_epoch != self._config.worker_epoch:
-            raise _RefusalError(grpc.StatusCode.NOT_FOUND, "the worker was restarted: its epoch is another")
+    def _admit(self, opening: kv_pb2.PullOpen) -> tuple[_Offer, kv_pb2.Opened]:
+        """Return the offer that a pull requests, and the answer."""
         offer = self._offers.get(opening.handle)
         if offer is None:
             raise _RefusalError(grpc.StatusCode.NOT_FOUND, "no such prompt: it was pulled, expired or never offered")
         try:
             check_layout(opening.layout, self._memory.layout)
-            transport = choose_transport(
-                self._config.transport, opening.transport, is_same_host=opening.host_id == host_id()
+            transport, reason = choose_transport(
+                self._config.transport,
+                opening.transport,
+                is_same_host=opening.host_id == host_id(),
+                devices=(self._config.device, opening.device),
             )
         except ValueError as error:
             raise _RefusalError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
         if offer.is_leased:
             raise _RefusalError(grpc.StatusCode.ALREADY_EXISTS, "another worker is pulling the prompt")
-        return offer, transport
+        return offer, kv_pb2.Opened(transport=transport, reason=reason, layout=layout_message(self._memory.layout))
 
     async def _serve(
         self,
         offer: _Offer,
         opening: kv_pb2.PullOpen,
-        transport: str,
+        opened: kv_pb2.Opened,
         context: _Context,
         release: asyncio.Future[bool],
         data: ExpectedStream,
     ) -> bool:
         """Send everything, then wait for the release; ``False`` if the puller leaves without it."""
-        opened = kv_pb2.Opened(transport=transport, layout=layout_message(self._memory.layout))
-        if transport == "memfd":
+        if opened.transport == "memfd":
             opened.pool_path = self._memory.path
             opened.pool_inode = self._memory.inode
-        if transport == "tcp":
+        if opened.transport == "tcp":
             opened.data_port = self._listener.port
             opened.ticket = data.ticket
         await context.write(kv_pb2.SourceMessage(opened=opened))
@@ -210,8 +220,11 @@ class Source(kv_pb2_grpc.KvTransferServicer):
                 continue
             grant = offer.grants[num_sent]
             num_sent += 1
+            if opened.transport != "nccl" and self._config.device:
+                await self._stage(grant)
+                offer.check()
             await context.write(kv_pb2.SourceMessage(grant=grant))
-            if transport == "tcp" and not ends_request(grant):
+            if opened.transport == "tcp" and not ends_request(grant):
                 await self._send_blocks(offer, grant, opening, data)
 
     async def _send_blocks(
@@ -225,6 +238,59 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             offer.check()
             raise _RefusalError(grpc.StatusCode.UNAVAILABLE, f"the data stream broke: {error}") from error
 
+    async def _stage(self, grant: kv_pb2.Grant) -> None:
+        """Let the engine copy granted blocks from its device to the staging file."""
+        stage_id = next(self._stage_ids)
+        self._stages[stage_id] = asyncio.get_running_loop().create_future()
+        stage = transfer_pb2.Stage(stage_id=stage_id, block_ids=grant.block_ids, generations=grant.generations)
+        self._send(transfer_pb2.TransferToEngine(stage=stage))
+        try:
+            await self._stages[stage_id]
+        finally:
+            del self._stages[stage_id]
+
+    def staged(self, stage_id: int) -> None:
+        """The engine has copied the blocks."""
+        if stage_id in self._stages and not self._stages[stage_id].done():
+            self._stages[stage_id].set_result(None)
+
+    async def Link(self, request_iterator: object, context: _Context) -> None:  # type: ignore[override]  # noqa: N802
+        """Serve the link of one puller, which sends its blocks through it on request."""
+        proof = ServerProof(self._config.cluster_token, self.address, dict(context.invocation_metadata() or ()))
+        try:
+            await self._read_open(context, proof)
+            if not self._config.device:
+                raise _RefusalError(grpc.StatusCode.FAILED_PRECONDITION, "no process group reaches this worker's pool")
+            if self._num_links == MAX_LINKS:
+                raise _RefusalError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_LINKS} workers have links to this one")
+        except _RefusalError as refusal:
+            await context.abort(refusal.status, str(refusal))
+        self._num_links += 1
+        link = self._links.open(rank=0)
+        try:
+            await context.write(kv_pb2.SourceMessage(opened=kv_pb2.Opened(transport="nccl")))
+            await carry(
+                link, partial(self._read_link, link, context), lambda message: context.write(_source_message(message))
+            )
+        finally:
+            link.close("the puller has gone")
+            self._num_links -= 1
+        await context.abort(grpc.StatusCode.UNAVAILABLE, link.closed.result())
+
+    async def _read_link(self, link: EngineLink, context: _Context) -> None:
+        message: object = await context.read()
+        if not isinstance(message, kv_pb2.PullMessage):
+            raise ConnectionResetError("the puller ended the link")
+        if message.HasField("key"):
+            link.order(key=message.key)
+            return
+        first, num_blocks = message.send.first_index, message.send.num_blocks
+        offer = self._offers.get(message.send.handle)
+        block_ids = [block_id for grant in offer.grants for block_id in grant.block_ids] if offer is not None else []
+        if offer is None or not offer.is_leased or not 0 < num_blocks <= len(block_ids) - first:
+            raise ConnectionResetError("the puller requests blocks that are not granted to it")
+        link.order(send=transfer_pb2.GroupSend(block_ids=block_ids[first : first + num_blocks]))
+
     def _end_lease(self, offer: _Offer, is_released: bool) -> None:
         offer.is_leased = False
         if offer.is_withdrawn:
@@ -234,6 +300,11 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             self._send(transfer_pb2.TransferToEngine(released=transfer_pb2.Released(handle=offer.handle)))
         else:
             self._send(transfer_pb2.TransferToEngine(lease_lost=transfer_pb2.LeaseLost(handle=offer.handle)))
+
+
+def _source_message(message: LinkMessage) -> kv_pb2.SourceMessage:
+    assert isinstance(message, kv_pb2.StoreKey)
+    return kv_pb2.SourceMessage(key=message)
 
 
 def _end(data: ExpectedStream, release: asyncio.Future[bool]) -> None:

@@ -60,6 +60,9 @@ class TransferConfig:
     """Encrypts pulls over the network; memfd copies bytes within a host all the same."""
     ports: tuple[int, int] = (0, 0)
     """First and last port to listen on; (0, 0) takes any."""
+    device: str = ""
+    """Device of the pool, as `pdserve.kv_transfer.group_copies.device_id` names it; empty for a pool that the process
+    maps itself, or whose granted blocks are in the staging file."""
 
 
 def encode_frame(payload: bytes) -> bytes:
@@ -137,6 +140,7 @@ class TransferProcess:
         on_death: Callable[[], None],
         tls: TlsFiles | None = None,
         ports: tuple[int, int] = (0, 0),
+        device: str = "",
     ) -> TransferProcess:
         """Start the process and wait until it serves.
 
@@ -158,6 +162,7 @@ class TransferProcess:
             parent_pid=os.getpid(),
             tls=tls,
             ports=ports,
+            device=device,
         )
         process = cls(memory.fd, on_message, on_death)
         process._pipe.sendall(encode_frame(to_json(config).encode()))

@@ -21,6 +21,7 @@ import uvloop
 
 from pdserve.contracts.codec import from_json
 from pdserve.kv_transfer.data_stream import DataListener, tls_context
+from pdserve.kv_transfer.links import Links
 from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.puller import Puller
@@ -58,8 +59,10 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
         tls=tls_context(tls, is_server=True) if tls else None,
         ports=config.ports,
     )
-    source = Source(config=config, memory=memory, listener=listener, send=send)
-    puller = Puller(config=config, memory=memory, tls=tls_context(tls, is_server=False) if tls else None, send=send)
+    links = Links(send)
+    source = Source(config=config, memory=memory, listener=listener, links=links, send=send)
+    client_tls = tls_context(tls, is_server=False) if tls else None
+    puller = Puller(config=config, memory=memory, links=links, tls=client_tls, send=send)
     server = grpc.aio.server(
         options=server_options(MAX_PULL_MESSAGE_BYTES),
         maximum_concurrent_rpcs=MAX_CONCURRENT_PULLS,
@@ -82,6 +85,10 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
                 puller.start(message.start_pull)
             case "abort_pull":
                 puller.abort(message.abort_pull.pull_id)
+            case "staged":
+                source.staged(message.staged.stage_id)
+            case "link_event":
+                links.received(message.link_event)
             case "shutdown":
                 break
             case unknown:

@@ -1,4 +1,4 @@
-"""Transports of granted blocks: a copy from the source's mapped pool, or a data stream.
+"""Transports of granted blocks: a copy from the source's mapped pool, a data stream, or a link (in `links`).
 
 A receiver returns from ``receive`` only when every block is copied and verified. Copies run on the event loop
 between two awaits, never in a thread: a cancelled pull therefore writes nothing more, and the loop gets a turn every
@@ -33,6 +33,14 @@ class PullError(Exception):
     def __init__(self, stage: str, message: str) -> None:
         super().__init__(message)
         self.stage = stage
+
+
+class TransportImpossibleError(Exception):
+    """The transport that both sides agreed on does not work between them."""
+
+    def __init__(self, transport: str, message: str) -> None:
+        super().__init__(message)
+        self.transport = transport
 
 
 class GrantedBlock(NamedTuple):

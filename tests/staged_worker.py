@@ -20,6 +20,7 @@ from pdserve.decode_worker import worker as decode_worker
 from pdserve.engine.scheduling.interface import Scheduler
 from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend
 from pdserve.engine.worker.loop import StepTimes
+from pdserve.engine.worker.model_device import build_copies
 from pdserve.engine.worker.process import main
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.host_staging import HostStaging
@@ -59,14 +60,15 @@ def staged_device() -> ExitStack:
 
 def staged_backend(config: WorkerConfig) -> Backend:
     """As a worker chooses it; an emulated GPU has memory of its own, too."""
-    backend = choose_backend(config)
     if not config.emulate:
-        return backend
+        return choose_backend(config)
+    backend = choose_backend(replace(config, transport="auto"))
 
     def build_executors(memory: PoolMemory) -> BuiltExecutors:
         device = PoolMemory.create(backend.layout)
         blocks = torch.frombuffer(device.blocks, dtype=torch.uint8).view(backend.layout.num_blocks, -1)
-        return BuiltExecutors(backend.build_executors(device).executors, LateStaging(blocks, memory))
+        executors = backend.build_executors(device).executors
+        return BuiltExecutors(executors, LateStaging(blocks, memory), None, build_copies(config, blocks, memory))
 
     return replace(backend, build_executors=build_executors)
 

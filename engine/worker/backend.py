@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # they import torch
 
     from pdserve.kernels.cpu.ranks import RankMemory
     from pdserve.kernels.kv_pool import KvPool
+    from pdserve.kv_transfer.group_copies import GroupCopies
     from pdserve.kv_transfer.host_staging import HostStaging, Staging
     from pdserve.model.decoder.ranks import Ranks
     from pdserve.model.executors.rank_model import RankModel
@@ -55,6 +56,8 @@ class BuiltExecutors(NamedTuple):
     """Copies blocks between a GPU pool and the memory the transfer process maps; ``None`` on a CPU."""
     followers: Followers | None = None
     """Other ranks, to close after the executors."""
+    copies: GroupCopies | None = None
+    """Copies blocks between the GPU pools of two workers, where that is possible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +92,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     _configure_openmp(config)
 
     from pdserve.engine.worker.model_device import (
+        build_copies,
         build_pool,
         check_kv_dtype,
         choose_device,
@@ -103,6 +107,8 @@ def _model_backend(config: WorkerConfig) -> Backend:
     is_on_host = is_in_host_memory(device)
     num_ranks = config.tensor_parallel * config.pipeline_parallel
     _check_ranks(config, is_on_host)
+    if is_on_host:
+        _check_transport(config)
     check_kv_dtype(device, cost.kv_dtype)
     memory = kv_memory_of(device, config, cost, available_memory_bytes())
     block_bytes = cost.kv_bytes_per_token * config.block_size
@@ -148,7 +154,8 @@ def _model_backend(config: WorkerConfig) -> Backend:
             followers.wait_until_ready()
             ranks.limit_waits(_longest_wait_s(config, cost, layout))
         if not is_on_host:
-            return BuiltExecutors([executor], _staging(pool, memory, heads, followers), followers)
+            staging = _staging(pool, memory, heads, followers)
+            return BuiltExecutors([executor], staging, followers, build_copies(config, pool.blocks, memory))
         if config.core_board and followers is None:
             return BuiltExecutors([_lending_cores(executor, config)])
         others = range(1, config.pipeline_parallel)
@@ -207,6 +214,12 @@ def _check_ranks(config: WorkerConfig, is_on_host: bool) -> None:
             f"tensor_parallel is {config.tensor_parallel} and pipeline_parallel {config.pipeline_parallel}, which "
             "needs compiled kernels: install g++, or set both to 1"
         )
+
+
+def _check_transport(config: WorkerConfig) -> None:
+    """Raise ValueError if the worker's transport is one of pools on GPUs. This one is in host memory."""
+    if config.transport == "nccl":
+        raise ValueError("kv_transfer.transport is nccl, which copies KV between GPUs, and there is none: use auto")
 
 
 def _max_captured_rows(config: WorkerConfig, is_on_host: bool) -> int:
@@ -328,6 +341,7 @@ def _lending_cores(executor: Executor, config: WorkerConfig) -> Executor:
 
 def _emulated_backend(config: WorkerConfig) -> Backend:
     """Emulate a GPU: its step times, its transfer times, and as many blocks as its memory would hold."""
+    _check_transport(config)
     model = DecoderConfig.from_folder(Path(config.model_path))
     limits = model.limits(config.max_model_len)
     is_instant = config.time_scale == 0

@@ -10,10 +10,12 @@ import logging
 from dataclasses import replace
 
 import torch
+from torch import distributed
 
 from pdserve.contracts.placement import DEVICE_SETTINGS, WorkerConfig
 from pdserve.engine.worker.pool_size import KvMemory, kv_memory_on_cpu, kv_memory_on_gpu
 from pdserve.kernels.kv_pool import KvPool
+from pdserve.kv_transfer.group_copies import GroupCopies
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.weights.decoder_weights import held_bytes
@@ -102,3 +104,31 @@ def build_pool(device: torch.device, memory: PoolMemory, heads: range) -> KvPool
     own = replace(layout, num_kv_heads=len(heads))
     pool_bytes = torch.zeros(own.pool_bytes, dtype=torch.uint8, device=device)
     return KvPool(pool_bytes, own.shape, getattr(torch, own.dtype))
+
+
+def build_copies(config: WorkerConfig, pool_blocks: torch.Tensor, memory: PoolMemory) -> GroupCopies | None:
+    """Build the copies of blocks between this pool and those of other workers; ``None`` if KV is copied through the
+    host instead.
+
+    Args:
+        pool_blocks: uint8 ``[num_blocks, block_bytes]``, in memory that transfer processes do not map.
+        memory: the staging file.
+
+    Raises:
+        ValueError: the worker's transport is nccl, which is impossible here.
+    """
+    why_not = ""
+    if config.transport not in ("auto", "nccl"):
+        return None
+    if config.tensor_parallel > 1:
+        why_not = f"each of its {config.tensor_parallel} ranks has a pool"
+    elif config.tls is not None:
+        why_not = "NCCL does not encrypt, and security.tls is set"
+    elif pool_blocks.is_cuda and not (distributed.is_available() and distributed.is_nccl_available()):
+        why_not = "this build of torch lacks NCCL"
+    if not why_not:
+        return GroupCopies(pool_blocks, memory.generations)
+    if config.transport == "nccl":
+        raise ValueError(f"kv_transfer.transport is nccl, which is impossible here: {why_not}. Use auto")
+    _log.info("KV is copied through host memory: %s", why_not)
+    return None

@@ -5,6 +5,9 @@ before the loop receives the end of their pull. The loop does not wait for copie
 messages of the process in another, each in order. Only an offer overtakes other orders, because its puller may come
 at any moment; its grants follow.
 
+Where the pool can be copied to those of other workers (`pdserve.kv_transfer.group_copies`), grants leave at once, and
+the process asks for the D2H copy of those that are pulled through the file.
+
 Why a puller never uses wrong bytes of the staging file:
 
 - A queued grant may belong to a prompt that has ended, and its blocks may have new owners. The generations in the
@@ -22,9 +25,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from pdserve.kv_transfer.transfer_client import TransferProcess
-from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, TransferToEngine
+from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, Stage, Staged, TransferToEngine
 
 if TYPE_CHECKING:  # it imports torch
+    from pdserve.kv_transfer.group_copies import GroupCopies
     from pdserve.kv_transfer.host_staging import Staging
 
 _log = logging.getLogger(__name__)
@@ -39,12 +43,14 @@ class StagedTransfer:
         start: Callable[..., TransferProcess],
         on_message: Callable[[TransferToEngine], None],
         on_failure: Callable[[], None],
+        copies: GroupCopies | None = None,
     ) -> None:
         """
         Args:
             start: starts the transfer process, given ``on_message``, the receiver of its messages.
             on_message: receives every message of the process, on a thread of this object; must only enqueue.
             on_failure: called on such a thread when a copy failed; later orders are lost.
+            copies: links to the devices of other workers.
         """
         self._staging = staging
         self._on_message = on_message
@@ -53,6 +59,10 @@ class StagedTransfer:
         self._messages = ThreadPoolExecutor(1, "kv-h2d")
         self._targets: dict[int, Sequence[int]] = {}
         """Target blocks of each pull in flight."""
+        self._is_closing = False
+        self._copies = copies
+        if copies is not None:
+            copies.start(self._messages.submit, lambda message: self._process.send(message))
         self._process = start(on_message=self._receive)
 
     @property
@@ -70,12 +80,15 @@ class StagedTransfer:
 
     def close(self) -> None:
         """Stop the process and both threads; queued orders and messages are dropped."""
+        self._is_closing = True
         self._orders.shutdown(cancel_futures=True)
+        if self._copies is not None:
+            self._messages.submit(self._copies.close)
         self._process.close()
         self._messages.shutdown(cancel_futures=True)
 
     def _pass_on(self, message: EngineToTransfer) -> None:
-        if message.HasField("grant"):
+        if message.HasField("grant") and self._copies is None:
             grant = message.grant.grant
             self._staging.copy_d2h(grant.block_ids, grant.generations)
         self._process.send(message)
@@ -83,11 +96,31 @@ class StagedTransfer:
     def _receive(self, message: TransferToEngine) -> None:
         self._messages.submit(self._deliver, message).add_done_callback(self._check)
 
+    def _stage(self, stage: Stage) -> None:
+        """Copy granted blocks to the host. Those with new owners meanwhile are left out: an owner may be a pull whose
+        order has left. Their puller refuses them."""
+        assert self._copies is not None
+        current = [
+            (block_id, generation)
+            for block_id, generation in zip(stage.block_ids, stage.generations, strict=True)
+            if self._copies.generations[block_id] == generation
+        ]
+        self._staging.copy_d2h([block_id for block_id, _ in current], [generation for _, generation in current])
+        self._process.send(EngineToTransfer(staged=Staged(stage_id=stage.stage_id)))
+
     def _deliver(self, message: TransferToEngine) -> None:
+        if message.HasField("link_order"):
+            assert self._copies is not None
+            self._copies.handle(message.link_order)
+            return
+        if message.HasField("stage"):
+            if not self._is_closing:
+                self._orders.submit(self._stage, message.stage).add_done_callback(self._check)
+            return
         if message.HasField("pull_done"):
             done = message.pull_done
             targets = self._targets.pop(done.pull_id)
-            if not done.failure_stage:
+            if not done.failure_stage and done.transport != "nccl":
                 started_s = time.monotonic()
                 self._staging.copy_h2d(targets)
                 done.seconds += time.monotonic() - started_s

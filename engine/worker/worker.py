@@ -23,12 +23,12 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
 from pdserve.contracts.step import Executor, ModelLimits
 from pdserve.engine.scheduling.interface import PullResult, Scheduler
-from pdserve.engine.worker.backend import Backend, choose_backend
+from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend
 from pdserve.engine.worker.live_loop import Inbox, LiveLoop, message_from_proto
 from pdserve.engine.worker.loop import GrammarCompiled, Message, StartDrain, StepTimes
 from pdserve.engine.worker.service import WorkerService
@@ -38,9 +38,6 @@ from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, TransferToEngine
-
-if TYPE_CHECKING:  # it imports torch
-    from pdserve.kv_transfer.host_staging import Staging
 
 STOP_TIMEOUT_S = 10.0
 
@@ -156,7 +153,7 @@ class EngineWorker:
             stack.callback(built.followers.close)
         for executor in built.executors:
             stack.callback(executor.close)
-        transfer = self._start_transfer(memory, built.staging, backend.limits)
+        transfer = self._start_transfer(memory, built, backend.limits)
         stack.callback(transfer.close)
         loops, addresses = [], {}
         for index, executor in enumerate(built.executors):
@@ -224,7 +221,7 @@ class EngineWorker:
             self._put_to_all(message)
 
     def _start_transfer(
-        self, memory: PoolMemory, staging: Staging | None, limits: ModelLimits
+        self, memory: PoolMemory, built: BuiltExecutors, limits: ModelLimits
     ) -> TransferProcess | StagedTransfer:
         config = self._config
 
@@ -242,12 +239,15 @@ class EngineWorker:
             transport=config.transport,
             cpu_cores=config.transfer_cpu_cores,
             on_death=lambda: self._stop_loops("the transfer process died"),
+            device=built.copies.device if built.copies is not None else "",
         )
-        if staging is None:
+        if built.staging is None:
             return start(on_message=on_message)
-        return StagedTransfer(
-            staging, start, on_message, on_failure=lambda: self._stop_loops("host staging of the KV pool died")
-        )
+
+        def on_failure() -> None:
+            self._stop_loops("host staging of the KV pool died")
+
+        return StagedTransfer(built.staging, start, on_message, on_failure, built.copies)
 
     def _welcome(self, config: WorkerConfig, backend: Backend, num_blocks: int, kv_address: str) -> worker_pb2.Welcome:
         return worker_pb2.Welcome(

@@ -30,6 +30,8 @@ class PullMessage(_message.Message):
 
     OPEN_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    SEND_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___PullOpen:
         """first"""
@@ -38,17 +40,27 @@ class PullMessage(_message.Message):
     def release(self) -> Global___Release:
         """every block is copied and verified"""
 
+    @_builtins.property
+    def key(self) -> Global___StoreKey:
+        """link: rendezvous of the group"""
+
+    @_builtins.property
+    def send(self) -> Global___SendBlocks:
+        """link"""
+
     def __init__(
         self,
         *,
         open: Global___PullOpen | None = ...,
         release: Global___Release | None = ...,
+        key: Global___StoreKey | None = ...,
+        send: Global___SendBlocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "open", b"open", "release", b"release"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "key", b"key", "open", b"open", "release", b"release", "send", b"send"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "open", b"open", "release", b"release"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "key", b"key", "open", b"open", "release", b"release", "send", b"send"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["open", "release"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["open", "release", "key", "send"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -65,16 +77,19 @@ class PullOpen(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     worker_epoch: _builtins.int
     handle: _builtins.bytes
     num_cached_blocks: _builtins.int
     """leading blocks that the puller has and does not need"""
     transport: _builtins.str
-    """"auto", "memfd" or "tcp" """
+    """"auto", "memfd", "tcp" or "nccl" """
     host_id: _builtins.str
     """equal ids can reach each other's /proc"""
     proof: _builtins.bytes
     """that the puller knows the cluster token: pdserve.proto.token_proof"""
+    device: _builtins.str
+    """backend and id of the pool's device; empty if no process group reaches it"""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """the puller's; must match the source's"""
@@ -89,10 +104,11 @@ class PullOpen(_message.Message):
         transport: _builtins.str = ...,
         host_id: _builtins.str = ...,
         proof: _builtins.bytes = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "host_id", b"host_id", "layout", b"layout", "num_cached_blocks", b"num_cached_blocks", "proof", b"proof", "transport", b"transport", "worker_epoch", b"worker_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "handle", b"handle", "host_id", b"host_id", "layout", b"layout", "num_cached_blocks", b"num_cached_blocks", "proof", b"proof", "transport", b"transport", "worker_epoch", b"worker_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -112,6 +128,58 @@ class Release(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Release: _TypeAlias = Release  # noqa: Y015
+
+@_typing.final
+class StoreKey(_message.Message):
+    """A key that one engine sets in the store of its process group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    value: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        value: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreKey: _TypeAlias = StoreKey  # noqa: Y015
+
+@_typing.final
+class SendBlocks(_message.Message):
+    """The source's engine is to send these granted blocks of a leased prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    FIRST_INDEX_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    first_index: _builtins.int
+    """position in the prompt"""
+    num_blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        handle: _builtins.bytes = ...,
+        first_index: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_index", b"first_index", "handle", b"handle", "num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendBlocks: _TypeAlias = SendBlocks  # noqa: Y015
 
 @_typing.final
 class Layout(_message.Message):
@@ -159,23 +227,29 @@ class SourceMessage(_message.Message):
 
     OPENED_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___Opened:
         """first"""
 
     @_builtins.property
     def grant(self) -> Global___Grant: ...
+    @_builtins.property
+    def key(self) -> Global___StoreKey:
+        """link"""
+
     def __init__(
         self,
         *,
         opened: Global___Opened | None = ...,
         grant: Global___Grant | None = ...,
+        key: Global___StoreKey | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "grant", b"grant", "opened", b"opened"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "grant", b"grant", "key", b"key", "opened", b"opened"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "grant", b"grant", "opened", b"opened"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "grant", b"grant", "key", b"key", "opened", b"opened"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["opened", "grant"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["opened", "grant", "key"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -183,7 +257,7 @@ Global___SourceMessage: _TypeAlias = SourceMessage  # noqa: Y015
 
 @_typing.final
 class Opened(_message.Message):
-    """How the bytes will move: from a mapped file of the source, or in a TCP connection to it."""
+    """How the bytes will move: from a mapped file of the source, in a TCP connection to it, or through a link."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -193,8 +267,9 @@ class Opened(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     DATA_PORT_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
-    """"memfd" or "tcp" """
+    """"memfd", "tcp" or "nccl" """
     pool_path: _builtins.str
     """memfd: /proc/<pid>/fd/<n>"""
     pool_inode: _builtins.int
@@ -203,6 +278,8 @@ class Opened(_message.Message):
     """tcp: port of the source's host"""
     ticket: _builtins.bytes
     """tcp: shown there"""
+    reason: _builtins.str
+    """of the choice"""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """the source's"""
@@ -216,10 +293,11 @@ class Opened(_message.Message):
         layout: Global___Layout | None = ...,
         data_port: _builtins.int = ...,
         ticket: _builtins.bytes = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_port", b"data_port", "layout", b"layout", "pool_inode", b"pool_inode", "pool_path", b"pool_path", "ticket", b"ticket", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_port", b"data_port", "layout", b"layout", "pool_inode", b"pool_inode", "pool_path", b"pool_path", "reason", b"reason", "ticket", b"ticket", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,6 +39,11 @@ class KvTransferStub(object):
                 request_serializer=pdserve_dot_proto_dot_v1_dot_kv__pb2.PullMessage.SerializeToString,
                 response_deserializer=pdserve_dot_proto_dot_v1_dot_kv__pb2.SourceMessage.FromString,
                 _registered_method=True)
+        self.Link = channel.stream_stream(
+                '/pdserve.v1.KvTransfer/Link',
+                request_serializer=pdserve_dot_proto_dot_v1_dot_kv__pb2.PullMessage.SerializeToString,
+                response_deserializer=pdserve_dot_proto_dot_v1_dot_kv__pb2.SourceMessage.FromString,
+                _registered_method=True)
 
 
 class KvTransferServicer(object):
@@ -50,11 +55,24 @@ class KvTransferServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Link(self, request_iterator, context):
+        """Control of a process group of the two engines, through which blocks move between their devices for all pulls of the
+        one worker from the other. Starts like a pull, without a handle. The group ends with the stream.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvTransferServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Pull': grpc.stream_stream_rpc_method_handler(
                     servicer.Pull,
+                    request_deserializer=pdserve_dot_proto_dot_v1_dot_kv__pb2.PullMessage.FromString,
+                    response_serializer=pdserve_dot_proto_dot_v1_dot_kv__pb2.SourceMessage.SerializeToString,
+            ),
+            'Link': grpc.stream_stream_rpc_method_handler(
+                    servicer.Link,
                     request_deserializer=pdserve_dot_proto_dot_v1_dot_kv__pb2.PullMessage.FromString,
                     response_serializer=pdserve_dot_proto_dot_v1_dot_kv__pb2.SourceMessage.SerializeToString,
             ),
@@ -84,6 +102,33 @@ class KvTransfer(object):
             request_iterator,
             target,
             '/pdserve.v1.KvTransfer/Pull',
+            pdserve_dot_proto_dot_v1_dot_kv__pb2.PullMessage.SerializeToString,
+            pdserve_dot_proto_dot_v1_dot_kv__pb2.SourceMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Link(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pdserve.v1.KvTransfer/Link',
             pdserve_dot_proto_dot_v1_dot_kv__pb2.PullMessage.SerializeToString,
             pdserve_dot_proto_dot_v1_dot_kv__pb2.SourceMessage.FromString,
             options,

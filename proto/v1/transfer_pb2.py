@@ -26,7 +26,7 @@ from pdserve.proto.v1 import kv_pb2 as pdserve_dot_proto_dot_v1_dot_kv__pb2
 from pdserve.proto.v1 import worker_pb2 as pdserve_dot_proto_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fpdserve/proto/v1/transfer.proto\x12\npdserve.v1\x1a\x19pdserve/proto/v1/kv.proto\x1a\x1dpdserve/proto/v1/worker.proto\"\x97\x02\n\x10\x45ngineToTransfer\x12\"\n\x05offer\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.OfferH\x00\x12)\n\x05grant\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.OfferedGrantH\x00\x12(\n\x08withdraw\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.WithdrawH\x00\x12+\n\nstart_pull\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.StartPullH\x00\x12+\n\nabort_pull\x18\x05 \x01(\x0b\x32\x15.pdserve.v1.AbortPullH\x00\x12(\n\x08shutdown\x18\x06 \x01(\x0b\x32\x14.pdserve.v1.ShutdownH\x00\x42\x06\n\x04\x62ody\"\x17\n\x05Offer\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\"@\n\x0cOfferedGrant\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12 \n\x05grant\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.Grant\"\x1a\n\x08Withdraw\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\"\x9c\x01\n\tStartPull\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\x12$\n\x06source\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.KvSource\x12\x19\n\x11num_cached_blocks\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x12\n\ndeadline_s\x18\x05 \x01(\x01\x12\x16\n\x0emin_duration_s\x18\x06 \x01(\x01\"\x1c\n\tAbortPull\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\"\n\n\x08Shutdown\"\x95\x02\n\x10TransferToEngine\x12\"\n\x05ready\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.ReadyH\x00\x12/\n\x0clease_opened\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.LeaseOpenedH\x00\x12+\n\nlease_lost\x18\x03 \x01(\x0b\x32\x15.pdserve.v1.LeaseLostH\x00\x12(\n\x08released\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.ReleasedH\x00\x12)\n\tpull_done\x18\x05 \x01(\x0b\x32\x14.pdserve.v1.PullDoneH\x00\x12\"\n\x05\x61live\x18\x06 \x01(\x0b\x32\x11.pdserve.v1.AliveH\x00\x42\x06\n\x04\x62ody\"\x18\n\x05Ready\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"\x07\n\x05\x41live\"\x1d\n\x0bLeaseOpened\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\"\x1b\n\tLeaseLost\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\"\x1a\n\x08Released\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\"\xb7\x01\n\x08PullDone\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\x12\x15\n\rfailure_stage\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12+\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.FirstToken\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fpdserve/proto/v1/transfer.proto\x12\npdserve.v1\x1a\x19pdserve/proto/v1/kv.proto\x1a\x1dpdserve/proto/v1/worker.proto\"\xea\x02\n\x10\x45ngineToTransfer\x12\"\n\x05offer\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.OfferH\x00\x12)\n\x05grant\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.OfferedGrantH\x00\x12(\n\x08withdraw\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.WithdrawH\x00\x12+\n\nstart_pull\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.StartPullH\x00\x12+\n\nabort_pull\x18\x05 \x01(\x0b\x32\x15.pdserve.v1.AbortPullH\x00\x12(\n\x08shutdown\x18\x06 \x01(\x0b\x32\x14.pdserve.v1.ShutdownH\x00\x12$\n\x06staged\x18\x07 \x01(\x0b\x32\x12.pdserve.v1.StagedH\x00\x12+\n\nlink_event\x18\x08 \x01(\x0b\x32\x15.pdserve.v1.LinkEventH\x00\x42\x06\n\x04\x62ody\"\x17\n\x05Offer\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\"@\n\x0cOfferedGrant\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12 \n\x05grant\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.Grant\"\x1a\n\x08Withdraw\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\"\x9c\x01\n\tStartPull\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\x12$\n\x06source\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.KvSource\x12\x19\n\x11num_cached_blocks\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x12\n\ndeadline_s\x18\x05 \x01(\x01\x12\x16\n\x0emin_duration_s\x18\x06 \x01(\x01\"\x1c\n\tAbortPull\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\"\n\n\x08Shutdown\"\xe6\x02\n\x10TransferToEngine\x12\"\n\x05ready\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.ReadyH\x00\x12/\n\x0clease_opened\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.LeaseOpenedH\x00\x12+\n\nlease_lost\x18\x03 \x01(\x0b\x32\x15.pdserve.v1.LeaseLostH\x00\x12(\n\x08released\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.ReleasedH\x00\x12)\n\tpull_done\x18\x05 \x01(\x0b\x32\x14.pdserve.v1.PullDoneH\x00\x12\"\n\x05\x61live\x18\x06 \x01(\x0b\x32\x11.pdserve.v1.AliveH\x00\x12\"\n\x05stage\x18\x07 \x01(\x0b\x32\x11.pdserve.v1.StageH\x00\x12+\n\nlink_order\x18\x08 \x01(\x0b\x32\x15.pdserve.v1.LinkOrderH\x00\x42\x06\n\x04\x62ody\"\x18\n\x05Ready\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"\x07\n\x05\x41live\"\x1d\n\x0bLeaseOpened\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\"\x1b\n\tLeaseLost\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\"\x1a\n\x08Released\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\"\xb7\x01\n\x08PullDone\x12\x0f\n\x07pull_id\x18\x01 \x01(\x04\x12\x15\n\rfailure_stage\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12+\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.FirstToken\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\"A\n\x05Stage\x12\x10\n\x08stage_id\x18\x01 \x01(\x04\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"\x1a\n\x06Staged\x12\x10\n\x08stage_id\x18\x01 \x01(\x04\"\xd6\x01\n\tLinkOrder\x12\x0f\n\x07link_id\x18\x01 \x01(\x04\x12\x13\n\topen_rank\x18\x02 \x01(\rH\x00\x12#\n\x03key\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.StoreKeyH\x00\x12%\n\x04send\x18\x04 \x01(\x0b\x32\x15.pdserve.v1.GroupSendH\x00\x12\'\n\x05\x66\x65tch\x18\x05 \x01(\x0b\x32\x16.pdserve.v1.GroupFetchH\x00\x12&\n\x05\x63lose\x18\x06 \x01(\x0b\x32\x15.pdserve.v1.CloseLinkH\x00\x42\x06\n\x04\x62ody\"\x1e\n\tGroupSend\x12\x11\n\tblock_ids\x18\x01 \x03(\r\"4\n\nGroupFetch\x12\x11\n\tblock_ids\x18\x01 \x03(\r\x12\x13\n\x0bgenerations\x18\x02 \x03(\x04\"\x0b\n\tCloseLink\"\x81\x01\n\tLinkEvent\x12\x0f\n\x07link_id\x18\x01 \x01(\x04\x12#\n\x03key\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.StoreKeyH\x00\x12&\n\x07\x66\x65tched\x18\x03 \x01(\x0b\x32\x13.pdserve.v1.FetchedH\x00\x12\x0e\n\x04lost\x18\x04 \x01(\tH\x00\x42\x06\n\x04\x62ody\"\x1e\n\x07\x46\x65tched\x12\x13\n\x0bgenerations\x18\x01 \x03(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,31 +34,47 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.proto.v1.transfer_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ENGINETOTRANSFER']._serialized_start=106
-  _globals['_ENGINETOTRANSFER']._serialized_end=385
-  _globals['_OFFER']._serialized_start=387
-  _globals['_OFFER']._serialized_end=410
-  _globals['_OFFEREDGRANT']._serialized_start=412
-  _globals['_OFFEREDGRANT']._serialized_end=476
-  _globals['_WITHDRAW']._serialized_start=478
-  _globals['_WITHDRAW']._serialized_end=504
-  _globals['_STARTPULL']._serialized_start=507
-  _globals['_STARTPULL']._serialized_end=663
-  _globals['_ABORTPULL']._serialized_start=665
-  _globals['_ABORTPULL']._serialized_end=693
-  _globals['_SHUTDOWN']._serialized_start=695
-  _globals['_SHUTDOWN']._serialized_end=705
-  _globals['_TRANSFERTOENGINE']._serialized_start=708
-  _globals['_TRANSFERTOENGINE']._serialized_end=985
-  _globals['_READY']._serialized_start=987
-  _globals['_READY']._serialized_end=1011
-  _globals['_ALIVE']._serialized_start=1013
-  _globals['_ALIVE']._serialized_end=1020
-  _globals['_LEASEOPENED']._serialized_start=1022
-  _globals['_LEASEOPENED']._serialized_end=1051
-  _globals['_LEASELOST']._serialized_start=1053
-  _globals['_LEASELOST']._serialized_end=1080
-  _globals['_RELEASED']._serialized_start=1082
-  _globals['_RELEASED']._serialized_end=1108
-  _globals['_PULLDONE']._serialized_start=1111
-  _globals['_PULLDONE']._serialized_end=1294
+  _globals['_ENGINETOTRANSFER']._serialized_end=468
+  _globals['_OFFER']._serialized_start=470
+  _globals['_OFFER']._serialized_end=493
+  _globals['_OFFEREDGRANT']._serialized_start=495
+  _globals['_OFFEREDGRANT']._serialized_end=559
+  _globals['_WITHDRAW']._serialized_start=561
+  _globals['_WITHDRAW']._serialized_end=587
+  _globals['_STARTPULL']._serialized_start=590
+  _globals['_STARTPULL']._serialized_end=746
+  _globals['_ABORTPULL']._serialized_start=748
+  _globals['_ABORTPULL']._serialized_end=776
+  _globals['_SHUTDOWN']._serialized_start=778
+  _globals['_SHUTDOWN']._serialized_end=788
+  _globals['_TRANSFERTOENGINE']._serialized_start=791
+  _globals['_TRANSFERTOENGINE']._serialized_end=1149
+  _globals['_READY']._serialized_start=1151
+  _globals['_READY']._serialized_end=1175
+  _globals['_ALIVE']._serialized_start=1177
+  _globals['_ALIVE']._serialized_end=1184
+  _globals['_LEASEOPENED']._serialized_start=1186
+  _globals['_LEASEOPENED']._serialized_end=1215
+  _globals['_LEASELOST']._serialized_start=1217
+  _globals['_LEASELOST']._serialized_end=1244
+  _globals['_RELEASED']._serialized_start=1246
+  _globals['_RELEASED']._serialized_end=1272
+  _globals['_PULLDONE']._serialized_start=1275
+  _globals['_PULLDONE']._serialized_end=1458
+  _globals['_STAGE']._serialized_start=1460
+  _globals['_STAGE']._serialized_end=1525
+  _globals['_STAGED']._serialized_start=1527
+  _globals['_STAGED']._serialized_end=1553
+  _globals['_LINKORDER']._serialized_start=1556
+  _globals['_LINKORDER']._serialized_end=1770
+  _globals['_GROUPSEND']._serialized_start=1772
+  _globals['_GROUPSEND']._serialized_end=1802
+  _globals['_GROUPFETCH']._serialized_start=1804
+  _globals['_GROUPFETCH']._serialized_end=1856
+  _globals['_CLOSELINK']._serialized_start=1858
+  _globals['_CLOSELINK']._serialized_end=1869
+  _globals['_LINKEVENT']._serialized_start=1872
+  _globals['_LINKEVENT']._serialized_end=2001
+  _globals['_FETCHED']._serialized_start=2003
+  _globals['_FETCHED']._serialized_end=2033
 # @@protoc_insertion_point(module_scope)

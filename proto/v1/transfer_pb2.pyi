@@ -30,6 +30,8 @@ class EngineToTransfer(_message.Message):
     START_PULL_FIELD_NUMBER: _builtins.int
     ABORT_PULL_FIELD_NUMBER: _builtins.int
     SHUTDOWN_FIELD_NUMBER: _builtins.int
+    STAGED_FIELD_NUMBER: _builtins.int
+    LINK_EVENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def offer(self) -> Global___Offer: ...
     @_builtins.property
@@ -42,6 +44,10 @@ class EngineToTransfer(_message.Message):
     def abort_pull(self) -> Global___AbortPull: ...
     @_builtins.property
     def shutdown(self) -> Global___Shutdown: ...
+    @_builtins.property
+    def staged(self) -> Global___Staged: ...
+    @_builtins.property
+    def link_event(self) -> Global___LinkEvent: ...
     def __init__(
         self,
         *,
@@ -51,12 +57,14 @@ class EngineToTransfer(_message.Message):
         start_pull: Global___StartPull | None = ...,
         abort_pull: Global___AbortPull | None = ...,
         shutdown: Global___Shutdown | None = ...,
+        staged: Global___Staged | None = ...,
+        link_event: Global___LinkEvent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_pull", b"abort_pull", "body", b"body", "grant", b"grant", "offer", b"offer", "shutdown", b"shutdown", "start_pull", b"start_pull", "withdraw", b"withdraw"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_pull", b"abort_pull", "body", b"body", "grant", b"grant", "link_event", b"link_event", "offer", b"offer", "shutdown", b"shutdown", "staged", b"staged", "start_pull", b"start_pull", "withdraw", b"withdraw"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_pull", b"abort_pull", "body", b"body", "grant", b"grant", "offer", b"offer", "shutdown", b"shutdown", "start_pull", b"start_pull", "withdraw", b"withdraw"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_pull", b"abort_pull", "body", b"body", "grant", b"grant", "link_event", b"link_event", "offer", b"offer", "shutdown", b"shutdown", "staged", b"staged", "start_pull", b"start_pull", "withdraw", b"withdraw"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["offer", "grant", "withdraw", "start_pull", "abort_pull", "shutdown"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["offer", "grant", "withdraw", "start_pull", "abort_pull", "shutdown", "staged", "link_event"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -211,6 +219,8 @@ class TransferToEngine(_message.Message):
     RELEASED_FIELD_NUMBER: _builtins.int
     PULL_DONE_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    LINK_ORDER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___Ready: ...
     @_builtins.property
@@ -223,6 +233,10 @@ class TransferToEngine(_message.Message):
     def pull_done(self) -> Global___PullDone: ...
     @_builtins.property
     def alive(self) -> Global___Alive: ...
+    @_builtins.property
+    def stage(self) -> Global___Stage: ...
+    @_builtins.property
+    def link_order(self) -> Global___LinkOrder: ...
     def __init__(
         self,
         *,
@@ -232,12 +246,14 @@ class TransferToEngine(_message.Message):
         released: Global___Released | None = ...,
         pull_done: Global___PullDone | None = ...,
         alive: Global___Alive | None = ...,
+        stage: Global___Stage | None = ...,
+        link_order: Global___LinkOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "lease_lost", b"lease_lost", "lease_opened", b"lease_opened", "pull_done", b"pull_done", "ready", b"ready", "released", b"released"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "lease_lost", b"lease_lost", "lease_opened", b"lease_opened", "link_order", b"link_order", "pull_done", b"pull_done", "ready", b"ready", "released", b"released", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "lease_lost", b"lease_lost", "lease_opened", b"lease_opened", "pull_done", b"pull_done", "ready", b"ready", "released", b"released"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "lease_lost", b"lease_lost", "lease_opened", b"lease_opened", "link_order", b"link_order", "pull_done", b"pull_done", "ready", b"ready", "released", b"released", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "lease_opened", "lease_lost", "released", "pull_done", "alive"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "lease_opened", "lease_lost", "released", "pull_done", "alive", "stage", "link_order"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -381,3 +397,218 @@ class PullDone(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PullDone: _TypeAlias = PullDone  # noqa: Y015
+
+@_typing.final
+class Stage(_message.Message):
+    """Copy granted blocks of a pool on a device to the staging file; their generations tell which of them are still granted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    stage_id: _builtins.int
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        stage_id: _builtins.int = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        generations: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "generations", b"generations", "stage_id", b"stage_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stage: _TypeAlias = Stage  # noqa: Y015
+
+@_typing.final
+class Staged(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_ID_FIELD_NUMBER: _builtins.int
+    stage_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        stage_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stage_id", b"stage_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Staged: _TypeAlias = Staged  # noqa: Y015
+
+@_typing.final
+class LinkOrder(_message.Message):
+    """To the engine's half of a link. Orders of one link are carried out in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_ID_FIELD_NUMBER: _builtins.int
+    OPEN_RANK_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    SEND_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
+    CLOSE_FIELD_NUMBER: _builtins.int
+    link_id: _builtins.int
+    open_rank: _builtins.int
+    """rank in the group: 0 the source, 1 the puller"""
+    @_builtins.property
+    def key(self) -> _kv_pb2.StoreKey:
+        """set by the peer"""
+
+    @_builtins.property
+    def send(self) -> Global___GroupSend: ...
+    @_builtins.property
+    def fetch(self) -> Global___GroupFetch: ...
+    @_builtins.property
+    def close(self) -> Global___CloseLink:
+        """no block is written after this"""
+
+    def __init__(
+        self,
+        *,
+        link_id: _builtins.int = ...,
+        open_rank: _builtins.int = ...,
+        key: _kv_pb2.StoreKey | None = ...,
+        send: Global___GroupSend | None = ...,
+        fetch: Global___GroupFetch | None = ...,
+        close: Global___CloseLink | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "close", b"close", "fetch", b"fetch", "key", b"key", "open_rank", b"open_rank", "send", b"send"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "close", b"close", "fetch", b"fetch", "key", b"key", "link_id", b"link_id", "open_rank", b"open_rank", "send", b"send"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["open_rank", "key", "send", "fetch", "close"]  # noqa: Y015
+    _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
+
+Global___LinkOrder: _TypeAlias = LinkOrder  # noqa: Y015
+
+@_typing.final
+class GroupSend(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupSend: _TypeAlias = GroupSend  # noqa: Y015
+
+@_typing.final
+class GroupFetch(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """targets"""
+
+    @_builtins.property
+    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the source's blocks, as granted"""
+
+    def __init__(
+        self,
+        *,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        generations: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "generations", b"generations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupFetch: _TypeAlias = GroupFetch  # noqa: Y015
+
+@_typing.final
+class CloseLink(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloseLink: _TypeAlias = CloseLink  # noqa: Y015
+
+@_typing.final
+class LinkEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_ID_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    FETCHED_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    link_id: _builtins.int
+    lost: _builtins.str
+    """why the group has failed"""
+    @_builtins.property
+    def key(self) -> _kv_pb2.StoreKey:
+        """to set at the peer"""
+
+    @_builtins.property
+    def fetched(self) -> Global___Fetched: ...
+    def __init__(
+        self,
+        *,
+        link_id: _builtins.int = ...,
+        key: _kv_pb2.StoreKey | None = ...,
+        fetched: Global___Fetched | None = ...,
+        lost: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "fetched", b"fetched", "key", b"key", "lost", b"lost"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "fetched", b"fetched", "key", b"key", "link_id", b"link_id", "lost", b"lost"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["key", "fetched", "lost"]  # noqa: Y015
+    _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
+
+Global___LinkEvent: _TypeAlias = LinkEvent  # noqa: Y015
+
+@_typing.final
+class Fetched(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the source's blocks, read after their copy; others were not written to targets"""
+
+    def __init__(
+        self,
+        *,
+        generations: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generations", b"generations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fetched: _TypeAlias = Fetched  # noqa: Y015

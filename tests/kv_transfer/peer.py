@@ -28,7 +28,9 @@ EVENT_GRACE_S = 0.2
 class Peer:
     """Built by `running_peer`."""
 
-    def __init__(self, layout: KvLayout, transport: str, seed: int, token: str, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self, layout: KvLayout, transport: str, seed: int, token: str, tls: TlsFiles | None = None, device: str = ""
+    ) -> None:
         self.layout = layout
         self.memory = PoolMemory.create(layout)
         self.memory.blocks[:] = random.Random(seed).randbytes(layout.pool_bytes)
@@ -46,6 +48,7 @@ class Peer:
             cpu_cores=(),
             on_message=self.messages.put,
             on_death=lambda: self.messages.put(None),
+            device=device,
         )
 
     def offer(self) -> bytes:
@@ -143,8 +146,9 @@ def running_peer(
     seed: int = 0,
     token: str = TOKEN,
     tls: TlsFiles | None = None,
+    device: str = "",
 ) -> Iterator[Peer]:
-    peer = Peer(layout, transport, seed, token, tls)
+    peer = Peer(layout, transport, seed, token, tls, device)
     try:
         yield peer
     finally:

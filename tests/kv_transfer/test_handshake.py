@@ -101,7 +101,34 @@ def test_a_request_that_ended_needs_no_blocks() -> None:
     ],
 )
 def test_choice_of_transport(ours: str, theirs: str, is_same_host: bool, chosen: str) -> None:
-    assert handshake.choose_transport(ours, theirs, is_same_host=is_same_host) == chosen
+    assert handshake.choose_transport(ours, theirs, is_same_host=is_same_host)[0] == chosen
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_same_host", "devices", "chosen", "reason"),
+    [
+        ("auto", "auto", False, ("nccl A", "nccl B"), "nccl", "both pools are on GPUs"),
+        ("auto", "auto", True, ("nccl A", "nccl B"), "nccl", "both pools are on GPUs"),
+        ("auto", "nccl", True, ("nccl A", "nccl B"), "nccl", "as configured"),
+        ("auto", "tcp", True, ("nccl A", "nccl B"), "tcp", "as configured"),
+        ("auto", "auto", True, ("nccl A", "nccl A"), "memfd", "it is on this host, and both pools are on one GPU"),
+        ("auto", "auto", False, ("nccl A", ""), "tcp", "it is on another host, and a pool is not on a GPU that NCCL"),
+        ("auto", "auto", False, ("nccl A", "gloo 1"), "tcp", "it is on another host, and their groups differ"),
+        ("auto", "auto", False, ("", ""), "tcp", "it is on another host"),
+    ],
+)
+def test_choice_between_devices_has_a_reason(
+    ours: str, theirs: str, is_same_host: bool, devices: tuple[str, str], chosen: str, reason: str
+) -> None:
+    transport, why = handshake.choose_transport(ours, theirs, is_same_host=is_same_host, devices=devices)
+    assert transport == chosen
+    assert why.startswith(reason)
+
+
+def test_nccl_is_refused_where_a_pool_is_out_of_reach() -> None:
+    for devices in ("nccl A", ""), ("nccl A", "nccl A"):
+        with pytest.raises(ValueError, match=r"nccl is impossible: .*; set kv_transfer.transport to auto"):
+            handshake.choose_transport("nccl", "auto", is_same_host=True, devices=devices)
 
 
 @pytest.mark.parametrize(

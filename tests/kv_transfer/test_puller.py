@@ -15,7 +15,7 @@ import pytest
 
 from pdserve.kv_transfer.handshake import layout_message
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.kv_transfer.puller import PullStream
+from pdserve.kv_transfer.pull_stream import PullStream
 from pdserve.kv_transfer.transports import PullError, head_digests, trailer_struct
 from pdserve.proto.token_proof import ServerProof
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc
@@ -52,6 +52,9 @@ class _Servicer(kv_pb2_grpc.KvTransferServicer):
         assert isinstance(context, grpc.ServicerContext)
         context.send_initial_metadata(ServerProof(TOKEN, self.address, dict(context.invocation_metadata())).metadata)
         return self._serve(next(request_iterator).open, context)
+
+    def Link(self, request_iterator: object, context: object) -> Iterator[kv_pb2.SourceMessage]:  # noqa: N802
+        raise AssertionError("nothing here asks for a link")
 
 
 @contextmanager

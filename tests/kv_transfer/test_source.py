@@ -8,7 +8,7 @@ import queue
 import random
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from pdserve.kv_transfer.handshake import host_id, layout_message
+from pdserve.kv_transfer.links import MAX_LINKS
 from pdserve.kv_transfer.source import MAX_UNPROVEN_PULLS
 from pdserve.kv_transfer.transports import head_digests, trailer_struct
 from pdserve.proto.token_proof import ClientProof
@@ -43,9 +44,9 @@ def _opening(handle: bytes, transport: str = "tcp") -> kv_pb2.PullOpen:
 class _Client:
     """A pull whose messages the test writes as bytes and reads one by one."""
 
-    def __init__(self, channel: grpc.Channel, address: str) -> None:
+    def __init__(self, channel: grpc.Channel, address: str, method: str = "Pull") -> None:
         self._requests: queue.Queue[bytes | None] = queue.Queue()
-        pull = channel.stream_stream("/pdserve.v1.KvTransfer/Pull", bytes, kv_pb2.SourceMessage.FromString)
+        pull = channel.stream_stream(f"/pdserve.v1.KvTransfer/{method}", bytes, kv_pb2.SourceMessage.FromString)
         # Both a response iterator and a call, a combination unknown to grpc-stubs.
         ours = ClientProof(TOKEN, address)
         self.call: Any = pull(iter(self._requests.get, None), timeout=TIMEOUT_S, metadata=ours.metadata)
@@ -79,9 +80,9 @@ class _Client:
 
 
 @contextmanager
-def _client(source: Peer) -> Iterator[_Client]:
+def _client(source: Peer, method: str = "Pull") -> Iterator[_Client]:
     with grpc.insecure_channel(source.process.address) as channel:
-        client = _Client(channel, source.process.address)
+        client = _Client(channel, source.process.address, method)
         yield client
         client.done_writing()
         client.call.cancel()
@@ -319,3 +320,37 @@ def _bodies_until_released(source: Peer) -> list[str | None]:
         assert isinstance(message, transfer_pb2.TransferToEngine)
         bodies.append(message.WhichOneof("body"))
     return bodies
+
+
+def _open_link(client: _Client) -> None:
+    client.write(kv_pb2.PullMessage(open=kv_pb2.PullOpen(worker_epoch=EPOCH)))
+
+
+def test_a_pool_that_no_group_reaches_has_no_links(source: Peer) -> None:
+    with _client(source, "Link") as client:
+        _open_link(client)
+        assert client.expect_end()[0] is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_links_are_bounded_and_send_leased_blocks_only() -> None:
+    with running_peer(device="gloo A") as source, ExitStack() as stack:
+        clients = [stack.enter_context(_client(source, "Link")) for _ in range(MAX_LINKS + 1)]
+        for client in clients[:-1]:
+            _open_link(client)
+            assert client.read().opened.transport == "nccl"
+            assert source.expect("link_order").link_order.HasField("open_rank")
+        _open_link(clients[-1])
+        assert clients[-1].expect_end()[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        handle = source.offer()
+        source.grant(handle, [3, 4])
+        for request in (
+            kv_pb2.SendBlocks(handle=handle, num_blocks=2),  # nobody has leased them
+            kv_pb2.SendBlocks(handle=b"unknown", num_blocks=1),
+        ):
+            client = clients.pop(0)
+            client.write(kv_pb2.PullMessage(send=request))
+            assert client.expect_end() == (
+                grpc.StatusCode.UNAVAILABLE,
+                "the puller requests blocks that are not granted to it",
+            )
+            assert source.expect("link_order").link_order.HasField("close")

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from pdserve.contracts.placement import TlsFiles
-from pdserve.kv_transfer.puller import PullStream
+from pdserve.kv_transfer.pull_stream import PullStream
 from pdserve.kv_transfer.transports import PullError
 from pdserve.proto.rpc import channel_options, listen, open_channel, server_options
 from tests.kv_transfer.peer import running_peer

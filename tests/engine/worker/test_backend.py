@@ -7,17 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pdserve.contracts.codec import to_json
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.placement import TlsFiles, WorkerConfig, WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.engine.worker import backend
 from pdserve.engine.worker.backend import choose_backend
+from pdserve.engine.worker.model_device import build_copies
 from pdserve.engine.worker.pool_size import AUTO_MEMORY_SHARE
+from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.decoder_weights import held_bytes as weights_held
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
+from tests.kv_transfer.peer import LAYOUT
 from tests.staged_worker import staged_device
 
 MAX_MODEL_LEN = 64
@@ -113,6 +117,8 @@ def test_a_told_pool_must_fit_beside_the_weights(config: WorkerConfig, monkeypat
     [
         ({"block_size": 0}, "block_size 0"),
         ({"precision": Precision(dtype="int8")}, "use one of float32"),
+        ({"transport": "nccl"}, "nccl, which copies KV between GPUs, and there is none: use auto"),
+        ({"transport": "nccl", "emulate": "h100-sxm"}, "nccl, which copies KV between GPUs, and there is none"),
         ({"device": "tpu"}, "device 'tpu' is not supported: use one of auto, cpu, cuda"),
         (
             {"precision": Precision(kv_dtype="int4")},
@@ -127,6 +133,25 @@ def test_a_told_pool_must_fit_beside_the_weights(config: WorkerConfig, monkeypat
 def test_what_cannot_be_served_is_said(config: WorkerConfig, fields: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
         choose_backend(replace(config, **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"tensor_parallel": 2}, "each of its 2 ranks has a pool"),
+        ({"tls": TlsFiles(ca="a", certificate="b", key="c")}, "NCCL does not encrypt, and security.tls is set"),
+    ],
+)
+def test_a_pool_that_cannot_be_copied_directly_is_copied_through_the_host(
+    config: WorkerConfig, fields: dict[str, Any], reason: str
+) -> None:
+    memory = PoolMemory.create(LAYOUT)
+    pool = torch.zeros((LAYOUT.num_blocks, LAYOUT.block_bytes), dtype=torch.uint8)
+    assert build_copies(config, pool, memory) is not None
+    assert build_copies(replace(config, transport="tcp"), pool, memory) is None
+    assert build_copies(replace(config, **fields), pool, memory) is None
+    with pytest.raises(ValueError, match=f"nccl, which is impossible here: {reason}. Use auto"):
+        build_copies(replace(config, transport="nccl", **fields), pool, memory)
 
 
 def test_kv_of_dynamic_rope_is_of_one_length(config: WorkerConfig, tmp_path: Path) -> None:

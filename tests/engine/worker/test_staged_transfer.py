@@ -14,6 +14,7 @@ from pdserve.proto.v1 import kv_pb2, transfer_pb2
 from tests.workers import wait_until
 
 if TYPE_CHECKING:
+    from pdserve.kv_transfer.group_copies import GroupCopies
     from pdserve.kv_transfer.host_staging import HostStaging
 
 HANDLE = bytes(16)
@@ -111,6 +112,45 @@ def test_an_offer_waits_for_nothing(rig: Rig) -> None:
     rig.wait_for(begun)
     rig.transfer.send(order(offer=transfer_pb2.Offer(handle=HANDLE)))
     rig.wait_for(begun, "offer")
+
+
+class Links:
+    """Doubles as the copies between devices: generations of a pool, and orders for links."""
+
+    generations = (7,) * 8
+
+    def __init__(self) -> None:
+        self.orders: list[transfer_pb2.LinkOrder] = []
+
+    def start(self, in_order: object, send: object) -> None:
+        pass
+
+    def handle(self, order: transfer_pb2.LinkOrder) -> None:
+        self.orders.append(order)
+
+    def close(self) -> None:
+        pass
+
+
+def test_with_links_blocks_are_staged_on_demand_unless_they_have_new_owners() -> None:
+    rig = Rig()
+    links = Links()
+    rig.transfer = StagedTransfer(
+        cast("HostStaging", rig), rig._start, rig._tell, lambda: None, cast("GroupCopies", links)
+    )
+    rig.transfer.send(a_grant())
+    rig.wait_for("grant")
+    rig.say(transfer_pb2.TransferToEngine(stage=transfer_pb2.Stage(stage_id=1, block_ids=[3, 5], generations=[7, 9])))
+    staged = "grant", ("D2H begins", [(3, 7)]), "D2H ends", "staged"
+    rig.wait_for(*staged)
+    order = transfer_pb2.LinkOrder(link_id=2, open_rank=1)
+    rig.say(transfer_pb2.TransferToEngine(link_order=order))
+    rig.transfer.send(a_pull())
+    rig.wait_for(*staged, "start_pull")
+    rig.say(done(transport="nccl"))
+    rig.wait_for(*staged, "start_pull", "pull_done")
+    assert links.orders == [order]
+    rig.transfer.close()
 
 
 def test_a_pull_is_told_after_its_blocks_are_copied(rig: Rig) -> None:

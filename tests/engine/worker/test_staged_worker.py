@@ -62,15 +62,20 @@ def staged_pair(config_of: Callable[[WorkerRole], WorkerConfig]) -> Iterator[Pai
             assert worker.process.wait(10) == 0
 
 
+@pytest.fixture(scope="module", params=["nccl", "memfd"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def pair(checkpoint: Path) -> Iterator[Pair]:
+def pair(checkpoint: Path, transport: str) -> Iterator[Pair]:
     """Small pools, so that blocks constantly move between sequences, pulls and host slots."""
-    config = partial(emulated_config, checkpoint, num_kv_blocks=40, swap_memory_bytes=2**30)
+    config = partial(emulated_config, checkpoint, num_kv_blocks=40, swap_memory_bytes=2**30, transport=transport)
     with staged_pair(config) as pair:
         yield pair
 
 
-def test_handoffs_with_and_without_cached_prefixes(pair: Pair) -> None:
+def test_handoffs_with_and_without_cached_prefixes(pair: Pair, transport: str) -> None:
     for n in range(6):
         request = a_request(n, num_prompt=30 + 40 * n, max_tokens=1 if n == 4 else 30, seed=n)
         assert pair.hand_off(request) == oracle(request)
@@ -80,6 +85,7 @@ def test_handoffs_with_and_without_cached_prefixes(pair: Pair) -> None:
     assert started.num_cached_tokens == 224
     pulls = [transfer for frame in pair.decode.frames for transfer in frame.transfers]
     assert all(pull.failure_stage == "" for pull in pulls)
+    assert {pull.transport for pull in pulls} == {transport}
     assert 0 < pulls[-1].bytes < pulls[-2].bytes
 
 

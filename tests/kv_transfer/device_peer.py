@@ -1,0 +1,236 @@
+"""An engine in a process of its own, with its pool on a "device": memory that its transfer process does not map.
+
+The test commands it through a pipe and receives the messages of its transfer process there.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from pdserve.contracts.kv_layout import KvLayout
+from pdserve.engine.worker.staged_transfer import StagedTransfer
+from pdserve.kv_transfer import group_copies
+from pdserve.kv_transfer.group_copies import GroupCopies
+from pdserve.kv_transfer.host_staging import HostStaging
+from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.kv_transfer.transfer_client import TransferProcess
+from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
+
+LAYOUT = KvLayout(
+    num_blocks=32, num_kv_heads=2, num_layers=3, block_size=16, head_dim=64, dtype="float32", model_hash="model"
+)
+BATCH_SIZE = 4
+EPOCH = 5
+TIMEOUT_S = 30.0
+BATCH_TIMEOUT_S = 1.5
+
+
+class GatedGenerations(Sequence[int]):
+    """Generations of a pool. A copy that has read the one of ``held`` waits there."""
+
+    def __init__(self, memory: PoolMemory, tell: Any) -> None:
+        self._generations = memory.generations
+        self._tell = tell
+        self.held = -1
+        self.opened = threading.Event()
+
+    def __len__(self) -> int:
+        return len(self._generations)
+
+    def __getitem__(self, block_id: Any) -> Any:
+        generation = self._generations[block_id]
+        if block_id == self.held:
+            self.held = -1
+            self._tell("held")
+            assert self.opened.wait(TIMEOUT_S)
+        return generation
+
+
+def _run(pipe: Connection, seed: int, transport: str, device: str, interface: str) -> None:
+    """Child process."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    lock = threading.Lock()
+
+    def tell(message: object) -> None:
+        with lock:
+            pipe.send(message)
+
+    memory = PoolMemory.create(LAYOUT)
+    content = bytearray(random.Random(seed).randbytes(LAYOUT.pool_bytes))
+    pool = torch.frombuffer(content, dtype=torch.uint8).view(LAYOUT.num_blocks, LAYOUT.block_bytes)
+    generations = GatedGenerations(memory, tell)
+    for block_id in range(LAYOUT.num_blocks):
+        memory.generations[block_id] = (block_id + 1) << 33
+    copies = GroupCopies(pool, generations)
+    copies.device = device or copies.device
+    start = partial(
+        TransferProcess.start,
+        memory=memory,
+        worker_epoch=EPOCH,
+        host="127.0.0.1",
+        cluster_token="secret",
+        transport=transport,
+        cpu_cores=(),
+        on_death=lambda: tell("death"),
+        device=copies.device,
+    )
+    buffer_bytes = BATCH_SIZE * LAYOUT.block_bytes
+    with (
+        patch.object(group_copies, "BUFFER_BYTES", buffer_bytes),
+        patch.object(group_copies, "BATCH_TIMEOUT_S", BATCH_TIMEOUT_S),
+    ):
+        transfer = StagedTransfer(
+            HostStaging(pool, memory),
+            start,
+            lambda message: tell(message.SerializeToString()),
+            lambda: tell("failure"),
+            copies,
+        )
+        tell(transfer.address)
+        while (command := pipe.recv()) is not None:
+            match command:
+                case "send", order:
+                    transfer.send(transfer_pb2.EngineToTransfer.FromString(order))
+                case "hold", block_id:
+                    generations.opened.clear()
+                    generations.held = block_id
+                case "let_go", _:
+                    generations.opened.set()
+                case "reuse", block_id:
+                    memory.generations[block_id] += 1
+                case "generations", block_ids:
+                    tell([memory.generations[block_id] for block_id in block_ids])
+                case "fill", value:
+                    pool.fill_(value)
+                case "scramble", other_seed:
+                    content[:] = random.Random(other_seed).randbytes(LAYOUT.pool_bytes)
+                case "blocks", block_ids:
+                    tell([pool[block_id].numpy().tobytes() for block_id in block_ids])
+                case "staged_blocks", block_ids:
+                    tell([bytes(memory.block(block_id, 0, LAYOUT.num_kv_heads)) for block_id in block_ids])
+                case "threads", _:
+                    tell(sum(thread.name.startswith("kv-link") for thread in threading.enumerate()))
+        transfer.close()
+
+
+class DevicePeer:
+    """The test's end. Built by `device_peer`."""
+
+    def __init__(self, seed: int, transport: str, device: str, interface: str) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=_run, args=(theirs, seed, transport, device, interface), daemon=True)
+        self.process.start()
+        theirs.close()
+        self._messages: list[object] = []
+        self.device = f"gloo {self.process.pid}"
+        self.address = str(self._receive())
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._pipe.send(None)
+        self.process.join(TIMEOUT_S)
+        is_hanging = self.process.exitcode is None
+        self.process.kill()
+        assert not is_hanging
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def _receive(self) -> object:
+        assert self._pipe.poll(TIMEOUT_S), "nothing came"
+        return self._pipe.recv()
+
+    def command(self, name: str, argument: object = None) -> None:
+        self._pipe.send((name, argument))
+
+    def ask(self, name: str, argument: object = None) -> Any:
+        """Answer to a command."""
+        self.command(name, argument)
+        while isinstance(answer := self._receive(), (bytes, str)):
+            self._messages.append(answer)
+        return answer
+
+    def send(self, **body: Any) -> None:
+        self.command("send", transfer_pb2.EngineToTransfer(**body).SerializeToString())
+
+    def expect(self, kind: str) -> Any:
+        """Next message, which must be of this kind: of the transfer process, or "held"."""
+        message = self._messages.pop(0) if self._messages else self._receive()
+        if not isinstance(message, bytes):
+            assert message == kind
+            return message
+        received = transfer_pb2.TransferToEngine.FromString(message)
+        assert received.WhichOneof("body") == kind, received
+        return getattr(received, kind)
+
+    def offer(self, block_ids: Sequence[int], *, num_first: int = 0) -> bytes:
+        """Offer a prompt and grant its blocks, ``num_first`` of them by a grant of their own; returns the handle."""
+        handle = os.urandom(16)
+        generations = self.ask("generations", block_ids)
+        self.send(offer=transfer_pb2.Offer(handle=handle))
+        for start, end in ((0, num_first), (num_first, len(block_ids))):
+            grant = kv_pb2.Grant(
+                first_index=start,
+                block_ids=block_ids[start:end],
+                generations=generations[start:end],
+                final=end == len(block_ids),
+            )
+            if grant.final:
+                grant.num_tokens = len(block_ids) * LAYOUT.block_size
+                grant.first_token.token = 7
+            if start < end:
+                self.send(grant=transfer_pb2.OfferedGrant(handle=handle, grant=grant))
+        self.ask("threads")  # until it has sent them
+        return handle
+
+    def pull(
+        self,
+        source: DevicePeer,
+        handle: bytes,
+        block_ids: Sequence[int],
+        *,
+        num_cached: int = 0,
+        pull_id: int = 1,
+    ) -> None:
+        self.send(
+            start_pull=transfer_pb2.StartPull(
+                pull_id=pull_id,
+                source=worker_pb2.KvSource(address=source.address, worker_epoch=EPOCH, handle=handle),
+                num_cached_blocks=num_cached,
+                block_ids=block_ids,
+                deadline_s=TIMEOUT_S,
+            )
+        )
+
+    def expect_done(self, failure_stage: str = "", transport: str = "nccl") -> transfer_pb2.PullDone:
+        done: transfer_pb2.PullDone = self.expect("pull_done")
+        assert (done.failure_stage, done.transport) == (failure_stage, transport), done
+        return done
+
+
+@contextmanager
+def device_peer(seed: int, transport: str = "auto", device: str = "", interface: str = "lo") -> Iterator[DevicePeer]:
+    """
+    Args:
+        device: id of the pool's device; by default one of its own.
+        interface: network interface of groups.
+    """
+    peer = DevicePeer(seed, transport, device, interface)
+    try:
+        yield peer
+    finally:
+        peer.close()
