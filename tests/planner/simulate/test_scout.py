@@ -116,14 +116,13 @@ def test_sequences_that_outgrow_the_blocks_are_preempted_and_end(role: WorkerRol
 
 
 def test_a_sequence_starts_with_a_block_more_than_its_prompt() -> None:
-    """So that a decode worker of 20 blocks that decodes after 160 tokens has no room for a prompt of 159: it waits for
-    the prefill worker."""
-    layout = replace(disaggregated(), decode=a_pool(WorkerRole.DECODE, num_kv_blocks=20))
-    answer, late = SimulatedRequest(0.0, 160, 100), SimulatedRequest(0.11, 159, 10)
-    requests = [answer, *[SimulatedRequest(0.1, 300, 1)] * 40, late]
-    ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=SLO).times
-    judge = simulate(LLAMA_3_8B, layout, requests, slo=SLO).times
-    np.testing.assert_allclose(ours.first_token_s, judge.first_token_s, rtol=0, atol=1e-9)
+    """So that a decode worker of 20 blocks that decodes after 145 tokens has no room for a prompt of 159. One that
+    decodes after 60 and 60 has, though its steps are longer."""
+    layout = replace(disaggregated(), decode=a_pool(WorkerRole.DECODE, 2, num_kv_blocks=20))
+    rows = [(0.0, 145, 100), (0.02, 60, 40), (0.04, 60, 40), (0.075, 159, 10)]
+    requests = [SimulatedRequest(*row) for row in rows]
+    ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=ALL_HANDED_OFF).times
+    judge = simulate(LLAMA_3_8B, layout, requests, slo=ALL_HANDED_OFF).times
     np.testing.assert_allclose(ours.last_token_s, judge.last_token_s, rtol=0, atol=1e-9)
 
 
