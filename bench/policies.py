@@ -138,7 +138,7 @@ SETTINGS = (
         tpot_s=0.012,
         rate=57,
         rates=(70,),
-        parts=(REFUSED, "goodput-decode", "goodput-lengths"),
+        parts=(REFUSED, "goodput-decode", "goodput-lengths", "goodput-waiting"),
     ),
     Setting(
         workload=replace(preset("chat"), name="bursts", arrivals=RandomGaps(4.0)),

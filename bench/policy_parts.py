@@ -74,6 +74,13 @@ class _WithoutLengths(Goodput):
         self._lengths = _Unlearned()
 
 
+class _WithoutWaiting(Goodput):
+    """What would earn nothing is computed at once, or refused."""
+
+    def _has_to_wait(self, arrival: Arrival, view: _View) -> bool:
+        return False
+
+
 PARTS: dict[str, type[Goodput]] = {
     "goodput-decode": _WithoutDecode,
     "goodput-order": _WithoutOrder,
@@ -81,5 +88,6 @@ PARTS: dict[str, type[Goodput]] = {
     "goodput-price": _WithoutPrice,
     "goodput-links": _WithoutLinks,
     "goodput-lengths": _WithoutLengths,
+    "goodput-waiting": _WithoutWaiting,
 }
 policies._POLICIES.update(PARTS)

@@ -39,6 +39,7 @@ from pdserve.router.cluster.worker import Worker
 from pdserve.router.replicas import Replicas
 from pdserve.router.requests.admission import MIN_RETRY_AFTER_S, Admission
 from pdserve.router.requests.blame import Blame, computed_by
+from pdserve.router.requests.held_back import HeldBack
 from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
 from pdserve.router.requests.placement import Arrival
 from pdserve.router.requests.policies import placement
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 8
 """Maximum dispatches of one choice, whatever the cause."""
+HELD_REST = 19
+"""Time until an attempt that is held back is considered again, as a multiple of what that takes."""
 _LEAST = SamplingParams(max_tokens=1)
 
 
@@ -89,6 +92,8 @@ class Dispatcher:
         """Attempts by request id, as in the next two tables."""
         self._queued: dict[int, Attempt] = {}
         self._unbound: dict[int, Attempt] = {}
+        self._held, self._held_until_s = HeldBack(), 0.0
+        """Attempts that the policy lets wait, and the instant until which it is not asked again."""
         self._request_ids = itertools.count(1)
         self._blame = Blame()
         self._retries = Retries(settings.cut_off_s)
@@ -100,7 +105,7 @@ class Dispatcher:
     @property
     def num_queued(self) -> int:
         """Attempts that no worker has taken."""
-        return len(self._queued)
+        return len(self._queued) + len(self._held)
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -190,6 +195,7 @@ class Dispatcher:
             if now_s >= self._deadline_s(request):
                 self.fail(request, _late_error())
         self._place_queued()
+        self._release_held()
         for attempt in list(self._queued.values()):
             if self._has_to_wait(attempt):
                 attempt.queued_s = now_s
@@ -315,7 +321,7 @@ class Dispatcher:
     def _launch(self, attempt: Attempt, decision: _Decision | None) -> None:
         attempt.request.attempts[attempt.choice] = attempt
         self._attempts[attempt.request_id] = attempt
-        self._send(attempt, decision)
+        self._send_or_hold(attempt, decision)
 
     def _launch_waiting(self, request: Request) -> None:
         """Launch the remaining choices: choice 0 has computed the prompt or is over."""
@@ -335,6 +341,7 @@ class Dispatcher:
             self._launch_waiting(request)
         if not request.attempts:
             self._end(request, Outcome.FINISHED)
+        self._release_held()
 
     def _end(self, request: Request, outcome: Outcome) -> None:
         """Record the outcome, exactly once."""
@@ -358,6 +365,7 @@ class Dispatcher:
         del self._attempts[attempt.request_id]
         self._queued.pop(attempt.request_id, None)
         self._unbound.pop(attempt.request_id, None)
+        self._held.discard(attempt)
         self._retries.over(attempt.request_id)
         if self._blame.forget(attempt.request_id):
             self._try_suspect()
@@ -373,7 +381,7 @@ class Dispatcher:
         if self._has_to_wait(attempt):
             self._queued[attempt.request_id] = attempt
             return
-        self._send(attempt, self._decide(attempt))
+        self._send_or_hold(attempt, self._decide(attempt))
 
     def _place_queued(self) -> None:
         """Place queued attempts while a worker has less to prefill than two steps compute: the first one that comes up
@@ -426,6 +434,15 @@ class Dispatcher:
         self._observer.routed(self._now_s() - start_s)
         return None if choice is None else _Decision(arrival, choice)
 
+    def _send_or_hold(self, attempt: Attempt, decision: _Decision | None) -> None:
+        """Send the attempt, unless the policy lets it wait, or those of its share that came before."""
+        if decision is not None and attempt.choice == 0:
+            arrival, choice = decision
+            if choice.waits or (choice.is_late and self._held.is_any_of(arrival.share)):
+                self._held.add(arrival.share, attempt)
+                return
+        self._send(attempt, decision)
+
     def _send(self, attempt: Attempt, decision: _Decision | None) -> None:
         """Send the attempt to the worker chosen, or queue it."""
         if decision is None:
@@ -465,6 +482,21 @@ class Dispatcher:
             max_gap_s=self._settings.slo.tier(attempt.request.spec.tier).max_gap_seconds,
         )
 
+    def _release_held(self) -> None:
+        """Send attempts that were held back, until one has to wait."""
+        if self._now_s() < self._held_until_s:
+            return
+        while (attempt := self._held.first()) is not None:
+            began_s = self._now_s()
+            decision = self._decide(attempt)
+            if decision is not None and decision.choice.waits:
+                self._held.end_turn()
+                now_s = self._now_s()
+                self._held_until_s = now_s + HELD_REST * (now_s - began_s)
+                return
+            self._held.discard(attempt)
+            self._send(attempt, decision)
+
     def _arrival(self, attempt: Attempt, blocks: PromptBlocks, now_s: float) -> Arrival:
         spec = attempt.request.spec
         tier = self._settings.slo.tier(spec.tier)
@@ -479,6 +511,7 @@ class Dispatcher:
             weight=tier.weight / self._heaviest,
             # What was accepted is served.
             may_refuse=tier.when_hopeless == "refuse" and attempt.request not in self._requests and not spec.is_probe,
+            queued_s=attempt.queued_s,
             share=f"{spec.tenant}/{spec.tier}",
         )
 

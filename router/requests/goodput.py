@@ -3,7 +3,8 @@
 A choice earns the chance that the request meets TTFT and TPOT there, and pays for the misses that it causes: to the
 answers that decode there or are about to, whose steps get longer, and to the prompts that will arrive behind it, by a
 price per second of prefill. A prompt that has no chance to meet TTFT, or less than its seconds cost others, is *late*:
-it runs behind all that still have one. A request that would earn nothing anywhere is refused, if its tier says so.
+it runs behind all that still have one. A request that would earn nothing anywhere is refused, if its tier says so;
+otherwise it *waits* while its answer would harm others, or, unless it is of no worth, until it has its turn.
 
 Prompts are due in the order in which their objectives end, each share (a tenant's requests of one tier) behind its own
 work, which counts the more the less it is worth: shares that send more than others get no more of the workers than by
@@ -42,7 +43,9 @@ MIN_CHANCE = 0.05
 PRICE_MEMORY_S = 2.0
 """Time after which the harm of a placement counts 1 / e for the price."""
 LATE_S = 20.0
-"""Seconds after which a late prompt is due: it runs behind others for that long."""
+"""Seconds after which a late prompt is due: it runs behind others for that long. One that waits has a turn then ..."""
+TURN = 8
+"""... as one of so many prompts."""
 MAX_BOOKED_S = 60.0
 """Refused requests are asked to come back within this."""
 MAX_PREFILL_SHARE = 0.9
@@ -62,10 +65,9 @@ class Goodput(Placement):
         self._answers = Answers()
         self._prompts = Prompts()
         self._requests: dict[int, _Request] = {}
-        self._joining: dict[int, int] = {}
-        """Prompt tokens of requests that will be handed off, to a worker not chosen yet, by id ..."""
-        self._num_joining_tokens = 0
-        """... and their sum."""
+        self._joining, self._late_joining = _Joining(), _Joining()
+        self._num_since_turn = 0
+        """Prompts placed since the last one that had its turn."""
         self._booked_s = 0.0
         """Instant by which the backlog is gone, with all that was refused before."""
         self._own_s = 0.0
@@ -97,18 +99,20 @@ class Goodput(Placement):
         scale_s = np.maximum(slack_s, ttft_s) if slack_s < inf else 1.0
         gain = self._gains(weight, chance, offers, view) - toll - _slack_value(weight) * ttft_s / scale_s
         least_gain = MIN_CHANCE * weight
-        is_refused = arrival.may_refuse and float(gain.max()) < least_gain
+        is_hopeless = float(gain.max()) < least_gain
+        is_refused = is_hopeless and arrival.may_refuse
+        waits = is_hopeless and not arrival.may_refuse and self._has_to_wait(arrival, view)
         # Late, it would delay nothing that arrives while it waits, and what arrives later by half a chunk at most.
         chunk = np.minimum(1.0, offers.state.max_batch_tokens / (arrival.blocks.num_tokens - offers.num_cached))
         saved = toll * (ttft_s - own_s * (1 + chunk) / 2) / ttft_s
         is_late = float((weight * chance - saved).max()) < least_gain and not arrival.is_probe
         ids = [workers[index].worker_id for index in offers.workers]
         best = _least(ids, -gain, ttft_s, ~handoff & (offers.state.role == DECODE))
-        if is_refused or is_late:
+        if is_refused or is_late or waits:
             backlog_s = np.where(handoff | (not handoff.any()), self._ttft_s(arrival, offers), inf)
             last = _least(ids, backlog_s)
             if not is_refused:
-                return offers.choice(last, ids[last])._replace(is_late=True, due_s=now_s + LATE_S)
+                return offers.choice(last, ids[last])._replace(is_late=True, due_s=now_s + LATE_S, waits=waits)
             spacing_s = max(max(float(own_s.min()), self._own_s) / num_workers, self._end_spacing_s(view))
             retry_after_s = self._book(now_s, float(backlog_s[last]), spacing_s)
             return offers.choice(best, ids[best])._replace(retry_after_s=retry_after_s)
@@ -127,7 +131,11 @@ class Goodput(Placement):
         weight = arrival.weight * (self._wanted_s(arrival.request_id) >= arrival.now_s)
         ids = [worker.worker_id for worker in workers]
         is_last_resort = np.array([worker_id in cut_off for worker_id in ids])
-        best = _least(ids, is_last_resort, view.lacking, view.harm - weight * view.chance)
+        # One that would earn nothing waits for room rather than harm others.
+        is_harmful = np.full(len(ids), not weight and self.tpot_slo_s > 0)
+        if is_harmful.any():
+            is_harmful &= ~self._spares(view.harm, view.step_s)
+        best = _least(ids, is_last_resort, is_harmful, view.lacking, view.harm - weight * view.chance)
         self._bound(arrival.request_id)
         stall_slo_s = self._lengths.remaining(0) * ((arrival.tpot_slo_s or LENIENT_TPOT_S) - float(view.step_s[best]))
         return Binding(ids[best], max(0.0, stall_slo_s) if weight else 0.0)
@@ -140,9 +148,10 @@ class Goodput(Placement):
         self._requests[arrival.request_id] = _Request(
             wanted_s, tpot_slo_s, arrival.weight, arrival.now_s, choice.ttft_s, choice.handoff
         )
-        if choice.handoff and not choice.is_late:
-            self._joining[arrival.request_id] = arrival.blocks.num_tokens
-            self._num_joining_tokens += arrival.blocks.num_tokens
+        if choice.handoff:
+            joining = self._late_joining if choice.is_late else self._joining
+            joining.add(arrival.request_id, arrival.blocks.num_tokens)
+        self._num_since_turn = 0 if choice.is_late and _is_due(arrival) else self._num_since_turn + 1
         self._harm += choice.harm_per_s
         self._own_s += 0.1 * (choice.own_s - self._own_s)
         row = self._row(choice.worker_id)
@@ -192,7 +201,8 @@ class Goodput(Placement):
         return row
 
     def _bound(self, request_id: int) -> None:
-        self._num_joining_tokens -= self._joining.pop(request_id, 0)
+        self._joining.remove(request_id)
+        self._late_joining.remove(request_id)
 
     def _remove_answer(self, request_id: int) -> None:
         row = self._answers.remove(request_id)
@@ -340,13 +350,13 @@ class Goodput(Placement):
     def _with_joining(self, arrival: Arrival, view: _View) -> _View:
         """The view once those have joined that are about to be handed off; each decode worker gets its part."""
         decode = (view.state.role == DECODE).nonzero()[0]
-        if not self._joining or not len(decode):
+        if not self._joining.num or not len(decode):
             return view
         rows, chance, harm = view.rows[decode], view.chance.copy(), view.harm.copy()
         state = self._workers.columns(rows)
         slo_s, num_tokens = arrival.tpot_slo_s or LENIENT_TPOT_S, arrival.blocks.num_tokens
-        num_ahead = len(self._joining) / len(decode)
-        ahead_s = num_ahead * state.answer_s + self._num_joining_tokens / len(decode) * state.token_s
+        num_ahead = self._joining.num / len(decode)
+        ahead_s = self._joining.step_s(state)
         own_s = state.answer_s + num_tokens * state.token_s
         tpot, ahead = view.tpot[decode] + ahead_s / slo_s, ahead_s / state.token_s
         chance[decode] = _tpot_chance(tpot)
@@ -357,6 +367,39 @@ class Goodput(Placement):
             + num_ahead * arrival.weight * (_tpot_chance(tpot - own_s / slo_s) - chance[decode])
         )
         return view._replace(chance=chance, harm=harm)
+
+    def _has_to_wait(self, arrival: Arrival, view: _View) -> bool:
+        """Whether a request that would earn nothing finds no worker with room that it spares. To wait is of no use if
+        not even a lone answer meets the tightest TPOT objective."""
+        if arrival.is_probe or arrival.wanted_s == inf:
+            return False
+        if _is_due(arrival) and self._num_since_turn >= TURN:
+            return False
+        blocks, decodes = arrival.blocks, view.state.role != PREFILL
+        cost = self.costs.get(WorkerRole.DECODE) or self.costs[WorkerRole.MIXED]
+        correction = float(view.state.token_s[decodes].min(initial=inf)) / cost.decode_token_s
+        if cost.decode_s(1, blocks.num_tokens) * correction > self.tpot_slo_s:
+            return False
+        index = (decodes & (view.lacking == 0) & self._spares(view.harm, view.step_s)).nonzero()[0]
+        if not len(index):
+            return True
+        # Those that are about to be handed off take their part of the room.
+        state, joining = self._workers.columns(view.rows[index]), (self._joining, self._late_joining)
+        num_blocks = sum(each.num_tokens for each in joining) / blocks.block_size
+        left = state._replace(
+            num_decoding=state.num_decoding + sum(each.num for each in joining) / len(index),
+            num_free_blocks=state.num_free_blocks - num_blocks / len(index),
+        )
+        step_s = view.step_s[index] + sum(each.step_s(state) for each in joining)
+        spares = self._spares(view.harm[index], step_s)
+        return not (spares & (_lacking(blocks, left, view.num_cached[index]) == 0)).any()
+
+    def _spares(self, harm: FloatArray, step_s: FloatArray) -> npt.NDArray[np.bool_]:
+        """Whether one more answer on each worker, for steps of ``step_s``, costs others little, and leaves those a
+        chance that may come with the tightest TPOT objective."""
+        least_chance = 1 - MIN_CHANCE
+        spares: npt.NDArray[np.bool_] = (harm <= MIN_CHANCE) & (_tpot_chance(step_s / self.tpot_slo_s) >= least_chance)
+        return spares
 
     def _book(self, now_s: float, backlog_s: float, spacing_s: float) -> float:
         """Seconds after which a refused request would find the backlog gone: refused ones are asked back one by one,
@@ -411,6 +454,34 @@ class _Request(NamedTuple):
     handoff: bool = False
 
 
+class _Joining:
+    """Requests that will be handed off, to a worker not chosen yet."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, int] = {}
+        """Prompt tokens by request id ..."""
+        self.num_tokens = 0
+        """... and their sum."""
+
+    @property
+    def num(self) -> int:
+        return len(self._tokens)
+
+    def add(self, request_id: int, num_tokens: int) -> None:
+        self.remove(request_id)
+        self._tokens[request_id] = num_tokens
+        self.num_tokens += num_tokens
+
+    def remove(self, request_id: int) -> None:
+        self.num_tokens -= self._tokens.pop(request_id, 0)
+
+    def step_s(self, decoding: WorkerColumns) -> FloatArray:
+        """Seconds that they add to a step of each worker that decodes, if each gets its part."""
+        num_workers = len(decoding.answer_s)
+        seconds: FloatArray = (self.num * decoding.answer_s + self.num_tokens * decoding.token_s) / num_workers
+        return seconds
+
+
 class _View(NamedTuple):
     """Workers of a decision, and what decoding the answer on each of them means."""
 
@@ -454,6 +525,11 @@ class _Offers(NamedTuple):
             own_s=float(self.own_s[index]),
             due_s=float(self.due_s[index]),
         )
+
+
+def _is_due(arrival: Arrival) -> bool:
+    """Whether a request that would earn nothing has waited for so long that it has a turn."""
+    return arrival.weight > 0 and arrival.now_s - arrival.queued_s >= LATE_S
 
 
 def _slack_value(weight: float) -> float:

@@ -46,6 +46,8 @@ class Arrival(NamedTuple):
     """Worth of meeting both objectives, as a share of that in the heaviest tier."""
     may_refuse: bool = False
     """Refuse it if it would meet its objectives nowhere."""
+    queued_s: float = 0.0
+    """Instant from which it waits."""
     share: str = ""
     """Prompts of one share wait behind each other, those of several side by side: its tenant and tier."""
 

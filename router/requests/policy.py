@@ -132,6 +132,8 @@ class PrefillChoice(NamedTuple):
     """Expected prefix-cache hit."""
     is_late: bool = False
     """It cannot meet its TTFT objective, or not without harm: it runs behind prompts that can."""
+    waits: bool = False
+    """Late, and harmful to answers wherever it would decode: it is not to be sent yet."""
     own_s: float = 0.0
     """Predicted seconds of its own tokens."""
     due_s: float = inf

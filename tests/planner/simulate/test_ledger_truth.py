@@ -71,5 +71,4 @@ def test_the_ledger_holds_what_the_schedulers_hold(
     assert not policy._prompts._prompts
     assert not len(policy._answers)
     assert not policy._requests
-    assert not policy._joining
-    assert not policy._num_joining_tokens
+    assert policy._joining.num == policy._joining.num_tokens == policy._late_joining.num == 0

@@ -26,8 +26,9 @@ from pdserve.contracts.request import (
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.goodput import LATE_S, Goodput
+from pdserve.router.requests.held_back import HeldBack
 from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
-from pdserve.router.requests.request import GenerationError, Request, RequestSpec
+from pdserve.router.requests.request import Attempt, GenerationError, Request, RequestSpec
 from tests.router.rig import COST
 
 HANDLE = bytes(16)
@@ -97,6 +98,7 @@ class Observer(DispatchObserver):
         self.placements.append((policy, role, is_late))
 
 
+SPEC = RequestSpec(prompt_tokens=(1,), sampling=SamplingParams(max_tokens=1), arrived_s=0.0)
 SLO = SloConfig(ttft_seconds=0.5, tpot_seconds=0.0)
 
 
@@ -285,6 +287,40 @@ def test_what_would_meet_its_objectives_nowhere_is_refused_if_its_tier_says_so()
     assert core.dispatcher.num_accepted == core.dispatcher.num_in_flight == 2
 
 
+def test_what_would_only_harm_others_is_held_back() -> None:
+    tier = Tier(ttft_seconds=10.0, tpot_seconds=1.0, weight=0.0)
+    core = Core(SloConfig(tpot_seconds=1.3 * COST.decode_s(1, 5), tiers={"rest": tier}), max_in_flight=8)
+    core.all_up()
+    core.start()
+    idle = core.decodes[0].load
+    for worker in core.decodes:
+        worker.load = idle._replace(num_running=4, num_context_tokens=10**6)
+    rest = [core.start(tier="rest") for _ in range(4)]
+    core.token(core.prefill, 0, last=True)
+    core.wait(5.0)
+    assert len(core.prefill.submitted) == 1, "an answer has ended, but those that are left have no room"
+    assert core.dispatcher.num_queued == 4
+    core.dispatcher.cancel(rest[0])
+    for worker in core.decodes:
+        worker.load = idle
+    core.wait(0.1)
+    assert [request.request_id for request in core.prefill.submitted] == [1, 3, 4, 5]
+    assert core.dispatcher.num_queued == 0
+
+
+def test_held_back_requests_of_several_shares_take_turns() -> None:
+    held, attempts = HeldBack(), {number: Attempt(ReadRequest(SPEC), 0, number, 0.0) for number in range(4)}
+    for number, share in enumerate("aaba"):
+        held.add(share, attempts[number])
+    order = []
+    while (attempt := held.first()) is not None:
+        order.append(attempt.request_id)
+        held.end_turn()
+        held.discard(attempt)
+    assert order == [0, 2, 1, 3]
+    assert not held.is_any_of("a")
+
+
 def test_a_prompt_has_patience_until_it_is_as_urgent_as_those_of_the_tightest_objective() -> None:
     fast, slow = (Tier(ttft_seconds=seconds, tpot_seconds=1.0) for seconds in (0.2, 5.0))
     core = Core(SloConfig(ttft_seconds=0.5, tiers={"fast": fast, "slow": slow}))
@@ -314,7 +350,7 @@ def test_a_request_whose_shortest_prompt_would_be_hopeless_is_refused_before_its
     placement = core.dispatcher._placement
     assert isinstance(placement, Goodput)
     assert placement._price(1.0) == 0.0
-    assert not placement._joining
+    assert not placement._joining.num
 
 
 def test_a_tenant_may_hold_as_many_choices_as_are_free() -> None:

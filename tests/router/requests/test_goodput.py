@@ -19,6 +19,7 @@ from pdserve.router.requests.goodput import (
     MIN_CHANCE,
     MIN_TTFT_SPREAD_S,
     SLACK_VALUE,
+    TURN,
     Goodput,
 )
 from pdserve.router.requests.ledger import TPOT_SPREAD
@@ -242,6 +243,74 @@ def test_a_request_is_refused_if_answers_that_it_would_delay_are_worth_more() ->
     assert placed(policy, one, P0, tight).retry_after_s > 0
     assert not placed(policy, one._replace(weight=100.0), P0, tight).retry_after_s, "of a tier that is worth more"
     assert not placed(policy, one, P0, tight, D1).retry_after_s
+
+
+def loaded(policy: Goodput, share: float) -> WorkerSnapshot:
+    """Decode worker on which an answer of 100 tokens would have a step of ``share`` of the objective."""
+    step_s = share * policy.tpot_slo_s
+    num_context = (step_s - COST.decode_s(17, 100)) / COST.decode_token_s
+    return D0._replace(num_decoding=16, num_context_tokens=int(num_context))
+
+
+def test_what_would_earn_nothing_waits_while_it_would_take_the_room_of_others() -> None:
+    policy = Goodput(COSTS, tpot_slo_s=2 * STEP_S)
+    worthless = arrival(1)._replace(weight=0.0, tpot_slo_s=1.0)
+    full, light = loaded(policy, 0.9), loaded(policy, 0.8)
+    for one, decode, waits in (
+        (worthless, full, True),
+        (worthless, light, False),
+        (worthless, D0._replace(num_free_blocks=0), True),
+        (worthless._replace(wanted_s=inf), full, False),
+        (worthless._replace(is_probe=True), full, False),
+        (arrival(1)._replace(tpot_slo_s=policy.tpot_slo_s), full, False),
+        (arrival(1)._replace(tpot_slo_s=policy.tpot_slo_s), loaded(policy, 1.5), True),
+    ):
+        choice = policy.prefill(one, [P0, decode])
+        assert choice is not None
+        assert choice.waits == waits
+        assert choice.is_late or not waits
+    unreachable = Goodput(COSTS, tpot_slo_s=0.5 * COST.decode_s(1, 100))
+    choice = unreachable.prefill(worthless, [P0, full])
+    assert choice is not None
+    assert not choice.waits, "nobody is spared"
+
+
+def test_late_ones_on_their_way_count_for_those_that_wait() -> None:
+    policy = Goodput(COSTS, tpot_slo_s=2 * STEP_S)
+    worthless = arrival(1)._replace(weight=0.0, tpot_slo_s=1.0)
+    one_left = D0._replace(max_batch_size=1)
+    assert not placed(policy, worthless, P0, one_left).waits
+    following = policy.prefill(worthless._replace(request_id=2), [P0, one_left])
+    assert following is not None
+    assert following.waits
+    decoder(policy, worthless, one_left)
+    again = policy.prefill(worthless._replace(request_id=2), [P0, one_left])
+    assert again is not None
+    assert not again.waits
+
+
+def test_one_in_eight_is_one_that_has_waited_for_long_unless_it_is_of_no_worth() -> None:
+    policy = Goodput(COSTS, tpot_slo_s=2 * STEP_S)
+    full = loaded(policy, 1.5)
+    for weight, expected in ((1.0, 2), (0.0, 0)):
+        num_turns = 0
+        for number in range(2 * TURN + 1):
+            one = arrival(100, now_s=LATE_S, ttft_s=-LATE_S)._replace(tpot_slo_s=policy.tpot_slo_s, weight=weight)
+            choice = policy.prefill(one, [P0, full])
+            assert choice is not None
+            if not choice.waits:
+                num_turns += 1
+                policy.placed(one, choice)
+            placed(policy, arrival(number), P0, D0)
+        assert num_turns == expected
+
+
+def test_what_earns_nothing_waits_for_room_rather_than_harm_others() -> None:
+    policy = Goodput(COSTS, tpot_slo_s=2 * STEP_S)
+    worthless = arrival(1)._replace(weight=0.0, tpot_slo_s=1.0)
+    full = loaded(policy, 0.9)._replace(worker_id="decode-1")
+    assert decoder(policy, worthless, full, D0._replace(num_decoding=64)) == "decode-0"
+    assert decoder(policy, worthless._replace(weight=1.0), full, D0._replace(num_decoding=64)) == "decode-1"
 
 
 def test_a_prompt_waits_for_late_ones_that_are_computed_already() -> None:

@@ -35,16 +35,25 @@ def test_a_flood_of_one_tenant_takes_nothing_from_another(flooding: str, low: fl
     assert low <= met[is_small].mean() <= high
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.1])
-def test_a_tier_with_half_the_ttft_meets_it_while_best_effort_takes_the_rest(weight: float) -> None:
-    fast = [replace(request, tier="fast") for request in drawn(80.0, 1, "")]
-    rest = [replace(request, tier="rest") for request in drawn(240.0, 2, "")]
-    requests = sorted([*fast, *rest], key=lambda request: request.arrived_s)
-    tier = Tier(ttft_seconds=UNIFORM.ttft_s / 2, tpot_seconds=UNIFORM.tpot_s)
+@pytest.mark.parametrize(
+    ("name", "rate", "weight"), [("uniform", 80.0, 0.0), ("uniform", 80.0, 0.1), ("decode-bound", 40.0, 0.0)]
+)
+def test_a_tier_with_half_the_ttft_meets_it_while_best_effort_takes_the_rest(
+    name: str, rate: float, weight: float
+) -> None:
+    [setting] = [setting for setting in SETTINGS if setting.workload.name == name]
+    tier = Tier(ttft_seconds=setting.ttft_s / 2, tpot_seconds=setting.tpot_s)
     rest_tier = Tier(ttft_seconds=10.0, tpot_seconds=0.5, weight=weight)
-    slo = replace(UNIFORM.slo, tiers={"fast": tier, "rest": rest_tier})
+    slo = replace(setting.slo, tiers={"fast": tier, "rest": rest_tier})
+    requests = [
+        replace(request, tier=tier_name)
+        for seed, (tier_name, load) in enumerate((("fast", rate), ("rest", 3 * rate)))
+        for request in setting.workload.draw(int(4 * load), seed, max_model_len=LLAMA_3_8B.max_model_len).at_rate(load)
+    ]
+    requests.sort(key=lambda request: request.arrived_s)
     times = simulate(
-        LLAMA_3_8B, UNIFORM.layout, requests, slo=slo, max_in_flight=MAX_IN_FLIGHT, policy=DEFAULT_POLICY
+        LLAMA_3_8B, setting.layout, requests, slo=slo, max_in_flight=MAX_IN_FLIGHT, policy=DEFAULT_POLICY
     ).times
     met = (times.ttft_s <= tier.ttft_seconds) & (times.tpot_s <= tier.tpot_seconds)
     assert met[[request.tier == "fast" for request in requests]].mean() >= 0.9
+    assert np.isfinite(times.last_token_s).all()
