@@ -435,8 +435,8 @@ class Dispatcher:
         return None if choice is None else _Decision(arrival, choice)
 
     def _send_or_hold(self, attempt: Attempt, decision: _Decision | None) -> None:
-        """Send the attempt, unless the policy lets it wait, or those of its share that came before."""
-        if decision is not None and attempt.choice == 0:
+        """Send the attempt. A first one is held back if the policy lets it wait, or those of its share before it."""
+        if decision is not None and attempt.choice == 0 and attempt.number < 0:
             arrival, choice = decision
             if choice.waits or (choice.is_late and self._held.is_any_of(arrival.share)):
                 self._held.add(arrival.share, attempt)

@@ -297,14 +297,20 @@ def test_what_would_only_harm_others_is_held_back() -> None:
         worker.load = idle._replace(num_running=4, num_context_tokens=10**6)
     rest = [core.start(tier="rest") for _ in range(4)]
     core.token(core.prefill, 0, last=True)
-    core.wait(5.0)
+    core.wait(2.0)
     assert len(core.prefill.submitted) == 1, "an answer has ended, but those that are left have no room"
     assert core.dispatcher.num_queued == 4
     core.dispatcher.cancel(rest[0])
+    full = core.decodes[0].load
     for worker in core.decodes:
         worker.load = idle
     core.wait(0.1)
     assert [request.request_id for request in core.prefill.submitted] == [1, 3, 4, 5]
+    for worker in core.decodes:
+        worker.load = full
+    core.event(core.prefill, RequestEventKind.FAILED, 3)
+    core.wait(2.0)
+    assert [(request.request_id, request.attempt) for request in core.prefill.submitted][4:] == [(3, 1)], "it goes on"
     assert core.dispatcher.num_queued == 0
 
 
