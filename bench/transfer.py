@@ -9,6 +9,8 @@ block by block:
 - memcpy, the limit of memfd: from one mapped pool to the other in this process.
 - socket, the limit of tcp: another process sends each block and the digests of its heads with blocking calls; this one
   receives them into the pool (``recv_into``) and compares digests.
+- gloo, the limit of nccl: another process sends messages as large as a batch of blocks through a group of two; this one
+  receives them into one buffer. Both are Gloo's between CPUs: NCCL has not run.
 - grpc, for comparison: another process streams each block as a message; this one reads and drops it.
 
 Figures are those of the fastest round.
@@ -43,7 +45,7 @@ from pdserve.proto.rpc import channel_options, server_options
 from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
 
 TRANSPORTS = ("memfd", "tcp")
-LIMITS = {"memfd": "memcpy", "tcp": "socket"}
+LIMITS = {"memfd": "memcpy", "tcp": "socket", "nccl": "gloo"}
 PROMPT_TOKENS = 4096
 EPOCH = 1
 TOKEN = "bench"
@@ -61,6 +63,44 @@ def layout_of(num_blocks: int) -> KvLayout:
     )  # fmt: skip
 
 
+def offer_orders(layout: KvLayout, num_blocks: int) -> tuple[bytes, list[transfer_pb2.EngineToTransfer]]:
+    """Orders that offer and grant a pool's first blocks, with their handle."""
+    handle = os.urandom(16)
+    grant = kv_pb2.Grant(
+        block_ids=range(num_blocks), generations=[0] * num_blocks, final=True,
+        num_tokens=num_blocks * layout.block_size, first_token=kv_pb2.FirstToken(token=1),
+    )  # fmt: skip
+    offer = transfer_pb2.EngineToTransfer(offer=transfer_pb2.Offer(handle=handle))
+    return handle, [
+        offer,
+        transfer_pb2.EngineToTransfer(grant=transfer_pb2.OfferedGrant(handle=handle, grant=grant)),
+    ]
+
+
+def timed_pull(
+    send: Callable[[transfer_pb2.EngineToTransfer], None],
+    said: queue.SimpleQueue[transfer_pb2.TransferToEngine],
+    address: str,
+    handle: bytes,
+    num_blocks: int,
+) -> float:
+    """Seconds of a pull from ``address``, soon after it was offered."""
+    order = transfer_pb2.StartPull(
+        pull_id=1,
+        source=worker_pb2.KvSource(address=address, worker_epoch=EPOCH, handle=handle),
+        block_ids=range(num_blocks),
+        deadline_s=PULL_TIMEOUT_S,
+    )
+    time.sleep(_SETTLE_S)
+    started_s = time.perf_counter()
+    send(transfer_pb2.EngineToTransfer(start_pull=order))
+    done = said.get(timeout=2 * PULL_TIMEOUT_S).pull_done
+    seconds = time.perf_counter() - started_s
+    if done.failure_stage:
+        raise RuntimeError(f"a pull failed: {done.failure_stage}: {done.message}")
+    return seconds
+
+
 class Engine:
     """The engine's side of a transfer process."""
 
@@ -72,35 +112,12 @@ class Engine:
             cpu_cores=(), on_message=self._said.put, on_death=lambda: None, tls=tls,
         )  # fmt: skip
 
-    def offer(self, num_blocks: int) -> bytes:
-        """Offer and grant the pool's first blocks; returns the handle."""
-        handle = os.urandom(16)
-        grant = kv_pb2.Grant(
-            block_ids=range(num_blocks), generations=[0] * num_blocks, final=True,
-            num_tokens=num_blocks * self.memory.layout.block_size, first_token=kv_pb2.FirstToken(token=1),
-        )  # fmt: skip
-        self.process.send(transfer_pb2.EngineToTransfer(offer=transfer_pb2.Offer(handle=handle)))
-        self.process.send(transfer_pb2.EngineToTransfer(grant=transfer_pb2.OfferedGrant(handle=handle, grant=grant)))
-        return handle
-
     def pull(self, source: Engine, num_blocks: int) -> float:
         """Seconds of a pull of the source's first blocks, soon after they were offered."""
-        order = transfer_pb2.StartPull(
-            pull_id=1,
-            source=worker_pb2.KvSource(
-                address=source.process.address, worker_epoch=EPOCH, handle=source.offer(num_blocks)
-            ),
-            block_ids=range(num_blocks),
-            deadline_s=PULL_TIMEOUT_S,
-        )
-        time.sleep(_SETTLE_S)
-        started_s = time.perf_counter()
-        self.process.send(transfer_pb2.EngineToTransfer(start_pull=order))
-        done = self._said.get(timeout=2 * PULL_TIMEOUT_S).pull_done
-        seconds = time.perf_counter() - started_s
-        if done.failure_stage:
-            raise RuntimeError(f"a pull failed: {done.failure_stage}: {done.message}")
-        return seconds
+        handle, orders = offer_orders(self.memory.layout, num_blocks)
+        for order in orders:
+            source.process.send(order)
+        return timed_pull(self.process.send, self._said, source.process.address, handle, num_blocks)
 
 
 def copy_blocks(target: PoolMemory, source: PoolMemory, num_blocks: int) -> float:
@@ -210,6 +227,20 @@ def _others(target: PoolMemory, source: PoolMemory) -> Iterator[dict[str, Callab
                 child.join()
 
 
+def _group_cases(layout: KvLayout, stack: ExitStack) -> dict[str, Callable[[int], float]]:
+    from pdserve.bench.group_transfer import DeviceEngine
+
+    device = DeviceEngine(layout, EPOCH, TOKEN, stack)
+
+    def pull(num_blocks: int) -> float:
+        handle, orders = offer_orders(layout, num_blocks)
+        for order in orders:
+            device.send_to_source(order)
+        return timed_pull(device.transfer.send, device.messages, device.source_address, handle, num_blocks)
+
+    return {"nccl": pull, "gloo": device.receive_raw}
+
+
 def measure(
     layout: KvLayout, block_counts: Sequence[int], num_rounds: int, tls: TlsFiles | None = None
 ) -> dict[str, dict[int, float]]:
@@ -226,6 +257,7 @@ def measure(
             engine = Engine(pools[1], transport, tls)
             stack.callback(engine.process.close)
             cases[transport] = partial(engine.pull, source)
+        cases.update(_group_cases(layout, stack))
         seconds: dict[str, dict[int, float]] = {name: dict.fromkeys(block_counts, inf) for name in cases}
         for round_number in range(num_rounds + 1):
             for num_blocks in block_counts:
