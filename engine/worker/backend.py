@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -85,7 +85,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     """Serve the checkpoint on this host's CPU or on a GPU."""
     folder = Path(config.model_path)
     model, limits = _model(config)
-    cost = _cost(config, model)
+    _cost(config, model)  # raises what is wrong before torch is imported
     _check_groups(config, model)
     check_weights(folder, model.shape)
     content_hash = model_hash(folder, f"{model.layers} {config.precision.dtype} {config.precision.quantization}")
@@ -105,6 +105,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
 
     device = choose_device(config)
     is_on_host = is_in_host_memory(device)
+    cost = _cost(_as_computed(config, is_on_host), model)
     num_ranks = config.tensor_parallel * config.pipeline_parallel
     _check_ranks(config, is_on_host)
     if is_on_host:
@@ -181,6 +182,12 @@ def _model(config: WorkerConfig) -> tuple[DecoderConfig, ModelLimits]:
     model = DecoderConfig.from_folder(Path(config.model_path))
     limits = model.limits(config.max_model_len)
     return model.at_length(limits.max_model_len), limits
+
+
+def _as_computed(config: WorkerConfig, is_on_host: bool) -> WorkerConfig:
+    """The configuration with figures of the CPU if it has those of a GPU, and the worker computes on the CPU."""
+    expects_gpu = not _device(config).name.startswith("cpu")
+    return replace(config, hardware="") if is_on_host and expects_gpu else config
 
 
 def _cost(config: WorkerConfig, model: DecoderConfig) -> CostModel:
@@ -300,9 +307,9 @@ def build_follower(
     from pdserve.model.executors.rank_model import RankModel
 
     model, _ = _model(config)
-    cost = _cost(config, model)
     device = choose_device(config, rank)
     is_on_host = is_in_host_memory(device)
+    cost = _cost(_as_computed(config, is_on_host), model)
     if is_on_host:
         use_cores(_rank_cores(config, rank))
     else:

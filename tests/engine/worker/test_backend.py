@@ -135,6 +135,11 @@ def test_what_cannot_be_served_is_said(config: WorkerConfig, fields: dict[str, A
         choose_backend(replace(config, **fields))
 
 
+def test_a_worker_that_gets_no_gpu_predicts_with_the_figures_of_its_cpu(config: WorkerConfig) -> None:
+    expecting_gpu = replace(config, hardware=to_json(hardware("h100-sxm")), cpu_cores=(0,))
+    assert choose_backend(expecting_gpu).cost.hardware == hardware("cpu", num_cores=1)
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
