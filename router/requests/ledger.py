@@ -52,8 +52,11 @@ class Prompts:
     def __init__(self) -> None:
         self._prompts: dict[int, _Prompt] = {}
         self._in_time: dict[int, list[_Prompt]] = {}
-        """By row, in order."""
+        """By row, in order ..."""
+        self._late: dict[int, list[_Prompt]] = {}
+        """... and late ones, of which most are due after all others ..."""
         self._num_late_tokens = np.zeros(8, np.int64)
+        """... with the sum of their tokens."""
         self._last_due_s = np.full(8, -inf)
         """When the last prompt is due that is not late, by row."""
         self._shares: dict[str, _Share] = {}
@@ -73,6 +76,7 @@ class Prompts:
         prompt = _Prompt(due_s, request_id, num_tokens, row, share, int(own_s * 1e6))
         self._prompts[request_id] = prompt
         if share is None:
+            insort(self._late.setdefault(row, []), prompt)
             self._num_late_tokens[row] += num_tokens
             return
         in_time = self._in_time.setdefault(row, [])
@@ -92,6 +96,8 @@ class Prompts:
             return
         row = prompt.row
         if prompt.share is None:
+            late = self._late[row]
+            del late[bisect_left(late, prompt)]
             self._num_late_tokens[row] -= prompt.num_tokens
             return
         in_time = self._in_time[row]
@@ -118,6 +124,11 @@ class Prompts:
     def num_tokens_after(self, rows: IntArray, due_s: FloatArray) -> IntArray:
         """Tokens of the prompts on each worker that run after one due at its ``due_s``."""
         num_tokens = self._num_late_tokens[rows]
+        for index in np.flatnonzero(num_tokens):
+            for prompt in self._late[int(rows[index])]:
+                if prompt.due_s > due_s[index]:
+                    break
+                num_tokens[index] -= prompt.num_tokens
         for index in np.flatnonzero(self._last_due_s[rows] > due_s):
             for prompt in reversed(self._in_time[int(rows[index])]):
                 if prompt.due_s <= due_s[index]:

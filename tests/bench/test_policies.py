@@ -55,7 +55,7 @@ def test_policies_serve_the_same_rates() -> None:
 def test_a_policy_without_a_part_decides_otherwise(part: str) -> None:
     setting = next(setting for setting in SETTINGS if part in setting.parts)
     assert part in CASES
-    whole, partial = (served(setting, policy, 4 * setting.rate, 700, 0) for policy in ("goodput", part))
+    whole, partial = (served(setting, policy, 8 * setting.rate, 350, 0) for policy in ("goodput", part))
     assert whole != partial
 
 
