@@ -107,28 +107,25 @@ def build_pool(device: torch.device, memory: PoolMemory, heads: range) -> KvPool
 
 
 def build_copies(config: WorkerConfig, pool_blocks: torch.Tensor, memory: PoolMemory) -> GroupCopies | None:
-    """Build the copies of blocks between this pool and those of other workers; ``None`` if KV is copied through the
-    host instead.
+    """Build the copies of blocks between this pool and those of other workers; ``None`` if the worker's transport is
+    not nccl: KV is copied through the host then.
 
     Args:
         pool_blocks: uint8 ``[num_blocks, block_bytes]``, in memory that transfer processes do not map.
         memory: the staging file.
 
     Raises:
-        ValueError: the worker's transport is nccl, which is impossible here.
+        ValueError: nccl is impossible here.
     """
-    why_not = ""
-    if config.transport not in ("auto", "nccl"):
+    if config.transport != "nccl":
         return None
+    why_not = ""
     if config.tensor_parallel > 1:
         why_not = f"each of its {config.tensor_parallel} ranks has a pool"
     elif config.tls is not None:
         why_not = "NCCL does not encrypt, and security.tls is set"
     elif pool_blocks.is_cuda and not (distributed.is_available() and distributed.is_nccl_available()):
         why_not = "this build of torch lacks NCCL"
-    if not why_not:
-        return GroupCopies(pool_blocks, memory.generations)
-    if config.transport == "nccl":
+    if why_not:
         raise ValueError(f"kv_transfer.transport is nccl, which is impossible here: {why_not}. Use auto")
-    _log.info("KV is copied through host memory: %s", why_not)
-    return None
+    return GroupCopies(pool_blocks, memory.generations)

@@ -236,7 +236,7 @@ class EngineWorker:
             ports=config.ports,
             cluster_token=config.cluster_token,
             tls=config.tls,
-            transport=config.transport,
+            transport="auto" if built.copies is not None else config.transport,  # where no group reaches
             cpu_cores=config.transfer_cpu_cores,
             on_death=lambda: self._stop_loops("the transfer process died"),
             device=built.copies.device if built.copies is not None else "",
