@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.contracts.placement import WorkerRole
-from pdserve.router.requests.ledger import TPOT_SPREAD, Answers, Prompts
+from pdserve.router.requests.ledger import TPOT_SPREAD, Answers, Joining, Prompts
 from pdserve.router.requests.lengths import Errors, Lengths
 from pdserve.router.requests.placement import Arrival, Binding, Placement
 from pdserve.router.requests.policy import Costs, PrefillChoice, PromptBlocks, WorkerSnapshot, queue_s
@@ -65,7 +65,7 @@ class Goodput(Placement):
         self._answers = Answers()
         self._prompts = Prompts()
         self._requests: dict[int, _Request] = {}
-        self._joining, self._late_joining = _Joining(), _Joining()
+        self._joining, self._late_joining = Joining(), Joining()
         self._num_since_turn = 0
         """Prompts placed since the last one that had its turn."""
         self._booked_s = 0.0
@@ -452,34 +452,6 @@ class _Request(NamedTuple):
     ttft_s: float = 0.0
     """Predicted seconds from ``placed_s`` to token 0; 0 once that was held against what came."""
     handoff: bool = False
-
-
-class _Joining:
-    """Requests that will be handed off, to a worker not chosen yet."""
-
-    def __init__(self) -> None:
-        self._tokens: dict[int, int] = {}
-        """Prompt tokens by request id ..."""
-        self.num_tokens = 0
-        """... and their sum."""
-
-    @property
-    def num(self) -> int:
-        return len(self._tokens)
-
-    def add(self, request_id: int, num_tokens: int) -> None:
-        self.remove(request_id)
-        self._tokens[request_id] = num_tokens
-        self.num_tokens += num_tokens
-
-    def remove(self, request_id: int) -> None:
-        self.num_tokens -= self._tokens.pop(request_id, 0)
-
-    def step_s(self, decoding: WorkerColumns) -> FloatArray:
-        """Seconds that they add to a step of each worker that decodes, if each gets its part."""
-        num_workers = len(decoding.answer_s)
-        seconds: FloatArray = (self.num * decoding.answer_s + self.num_tokens * decoding.token_s) / num_workers
-        return seconds
 
 
 class _View(NamedTuple):

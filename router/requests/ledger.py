@@ -1,6 +1,7 @@
-"""Ledgers of the ``goodput`` policy: the prompts that wait on each worker, and the answers that decode there.
+"""Ledgers of the ``goodput`` policy: prompts that wait on each worker, requests that are about to be handed off, and
+answers that decode on each worker.
 
-Pure; `pdserve.router.requests.goodput` owns both. Workers are rows of a `pdserve.router.requests.worker_table`.
+Pure; `pdserve.router.requests.goodput` owns them. Workers are rows of a `pdserve.router.requests.worker_table`.
 """
 
 from __future__ import annotations
@@ -135,6 +136,34 @@ class Prompts:
                     break
                 num_tokens[index] += prompt.num_tokens
         return num_tokens
+
+
+class Joining:
+    """Requests that will be handed off, to a worker not chosen yet."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, int] = {}
+        """Prompt tokens by request id ..."""
+        self.num_tokens = 0
+        """... and their sum."""
+
+    @property
+    def num(self) -> int:
+        return len(self._tokens)
+
+    def add(self, request_id: int, num_tokens: int) -> None:
+        self.remove(request_id)
+        self._tokens[request_id] = num_tokens
+        self.num_tokens += num_tokens
+
+    def remove(self, request_id: int) -> None:
+        self.num_tokens -= self._tokens.pop(request_id, 0)
+
+    def step_s(self, decoding: WorkerColumns) -> FloatArray:
+        """Seconds that they add to a step of each worker that decodes, if each gets its part."""
+        num_workers = len(decoding.answer_s)
+        seconds: FloatArray = (self.num * decoding.answer_s + self.num_tokens * decoding.token_s) / num_workers
+        return seconds
 
 
 class Answers:
