@@ -56,7 +56,7 @@ def attainment(
     setting: Setting, policy: str, case: Case, num_requests: int, seed: int, num_first: int = NUM_FIRST
 ) -> float:
     """Share of the judged requests that met both objectives."""
-    rate, max_model_len = setting.rate, LLAMA_3_8B.max_model_len
+    rate, max_model_len = _rate(setting), LLAMA_3_8B.max_model_len
     first = setting.workload.draw(num_first, seed + 10_000, max_model_len=max_model_len).at_rate(
         rate / 3 / max(1.0, case.length_factor)
     )
@@ -78,6 +78,11 @@ def attainment(
         knowledge=case.knowledge,
     ).times
     return float(np.mean(setting.are_met(times)[num_first:]))
+
+
+def _rate(setting: Setting) -> float:
+    """The one past saturation, if the setting has one."""
+    return max((setting.rate, *setting.rates))
 
 
 def _with_length(request: SimulatedRequest, factor: float) -> SimulatedRequest:
@@ -107,7 +112,7 @@ def main() -> None:
                 seeds = range(arguments.seeds)
                 shares = [attainment(setting, policy, CASES[case], arguments.requests, seed) for seed in seeds]
                 means[policy][case] = float(np.mean(shares))
-                record = {"setting": setting.workload.name, "rate": setting.rate, "policy": policy, "case": case}
+                record = {"setting": setting.workload.name, "rate": _rate(setting), "policy": policy, "case": case}
                 records.append({**record, "attainment": [round(share, 4) for share in shares]})
         goodput, least_time = means["goodput"], means["least-time"]
         worst = min(goodput[case] / goodput[RIGHT] for case in cases)
@@ -115,7 +120,7 @@ def main() -> None:
         for policy, shares_by_case in means.items():
             shown = [f"{shares_by_case[case]:.1%}" for case in cases]
             ratios = [f"{worst:.2f}", f"{against:.2f}"] if policy == "goodput" else []
-            table.add_row(f"{setting.workload.name}, {policy}", f"{setting.rate:g}", *shown, *ratios)
+            table.add_row(f"{setting.workload.name}, {policy}", f"{_rate(setting):g}", *shown, *ratios)
     Console(stderr=True, width=160).print(table)
     publish({"requests_per_run": arguments.requests, "runs": records}, arguments.json, unshown=("runs",))
 
