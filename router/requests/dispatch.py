@@ -439,6 +439,7 @@ class Dispatcher:
         if decision is not None and attempt.choice == 0 and attempt.number < 0:
             arrival, choice = decision
             if choice.waits or (choice.is_late and self._held.is_any_of(arrival.share)):
+                self._queued.pop(attempt.request_id, None)
                 self._held.add(arrival.share, attempt)
                 return
         self._send(attempt, decision)
@@ -483,13 +484,13 @@ class Dispatcher:
         )
 
     def _release_held(self) -> None:
-        """Send attempts that were held back, until one has to wait."""
+        """Send attempts that were held back, until one has to wait, or no worker is up."""
         if self._now_s() < self._held_until_s:
             return
         while (attempt := self._held.first()) is not None:
             began_s = self._now_s()
             decision = self._decide(attempt)
-            if decision is not None and decision.choice.waits:
+            if decision is None or decision.choice.waits:
                 self._held.end_turn()
                 now_s = self._now_s()
                 self._held_until_s = now_s + HELD_REST * (now_s - began_s)

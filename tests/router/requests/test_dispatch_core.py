@@ -314,6 +314,28 @@ def test_what_would_only_harm_others_is_held_back() -> None:
     assert core.dispatcher.num_queued == 0
 
 
+def test_what_waited_for_a_worker_may_be_held_back() -> None:
+    tier = Tier(ttft_seconds=10.0, tpot_seconds=1.0, weight=0.0)
+    core = Core(SloConfig(tpot_seconds=1.3 * COST.decode_s(1, 5), tiers={"rest": tier}))
+    for worker in core.decodes:
+        worker.load = worker.load._replace(num_running=4, num_context_tokens=10**6)
+    request = core.start(tier="rest")
+    core.all_up()
+    core.wait(2.0)
+    assert request.outcome is None
+    assert not core.prefill.submitted
+    assert core.dispatcher.num_queued == 1
+    for worker in (core.prefill, *core.decodes):
+        core.dispatcher.worker_lost(worker)
+    core.wait(2.0)
+    assert request.outcome is None, "it waits for a worker as long as for others to end"
+    core.all_up()
+    for worker in core.decodes:
+        worker.load = worker.load._replace(num_running=0, num_context_tokens=0)
+    core.wait(0.1)
+    assert len(core.prefill.submitted) == 1
+
+
 def test_held_back_requests_of_several_shares_take_turns() -> None:
     held, attempts = HeldBack(), {number: Attempt(ReadRequest(SPEC), 0, number, 0.0) for number in range(4)}
     for number, share in enumerate("aaba"):
