@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import time
+from contextlib import suppress
 
 import grpc
 import pytest
@@ -58,12 +60,18 @@ def test_a_quiet_source_is_waited_for() -> None:
         source.expect("released")
 
 
+def two_free_ports() -> tuple[int, int]:
+    """Adjacent ports that the system gives to nobody by itself."""
+    for first in random.sample(range(20_000, 30_000), 100):
+        with socket.socket() as one, socket.socket() as other, suppress(OSError):
+            one.bind(("127.0.0.1", first))
+            other.bind(("127.0.0.1", first + 1))
+            return first, first + 1
+    raise AssertionError("no two adjacent ports are free")
+
+
 def test_servers_share_a_range_of_ports_until_every_one_is_taken() -> None:
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        first = one.getsockname()[1]
-        other.bind(("127.0.0.1", first + 1))
-    ports = (first, first + 1)
+    ports = first, _ = two_free_ports()
 
     async def listen_twice() -> None:
         servers = [grpc.aio.server(options=server_options(1 << 20)) for _ in range(3)]
