@@ -30,8 +30,6 @@ class RunningCluster:
     admin_url: str
     pid: int
     """Process of `pdserve up`, the ancestor of all its processes."""
-    ready_s: float
-    """From the command to its banner."""
 
     def router(self) -> psutil.Process:
         """Process of its only router."""
@@ -66,7 +64,7 @@ def running_cluster(deployment: dict[str, Any], *options: str) -> Iterator[Runni
                 if process.poll() is not None or time.perf_counter() - started_s > START_TIMEOUT_S:
                     raise RuntimeError(f"`pdserve up` did not start:\n{log.read_text()}")
                 time.sleep(0.05)
-            yield RunningCluster(found["url"], found["admin"], process.pid, time.perf_counter() - started_s)
+            yield RunningCluster(found["url"], found["admin"], process.pid)
         finally:
             process.send_signal(signal.SIGINT)
             process.wait()
