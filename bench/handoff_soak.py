@@ -50,16 +50,17 @@ PAUSE_S = 0.2
 class Soak:
     """Load and faults of a cluster."""
 
-    def __init__(self, cluster: HandoffCluster) -> None:
+    def __init__(self, cluster: HandoffCluster, transport: str) -> None:
         self._cluster = cluster
+        self._transport = transport
         self._rng = cluster.rng
         self._goal = 0
         """Handoffs at which the round ends."""
 
     @property
     def num_handoffs(self) -> int:
-        """Pulls that decode workers have reported, failed ones too."""
-        return sum(self._cluster.pulls().values())
+        """Pulls that brought a prompt's blocks."""
+        return self._cluster.pulls()[self._transport]
 
     async def run(self, num_handoffs: int, handoffs_per_round: int) -> None:
         cluster = self._cluster
@@ -73,9 +74,8 @@ class Soak:
     async def _round(self) -> None:
         self._cluster.faults.is_calm = False
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._disturb())
-            for _ in range(NUM_CLIENTS):
-                group.create_task(self._client())
+            clients = [group.create_task(self._client()) for _ in range(NUM_CLIENTS)]
+            group.create_task(self._disturb(clients))
         self._cluster.faults.is_calm = True
 
     async def _client(self) -> None:
@@ -85,22 +85,27 @@ class Soak:
             if not await self._cluster.request(question, leaves_after_s=self._rng.random() / 10 if leaves else None):
                 await asyncio.sleep(PAUSE_S)
 
-    async def _disturb(self) -> None:
-        """Kill, stop and wake processes, and cut the link; start workers that have ended."""
-        cluster = self._cluster
-        while self.num_handoffs < self._goal:
+    async def _disturb(self, clients: list[asyncio.Task[None]]) -> None:
+        """Cause faults until the round's goal, and start workers that have ended while a request may wait for them."""
+        while not all(client.done() for client in clients):
             await asyncio.sleep(FAULT_INTERVAL_S * self._rng.random() * 2)
-            kinds = ["killed", "stopped", *(["cut"] if cluster.is_proxied else [])]
-            match self._rng.choice(kinds):
-                case "killed":
-                    await self._signal_at_step(signal.SIGKILL)
-                case "stopped":
-                    pid = await self._signal_at_step(signal.SIGSTOP)
-                    await asyncio.sleep(self._rng.choice((0.1, 1.0, 5.0)))
-                    send_signal(pid, signal.SIGCONT)
-                case "cut":
-                    await cluster.faults.cut(self._rng.choice((0.2, 1.0, 6.0)))
-            await cluster.start_workers()
+            if self.num_handoffs < self._goal:
+                await self._cause_fault()
+            await self._cluster.start_workers()
+
+    async def _cause_fault(self) -> None:
+        """Kill a process, stop and wake one, or cut the link."""
+        cluster = self._cluster
+        kinds = ["killed", "stopped", *(["cut"] if cluster.is_proxied else [])]
+        match self._rng.choice(kinds):
+            case "killed":
+                await self._signal_at_step(signal.SIGKILL)
+            case "stopped":
+                pid = await self._signal_at_step(signal.SIGSTOP)
+                await asyncio.sleep(self._rng.choice((0.1, 1.0, 5.0)))
+                send_signal(pid, signal.SIGCONT)
+            case "cut":
+                await cluster.faults.cut(self._rng.choice((0.2, 1.0, 6.0)))
 
     async def _signal_at_step(self, number: signal.Signals) -> int:
         """Signal any process when a handoff reaches a step, or up to `PULL_S` later; returns its id."""
@@ -147,7 +152,7 @@ async def _soak(
         layouts = {name: RANKS[name] for name in names}
     started_s = time.monotonic()
     async with running_cluster(model, layouts, transport, seed=seed) as cluster:
-        run = Soak(cluster)
+        run = Soak(cluster, transport)
         await run.run(num_handoffs, handoffs_per_round)
         return {
             "seconds": round(time.monotonic() - started_s, 1),

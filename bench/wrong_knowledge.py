@@ -2,8 +2,8 @@
 
     python -m pdserve.bench.wrong_knowledge [--only NAME] [--cases A,B] [--requests N] [--seeds N] [--json FILE]
 
-The settings of `pdserve.bench.policies`, at the rate of each. Before the requests that are judged, 1,000 arrive
-at a third of the rate, or less where their answers are longer, from which the policy learns.
+The settings of `pdserve.bench.policies`, each at the highest of its rates. Before the requests that are judged, 1,000
+arrive at a third of the rate, or less where their answers are longer, from which the policy learns.
 
 - ``old``: reported loads are 200 ms old.
 - ``slow``, ``fast``: workers report corrections 1.5 times too high, or too low.
