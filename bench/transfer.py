@@ -246,25 +246,59 @@ def measure(
 ) -> dict[str, dict[int, float]]:
     """Seconds of the fastest round, by case and number of blocks, between two pools of ``layout``."""
     with ExitStack() as stack:
-        pools = [PoolMemory.create(layout) for _ in range(2)]
-        for pool in pools:
-            stack.callback(pool.close)
-            pool.blocks[:] = random.Random(0).randbytes(layout.block_bytes) * layout.num_blocks
-        source = Engine(pools[0], "auto", tls)
-        stack.callback(source.process.close)
+        pools = _pools(layout, stack)
         cases = stack.enter_context(_others(pools[1], pools[0]))
-        for transport in TRANSPORTS:
-            engine = Engine(pools[1], transport, tls)
-            stack.callback(engine.process.close)
-            cases[transport] = partial(engine.pull, source)
+        cases.update(_transports(pools, TRANSPORTS, tls, stack))
         cases.update(_group_cases(layout, stack))
-        seconds: dict[str, dict[int, float]] = {name: dict.fromkeys(block_counts, inf) for name in cases}
-        for round_number in range(num_rounds + 1):
-            for num_blocks in block_counts:
-                for name, move in cases.items():
-                    taken_s = move(num_blocks)
-                    if round_number > 0:  # the first round touches every page
-                        seconds[name][num_blocks] = min(taken_s, seconds[name][num_blocks])
+        return _fastest(cases, block_counts, num_rounds)
+
+
+def pull_seconds(
+    layout: KvLayout, transports: Sequence[str], num_rounds: int, tls: TlsFiles | None = None
+) -> dict[str, float]:
+    """Seconds of the fastest pull of a whole pool, by transport.
+
+    Raises:
+        RuntimeError: a transfer process does not start, or a pull failed.
+    """
+    with ExitStack() as stack:
+        cases = _transports(_pools(layout, stack), transports, tls, stack)
+        seconds = _fastest(cases, [layout.num_blocks], num_rounds)
+    return {name: of_case[layout.num_blocks] for name, of_case in seconds.items()}
+
+
+def _pools(layout: KvLayout, stack: ExitStack) -> list[PoolMemory]:
+    pools = [PoolMemory.create(layout) for _ in range(2)]
+    for pool in pools:
+        stack.callback(pool.close)
+        pool.blocks[:] = random.Random(0).randbytes(layout.block_bytes) * layout.num_blocks
+    return pools
+
+
+def _transports(
+    pools: Sequence[PoolMemory], names: Sequence[str], tls: TlsFiles | None, stack: ExitStack
+) -> dict[str, Callable[[int], float]]:
+    """Pulls from the first pool to the second, by transport."""
+    source = Engine(pools[0], "auto", tls)
+    stack.callback(source.process.close)
+    cases: dict[str, Callable[[int], float]] = {}
+    for transport in names:
+        engine = Engine(pools[1], transport, tls)
+        stack.callback(engine.process.close)
+        cases[transport] = partial(engine.pull, source)
+    return cases
+
+
+def _fastest(
+    cases: Mapping[str, Callable[[int], float]], block_counts: Sequence[int], num_rounds: int
+) -> dict[str, dict[int, float]]:
+    seconds: dict[str, dict[int, float]] = {name: dict.fromkeys(block_counts, inf) for name in cases}
+    for round_number in range(num_rounds + 1):
+        for num_blocks in block_counts:
+            for name, move in cases.items():
+                taken_s = move(num_blocks)
+                if round_number > 0:  # the first round touches every page
+                    seconds[name][num_blocks] = min(taken_s, seconds[name][num_blocks])
     return seconds
 
 

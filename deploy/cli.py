@@ -1,5 +1,5 @@
-"""The command line: ``pdserve up``, ``down``, ``scale``, ``drain``, ``restart``, ``key``, ``chat``, ``status``,
-``top``, ``dashboards``, ``plan``, ``simulate``, ``profile``, ``bench``.
+"""The command line: ``pdserve up``, ``check``, ``down``, ``scale``, ``drain``, ``restart``, ``key``, ``chat``,
+``status``, ``top``, ``dashboards``, ``plan``, ``simulate``, ``profile``, ``bench``.
 
 Turns every error into one line with the remedy. Each command imports its heavy modules when it runs, so that ``--help``
 is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 1 failure, 2 bad usage.
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,7 +24,10 @@ from pdserve.deploy.cluster.folder import api_key, find_cluster, running_cluster
 from pdserve.deploy.commands import bench as bench_commands
 from pdserve.deploy.commands.plan import plan
 from pdserve.deploy.commands.simulate import simulate
-from pdserve.deploy.config import Use, check_deployment, override, read_deployment, read_profile
+from pdserve.deploy.config import check_deployment, override, read_deployment, read_profile
+
+if TYPE_CHECKING:
+    from pdserve.deploy.launch import Launch
 
 app = typer.Typer(
     help="Serve a language model from separate pools of prefill and decode workers.",
@@ -77,24 +82,32 @@ def options(
     """Show the version."""
 
 
+_File = Annotated[Path | None, typer.Argument(help="Deployment file (YAML); options override it.")]
+_Model = Annotated[Path | None, typer.Option(help="Model folder. Default: the demo model.")]
+_Port = Annotated[int | None, typer.Option(help="Port to listen on; 0: a free one.")]
+_Prefill = Annotated[int | None, typer.Option(help="Number of prefill workers.")]
+_Decode = Annotated[int | None, typer.Option(help="Number of decode workers.")]
+_Mixed = Annotated[int | None, typer.Option(help="Number of workers for both phases.")]
+_RayAddress = Annotated[
+    str,
+    typer.Option(envvar="RAY_ADDRESS", metavar="HOST:PORT", help="Existing Ray cluster; auto: the one of this host."),
+]
+_Hosts = Annotated[int, typer.Option(min=1, help="Hosts of the Ray cluster to wait for.")]
+
+
 @app.command(epilog="Example: pdserve up deployment.yaml --model ./Llama-3.2-1B-Instruct --decode 2")
 def up(
-    file: Annotated[Path | None, typer.Argument(help="Deployment file (YAML); options override it.")] = None,
-    model: Annotated[Path | None, typer.Option(help="Model folder. Default: the demo model.")] = None,
+    file: _File = None,
+    model: _Model = None,
     emulate: Annotated[str, typer.Option(metavar="GPU", help="GPU to emulate (timing only), such as h100-sxm.")] = "",
     time_scale: Annotated[float, typer.Option(min=1e-3, help="Real seconds per emulated second.")] = 1.0,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0: a free one.")] = None,
-    prefill: Annotated[int | None, typer.Option(help="Number of prefill workers.")] = None,
-    decode: Annotated[int | None, typer.Option(help="Number of decode workers.")] = None,
-    mixed: Annotated[int | None, typer.Option(help="Number of workers for both phases.")] = None,
-    ray_address: Annotated[
-        str,
-        typer.Option(
-            envvar="RAY_ADDRESS", metavar="HOST:PORT", help="Existing Ray cluster; auto: the one of this host."
-        ),
-    ] = "",
-    hosts: Annotated[int, typer.Option(min=1, help="Hosts of the Ray cluster to wait for.")] = 1,
+    port: _Port = None,
+    prefill: _Prefill = None,
+    decode: _Decode = None,
+    mixed: _Mixed = None,
+    ray_address: _RayAddress = "",
+    hosts: _Hosts = 1,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests on exit.")] = 30.0,
     log_format: Annotated[str | None, typer.Option(help="Of the router's log: text, or json.")] = None,
     detach: Annotated[
@@ -102,48 +115,80 @@ def up(
     ] = False,
 ) -> int:
     """Start a cluster and serve until Ctrl-C, or until pdserve down."""
-    from pdserve.deploy.checks.preflight import demo_model_folder
-    from pdserve.deploy.cluster.ray_cluster import current_ray_address
     from pdserve.deploy.cluster.ray_loss import RayLostError
-    from pdserve.deploy.cluster.resources import installed_gpu
     from pdserve.deploy.cluster.supervisor import Supervisor
     from pdserve.deploy.commands.progress import Progress
-    from pdserve.deploy.launch import Launch
 
     if detach:
         from pdserve.deploy.commands.detach import start_detached
 
         return start_detached([each for each in sys.argv[1:] if each != "--detach"], Console())
-    if hosts > 1 and not ray_address:
-        raise ConfigError("--hosts waits for hosts of an existing Ray cluster: add --ray-address, or leave it out")
     if time_scale != 1 and not emulate:
         raise ConfigError("--time-scale scales emulated durations: add --emulate GPU, or leave it out")
-    use: Use = "emulate" if emulate else "serve"
-    config = read_deployment(file, use=use) if file else DeploymentConfig()
-    config = override(config, "model", path=str(model) if model else None)
+    config = read_deployment(file, use="emulate" if emulate else "serve") if file else DeploymentConfig()
     config = override(config, "router", host=host, port=port, log_format=log_format)
-    for section, replicas in (("prefill", prefill), ("decode", decode), ("mixed", mixed)):
-        config = override(config, section, replicas=replicas)
-    check_deployment(config, use=use)
+    replicas = {"prefill": prefill, "decode": decode, "mixed": mixed}
+    launch = _launch(config, model, replicas, ray_address, hosts, emulate)
+    try:
+        return Supervisor(
+            replace(launch, time_scale=time_scale, drain_timeout_s=drain_timeout), Progress(Console())
+        ).run()
+    except RayLostError as error:  # Ray can be joined once per process
+        again = [sys.executable, "-P", "-m", "pdserve.deploy.cli", *sys.argv[1:], "--port", str(error.port)]
+        os.execv(sys.executable, again)
+
+
+def _launch(
+    config: DeploymentConfig,
+    model: Path | None,
+    replicas: Mapping[str, int | None],
+    ray_address: str,
+    num_hosts: int,
+    emulate: str = "",
+) -> Launch:
+    from pdserve.deploy.checks.preflight import demo_model_folder
+    from pdserve.deploy.cluster.ray_cluster import current_ray_address
+    from pdserve.deploy.cluster.resources import installed_gpu
+    from pdserve.deploy.launch import Launch
+
+    if num_hosts > 1 and not ray_address:
+        raise ConfigError("--hosts waits for hosts of an existing Ray cluster: add --ray-address, or leave it out")
+    config = override(config, "model", path=str(model) if model else None)
+    for section, num in replicas.items():
+        config = override(config, section, replicas=num)
+    check_deployment(config, use="emulate" if emulate else "serve")
     if not config.model.path:
         config = override(config, "model", path=str(demo_model_folder()))
     if ray_address == "auto" and not (ray_address := current_ray_address()):
         raise DeployError("no Ray runs on this host; start it with ray start, or give --ray-address HOST:PORT")
-    launch = Launch(
+    return Launch(
         config=config,
         devices=read_profile(config),
         emulate=emulate,
         gpu=installed_gpu(),
-        time_scale=time_scale,
         ray_address=ray_address,
-        num_hosts=hosts,
-        drain_timeout_s=drain_timeout,
+        num_hosts=num_hosts,
     )
-    try:
-        return Supervisor(launch, Progress(Console())).run()
-    except RayLostError as error:  # Ray can be joined once per process
-        again = [sys.executable, "-P", "-m", "pdserve.deploy.cli", *sys.argv[1:], "--port", str(error.port)]
-        os.execv(sys.executable, again)
+
+
+@app.command(epilog="Example: pdserve check deployment.yaml --model ./Llama-3.2-1B-Instruct")
+def check(
+    file: _File = None,
+    model: _Model = None,
+    port: _Port = None,
+    prefill: _Prefill = None,
+    decode: _Decode = None,
+    mixed: _Mixed = None,
+    ray_address: _RayAddress = "",
+    hosts: _Hosts = 1,
+) -> int:
+    """Check what pdserve up checks, and measure how KV moves between its workers; starts no cluster."""
+    from pdserve.deploy.commands.check import check_cluster
+
+    config = read_deployment(file) if file else DeploymentConfig()
+    config = override(config, "router", port=port)
+    replicas = {"prefill": prefill, "decode": decode, "mixed": mixed}
+    return check_cluster(_launch(config, model, replicas, ray_address, hosts), Console())
 
 
 @app.command(epilog="Example: pdserve up --detach, and later: pdserve down")

@@ -29,6 +29,21 @@ _MAX_WORKERS_PER_CORE = 8
 _CONNECT_TIMEOUT_S = 5.0
 
 
+def check_launch(launch: Launch) -> None:
+    """All checks of this host; those of cores and devices only where no other host is involved, which are checked once
+    they are known. Raises the limit of open files."""
+    check_resources(launch)
+    check_ray_address(launch)
+    raise_file_limit(launch)
+    check_ports(launch)
+    check_keys(launch)
+    check_tls(launch)
+    check_api_tls(launch)
+    if not launch.ray_address:
+        check_cores(launch)
+        check_devices(launch)
+
+
 def check_ports(launch: Launch) -> None:
     """Raises DeployError if the router cannot listen: port taken or not permitted, or address not on this host."""
     router = launch.config.router

@@ -86,16 +86,7 @@ class Supervisor:
             RayLostError: Ray was lost and is back. All processes of the cluster have ended.
         """
         launch = self._launch
-        preflight.check_resources(launch)
-        preflight.check_ray_address(launch)
-        preflight.raise_file_limit(launch)
-        preflight.check_ports(launch)
-        preflight.check_keys(launch)
-        preflight.check_tls(launch)
-        preflight.check_api_tls(launch)
-        if not launch.ray_address:  # otherwise on each host, once it is known
-            preflight.check_cores(launch)
-            preflight.check_devices(launch)
+        preflight.check_launch(launch)
         model_warning = check_model(launch)
         with cluster_folder() as self._folder:
             self._take_signals()

@@ -21,7 +21,7 @@ def test_help_is_quick_and_loads_no_engine() -> None:
     assert run.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["up", "chat", "status", "profile", "bench serve", "bench kernels"])
+@pytest.mark.parametrize("command", ["up", "check", "chat", "status", "profile", "bench serve", "bench kernels"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     run = pdserve(*command.split(), "--help")
     assert run.returncode == 0
@@ -58,6 +58,7 @@ def test_version() -> None:
             1,
             "--ray-address: 'ray://head' is not an address of Ray; write HOST:PORT",
         ),
+        (["check", "--port", "0", "--model", "/absent"], 1, "no model folder at /absent; give --model a folder"),
         (["chat", "--url", "http://127.0.0.1:9", "Hello"], 1, "no answer from http://127.0.0.1:9"),
         (["status", "--admin-url", "http://127.0.0.1:9"], 1, "no pdserve router answers at http://127.0.0.1:9"),
         (["bench"], 2, "Missing command"),

@@ -1,0 +1,124 @@
+"""``pdserve check``: the checks of ``pdserve up``, and how KV moves between its workers. Starts no cluster.
+
+The transport of each kind of link is chosen as the workers choose it (`pdserve.kv_transfer.handshake`), and measured
+between two transfer processes of this host. Links between hosts are not measured: no worker is there yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from pdserve.contracts.errors import DeployError
+from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.placement import WorkerRole
+from pdserve.deploy.checks.model import check_model
+from pdserve.deploy.checks.preflight import check_launch, kernel_warning
+from pdserve.deploy.launch import Launch
+from pdserve.kv_transfer.handshake import choose_transport
+from pdserve.model.config.decoder_config import DecoderConfig
+
+PROMPT_TOKENS = 4096
+MAX_PROMPT_BYTES = 128 << 20
+"""KV of the longest prompt that is moved; two pools of this size are made."""
+ROUNDS = 5
+
+
+class Links(NamedTuple):
+    """Links whose transport is chosen for one reason."""
+
+    pairs: tuple[str, ...]
+    """Roles of source and target, such as ``prefill to decode``."""
+    is_same_host: bool
+    transport: str
+    reason: str
+
+
+def check_cluster(launch: Launch, console: Console) -> int:
+    """Print warnings, and a line for each kind of link.
+
+    Raises:
+        DeployError: ``pdserve up`` would not start; the text has the remedy.
+    """
+    check_launch(launch)
+    for name, warning in (("model", check_model(launch)), ("kernels", kernel_warning(launch))):
+        if warning:
+            console.print(f"[yellow]{name}[/] {warning}", highlight=False, soft_wrap=True)
+    links = find_links(launch)
+    if not links:
+        console.print("no KV moves: one worker serves both phases")
+        return 0
+    layout = _prompt_layout(launch)
+    seconds = _measure(launch, layout, sorted({each.transport for each in links} - {"nccl"}))
+    num_tokens, mebibytes = layout.num_blocks * layout.block_size, layout.pool_bytes / 2**20
+    console.print(f"KV of {num_tokens:,} tokens, {mebibytes:.1f} MiB:", highlight=False)
+    for each in links:
+        figures = "not measured"
+        if taken_s := seconds.get(each.transport):
+            figures = f"{1e3 * taken_s:.1f} ms, {layout.pool_bytes / taken_s / 1e9:.1f} GB/s"
+            if not each.is_same_host:
+                figures = f"not measured; over loopback {figures}"
+        line = f"  {', '.join(each.pairs)}: [cyan]{each.transport}[/] ({each.reason}), {figures}"
+        console.print(line, highlight=False, soft_wrap=True)
+    return 0
+
+
+def find_links(launch: Launch) -> list[Links]:
+    """Links between the workers of a launch.
+
+    Raises:
+        DeployError: there is no transport.
+    """
+    num = {role: launch.config.phase(role).replicas for role in WorkerRole}
+    pairs: dict[tuple[bool, str, str], list[str]] = {}
+    for is_same_host in (True, False) if launch.ray_address else (True,):
+        for source, target in product((WorkerRole.PREFILL, WorkerRole.MIXED), (WorkerRole.DECODE, WorkerRole.MIXED)):
+            if num[source] and num[target] and (source is not target or num[source] > 1):
+                choice = is_same_host, *_choose(launch, source, target, is_same_host)
+                pairs.setdefault(choice, []).append(f"{source.value} to {target.value}")
+    return [Links(tuple(names), *choice) for choice, names in pairs.items()]
+
+
+def _choose(launch: Launch, source: WorkerRole, target: WorkerRole, is_same_host: bool) -> tuple[str, str]:
+    setting = launch.config.kv_transfer.transport
+    are_on_gpus = [_is_on_gpu(launch, role) for role in (source, target)]
+    devices = ("", "")
+    if setting == "nccl" and (all(are_on_gpus) or launch.ray_address):
+        setting, devices = "auto", ("nccl 0", "nccl 1")  # as workers do, each of which has a GPU of its own
+    try:
+        transport, reason = choose_transport(setting, setting, is_same_host=is_same_host, devices=devices)
+    except ValueError as error:
+        raise DeployError(str(error)) from error
+    staged = [role.value for role, is_on_gpu in zip((source, target), are_on_gpus, strict=True) if is_on_gpu]
+    if staged and transport != "nccl":
+        reason += f"; copies between GPU and host for {' and '.join(dict.fromkeys(staged))} come on top"
+    return transport, reason
+
+
+def _is_on_gpu(launch: Launch, role: WorkerRole) -> bool:
+    phase = launch.config.phase(role)
+    return phase.device == "cuda" or (phase.device == "auto" and bool(launch.gpu) and phase.pipeline_parallel == 1)
+
+
+def _prompt_layout(launch: Launch) -> KvLayout:
+    """A pool for the longest prompt to be moved. The model has been checked before."""
+    settings = launch.config.model
+    model = DecoderConfig.from_folder(Path(settings.path))
+    dtype = settings.precision.kv_dtype if settings.precision.kv_dtype != "auto" else settings.precision.dtype
+    block_bytes = model.kv_layout(1, settings.block_size, dtype, "check").block_bytes
+    tokens = min(PROMPT_TOKENS, model.limits(settings.max_model_len).max_model_len)
+    num_blocks = max(1, min(tokens // settings.block_size, MAX_PROMPT_BYTES // block_bytes))
+    return model.kv_layout(num_blocks, settings.block_size, dtype, "check")
+
+
+def _measure(launch: Launch, layout: KvLayout, transports: Sequence[str]) -> dict[str, float]:
+    from pdserve.bench.transfer import pull_seconds
+
+    try:
+        return pull_seconds(layout, transports, ROUNDS, launch.config.security.tls)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DeployError(f"KV does not move between two transfer processes of this host: {error}") from error

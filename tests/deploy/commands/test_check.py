@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdserve.contracts.deployment import DeploymentConfig, KvTransferConfig, PhaseConfig
+from pdserve.contracts.errors import DeployError
+from pdserve.deploy.commands.check import find_links
+from pdserve.deploy.launch import Launch
+from pdserve.model.weights.random_checkpoint import write_random_checkpoint
+from tests.deploy.clusters import pdserve
+
+
+def launch_of(
+    *, transport: str = "auto", gpu: str = "", ray_address: str = "", prefill: int = 1, mixed: int = 0
+) -> Launch:
+    config = DeploymentConfig(
+        prefill=PhaseConfig(replicas=prefill),
+        decode=PhaseConfig(replicas=prefill),
+        mixed=PhaseConfig(replicas=mixed),
+        kv_transfer=KvTransferConfig(transport=transport),
+    )
+    return Launch(config=config, gpu=gpu, ray_address=ray_address)
+
+
+def test_links_of_one_host_and_between_hosts() -> None:
+    assert find_links(launch_of()) == [(("prefill to decode",), True, "memfd", "it is on this host")]
+    assert find_links(launch_of(ray_address="head:6379")) == [
+        (("prefill to decode",), True, "memfd", "it is on this host"),
+        (("prefill to decode",), False, "tcp", "it is on another host"),
+    ]
+
+
+def test_pairs_of_roles_that_move_kv() -> None:
+    (with_mixed,) = find_links(launch_of(mixed=1))
+    assert with_mixed.pairs == ("prefill to decode", "prefill to mixed", "mixed to decode")
+    (only_mixed,) = find_links(launch_of(prefill=0, mixed=2))
+    assert only_mixed.pairs == ("mixed to mixed",)
+    assert not find_links(launch_of(prefill=0, mixed=1))
+
+
+def test_pools_on_gpus() -> None:
+    (staged,) = find_links(launch_of(gpu="h100-sxm"))
+    assert (staged.transport, "between GPU and host for prefill and decode" in staged.reason) == ("memfd", True)
+    (direct,) = find_links(launch_of(gpu="h100-sxm", transport="nccl"))
+    assert (direct.transport, direct.reason) == ("nccl", "both pools are on GPUs")
+    launch = launch_of(gpu="h100-sxm")
+    on_cpu = replace(launch.config, decode=replace(launch.config.decode, device="cpu"))
+    (half,) = find_links(replace(launch, config=on_cpu))
+    assert "between GPU and host for prefill come" in half.reason
+
+
+@pytest.mark.parametrize(
+    ("launch", "said"),
+    [
+        (launch_of(transport="memfd", ray_address="head:6379"), "memfd needs both workers on one host"),
+        (launch_of(transport="nccl"), "nccl is impossible: a pool is not on a GPU"),
+    ],
+)
+def test_a_transport_that_does_not_join_all_workers_is_refused(launch: Launch, said: str) -> None:
+    with pytest.raises(DeployError, match=said):
+        find_links(launch)
+
+
+def test_check_measures_the_links_and_starts_nothing(tmp_path: Path) -> None:
+    folder = write_random_checkpoint(tmp_path, num_layers=1)
+    run = pdserve("check", "--port", "0", "--model", str(folder))
+    assert run.returncode == 0, run.stderr
+    found = re.search(
+        r"^  prefill to decode: memfd \(it is on this host\), ([\d.]+) ms, ([\d.]+) GB/s$", run.stdout, re.M
+    )
+    assert found, run.stdout
+    assert float(found[1]) > 0
+    assert "up at" not in run.stdout
