@@ -8,7 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdserve.bench.distserve import CASES, FittedCost, highest_rate, layouts, read_fits, run, shares, table_2
+from pdserve.bench.distserve import (
+    CASES,
+    FIGURES,
+    FittedCost,
+    figure_points,
+    highest_rate,
+    layouts,
+    read_fits,
+    run,
+    shares,
+    table_2,
+)
 from pdserve.bench.models import OPT_13B
 from pdserve.model.cost.cost_model import CostModel
 
@@ -53,8 +64,8 @@ def test_layouts_use_the_devices_of_the_case_at_most(file: Path) -> None:
     small, large = (list(layouts(case, fits)) for case in CASES)
     assert len({str(layout) for layout in small}) == len(small) == 9
     assert max(layout.num_devices for layout in small) == 4
-    assert CASES[0].placement in {str(layout) for layout in small}
-    assert CASES[1].placement in {str(layout) for layout in large}
+    assert str(CASES[0].placement) in {str(layout) for layout in small}
+    assert str(CASES[1].placement) in {str(layout) for layout in large}
     assert all(pool.devices_per_worker > 1 for layout in large for pool in layout.pools), "66B fits on no single device"
 
 
@@ -79,3 +90,20 @@ def test_each_objective_is_judged_on_its_own(file: Path) -> None:
 def test_a_higher_rate_attains_less(file: Path) -> None:
     shares = [row["attainment"] for row in table_2(CASES[1], read_fits(file, "facebook/opt-13b"), 30)]
     assert 100 >= shares[0] >= shares[-1] > 0
+
+
+def test_a_figure_is_compared_point_by_point(file: Path) -> None:
+    figure = FIGURES[0]._replace(
+        num_requests=30, by_rate={40.0: 50.0, 2.0: 90.0}, scaled_rate=40.0, by_scale={0.5: 40.0}
+    )
+    points = {
+        (point["rate_per_device"] if "scale" not in point else 40.0, point.get("scale", 1.0)): point
+        for point in figure_points(figure, read_fits(file, "facebook/opt-13b"))
+    }
+    assert {at: point["published"] for at, point in points.items()} == {
+        (2.0, 1.0): 90.0,
+        (40.0, 1.0): 50.0,
+        (40.0, 0.5): 40.0,
+    }
+    assert points[2.0, 1.0]["attainment"] > points[40.0, 1.0]["attainment"] > points[40.0, 0.5]["attainment"]
+    assert all(point["least"] <= point["attainment"] <= point["most"] for point in points.values())
