@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.events import RequestKey
 from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
-from pdserve.engine.scheduling.sequence import LOOKAHEAD_TOKENS, Sequence
+from pdserve.engine.scheduling.sequence import LOOKAHEAD_TOKENS, Sequence, sum_blocks_missing
 
 
 def a_sequence(
@@ -86,6 +86,17 @@ def test_expected_blocks_follow_the_answer_so_far_within_its_limit() -> None:
     assert long.num_blocks_expected() == (start + 2 * 200) // block_size
     ending = a_sequence(tuple(range(start)), tuple(range(200)), max_tokens=205)
     assert ending.num_blocks_expected() == (start + 204) // block_size
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 150), st.integers(1, 150), st.integers(0, 60))))
+def test_missing_blocks_are_those_expected_and_not_held(cases: list[tuple[int, int, int, int]]) -> None:
+    sequences, num_missing = [], 0
+    for num_prompt, num_emitted, num_more, num_held in cases:
+        sequence = a_sequence((1,) * num_prompt, (2,) * num_emitted, max_tokens=num_emitted + num_more)
+        sequence.start_at([], range(num_held))
+        sequences.append(sequence)
+        num_missing += max(0, sequence.num_blocks_expected() - num_held)
+    assert sum_blocks_missing(sequences) == num_missing
 
 
 def test_blocks_found_in_the_cache_count_as_written() -> None:
