@@ -20,10 +20,8 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import TypeVar
 
 from pdserve.contracts.placement import TlsFiles
 from pdserve.proto.rpc import TLS_NAME
@@ -33,11 +31,10 @@ HANDSHAKE_TIMEOUT_S = 5.0
 MAX_HANDSHAKES = 256
 """Connections that have not proven anything yet, beyond one for each expected stream. Further ones are closed."""
 TICKET_BYTES = 16
-MAGIC = b"pdserve-kv-data1"
+MAGIC = b"pdserve-kv-data2"
 """First bytes of a stream; the last one is the version."""
 
 _ACCEPT_RETRY_S = 0.1
-_Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
@@ -56,9 +53,7 @@ class DataStream:
             return
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(ConnectionAbortedError("the data stream was closed"))
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._sock)
-        loop.remove_writer(self._sock)
+        self._unwatch()
         self._sock.close()
 
     async def connect(self, address: tuple[str, int]) -> None:
@@ -73,52 +68,103 @@ class DataStream:
             do_handshake_on_connect=False,
         )
         self._sock = encrypted
-        await self._retry(encrypted.do_handshake)
+        await self._run(_handshake(encrypted))
 
-    async def receive_into(self, buffer: memoryview[int]) -> None:
-        """Fill a buffer of bytes."""
-        while buffer:
-            num_received = await self._retry(partial(self._sock.recv_into, buffer))
-            if num_received == 0:
-                raise ConnectionResetError("the peer closed the data stream")
-            buffer = buffer[num_received:]
+    async def receive_into(self, buffers: Iterable[memoryview[int]]) -> None:
+        """Fill buffers of bytes. Each is taken from the iterable once the one before it is full."""
+        await self._run(_receive(self._sock, buffers))
 
     async def receive(self, num_bytes: int) -> bytes:
         received = bytearray(num_bytes)
-        await self.receive_into(memoryview(received))
+        await self.receive_into([memoryview(received)])
         return bytes(received)
 
-    async def send(self, buffer: memoryview[int]) -> None:
-        """Send a buffer of bytes, from where it lies."""
-        while buffer:
-            num_sent = await self._retry(partial(self._sock.send, buffer), is_write=True)
-            buffer = buffer[num_sent:]
+    async def send(self, buffers: Iterable[memoryview[int]]) -> None:
+        """Send buffers of bytes, each taken from the iterable once the one before it is sent."""
+        await self._run(_send(self._sock, buffers))
 
-    async def _retry(self, attempt: Callable[[], _Result], *, is_write: bool = False) -> _Result:
-        """Return the result of ``attempt`` once the socket is ready for it."""
+    async def _run(self, steps: Iterator[bool]) -> None:
+        """Run steps, each once the socket is ready for it: to write if the one before it yields True, else to read. The
+        event loop runs them itself, which takes less time than to wake this task for each."""
         loop = asyncio.get_running_loop()
-        while True:
+        if (is_write := next(steps, None)) is None:
+            return
+        waiter = self._waiter = loop.create_future()
+
+        def watch() -> None:
+            (loop.add_writer if is_write else loop.add_reader)(self._sock, step)
+
+        def step() -> None:
+            nonlocal is_write
+            if waiter.done():
+                return
             try:
-                return attempt()
-            except ssl.SSLWantReadError:
-                is_write = False
-            except ssl.SSLWantWriteError:
-                is_write = True
-            except BlockingIOError:
-                pass
-            self._waiter = loop.create_future()
-            add, remove = (loop.add_writer, loop.remove_writer) if is_write else (loop.add_reader, loop.remove_reader)
-            add(self._sock, _wake, self._waiter)
-            try:
-                await self._waiter
-            finally:
-                if self._sock.fileno() >= 0:
-                    remove(self._sock)
+                waits_to_write = next(steps, None)
+            except OSError as error:
+                waiter.set_exception(error)
+                return
+            if waits_to_write is None:
+                waiter.set_result(None)
+            elif waits_to_write is not is_write:
+                self._unwatch()
+                is_write = waits_to_write
+                watch()
+
+        watch()
+        try:
+            await waiter
+        finally:
+            if self._sock.fileno() >= 0:
+                self._unwatch()
+
+    def _unwatch(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._sock)
+        loop.remove_writer(self._sock)
 
 
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+_NOT_READY = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+def _waits_to_write(error: Exception, *, is_write: bool) -> bool:
+    """Whether an attempt to read or write that was not ready waits until the socket can be written to."""
+    return isinstance(error, ssl.SSLWantWriteError) or (is_write and not isinstance(error, ssl.SSLWantReadError))
+
+
+def _handshake(sock: ssl.SSLSocket) -> Iterator[bool]:
+    while True:
+        try:
+            sock.do_handshake()
+            return
+        except _NOT_READY as error:
+            yield _waits_to_write(error, is_write=False)
+
+
+def _receive(sock: socket.socket, buffers: Iterable[memoryview[int]]) -> Iterator[bool]:
+    may_have_more = isinstance(sock, ssl.SSLSocket)  # decrypted bytes
+    for buffer in buffers:
+        left = buffer
+        while left:
+            try:
+                num_received = sock.recv_into(left)
+            except _NOT_READY as error:
+                yield _waits_to_write(error, is_write=False)
+                continue
+            if num_received == 0:
+                raise ConnectionResetError("the peer closed the data stream")
+            left = left[num_received:]
+            if left and not may_have_more:
+                yield False
+
+
+def _send(sock: socket.socket, buffers: Iterable[memoryview[int]]) -> Iterator[bool]:
+    for buffer in buffers:
+        left = buffer
+        while left:
+            try:
+                left = left[sock.send(left) :]
+            except _NOT_READY as error:
+                yield _waits_to_write(error, is_write=True)
 
 
 def tls_context(tls: TlsFiles, *, is_server: bool) -> ssl.SSLContext:
@@ -159,12 +205,12 @@ async def connect(host: str, port: int, *, ticket: bytes, token: str, tls: ssl.S
 
 async def _prove_to_source(stream: DataStream, ticket: bytes, token: str) -> None:
     nonce = os.urandom(NONCE_BYTES)
-    await stream.send(memoryview(MAGIC + ticket + nonce))
+    await stream.send([memoryview(MAGIC + ticket + nonce)])
     answer = await stream.receive(NONCE_BYTES + PROOF_BYTES)
     nonces = nonce, answer[:NONCE_BYTES]
     if not hmac.compare_digest(answer[NONCE_BYTES:], token_proof(token, b"source", ticket, nonces)):
         raise ConnectionRefusedError("the source does not know the cluster token")
-    await stream.send(memoryview(token_proof(token, b"puller", ticket, nonces)))
+    await stream.send([memoryview(token_proof(token, b"puller", ticket, nonces))])
 
 
 class ExpectedStream:
@@ -284,7 +330,7 @@ class DataListener:
             raise ConnectionRefusedError("its ticket is unknown")
         nonce = os.urandom(NONCE_BYTES)
         nonces = hello[-NONCE_BYTES:], nonce
-        await stream.send(memoryview(nonce + token_proof(self._token, b"source", ticket, nonces)))
+        await stream.send([memoryview(nonce + token_proof(self._token, b"source", ticket, nonces))])
         if not hmac.compare_digest(
             await stream.receive(PROOF_BYTES), token_proof(self._token, b"puller", ticket, nonces)
         ):

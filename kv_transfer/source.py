@@ -231,9 +231,12 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         self, offer: _Offer, grant: kv_pb2.Grant, opening: kv_pb2.PullOpen, data: ExpectedStream
     ) -> None:
         missing = grant.block_ids[max(0, opening.num_cached_blocks - grant.first_index) :]
+        if not missing:
+            return
         try:
+            stream = await data.get()
             for batch in batches(missing, self._memory.layout):
-                await send_batch(await data.get(), self._memory, batch)
+                await send_batch(stream, self._memory, batch)
         except OSError as error:
             offer.check()
             raise _RefusalError(grpc.StatusCode.UNAVAILABLE, f"the data stream broke: {error}") from error

@@ -19,9 +19,11 @@ from pdserve.kv_transfer.data_stream import DataStream
 from pdserve.kv_transfer.pool_memory import PoolMemory
 
 COPY_BYTES_PER_TURN = 4 << 20
-BATCH_BYTES = 1 << 20
-"""Bytes of blocks between two trailers of a data stream; both sides must agree. Few enough that a batch is still in a
-core's cache when its digests are computed."""
+BATCH_BYTES = COPY_BYTES_PER_TURN
+"""Bytes of blocks between two trailers of a data stream; both sides must agree."""
+RUN_BYTES = 256 << 10
+"""Bytes of a block with a digest of their own; both sides must agree. Few enough that a run stays in a core's cache
+between its digest and its copy to or from the socket."""
 
 REFUSED = "refused"
 """Failure stage of a pull that no other decode worker could complete either."""
@@ -98,38 +100,51 @@ class TcpReceiver:
         self._trailer = trailer_struct(target.layout)
 
     async def receive(self, blocks: Sequence[GrantedBlock]) -> None:
-        num_heads = self._target.layout.num_kv_heads
         for batch in batches(blocks, self._target.layout):
-            for block in batch:
-                await self._stream.receive_into(self._target.block(block.target_id, 0, num_heads))
-            trailers = await self._stream.receive(len(batch) * self._trailer.size)
-            for block, trailer in zip(batch, self._trailer.iter_unpack(trailers), strict=True):
-                self._verify(block, *trailer)
+            trailers = bytearray(len(batch) * self._trailer.size)
+            digests: list[list[int]] = []
+            await self._stream.receive_into(self._buffers(batch, trailers, digests))
+            for block, received, (generation, *sent) in zip(
+                batch, digests, self._trailer.iter_unpack(trailers), strict=True
+            ):
+                check_generation(block, generation)
+                if received != sent:
+                    raise _damaged(block)
             await asyncio.sleep(0)
 
-    def _verify(self, block: GrantedBlock, generation: int, *digests: int) -> None:
-        check_generation(block, generation)
-        layout = self._target.layout
-        if list(digests) != head_digests(self._target.block(block.target_id, 0, layout.num_kv_heads), layout):
-            raise _damaged(block)
+    def _buffers(
+        self, batch: Sequence[GrantedBlock], trailers: bytearray, digests: list[list[int]]
+    ) -> Iterator[memoryview[int]]:
+        """Buffers for a batch and its trailers, which adds the digests of each block's runs as these are full."""
+        for block in batch:
+            digests.append([])
+            for run in runs(self._target, block.target_id):
+                yield run
+                digests[-1].append(xxhash.xxh3_64_intdigest(run))
+        yield memoryview(trailers)
 
 
 async def send_batch(stream: DataStream, memory: PoolMemory, block_ids: Sequence[int]) -> None:
-    """Send the blocks of one batch, and their trailer.
+    """Send the blocks of one batch, and their trailers.
 
     Raises:
         OSError: the stream broke.
     """
+    await stream.send(_batch(memory, block_ids))
+    await asyncio.sleep(0)
+
+
+def _batch(memory: PoolMemory, block_ids: Sequence[int]) -> Iterator[memoryview[int]]:
     trailers = bytearray()
     trailer = trailer_struct(memory.layout)
     for block_id in block_ids:
-        view = memory.block(block_id, 0, memory.layout.num_kv_heads)
-        digests = head_digests(view, memory.layout)
-        await stream.send(view)
+        digests = []
+        for run in runs(memory, block_id):
+            digests.append(xxhash.xxh3_64_intdigest(run))
+            yield run
         # The generation is read after the copy: an owner raises it before it writes anything new.
         trailers += trailer.pack(memory.generations[block_id], *digests)
-    await stream.send(memoryview(trailers))
-    await asyncio.sleep(0)
+    yield memoryview(trailers)
 
 
 _Block = TypeVar("_Block")
@@ -142,14 +157,14 @@ def batches(blocks: Sequence[_Block], layout: KvLayout) -> Iterator[Sequence[_Bl
 
 
 def trailer_struct(layout: KvLayout) -> struct.Struct:
-    """Generation and xxh3-64 of each KV head of a block."""
-    return struct.Struct(f"<{1 + layout.num_kv_heads}Q")
+    """Generation of a block, and xxh3-64 of each of its `runs`."""
+    return struct.Struct(f"<{1 + -(-layout.block_bytes // RUN_BYTES)}Q")
 
 
-def head_digests(view: memoryview[int], layout: KvLayout) -> list[int]:
-    """xxh3-64 of each KV head in ``view``, ``[num_heads, head_bytes]`` bytes."""
-    head_bytes = layout.head_bytes
-    return [xxhash.xxh3_64_intdigest(view[start : start + head_bytes]) for start in range(0, len(view), head_bytes)]
+def runs(memory: PoolMemory, block_id: int) -> Iterator[memoryview[int]]:
+    """Bytes of a block, in runs of at most `RUN_BYTES`."""
+    view = memory.block(block_id, 0, memory.layout.num_kv_heads)
+    return (view[start : start + RUN_BYTES] for start in range(0, len(view), RUN_BYTES))
 
 
 def _damaged(block: GrantedBlock) -> PullError:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from pdserve.kv_transfer.data_stream import DataStream
 
-MAGIC = b"pdserve-kv-data1"
+MAGIC = b"pdserve-kv-data2"
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

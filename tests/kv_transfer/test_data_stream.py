@@ -57,8 +57,8 @@ def test_bytes_arrive_in_their_place(tls: TlsFiles, is_encrypted: bool) -> None:
         async with listening(files) as (listener, expected):
             near = await puller(listener, expected.ticket, tls=files)
             far = await expected.get()
-            sending = asyncio.ensure_future(far.send(memoryview(sent)))
-            await near.receive_into(memoryview(received)[1:-1])
+            sending = asyncio.ensure_future(far.send([memoryview(sent)]))
+            await near.receive_into([memoryview(received)[1:5], memoryview(received)[5:-1]])
             await sending
             near.close()
         return received
@@ -70,13 +70,13 @@ def test_a_cancelled_receive_writes_nothing_later() -> None:
     async def run() -> bytearray:
         buffer = bytearray(8)
         with stream_pair() as (near, far):
-            receiving = asyncio.ensure_future(near.receive_into(memoryview(buffer)))
-            await far.send(memoryview(b"1234"))
+            receiving = asyncio.ensure_future(near.receive_into([memoryview(buffer)]))
+            await far.send([memoryview(b"1234")])
             await asyncio.sleep(0.05)
             assert buffer[:4] == b"1234"
             receiving.cancel()
             await asyncio.wait([receiving])
-            await far.send(memoryview(b"5678"))
+            await far.send([memoryview(b"5678")])
             await asyncio.sleep(0.05)
         return buffer
 
@@ -87,7 +87,7 @@ def test_closing_ends_a_wait() -> None:
     async def run() -> None:
         with stream_pair() as (near, far):
             receiving = asyncio.ensure_future(near.receive(1))
-            sending = asyncio.ensure_future(far.send(memoryview(bytes(64 << 20))))
+            sending = asyncio.ensure_future(far.send([memoryview(bytes(64 << 20))]))
             await asyncio.sleep(0.05)
             assert not receiving.done() or receiving.result()
             far.close()
@@ -120,7 +120,7 @@ def test_a_puller_without_the_token_gets_no_stream() -> None:
             far = await expected.get()
             with pytest.raises(ConnectionResetError):
                 await puller(listener, expected.ticket)
-            await far.send(memoryview(b"x"))
+            await far.send([memoryview(b"x")])
             assert await near.receive(1) == b"x"
             near.close()
 

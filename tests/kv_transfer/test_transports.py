@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from pdserve.kv_transfer.transports import (
     PullError,
     TcpReceiver,
     batches,
-    head_digests,
     send_batch,
     trailer_struct,
 )
@@ -108,21 +108,26 @@ async def _stream(source: PoolMemory, target: PoolMemory, blocks: Sequence[Grant
 async def _receive(target: PoolMemory, sent: bytes) -> None:
     """Receive `BLOCK` from a peer that sends ``sent`` and leaves."""
     with stream_pair() as (near, far):
-        await far.send(memoryview(sent))
+        await far.send([memoryview(sent)])
         far.close()
         await TcpReceiver(target, near).receive([BLOCK])
 
 
 def _good_batch(source: PoolMemory) -> bytes:
     block = source.block(BLOCK.source_id, 0, LAYOUT.num_kv_heads)
-    return bytes(block) + trailer_struct(LAYOUT).pack(BLOCK.generation, *head_digests(block, LAYOUT))
+    return bytes(block) + trailer_struct(LAYOUT).pack(BLOCK.generation, xxhash.xxh3_64_intdigest(block))
 
 
-@pytest.mark.parametrize("blocks_per_batch", [1, 2, 3])
+@pytest.mark.parametrize(("blocks_per_batch", "runs_per_block"), [(1, 1), (2, 1), (3, 7)])
 def test_tcp_writes_exactly_the_granted_blocks(
-    source: PoolMemory, target: PoolMemory, monkeypatch: pytest.MonkeyPatch, blocks_per_batch: int
+    source: PoolMemory,
+    target: PoolMemory,
+    monkeypatch: pytest.MonkeyPatch,
+    blocks_per_batch: int,
+    runs_per_block: int,
 ) -> None:
     monkeypatch.setattr(transports, "BATCH_BYTES", blocks_per_batch * LAYOUT.block_bytes)
+    monkeypatch.setattr(transports, "RUN_BYTES", LAYOUT.block_bytes // runs_per_block + runs_per_block // 2)
     asyncio.run(_stream(source, target, [BLOCK, OTHER]))
     assert target.block(2, 0, 2) == source.block(11, 0, 2)
     assert target.block(1, 0, 2) == source.block(3, 0, 2)
