@@ -34,6 +34,7 @@ def device_transfer(
     layout: KvLayout, epoch: int, token: str, on_message: Callable[[transfer_pb2.TransferToEngine], None]
 ) -> tuple[PoolMemory, StagedTransfer]:
     """An engine's side of KV transfer, whose pool its transfer process does not map."""
+    torch.set_num_threads(1)  # as in workers
     memory = PoolMemory.create(layout)
     pool = torch.randint(256, (layout.num_blocks, layout.block_bytes), dtype=torch.uint8)
     copies = GroupCopies(pool, memory.generations)

@@ -209,13 +209,13 @@ class _Link:
         batches = list(self._batches(range(len(order.block_ids))))
         generations: list[int] = []
         scatters: list[Future[None]] = []
-        work = self._receive(0, len(batches[0]))
+        works = [self._receive(0, len(batches[0]))]
         for index, batch in enumerate(batches):
-            self._wait(work)
             if index >= 1:
                 scatters[index - 1].result()
-            if index + 1 < len(batches):
-                work = self._receive(index + 1, len(batches[index + 1]))
+            if index + 1 < len(batches):  # while the one before is on its way: a peer sends to a receiver that waits
+                works.append(self._receive(index + 1, len(batches[index + 1])))
+            self._wait(works[index])
             message, blocks = self._message(index, len(batch))
             header = message[: len(batch) * _GENERATION_BYTES].cpu()
             received = array("Q", header.numpy().tobytes()).tolist()
