@@ -9,8 +9,14 @@
 model predicts, times the time scale, which makes the host's own work relatively small. An open-loop generator measures
 at the client, at seven rates up to 0.9 of saturation and at two beyond it; `pdserve.planner.simulate.simulator` gets
 the same requests and the same cost model. Up to 0.9, joint attainment must agree within 2 points, and p50 / p90 of TTFT
-and TPOT within 5 %; beyond it only attainment. The goodput of both is interpolated between the rates. Saturation is the
-rate of a simulated closed loop with more requests than slots.
+and TPOT within 5 %; beyond it only attainment. The goodput of both is interpolated between the rates; it is that of
+``--requests`` from an empty cluster, above what is served without end. Saturation is the rate of a simulated closed
+loop with more requests than slots.
+
+The simulator runs as slowly as the cluster, because the constants of scheduling, such as the 20 s until a late prompt
+is due, are not scaled, and its router has served what the other one has: it knows as much of lengths and errors.
+Queues amplify small differences: figures are means of `NUM_SIMULATIONS`, whose requests arrive up to 1 ms of the
+cluster's time later, and come with their standard deviation.
 
 The time of HTTP, gRPC and step loops is measured once, on other requests at a lower rate, and becomes the simulator's
 `Overheads`. A run fails if the router or the generator used more than 70 % of a core, if the generator was late, or if
@@ -26,18 +32,19 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import psutil
 from rich.console import Console
 
-from pdserve.bench.agreement import Agreement, figures_of
+from pdserve.bench.agreement import Agreement, Figures, figures_of
 from pdserve.bench.calibration import pipelined_overheads, saturation
 from pdserve.bench.cluster import RunningCluster, running_cluster
 from pdserve.bench.load import MAX_CPU_SHARE, Measurement, measure_load
@@ -47,7 +54,7 @@ from pdserve.bench.shapes import LLAMA_8B
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.config.shape import ModelShape
-from pdserve.model.cost.hardware import hardware
+from pdserve.model.cost.hardware import hardware, slowed
 from pdserve.model.weights.random_checkpoint import write_tokenizer
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.simulation import RequestTimes
@@ -97,6 +104,11 @@ PROBE_SHARE = 0.4
 """Share of saturation: so few requests meet that each has its own delay, and so many that what router and loops do for
 the others is in it."""
 NUM_WARM, NUM_PROBES = 20, 150
+NUM_SIMULATIONS = 5
+MAX_JITTER_S = 1e-3
+"""Seconds of the cluster's time: the resolution of the generator's timers."""
+PAUSE_S = 5.0
+"""Between two measurements: the cluster is empty."""
 
 
 def placement(
@@ -203,30 +215,33 @@ class Comparison:
         self._setting = setting
         self._time_scale = time_scale
         self.overheads = NO_OVERHEADS
+        self._served: list[SimulatedRequest] = []
+        """All requests so far, in the cluster's time."""
+        self._begun_s, self._ended_s = 0.0, 0.0
+        """The last measurement, in the same time."""
 
     def measure_overheads(self, probes: list[SimulatedRequest]) -> None:
         """Find the overheads that explain the difference between measured and simulated ``probes``."""
         self._measure(probes[:NUM_WARM])  # code and caches are warm after it
-        self.overheads = pipelined_overheads(
-            self._measure(probes).times, lambda overheads: self._simulate(probes, overheads)
-        )
+        self.overheads = pipelined_overheads(self._measure(probes).times, self._simulate)
 
     def at_rate(self, rate: float, share: float, requests: list[SimulatedRequest]) -> dict[str, Any]:
         """Measure and simulate ``requests``, which arrive at ``rate``."""
+        time.sleep(PAUSE_S)
         before_s, began_s = cpu_seconds(self._cluster), time.monotonic()
         psutil.cpu_percent()  # begins the interval of the next call
         measured = self._measure(requests)
         machine_share = psutil.cpu_percent() / 100
         lasted_s, after_s = time.monotonic() - began_s, cpu_seconds(self._cluster)
         cpu_shares = {name: (after_s[name] - before_s[name]) / lasted_s for name in before_s}
-        agreement = Agreement(
-            measured=figures_of(measured.times, self._setting.slo),
-            simulated=figures_of(self._simulate(requests, self.overheads), self._setting.slo),
-        )
+        slo = self._setting.slo
+        simulated = [figures_of(self._simulate(self.overheads, seed), slo) for seed in range(NUM_SIMULATIONS)]
+        agreement = Agreement(measured=figures_of(measured.times, slo), simulated=_over(np.mean, simulated))
         return {
             "rate": round(rate, 3),
             "share": share,
             "agreement": agreement.as_dict(),
+            "deviation": {name: round(value, 6) for name, value in _over(np.std, simulated).items()},
             "cpu_shares": {
                 name: round(used, 3) for name, used in {"generator": measured.health.cpu_share, **cpu_shares}.items()
             },
@@ -237,13 +252,61 @@ class Comparison:
 
     def _measure(self, requests: list[SimulatedRequest]) -> Measurement:
         vocab_size = self._setting.model.shape.vocab_size
-        return measure_load(self._cluster.url, requests, vocab_size=vocab_size, time_scale=self._time_scale)
+        self._begun_s = self._ended_s + PAUSE_S
+        measured = measure_load(self._cluster.url, requests, vocab_size=vocab_size, time_scale=self._time_scale)
+        self._served += [slowed_request(request, self._time_scale, self._begun_s) for request in requests]
+        self._ended_s = self._begun_s + self._time_scale * measured.ended_s
+        return measured
 
-    def _simulate(self, requests: list[SimulatedRequest], overheads: Overheads) -> RequestTimes:
-        setting = self._setting
-        return simulate(
-            setting.model, setting.layout, requests, slo=setting.slo, overheads=overheads, policy=DEFAULT_POLICY
+    def _simulate(self, overheads: Overheads, seed: int = 0) -> RequestTimes:
+        """Times of the requests measured last, after all that were served before them; with a ``seed``, they arrive
+        slightly later, at random."""
+        setting, scale, slo = self._setting, self._time_scale, self._setting.slo
+        requests = self._served
+        if seed:
+            random = np.random.default_rng(seed)
+            late_s = random.uniform(0, MAX_JITTER_S, len(requests)).tolist()
+            moved = [
+                replace(each, arrived_s=each.arrived_s + by_s) for each, by_s in zip(requests, late_s, strict=True)
+            ]
+            requests = sorted(moved, key=lambda each: each.arrived_s)
+        times = simulate(
+            setting.model,
+            slowed_layout(setting.layout, scale),
+            requests,
+            slo=replace(slo, ttft_seconds=slo.ttft_seconds * scale, tpot_seconds=slo.tpot_seconds * scale),
+            overheads=Overheads(**{name: value * scale for name, value in asdict(overheads).items()}),
+            policy=DEFAULT_POLICY,
         ).times
+        return emulated_times(times, scale, self._begun_s)
+
+
+def slowed_layout(layout: Layout, time_scale: float) -> Layout:
+    """The layout as `emulated_cluster` starts it."""
+
+    def pool(fast: Pool | None) -> Pool | None:
+        return fast and replace(fast, hardware=slowed(fast.hardware, time_scale))
+
+    return replace(layout, prefill=pool(layout.prefill), decode=pool(layout.decode), mixed=pool(layout.mixed))
+
+
+def slowed_request(request: SimulatedRequest, time_scale: float, from_s: float = 0.0) -> SimulatedRequest:
+    """The request, and the turns that follow it, as `measure_load` sends them in a run that begins at ``from_s``."""
+    follow_up = request.follow_up and slowed_request(request.follow_up, time_scale)
+    return replace(request, arrived_s=from_s + request.arrived_s * time_scale, follow_up=follow_up)
+
+
+def emulated_times(times: RequestTimes, time_scale: float, from_s: float) -> RequestTimes:
+    """Requests that arrived at ``from_s`` or later, in emulated seconds since then."""
+    is_in = times.arrived_s >= from_s
+    columns = {column.name: getattr(times, column.name)[is_in] for column in fields(times)}
+    return RequestTimes(
+        **{name: (each - from_s) / time_scale if name.endswith("_s") else each for name, each in columns.items()}
+    )
+
+
+def _over(statistic: Callable[[list[float]], Any], runs: Sequence[Figures]) -> Figures:
+    return {name: float(statistic([run[name] for run in runs])) for name in runs[0]}
 
 
 def invalid_reasons(
@@ -297,7 +360,8 @@ def interpolated_goodput(results: Sequence[Mapping[str, Any]], source: str) -> f
 def _line(result: dict[str, Any]) -> str:
     agreement = result["agreement"]
     errors = "  ".join(
-        f"{name.removesuffix('_s')} {error:+.1%}" for name, error in agreement["relative_errors"].items()
+        f"{name.removesuffix('_s')} {error:+.1%} (sd {result['deviation'][name] / agreement['simulated'][name]:.1%})"
+        for name, error in agreement["relative_errors"].items()
     )
     cpu = ", ".join(f"{name} {share:.0%}" for name, share in result["cpu_shares"].items())
     return (

@@ -7,7 +7,19 @@ import numpy as np
 import pytest
 
 from pdserve.bench.load import GeneratorHealth, Measurement
-from pdserve.bench.simulator_vs_emulation import interpolated_goodput, invalid_reasons
+from pdserve.bench.simulator_vs_emulation import (
+    LOGNORMAL,
+    MODEL,
+    SLO,
+    emulated_times,
+    interpolated_goodput,
+    invalid_reasons,
+    placement,
+    slowed_layout,
+    slowed_request,
+)
+from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
+from pdserve.planner.workload.requests import SimulatedRequest
 from tests.bench.test_agreement import some_times
 
 HEALTHY = GeneratorHealth(cpu_share=0.1, send_late_p99_s=0.001, send_late_max_s=0.002, loop_late_p99_s=0.001)
@@ -38,3 +50,25 @@ def test_goodput_is_where_attainment_last_falls_below_the_objective() -> None:
     assert goodput(0.8, 0.92, 0.88) == pytest.approx(25.0)
     assert goodput(0.8, 0.7) is None
     assert goodput(1.0, 0.99) is None
+
+
+def test_requests_are_slowed_and_their_times_emulated() -> None:
+    """What a slowed cluster serves after other requests is as long, in its own seconds, as at full speed."""
+    layout, scale, from_s = placement("h100-sxm", 1), 10.0, 700.0
+    requests = LOGNORMAL.draw(40, max_model_len=MODEL.max_model_len).at_rate(30.0)
+    requests[-1] = replace(requests[-1], follow_up=SimulatedRequest(0.5, 3000, 8))
+    expected = simulate(MODEL, layout, requests, slo=SLO, overheads=NO_OVERHEADS).times
+    slow_slo = replace(SLO, ttft_seconds=SLO.ttft_seconds * scale, tpot_seconds=SLO.tpot_seconds * scale)
+    before = [SimulatedRequest(0.0, 500, 5)]
+    slow = simulate(
+        MODEL,
+        slowed_layout(layout, scale),
+        before + [slowed_request(request, scale, from_s) for request in requests],
+        slo=slow_slo,
+        overheads=NO_OVERHEADS,
+    ).times
+    found = emulated_times(slow, scale, from_s)
+    assert len(found.ttft_s) == 41
+    for name in ("arrived_s", "first_token_s", "last_token_s"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name))
+    assert (found.num_output_tokens == expected.num_output_tokens).all()
