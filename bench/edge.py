@@ -1,16 +1,11 @@
-"""The router under clients that mean it no good: does anybody else's stream wait?
+"""Cost of the router beside a bare uvicorn app that sends as many streams as many bytes at the same pace.
 
-    python -m pdserve.bench.edge [--seconds 15] [--streams 64] [--only bodies] [--json FILE]
+    python -m pdserve.bench.edge [--seconds 8] [--streams 64] [--json FILE]
 
-A cluster with emulated workers answers the streams, while other processes send, one after the other: bodies of 8 MiB
-of 20 kinds at 10 a second, 200 uploads of a few bytes now and then, 200 streams that nobody reads, and prompts of 128k
-tokens at 2 a second. Measured meanwhile: how late the router answers ``GET /live``, which is how late its event loop is
-and what the machine adds; the gaps between tokens of the streams; and the memory of the router. The same is measured
-before without any of them. Before that, in turns, the CPU time for a token of the router and of a bare uvicorn app that
-sends as many streams as many bytes at the same pace: their quotient is the share of its tokens per second and process.
-And the TTFT of single requests, less the time that a worker computed their prompts, beside that of the bare app, which
-sends its first token at once. Streams load both meanwhile: as many as would take half of the router's core if its load
-grew with them. It is less, because steps grow, too.
+Workers are emulated. In turns, the CPU time of both servers for a token: their quotient is the share of the bare app's
+tokens per second and process. And the TTFT of single requests, less the time that a worker computed their prompts,
+beside that of the bare app, which sends its first token at once. Streams load both meanwhile: as many as would take
+half of the router's core if its load grew with them. It is less, because steps grow, too.
 """
 
 from __future__ import annotations
@@ -18,34 +13,31 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
-import shutil
 import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
 import uvicorn
 import uvloop
-from rich.console import Console
 from starlette.types import Receive, Scope, Send
 
 from pdserve.bench.cluster import running_cluster
 from pdserve.bench.script import publish, script_parser
 from pdserve.bench.stream_client import StreamClient, StreamedAnswer
 
-BODY_BYTES = 8 * 2**20 - 2**10
-BODIES_PER_S, PROMPTS_PER_S = 10, 2
-NUM_CONNECTIONS = 200
-PROBE_S = 0.005
-TIME_SCALE = 3.0
-"""Of the emulated workers: some 25 tokens a second in each stream."""
+PAUSE_S = 0.005
+"""Between single requests."""
+TIME_SCALE = 25.0
+"""An emulated token of the demo model then takes some 20 ms."""
 NUM_ROUNDS = 3
 BARE_STEP_S = 0.024
 BARE_EVENT = (
@@ -53,186 +45,39 @@ BARE_EVENT = (
     b'"model":"shape","system_fingerprint":"pdserve-0.1.0","choices":'
     b'[{"index":0,"text":" the","logprobs":null,"finish_reason":null}]}\n\n'
 )
-DEMO_MODEL = Path(__file__).parents[1] / "model" / "demo" / "pdserve-demo"
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-ASKED = '"messages":[{"role":"user","content":"hi"}]'
+PATH = "/v1/completions"
 
 
-def large_bodies() -> dict[str, tuple[str, bytes]]:
-    """Path and body by kind."""
-
-    def filled(begin: str, part: str, end: str) -> bytes:
-        num_parts = (BODY_BYTES - len(begin) - len(end)) // (len(part.encode()) + 1)
-        return (begin + ",".join([part] * num_parts) + end).encode()
-
-    def members(begin: str, end: str) -> bytes:
-        return (begin + ",".join(f'"k{index}":1' for index in range(BODY_BYTES // 13)) + end).encode()
-
-    text = "a" * (BODY_BYTES - 200)
-    schema = f'{{{ASKED},"response_format":{{"type":"json_schema","json_schema":{{"schema":{{"enum":['
-    bodies = {
-        "objects in an unknown field": (CHAT, filled(f'{{{ASKED},"x":[', '{"a":1}', "]}")),
-        "unknown fields": (CHAT, members(f"{{{ASKED},", "}")),
-        "unknown fields of a message": (CHAT, members('{"messages":[{"role":"user","content":"x",', "}]}")),
-        "empty messages": (CHAT, filled('{"messages":[', "{}", "]}")),
-        "short messages": (CHAT, filled('{"messages":[', '{"role":"user","content":"x"}', "]}")),
-        "parts of a message": (
-            CHAT,
-            filled('{"messages":[{"role":"user","content":[', '{"type":"text","text":"x"}', "]}]}"),
-        ),
-        "calls of a message": (
-            CHAT,
-            filled(
-                '{"messages":[{"role":"assistant","tool_calls":[', '{"function":{"name":"f","arguments":"{}"}}', "]}]}"
-            ),
-        ),
-        "tools": (CHAT, filled(f'{{{ASKED},"tools":[', '{"type":"function","function":{"name":"f"}}', "]}")),
-        "variables of the template": (CHAT, members(f'{{{ASKED},"chat_template_kwargs":{{', "}}")),
-        "an enum": (CHAT, filled(schema, '"ab"', "]}}}}")),
-        "biases": (TEXT, members('{"prompt":"x","logit_bias":{', "}}")),
-        "stop strings": (TEXT, filled('{"prompt":"x","stop":[', '"abc"', "]}")),
-        "prompts": (TEXT, filled('{"prompt":[', '"abc"', "]}")),
-        "token ids": (TEXT, filled('{"prompt":[', "7", "]}")),
-        "a long text": (TEXT, f'{{"prompt":"{text}"}}'.encode()),
-        "an escaped text": (TEXT, ('{"prompt":"' + "\\u00e9" * (BODY_BYTES // 6 - 10) + '"}').encode()),
-        "deep lists": (TEXT, b'{"prompt":' + b"[" * (BODY_BYTES - 20)),
-        "no JSON at the end": (TEXT, f'{{"prompt":"{text}"'.encode()),
-        "a text to tokenize": ("/tokenize", f'{{"prompt":"{text}"}}'.encode()),
-        "items of a response": ("/v1/responses", filled('{"input":[', '{"role":"user","content":"x"}', "]}")),
-    }
-    assert all(len(body) <= BODY_BYTES + 2**10 for _, body in bodies.values())
-    return bodies
-
-
-class Address(NamedTuple):
-    host: str
-    port: int
-
-    def connect(self) -> socket.socket:
-        connection = socket.create_connection(self, timeout=60)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection
-
-    def head(self, path: str, length: int) -> bytes:
-        return (
-            f"POST {path} HTTP/1.1\r\nHost: {self.host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
-            f"Content-Length: {length}\r\n\r\n"
-        ).encode()
-
-
-# Each runs in a process of its own until it is killed.
-
-
-async def send_at(address: Address, requests: Callable[[int], tuple[str, bytes]], per_s: float) -> None:
-    """Send requests at a rate; answers are read to their end, as far as they come within 10 s."""
-
-    async def send(path: str, body: bytes) -> None:
-        with suppress(OSError, TimeoutError):
-            async with asyncio.timeout(10):
-                reader, writer = await asyncio.open_connection(*address)
-                writer.write(address.head(path, len(body)) + body)
-                await reader.read()
-                writer.close()
-
-    start_s, tasks = time.monotonic(), set()
-    for number in range(10**9):
-        await asyncio.sleep(start_s + number / per_s - time.monotonic())
-        task = asyncio.create_task(send(*requests(number)))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-
-def send_bodies(address: Address) -> None:
-    bodies = [*large_bodies().values()]
-    asyncio.run(send_at(address, lambda number: bodies[number % len(bodies)], BODIES_PER_S))
-
-
-def send_prompts(address: Address) -> None:
-    def prompt(number: int) -> tuple[str, bytes]:
-        text = f"{number} " + "the time to first token is what a prompt waits for. " * 7500
-        return CHAT, json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 1}).encode()
-
-    asyncio.run(send_at(address, prompt, PROMPTS_PER_S))
-
-
-def upload_slowly(address: Address) -> None:
-    connections = [address.connect() for _ in range(NUM_CONNECTIONS)]
-    for connection in connections:
-        connection.sendall(address.head(CHAT, BODY_BYTES) + b'{"messages":[{"role":"user","content":"')
-    while True:
-        for connection in connections:
-            with suppress(OSError):
-                connection.sendall(b"a" * 64)
-        time.sleep(0.5)
-
-
-def read_nothing(address: Address) -> None:
-    body = json.dumps({"prompt": [7] * 32, "max_tokens": 4000, "ignore_eos": True, "stream": True}).encode()
-    connections = []
-    for _ in range(NUM_CONNECTIONS):
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(address)
-        connection.sendall(address.head(TEXT, len(body)) + body)
-        connections.append(connection)
-    time.sleep(10**6)
-
-
-LOADS: dict[str, Callable[[Address], None]] = {
-    "bodies": send_bodies,
-    "uploads": upload_slowly,
-    "readers": read_nothing,
-    "prompts": send_prompts,
-}
-
-
-def probe(address: Address, seconds: float, results: Connection) -> None:
-    """Seconds of each ``GET /live``."""
-    connection = address.connect()
-    request = f"GET /live HTTP/1.1\r\nHost: {address.host}\r\n\r\n".encode()
-    took_s = []
-    end_s = time.monotonic() + seconds
-    while (start_s := time.monotonic()) < end_s:
-        connection.sendall(request)
-        connection.recv(4096)
-        took_s.append(time.monotonic() - start_s)
-        time.sleep(PROBE_S)
-    results.send(took_s)
-
-
-def time_first_tokens(address: Address, seconds: float, results: Connection) -> None:
+def time_first_tokens(address: str, seconds: float, results: Connection) -> None:
     """Time to the first token of each of a row of requests, by their ids."""
-    body = json.dumps({"prompt": [7] * 100, "max_tokens": 1, "stream": True}).encode()
+    body = json.dumps({"prompt": [7] * 100, "max_tokens": 1, "stream": True})
     ttft_s: dict[str, float] = {}
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         request_id = f"first-{len(ttft_s)}"
-        head = address.head(TEXT, len(body)).replace(b"\r\n", f"\r\nX-Request-Id: {request_id}\r\n".encode(), 1)
-        with address.connect() as connection:
-            start_s, answer = time.monotonic(), b""
-            connection.sendall(head + body)
-            while b"data: " not in answer:
-                answer += connection.recv(4096)
+        with closing(HTTPConnection(address)) as connection:
+            connection.connect()
+            start_s = time.monotonic()
+            connection.request("POST", PATH, body, {"Content-Type": "application/json", "X-Request-Id": request_id})
+            answer = connection.getresponse()
+            while not answer.readline().startswith(b"data: "):
+                assert not answer.isclosed(), "an answer without a token"
             ttft_s[request_id] = time.monotonic() - start_s
-        time.sleep(PROBE_S)
+        time.sleep(PAUSE_S)
     results.send(ttft_s)
 
 
 def stream(url: str, num_streams: int, seconds: float, results: Connection) -> None:
-    """Gaps between the tokens of streams, the first second left out, and the number of all tokens."""
-    body = json.dumps({"prompt": [7] * 100, "max_tokens": 4000, "ignore_eos": True, "stream": True}).encode()
+    """Number of tokens of streams."""
+    body = json.dumps({"prompt": [7] * 100, "max_tokens": 1900, "ignore_eos": True, "stream": True}).encode()
 
     async def run() -> None:
         client = StreamClient(url)
         await client.open(num_streams)
-        began_s = time.monotonic()
         answers = [StreamedAnswer() for _ in range(num_streams)]
         await asyncio.gather(*(client.complete(body, answer, seconds) for answer in answers))
         client.close()
-        gaps_s: list[float] = []
-        for answer in answers:
-            gaps_s += np.diff([at_s for at_s in answer.token_s if at_s > began_s + 1]).tolist()
-        results.send((gaps_s, sum(len(answer.token_s) for answer in answers)))
+        results.send(sum(len(answer.token_s) for answer in answers))
 
     asyncio.run(run())
 
@@ -284,7 +129,7 @@ def us_per_token(url: str, pid: int, num_streams: int, seconds: float) -> float:
     before_s: float = sum(server.cpu_times()[:2])
     with running(stream, url, num_streams, seconds, results):
         assert received.poll(seconds + 60), "the streams have not ended"
-        num_tokens: int = received.recv()[1]
+        num_tokens: int = received.recv()
     spent_s: float = sum(server.cpu_times()[:2]) - before_s
     return 1e6 * spent_s / num_tokens
 
@@ -304,12 +149,12 @@ def compare_with_bare(url: str, pid: int, num_streams: int, seconds: float) -> d
 
 def first_tokens(url: str, pid: int, num_streams: int, seconds: float) -> tuple[dict[str, float], float]:
     """TTFT of single requests beside streams, by their ids, and the share of a core that the server's process took."""
-    server, parts = psutil.Process(pid), urlsplit(url)
+    server, address = psutil.Process(pid), urlsplit(url).netloc
     streamed, timed = multiprocessing.Pipe(duplex=False), multiprocessing.Pipe(duplex=False)
     with running(stream, url, num_streams, seconds + 6, streamed[1]):
         time.sleep(3)
         before_s, start_s = sum(server.cpu_times()[:2]), time.monotonic()
-        with running(time_first_tokens, Address(parts.hostname or "", parts.port or 0), seconds, timed[1]):
+        with running(time_first_tokens, address, seconds, timed[1]):
             assert timed[0].poll(seconds + 60), "the requests have not ended"
             ttft_s: dict[str, float] = timed[0].recv()
         share = (sum(server.cpu_times()[:2]) - before_s) / (time.monotonic() - start_s)
@@ -346,73 +191,23 @@ def compare_first_tokens(url: str, pid: int, num_streams: int, seconds: float, r
     }
 
 
-def measure(url: str, router: psutil.Process, load: str, num_streams: int, seconds: float) -> dict[str, float]:
-    parts = urlsplit(url)
-    address = Address(parts.hostname or "", parts.port or 0)
-    probes, gaps = multiprocessing.Pipe(duplex=False), multiprocessing.Pipe(duplex=False)
-    peak = before = router.memory_info().rss
-    with running(stream, url, num_streams, seconds + 4, gaps[1]):
-        time.sleep(2)
-        with running(LOADS.get(load, time.sleep), address) if load else running(time.sleep, 10**6):
-            time.sleep(1.5)  # until the load's process has started
-            with running(probe, address, seconds, probes[1]):
-                while not probes[0].poll(0.1):
-                    peak = max(peak, router.memory_info().rss)
-                late_ms = 1e3 * np.array(probes[0].recv())
-        assert gaps[0].poll(60), "the streams have not ended"
-        gaps_ms = 1e3 * np.array(gaps[0].recv()[0])
-    return {
-        "live_p99_ms": round(float(np.percentile(late_ms, 99)), 1),
-        "live_max_ms": round(float(late_ms.max()), 1),
-        "itl_p50_ms": round(float(np.percentile(gaps_ms, 50)), 1),
-        "itl_p99_ms": round(float(np.percentile(gaps_ms, 99)), 1),
-        "itl_max_ms": round(float(gaps_ms.max()), 1),
-        "router_grew_mib": round((peak - before) / 2**20, 1),
-    }
-
-
-def write_model(folder: Path) -> Path:
-    """The demo model's files with the shape of Llama-3-8B and 256k tokens of context; no weights."""
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(DEMO_MODEL / name, folder / name)
-    config: dict[str, Any] = json.loads((DEMO_MODEL / "config.json").read_text())
-    config |= {
-        "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 2**18,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def main() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each load")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each load")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--only", choices=LOADS, help="this load alone")
     arguments = parser.parse_args()
-    console = Console(stderr=True)
-    results: dict[str, dict[str, float]] = {}
+    seconds: float = arguments.seconds
     with tempfile.TemporaryDirectory() as work:
         request_log = Path(work, "requests.jsonl")
-        deployment = {
-            "model": {"path": str(write_model(Path(work))), "dtype": "bfloat16"},
-            "router": {"request_log": str(request_log)},
-        }
-        options = ("--emulate", "h100-sxm", "--time-scale", str(TIME_SCALE))
-        with running_cluster(deployment, *options) as cluster:
-            router = cluster.router()
-            beside_bare = compare_with_bare(cluster.url, router.pid, arguments.streams, arguments.seconds / 2)
-            console.print(beside_bare)
-            _, share = first_tokens(cluster.url, router.pid, arguments.streams, arguments.seconds / 2)
+        deployment = {"model": {"max_model_len": 2048}, "router": {"request_log": str(request_log)}}
+        with running_cluster(deployment, "--emulate", "h100-sxm", "--time-scale", str(TIME_SCALE)) as cluster:
+            pid = cluster.router().pid
+            beside_bare = compare_with_bare(cluster.url, pid, arguments.streams, seconds)
+            _, share = first_tokens(cluster.url, pid, arguments.streams, seconds)
             num_streams = round(0.5 / share * arguments.streams)
-            ttft = compare_first_tokens(cluster.url, router.pid, num_streams, arguments.seconds / 2, request_log)
-            console.print(ttft)
-            for load in ("", *([arguments.only] if arguments.only else LOADS)):
-                results[load or "none"] = measure(cluster.url, router, load, arguments.streams, arguments.seconds)
-                console.print(load or "none", results[load or "none"])
-                time.sleep(2)
-    sizes = {"streams": arguments.streams, "seconds": arguments.seconds}
-    publish({**sizes, "beside_bare": beside_bare, "ttft_beside_streams": ttft, "loads": results}, arguments.json)
+            ttft = compare_first_tokens(cluster.url, pid, num_streams, seconds, request_log)
+    sizes = {"streams": arguments.streams, "seconds": seconds}
+    publish({**sizes, "beside_bare": beside_bare, "ttft_beside_streams": ttft}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -38,18 +38,6 @@ class Link:
     free_at_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knowledge:
-    """What routers know of workers."""
-
-    age_s: float = 0.0
-    """Age of reported loads. At 0, they are as of the instant of each decision, the step in flight included."""
-    correction: float = 1.0
-    """What all workers report as their corrections, though their steps take the predicted time."""
-    num_routers: int = 1
-    """Routers that share the workers and take requests in turn; each knows its own."""
-
-
 class VirtualWorker(Worker):
     """A worker, or a micro-batch of one, as a dispatcher sees it: commands reach its step loop at once."""
 
@@ -62,13 +50,10 @@ class VirtualWorker(Worker):
         host: str,
         max_batch_tokens: int,
         max_batch_size: int,
-        knowledge: Knowledge,
-        router: int = 0,
     ) -> None:
         """
         Args:
             host: name of the worker's host, or one name for all its hosts.
-            router: number of the dispatcher's router, the session of its requests.
         """
         super().__init__(engine.worker_id, engine.role, host=host)
         self.kv_address = engine.worker_id
@@ -85,41 +70,20 @@ class VirtualWorker(Worker):
         self._queue = queue
         self._num_turns_seen = -1
         """The load changes only at turns."""
-        self.prefill_correction = self.decode_correction = knowledge.correction
-        self._knowledge = knowledge
-        self._router = router
-
-    def seen_by(self, router: int) -> VirtualWorker:
-        """The same worker, as another router sees it."""
-        return VirtualWorker(
-            self.engine,
-            self._block_pool,
-            self._queue,
-            host=self.host,
-            max_batch_tokens=self.max_batch_tokens,
-            max_batch_size=self.max_batch_size,
-            knowledge=self._knowledge,
-            router=router,
-        )
 
     def submit(self, request: GenerationRequest) -> None:
-        self.engine.receive(AddRequest(self._key(request), request, self._queue.now_s))
+        key = RequestKey(0, request.request_id, request.attempt)
+        self.engine.receive(AddRequest(key, request, self._queue.now_s))
 
     def prepare(self, request: GenerationRequest, source: KvSource) -> None:
-        self.engine.receive(PrepareRequest(self._key(request), request, source, self._queue.now_s))
+        key = RequestKey(0, request.request_id, request.attempt)
+        self.engine.receive(PrepareRequest(key, request, source, self._queue.now_s))
 
     def cancel(self, request_id: int, attempt: int) -> None:
-        self.engine.receive(CancelRequest(RequestKey(self._router, request_id, attempt)))
-
-    def _key(self, request: GenerationRequest) -> RequestKey:
-        return RequestKey(self._router, request.request_id, request.attempt)
+        self.engine.receive(CancelRequest(RequestKey(0, request_id, attempt)))
 
     def snapshot(self) -> WorkerSnapshot:
-        engine, age_s = self.engine, self._knowledge.age_s
-        if age_s:
-            state = engine.state_at(self._queue.now_s - age_s)
-            self.load, self.num_steps, self.stepped_s = state.load, state.num_steps, state.from_s
-            return super().snapshot()
+        engine = self.engine
         if engine.num_turns != self._num_turns_seen:
             self._num_turns_seen = engine.num_turns
             self.load = engine.load()
@@ -164,7 +128,6 @@ class ClusterBuilder:
     is_sharing: bool
     """Whether prompts may share prefixes, so that blocks must be identified by content."""
     turn_s: float
-    knowledge: Knowledge
     queue: EventQueue
     sink: WorkerSink
 
@@ -216,7 +179,6 @@ class ClusterBuilder:
             sink=self.sink,
             pipeline_depth=self.costs[pool.role].pipeline_depth,
             turn_s=self.turn_s,
-            remembers_s=self.knowledge.age_s,
         )
         return VirtualWorker(
             engine,
@@ -225,7 +187,6 @@ class ClusterBuilder:
             host=host,
             max_batch_tokens=pool.max_batch_tokens,
             max_batch_size=max_batch_size,
-            knowledge=self.knowledge,
         )
 
     def _scheduler(

@@ -107,33 +107,6 @@ class _SteadyRun(NamedTuple):
         return num_turns
 
 
-class WorkerState(NamedTuple):
-    """State of a worker from an instant on."""
-
-    from_s: float
-    load: SchedulerLoad
-    num_steps: int
-    run: _SteadyRun | None
-    """The run that began then."""
-
-    def grown(self, at_s: float, block_size: int) -> WorkerState:
-        """The state at ``at_s``, with the turns of the run that have ended; about so many blocks are taken."""
-        run, load = self.run, self.load
-        if run is None or at_s <= self.from_s:
-            return self
-        num_turns = run.first_turn(at_s)
-        num_turns -= run.end_s(num_turns) > at_s
-        num_tokens = num_turns * run.batch_size
-        return self._replace(
-            from_s=run.end_s(num_turns) if num_turns else self.from_s,
-            load=load._replace(
-                num_context_tokens=load.num_context_tokens + num_tokens,
-                num_blocks_free=load.num_blocks_free - num_tokens // block_size,
-            ),
-            num_steps=self.num_steps + num_turns,
-        )
-
-
 class SimulatedWorker:
     """A worker, or one micro-batch of a pipeline-parallel one: its step loop and that loop's executor."""
 
@@ -150,14 +123,12 @@ class SimulatedWorker:
         sink: WorkerSink,
         pipeline_depth: int = 2,
         turn_s: float = 0.0,
-        remembers_s: float = 0.0,
     ) -> None:
         """
         Args:
             pipeline_depth: the executor's, 1 or 2.
             turn_s: seconds that the loop takes between two steps, unless the second was submitted before the first
                 ended.
-            remembers_s: age of the oldest state that `state_at` is asked for.
         """
         self.worker_id = worker_id
         self.role = role
@@ -198,9 +169,6 @@ class SimulatedWorker:
         """`DecodeScheduler.free_kv_tokens` at the start of the run; empty until asked for."""
         self._num_turns_due = 0
         self._is_idle = True
-        self._remembers_s = remembers_s
-        self._states = deque([self._state()])
-        """After each turn, in order of time."""
 
     def receive(self, message: Message) -> None:
         """Put ``message`` into the inbox now."""
@@ -214,14 +182,6 @@ class SimulatedWorker:
     def load(self) -> SchedulerLoad:
         """Load as of now."""
         return self._scheduler.load()
-
-    def state_at(self, instant_s: float) -> WorkerState:
-        """State at an instant in the last ``remembers_s`` seconds."""
-        state = next((state for state in reversed(self._states) if state.from_s <= instant_s), self._states[0])
-        return state.grown(instant_s, self._block_size)
-
-    def _state(self) -> WorkerState:
-        return WorkerState(self._queue.now_s, self.load(), self.num_steps, self._run)
 
     def run_growth(self) -> tuple[int, int, int]:
         """Steps, and context tokens and blocks added by the current run that the scheduler does not yet know of."""
@@ -249,14 +209,6 @@ class SimulatedWorker:
         self._queue.at(instant_s, lambda: self._turn() if number == self._num_turns_due else None)
 
     def _turn(self) -> None:
-        self._take_turn()
-        if self._remembers_s:
-            states = self._states
-            states.append(self._state())
-            while len(states) > 1 and states[1].from_s <= self._queue.now_s - self._remembers_s:
-                states.popleft()
-
-    def _take_turn(self) -> None:
         self.num_turns += 1
         now_s = self._queue.now_s
         self.held_block_s += self._block_pool.num_referenced * (now_s - self._held_until_s)

@@ -28,7 +28,7 @@ from pdserve.model.cost.cost_model import CostModel
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.event_queue import EventQueue
 from pdserve.planner.simulate.request_record import RequestRecord, request_times
-from pdserve.planner.simulate.simulated_cluster import ClusterBuilder, Knowledge
+from pdserve.planner.simulate.simulated_cluster import ClusterBuilder
 from pdserve.planner.simulate.simulated_transfers import SimulatedTransfers
 from pdserve.planner.simulate.simulated_worker import END_TOKEN, SimulatedWorker
 from pdserve.planner.simulate.simulation import Simulation
@@ -74,7 +74,6 @@ def simulate(
     max_in_flight: int = 1024,
     policy: str = PLANNED_POLICY,
     cost_of: Callable[[Pool], CostModel] | None = None,
-    knowledge: Knowledge | None = None,
 ) -> Simulation:
     """Serve ``requests`` on ``layout``.
 
@@ -87,15 +86,12 @@ def simulate(
         max_in_flight: limit on requests in flight at the router; further ones are rejected.
         policy: name of the router's placement policy.
         cost_of: cost model of a pool's workers; `Pool.cost` by default.
-        knowledge: what routers know of workers; ``None`` for one router that knows all at once.
 
     Raises:
         ValueError: the model does not fit, or does not divide by the layout's degrees.
     """
     settings = DispatchSettings(policy=policy, max_in_flight=max_in_flight, slo=slo)
-    run = _Simulator(
-        model, layout, requests, settings, overheads or Overheads(), concurrency, cost_of, knowledge or Knowledge()
-    )
+    run = _Simulator(model, layout, requests, settings, overheads or Overheads(), concurrency, cost_of)
     with _no_garbage_collection():
         return run.simulate()
 
@@ -160,7 +156,6 @@ class _Simulator:
         overheads: Overheads,
         concurrency: int,
         cost_of: Callable[[Pool], CostModel] | None,
-        knowledge: Knowledge,
     ) -> None:
         self._overheads = overheads
         self._events = EventQueue()
@@ -178,25 +173,15 @@ class _Simulator:
             costs=costs,
             is_sharing=self.is_sharing,
             turn_s=overheads.turn_s,
-            knowledge=knowledge,
             queue=self._events,
             sink=self,
         ).workers()
-        self._dispatchers = [
-            Dispatcher(costs, settings, now_s=lambda: self._events.now_s) for _ in range(knowledge.num_routers)
-        ]
-        self._views = [
-            {name: worker.seen_by(router) if router else worker for name, worker in self._workers.items()}
-            for router in range(knowledge.num_routers)
-        ]
-        """Workers as each router sees them, by id."""
-        for dispatcher, view in zip(self._dispatchers, self._views, strict=True):
-            for worker in view.values():
-                dispatcher.worker_up(worker)
+        self._dispatcher = Dispatcher(costs, settings, now_s=lambda: self._events.now_s)
+        for worker in self._workers.values():
+            self._dispatcher.worker_up(worker)
         self._transfers = SimulatedTransfers(self._events, block_size=model.block_size, pull_s=overheads.pull_s)
         self._queue: Iterator[SimulatedRequest] = iter(requests)
         self._is_closed_loop = concurrency > 0
-        self._num_started = 0
         for _ in range(concurrency or 1):
             self._expect_next()
 
@@ -240,9 +225,8 @@ class _Simulator:
         self._events.at(self.now_s + self._overheads.arrival_s, partial(self._dispatch, request))
 
     def _dispatch(self, request: _Request) -> None:
-        self._num_started += 1
         try:
-            self._dispatchers[self._num_started % len(self._dispatchers)].start(request)
+            self._dispatcher.start(request)
         except GenerationError:
             self.ended(request)
 
@@ -262,9 +246,8 @@ class _Simulator:
 
     def _deliver(self, worker_id: str, events: list[ClientEvent], arrives_s: float) -> None:
         self._delivered_s = arrives_s
+        dispatcher, worker = self._dispatcher, self._workers[worker_id]
         for event in events:
-            router = event.key.session
-            dispatcher, worker = self._dispatchers[router], self._views[router][worker_id]
             if isinstance(event, TokenEvent):
                 if event.index > 2:
                     dispatcher.tokens_skipped(event.key, event.index - 2)

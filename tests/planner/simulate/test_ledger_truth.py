@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.planner.simulate.simulated_cluster import Knowledge
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, _Simulator
 from pdserve.planner.workload.requests import SimulatedRequest
 from pdserve.router.requests.goodput import Goodput
@@ -35,8 +34,8 @@ def test_the_ledger_holds_what_the_schedulers_hold(
         now_s += gap_s
         requests.append(SimulatedRequest(now_s, num_prompt_tokens, num_output_tokens))
     dispatch = DispatchSettings(policy="goodput", slo=SLO)
-    run = _Simulator(LLAMA_3_8B, disaggregated(2, 2), requests, dispatch, NO_OVERHEADS, 0, None, Knowledge())
-    dispatcher, entries, num_seen = run._dispatchers[0], run._events._entries, 0
+    run = _Simulator(LLAMA_3_8B, disaggregated(2, 2), requests, dispatch, NO_OVERHEADS, 0, None)
+    dispatcher, entries, num_seen = run._dispatcher, run._events._entries, 0
     policy = dispatcher._placement
     assert isinstance(policy, Goodput)
 

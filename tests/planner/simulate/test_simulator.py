@@ -15,7 +15,6 @@ from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.steady_steps import NO_STEADY_STEPS
 from pdserve.model.config.shape import ModelShape
 from pdserve.planner.layout import Layout, PlannedModel
-from pdserve.planner.simulate.simulated_cluster import Knowledge
 from pdserve.planner.simulate.simulation import Simulation
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload.requests import Segment, SimulatedRequest
@@ -57,33 +56,6 @@ def decoded(simulation: Simulation) -> int:
 )
 def test_every_policy_answers_in_full(layout: Layout, policy: str) -> None:
     assert_all_are_answered(simulate(LLAMA_3_8B, layout, poisson(40, 100), slo=SLO, policy=policy), 100)
-
-
-@pytest.mark.parametrize("knowledge", [Knowledge(age_s=0.2), Knowledge(correction=1.5), Knowledge(num_routers=3)])
-@pytest.mark.parametrize("layout", [disaggregated(2, 3), colocated(2)], ids=str)
-def test_what_routers_know_changes_times_and_loses_nothing(layout: Layout, knowledge: Knowledge) -> None:
-    known, wrong = (
-        simulate(LLAMA_3_8B, layout, poisson(150, 90), slo=SLO, policy="goodput", knowledge=each)
-        for each in (None, knowledge)
-    )
-    assert_all_are_answered(wrong, 90)
-    assert decoded(wrong) == 90 * 99
-    assert (known.times.last_token_s != wrong.times.last_token_s).any()
-
-
-def test_old_loads_make_prompts_wait() -> None:
-    fresh, old = (
-        simulate(
-            LLAMA_3_8B,
-            disaggregated(4, 2),
-            poisson(60, 150),
-            slo=ALL_HANDED_OFF,
-            policy="least-loaded",
-            knowledge=Knowledge(age_s=age_s),
-        ).times.ttft_s.mean()
-        for age_s in (0.0, 1.0)
-    )
-    assert old > 1.2 * fresh
 
 
 def test_the_policy_decides() -> None:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.bench.edge import large_bodies
 from pdserve.router.http import json_body
 from pdserve.router.http.errors import ApiError
 from pdserve.router.http.json_body import Structure, read_body
@@ -22,6 +21,57 @@ MODELS: dict[str, type[Body]] = {
     "/v1/responses": ResponsesBody,
     "/tokenize": TokenizeBody,
 }
+BODY_BYTES = 8 * 2**20 - 2**10
+CHAT, TEXT_COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ASKED = '"messages":[{"role":"user","content":"hi"}]'
+
+
+def large_bodies() -> dict[str, tuple[str, bytes]]:
+    """Path and body by kind."""
+
+    def filled(begin: str, part: str, end: str) -> bytes:
+        num_parts = (BODY_BYTES - len(begin) - len(end)) // (len(part.encode()) + 1)
+        return (begin + ",".join([part] * num_parts) + end).encode()
+
+    def members(begin: str, end: str) -> bytes:
+        return (begin + ",".join(f'"k{index}":1' for index in range(BODY_BYTES // 13)) + end).encode()
+
+    text = "a" * (BODY_BYTES - 200)
+    schema = f'{{{ASKED},"response_format":{{"type":"json_schema","json_schema":{{"schema":{{"enum":['
+    bodies = {
+        "objects in an unknown field": (CHAT, filled(f'{{{ASKED},"x":[', '{"a":1}', "]}")),
+        "unknown fields": (CHAT, members(f"{{{ASKED},", "}")),
+        "unknown fields of a message": (CHAT, members('{"messages":[{"role":"user","content":"x",', "}]}")),
+        "empty messages": (CHAT, filled('{"messages":[', "{}", "]}")),
+        "short messages": (CHAT, filled('{"messages":[', '{"role":"user","content":"x"}', "]}")),
+        "parts of a message": (
+            CHAT,
+            filled('{"messages":[{"role":"user","content":[', '{"type":"text","text":"x"}', "]}]}"),
+        ),
+        "calls of a message": (
+            CHAT,
+            filled(
+                '{"messages":[{"role":"assistant","tool_calls":[', '{"function":{"name":"f","arguments":"{}"}}', "]}]}"
+            ),
+        ),
+        "tools": (CHAT, filled(f'{{{ASKED},"tools":[', '{"type":"function","function":{"name":"f"}}', "]}")),
+        "variables of the template": (CHAT, members(f'{{{ASKED},"chat_template_kwargs":{{', "}}")),
+        "an enum": (CHAT, filled(schema, '"ab"', "]}}}}")),
+        "biases": (TEXT_COMPLETIONS, members('{"prompt":"x","logit_bias":{', "}}")),
+        "stop strings": (TEXT_COMPLETIONS, filled('{"prompt":"x","stop":[', '"abc"', "]}")),
+        "prompts": (TEXT_COMPLETIONS, filled('{"prompt":[', '"abc"', "]}")),
+        "token ids": (TEXT_COMPLETIONS, filled('{"prompt":[', "7", "]}")),
+        "a long text": (TEXT_COMPLETIONS, f'{{"prompt":"{text}"}}'.encode()),
+        "an escaped text": (TEXT_COMPLETIONS, ('{"prompt":"' + "\\u00e9" * (BODY_BYTES // 6 - 10) + '"}').encode()),
+        "deep lists": (TEXT_COMPLETIONS, b'{"prompt":' + b"[" * (BODY_BYTES - 20)),
+        "no JSON at the end": (TEXT_COMPLETIONS, f'{{"prompt":"{text}"'.encode()),
+        "a text to tokenize": ("/tokenize", f'{{"prompt":"{text}"}}'.encode()),
+        "items of a response": ("/v1/responses", filled('{"input":[', '{"role":"user","content":"x"}', "]}")),
+    }
+    assert all(len(body) <= BODY_BYTES + 2**10 for _, body in bodies.values())
+    return bodies
+
+
 KINDS = large_bodies()
 TEXTS = {"a long text", "an escaped text", "a text to tokenize"}
 
