@@ -15,7 +15,7 @@ import typer
 from pdserve.contracts.deployment import ModelConfig
 from pdserve.contracts.errors import ConfigError
 from pdserve.deploy.commands import plan_options as options
-from pdserve.deploy.commands.plan_answer import Outputs, answer, show_formulas
+from pdserve.deploy.commands.plan_answer import Outputs, answer, show_worker
 from pdserve.deploy.commands.plan_options import ModelOptions, Objectives
 from pdserve.deploy.commands.ray_file import PROVIDERS, ray_cluster_path
 
@@ -142,7 +142,7 @@ def plan(
         bool,
         typer.Option(
             "--explain",
-            help="Show the formulas for memory and times of a worker, without a search.",
+            help="Show memory and times of a worker by part, without a search.",
             rich_help_panel=options.ANSWER,
         ),
     ] = False,
@@ -234,7 +234,7 @@ def plan(
         rate=rate or 0.0,
         effort=dataclasses.replace(_effort(requests, seed), most_requests=traffic.max_requests),
     )
-    return show_formulas(question, traffic, outputs) if explain else answer(question, traffic, outputs)
+    return show_worker(question, traffic, outputs) if explain else answer(question, traffic, outputs)
 
 
 def _ray_file(provider: str, output: Path | None, decode_gpu: str) -> Path:

@@ -62,8 +62,8 @@ def answer(question: Question, traffic: Traffic, outputs: Outputs) -> int:
     return 0
 
 
-def show_formulas(question: Question, traffic: Traffic, outputs: Outputs) -> int:
-    """Print how memory and step times of a worker follow, on the fewest GPUs of each kind that hold the model."""
+def show_worker(question: Question, traffic: Traffic, outputs: Outputs) -> int:
+    """Print memory and times of a worker by part, on the fewest GPUs of each kind that hold the model."""
     from pdserve.planner.report.explain import explain
     from pdserve.planner.report.tables import print_explanations
 

@@ -72,7 +72,6 @@ tr.first td{font-weight:600}
 .n{text-align:right;font-variant-numeric:tabular-nums}
 li{margin:4px 0}
 ul{padding-left:20px;margin:0}
-code{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,monospace}
 details{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 16px;margin:0 0 8px}
 summary{cursor:pointer}
 dt{margin-top:12px}

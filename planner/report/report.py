@@ -75,7 +75,7 @@ def _list(sentences: Iterable[str]) -> str:
 
 
 def _explanation(plan: Plan, pool: Pool) -> str:
-    """The cost model's arithmetic, collapsed."""
+    """Memory and times of a worker, collapsed."""
     lines = explain(
         plan.question.model,
         pool,
@@ -83,8 +83,7 @@ def _explanation(plan: Plan, pool: Pool) -> str:
         context_tokens=max(1, round(plan.mean_prompt_tokens + plan.mean_output_tokens / 2)),
     )
     rows = "".join(
-        f"<dt>{escape(line.name)}: <b>{escape(result_words(line))}</b></dt>"
-        f"<dd>{escape(line.formula)}<br><code>{escape(line.numbers)}</code></dd>"
+        f"<dt>{escape(line.name)}: <b>{escape(result_words(line))}</b></dt><dd>{escape(line.parts)}</dd>"
         for line in lines
     )
     name = f"{wording.ROLE_NAMES[pool.role]} worker, TP{pool.tensor_parallel} PP{pool.pipeline_parallel}"

@@ -55,13 +55,12 @@ def _print_details(plan: Plan, console: Console, num_rows: int) -> None:
 
 
 def print_explanations(title: str, explanations: Iterable[Explanation], console: Console) -> None:
-    """Results with their formulas and numbers."""
+    """Results with their parts."""
     console.print(escape(title), style="bold", highlight=False, soft_wrap=True)
     for each in explanations:
-        console.print()
         console.print(f"{escape(each.name)}: [bold]{result_words(each)}[/]", highlight=False, soft_wrap=True)
-        for line in (each.formula, each.numbers):
-            console.print(f"  {escape(line)}", style="dim", highlight=False, soft_wrap=True)
+        if each.parts:
+            console.print(f"  {escape(each.parts)}", style="dim", highlight=False, soft_wrap=True)
 
 
 def _print_heading(console: Console, text: str) -> None:

@@ -111,18 +111,17 @@ def test_the_deployment_that_was_written_can_be_simulated(planned: Planned, caps
     assert result["steady_state"]["share"] > 0.9
 
 
-def test_formulas_are_shown_without_a_search(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_worker_is_explained_without_a_search(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = written(tmp_path / "Llama-3-8B")
     command = ["plan", "--model", str(model), "--gpu", "h100", "--decode-gpu", "l4", *SHORT, "--explain"]
     assert run(command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].rstrip() == "Llama-3-8B on h100-sxm, TP1 PP1"
     assert "Llama-3-8B on l4, TP1 PP1" in [line.rstrip() for line in lines]
-    place = lines.index("KV of a token: 131,072 bytes (131 kB)")
-    assert lines[place + 2].strip() == "2 * 32 * 8 * 256"
+    assert "KV of a token: 131,072 bytes (131 kB)" in lines
     assert run([*command, "--json", "-"]) == 0
     explained = json.loads(capsys.readouterr().out)
-    assert {each["name"] for each in explained["h100-sxm, TP1 PP1"]} >= {"weights", "ridge point"}
+    assert {each["name"] for each in explained["h100-sxm, TP1 PP1"]} >= {"weights", "tokens of KV"}
 
 
 def test_a_deployment_that_cannot_be_served_yet_is_said_to_be(
