@@ -1,6 +1,6 @@
 """Disaggregated against colocated serving, in the simulator: attainment by rate of the best layout of each kind.
 
-    python -m pdserve.bench.disaggregation [--only NAME] [--requests N] [--seeds N] [--html FILE] [--json FILE]
+    python -m pdserve.bench.disaggregation [--only NAME] [--requests N] [--seeds N] [--json FILE]
 
 Llama-3-8B on eight H100. For each workload the search finds the best layout of each kind, chunks tuned, and the judge
 serves both at the same rates, with seeds that the search has not seen. `mixed` compares six prefill and two decode
@@ -10,13 +10,12 @@ workers, for code within a TPOT of 20 ms, with the same when two of the six are 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 from pdserve.bench.models import LLAMA_3_8B
@@ -26,7 +25,6 @@ from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import DEFAULT_POLICY, PLANNED_POLICY, SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.layout import Layout
-from pdserve.planner.report.page import SERIES, Chart, card, page, rule, svg
 from pdserve.planner.simulate.attainment import Attainment, measure
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.traffic import named_traffic
@@ -88,31 +86,16 @@ def curves(name: str, num_requests: int, seeds: Sequence[int], pool: ProcessPool
     }
 
 
-def chart(record: Mapping[str, Any]) -> Chart:
-    def draw(axes: Any) -> None:
-        for color, (text, shares) in zip(SERIES, record["attainment"].items(), strict=False):
-            axes.plot(record["rates"], shares, "o-", color=color, label=text.split(", chunks")[0])
-        rule(axes, "target 90 %", y=0.9)
-        axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-        axes.set(xlabel="requests/s", ylim=(0, 1.02))
-
-    return Chart(record["name"], svg(draw), f"Within TTFT {record['ttft_s']:g} s and TPOT {record['tpot_s']:g} s.")
-
-
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--only", choices=[*WORKLOADS, MIXED], help="one of the comparisons")
     parser.add_argument("--requests", type=int, default=10_000, help="of each run")
     parser.add_argument("--seeds", type=int, default=1, help="runs for each layout and rate")
-    parser.add_argument("--html", type=Path, help="page of charts to write")
     arguments = parser.parse_args()
     seeds = range(FIRST_FRESH_SEED, FIRST_FRESH_SEED + arguments.seeds)
     names = [arguments.only] if arguments.only else [*WORKLOADS, MIXED]
     with ProcessPoolExecutor(NUM_PROCESSES, mp_context=get_context("spawn")) as pool:
         records = [curves(name, arguments.requests, seeds, pool) for name in names]
-    if arguments.html is not None:
-        cards = "".join(card(chart(record)) for record in records)
-        arguments.html.write_text(page("Disaggregated against colocated", f"<div class=cards>{cards}</div>"))
     publish({"requests_per_run": arguments.requests, "seeds": list(seeds), "curves": records}, arguments.json)
 
 

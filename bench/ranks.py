@@ -26,8 +26,7 @@ from typing import Any
 import torch
 
 from pdserve.bench.script import publish, script_parser
-from pdserve.bench.shapes import SHAPES
-from pdserve.bench.simulator_vs_emulation import LLAMA_3_8B
+from pdserve.bench.shapes import LLAMA_3_8B_CONFIG, SHAPES
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
@@ -134,7 +133,7 @@ def measure(num_ranks: int, num_rounds: int, folder: Path) -> dict[str, Any]:
     goal_ms = sums_ms + 1.05 * on_cores[alone]["decode_ms"] / num_ranks
     on_cores[ranks] |= {"all_reduces_ms": round(sums_ms, 2), "decode_goal_ms": round(goal_ms, 2)}
     (folder / "8b").mkdir()
-    (folder / "8b" / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    (folder / "8b" / "config.json").write_text(json.dumps(LLAMA_3_8B_CONFIG))
     worker = replace(worker, model_path=str(folder / "8b"), precision=Precision(dtype="bfloat16"), emulate="h100-sxm")
     emulated = {f"{degree} x H100": replace(worker, tensor_parallel=degree) for degree in (1, 2, 4, 8)}
     return {"on_cores": on_cores, "emulated": compare(emulated, EMULATED_PROMPT_TOKENS, num_rounds)}

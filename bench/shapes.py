@@ -35,3 +35,14 @@ LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256,
 }
 """Sizes in config.json of Llama 3 and 3.1 8B."""
+LLAMA_3_8B_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    **LLAMA_8B,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+"""config.json of meta-llama/Meta-Llama-3-8B, as far as a decoder depends on it."""

@@ -1,7 +1,6 @@
 """Accuracy of the simulator on a live cluster: the same requests, simulated and on a cluster of emulated GPUs.
 
-    python -m pdserve.bench.simulator_vs_emulation [--replicas 1] [--colocated] [--workload lognormal]
-                                                   [--prefill TENSOR PIPELINE] [--decode TENSOR PIPELINE]
+    python -m pdserve.bench.simulator_vs_emulation [--prefill TENSOR PIPELINE] [--decode TENSOR PIPELINE]
                                                    [--setting NAME] [--shares 0.6 0.9]
                                                    [--time-scale 10] [--requests 240] [--json FILE]
 
@@ -50,7 +49,7 @@ from pdserve.bench.cluster import RunningCluster, running_cluster
 from pdserve.bench.load import MAX_CPU_SHARE, Measurement, measure_load
 from pdserve.bench.policies import SETTINGS, Setting
 from pdserve.bench.script import publish, script_parser
-from pdserve.bench.shapes import LLAMA_8B
+from pdserve.bench.shapes import LLAMA_3_8B_CONFIG
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.model.config.shape import ModelShape
@@ -61,22 +60,11 @@ from pdserve.planner.simulate.simulation import RequestTimes
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload.conversations import Conversations
 from pdserve.planner.workload.lengths import LogNormalLengths
-from pdserve.planner.workload.presets import PRESETS, preset
 from pdserve.planner.workload.requests import SimulatedRequest
 from pdserve.planner.workload.workload import Workload
 
-LLAMA_3_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    **LLAMA_8B,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
-"""config.json of meta-llama/Meta-Llama-3-8B, as far as a decoder depends on it."""
-MODEL = PlannedModel(shape=ModelShape.from_hf_config(LLAMA_3_8B), name="Meta-Llama-3-8B", max_model_len=8192)
+GPU = "h100-sxm"
+MODEL = PlannedModel(shape=ModelShape.from_hf_config(LLAMA_3_8B_CONFIG), name="Meta-Llama-3-8B", max_model_len=8192)
 SHARES_BELOW = (0.35, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 SHARES_BEYOND = (1.1, 1.3)
 """Shares of the rate at saturation."""
@@ -111,49 +99,23 @@ PAUSE_S = 5.0
 """Between two measurements: the cluster is empty."""
 
 
-def placement(
-    gpu: str,
-    replicas: int,
-    *,
-    is_colocated: bool = False,
-    prefill_degrees: Sequence[int] = (1, 1),
-    decode_degrees: Sequence[int] = (1, 1),
-) -> Layout:
-    """As many prefill as decode workers, or that many mixed ones of one device each. Degrees are tensor- and
+def one_of_each(prefill_degrees: Sequence[int], decode_degrees: Sequence[int]) -> Setting:
+    """A prefill and a decode worker under `LOGNORMAL`, with the rate at saturation. Degrees are tensor- and
     pipeline-parallel."""
-    prefill, decode, mixed = (
-        Pool(
-            role=role,
-            replicas=replicas,
-            hardware=hardware(gpu),
-            tensor_parallel=degrees[0],
-            pipeline_parallel=degrees[1],
-        )
-        for role, degrees in (
+    prefill, decode = (
+        Pool(role=role, replicas=1, hardware=hardware(GPU), tensor_parallel=tensor, pipeline_parallel=pipeline)
+        for role, (tensor, pipeline) in (
             (WorkerRole.PREFILL, prefill_degrees),
             (WorkerRole.DECODE, decode_degrees),
-            (WorkerRole.MIXED, (1, 1)),
         )
     )
-    return Layout(mixed=mixed) if is_colocated else Layout(prefill=prefill, decode=decode)
-
-
-def saturated(arguments: argparse.Namespace) -> Setting:
-    """Layout and workload of the command line, with the rate at saturation."""
-    layout = placement(
-        arguments.gpu,
-        arguments.replicas,
-        is_colocated=arguments.colocated,
-        prefill_degrees=arguments.prefill,
-        decode_degrees=arguments.decode,
-    )
-    workload = LOGNORMAL if arguments.workload == LOGNORMAL.name else preset(arguments.workload)
+    layout = Layout(prefill=prefill, decode=decode)
     return Setting(
-        workload=workload,
+        workload=LOGNORMAL,
         layout=layout,
         ttft_s=SLO.ttft_seconds,
         tpot_s=SLO.tpot_seconds,
-        rate=saturation(MODEL, layout, workload, SLO),
+        rate=saturation(MODEL, layout, LOGNORMAL, SLO),
         model=MODEL,
     )
 
@@ -176,7 +138,7 @@ _PROCESSES = {"router": "pdserve.router", "prefill": "ray::PrefillWorker", "deco
 
 
 @contextmanager
-def emulated_cluster(setting: Setting, gpu: str, time_scale: float) -> Iterator[RunningCluster]:
+def emulated_cluster(setting: Setting, time_scale: float) -> Iterator[RunningCluster]:
     """The layout on emulated devices, ``time_scale`` times slower than real ones; objectives are in seconds of theirs.
 
     Emulation needs a config.json and a tokenizer, but no weights. Prompts are token ids, so the tokenizer is small.
@@ -188,7 +150,7 @@ def emulated_cluster(setting: Setting, gpu: str, time_scale: float) -> Iterator[
     with TemporaryDirectory() as work:
         folder = Path(work) / model.name
         write_tokenizer(folder, 512)
-        config = {**LLAMA_3_8B, "max_position_embeddings": model.max_model_len}
+        config = {**LLAMA_3_8B_CONFIG, "max_position_embeddings": model.max_model_len}
         (folder / "config.json").write_text(json.dumps(config))
         deployment = {
             "model": {"path": str(folder), "dtype": model.precision.dtype, "max_model_len": model.max_model_len},
@@ -203,7 +165,7 @@ def emulated_cluster(setting: Setting, gpu: str, time_scale: float) -> Iterator[
                 for pool in setting.layout.pools
             },
         }
-        with running_cluster(deployment, "--emulate", gpu, "--time-scale", str(time_scale)) as cluster:
+        with running_cluster(deployment, "--emulate", GPU, "--time-scale", str(time_scale)) as cluster:
             yield cluster
 
 
@@ -333,7 +295,7 @@ def compare(
     expected_s = arguments.time_scale * num_requests / setting.rate * sum(1 / share for share in arguments.shares)
     console.print(f"{setting.layout}: 1.00 x is {setting.rate:.1f} requests/s; about {expected_s / 60 + 2:.0f} minutes")
     results = []
-    with emulated_cluster(setting, arguments.gpu, arguments.time_scale) as cluster:
+    with emulated_cluster(setting, arguments.time_scale) as cluster:
         comparison = Comparison(cluster, setting, arguments.time_scale)
         probes = workload.draw(NUM_PROBES, arguments.seed + 1, max_model_len=max_model_len)
         comparison.measure_overheads(probes.at_rate(PROBE_SHARE * setting.rate))
@@ -374,8 +336,6 @@ def _line(result: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = script_parser(__doc__)
-    parser.add_argument("--replicas", type=int, default=1, help="prefill workers, and as many decode workers")
-    parser.add_argument("--colocated", action="store_true", help="mixed workers instead")
     for role in ("prefill", "decode"):
         parser.add_argument(
             f"--{role}",
@@ -386,12 +346,8 @@ def main() -> int:
             help=f"degrees of {role} workers",
         )
     parser.add_argument("--setting", choices=list(EMULATED), help="layout, workload and objectives of a setting")
-    parser.add_argument(
-        "--workload", choices=[LOGNORMAL.name, *PRESETS], default=LOGNORMAL.name, help="kind of traffic"
-    )
     parser.add_argument("--time-scale", type=float, default=10.0, help="real seconds of an emulated one")
     parser.add_argument("--requests", type=int, default=240, help="at each rate, for each worker that decodes")
-    parser.add_argument("--gpu", default="h100-sxm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--shares",
@@ -402,13 +358,13 @@ def main() -> int:
         help="rates, as shares of the one at saturation, or of the setting's",
     )
     arguments = parser.parse_args()
-    setting = EMULATED[arguments.setting] if arguments.setting else saturated(arguments)
+    setting = EMULATED[arguments.setting] if arguments.setting else one_of_each(arguments.prefill, arguments.decode)
     results, figures = compare(setting, arguments, Console(stderr=True))
     failures = [line for result in results for line in (*result["failures"], *result["invalid"])]
     document = {
         "model": setting.model.name,
         "layout": str(setting.layout),
-        "gpu": arguments.gpu,
+        "gpu": GPU,
         "workload": setting.name,
         "time_scale": arguments.time_scale,
         "requests": arguments.requests * setting.layout.decode_pool.replicas,

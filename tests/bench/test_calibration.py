@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from pdserve.bench.calibration import overheads_between, pipelined_overheads, saturation
-from pdserve.bench.simulator_vs_emulation import LOGNORMAL, MODEL, SLO, placement
+from pdserve.bench.simulator_vs_emulation import LOGNORMAL, MODEL, SLO
 from pdserve.planner.simulate.simulation import RequestTimes
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload.requests import SimulatedRequest
+from tests.planner.stand_ins import disaggregated
 
-LAYOUT = placement("h100-sxm", 1)
+LAYOUT = disaggregated()
 PROBES = [SimulatedRequest(0.15 * number, 100 + 80 * number, 3) for number in range(10)]
 
 

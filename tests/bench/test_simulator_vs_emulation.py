@@ -14,13 +14,13 @@ from pdserve.bench.simulator_vs_emulation import (
     emulated_times,
     interpolated_goodput,
     invalid_reasons,
-    placement,
     slowed_layout,
     slowed_request,
 )
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
 from pdserve.planner.workload.requests import SimulatedRequest
 from tests.bench.test_agreement import some_times
+from tests.planner.stand_ins import disaggregated
 
 HEALTHY = GeneratorHealth(cpu_share=0.1, send_late_p99_s=0.001, send_late_max_s=0.002, loop_late_p99_s=0.001)
 
@@ -54,7 +54,7 @@ def test_goodput_is_where_attainment_last_falls_below_the_objective() -> None:
 
 def test_requests_are_slowed_and_their_times_emulated() -> None:
     """What a slowed cluster serves after other requests is as long, in its own seconds, as at full speed."""
-    layout, scale, from_s = placement("h100-sxm", 1), 10.0, 700.0
+    layout, scale, from_s = disaggregated(), 10.0, 700.0
     requests = LOGNORMAL.draw(40, max_model_len=MODEL.max_model_len).at_rate(30.0)
     requests[-1] = replace(requests[-1], follow_up=SimulatedRequest(0.5, 3000, 8))
     expected = simulate(MODEL, layout, requests, slo=SLO, overheads=NO_OVERHEADS).times

@@ -20,7 +20,7 @@ import psutil
 
 from pdserve.bench.cluster import RunningCluster, running_cluster
 from pdserve.bench.load import Measurement, measure_load
-from pdserve.bench.simulator_vs_emulation import LLAMA_3_8B
+from pdserve.bench.shapes import LLAMA_3_8B_CONFIG
 from pdserve.deploy.observe.files import SCRAPE_INTERVAL, write_files
 from pdserve.model.cost.hardware import hardware, slowed
 from pdserve.model.weights.random_checkpoint import write_tokenizer
@@ -39,7 +39,7 @@ def emulated_cluster(deployment: dict[str, Any], *options: str) -> Iterator[Runn
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work) / "llama-3-8b"
         write_tokenizer(folder, 512)
-        (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
+        (folder / "config.json").write_text(json.dumps(LLAMA_3_8B_CONFIG))
         model = {"path": str(folder), "dtype": "bfloat16", "max_model_len": 8192}
         with running_cluster({"model": model, **deployment}, "--emulate", GPU, *options) as cluster:
             yield cluster
@@ -152,7 +152,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def send(cluster: RunningCluster, requests: Sequence[SimulatedRequest]) -> Measurement:
-    return measure_load(cluster.url, requests, vocab_size=LLAMA_3_8B["vocab_size"])
+    return measure_load(cluster.url, requests, vocab_size=LLAMA_3_8B_CONFIG["vocab_size"])
 
 
 @contextmanager
