@@ -74,7 +74,6 @@ def plan_live(
         proposal = propose(
             found,
             layout,
-            cluster.workers,
             traffic.workload,
             observed_rate=observed.requests_per_s,
             hysteresis=watch.hysteresis,

@@ -7,7 +7,7 @@ is statistically clear and above a threshold (hysteresis), so that noise never t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -15,7 +15,6 @@ from math import isfinite
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner import wording
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.live.running import RunningWorker
 from pdserve.planner.report.plan_json import Json, attainment_json, layout_json, plan_json
 from pdserve.planner.search.goodput import Goodput, Runner, Trial, Workload, find_goodput
 from pdserve.planner.search.hosts import host_sentence
@@ -47,10 +46,6 @@ class Change:
     num_started: int
     load_s: float
     """Minimum time until the new workers have their weights, if all devices load from host memory in parallel."""
-    num_requests: float
-    """In flight on the stopped workers; each is recomputed elsewhere."""
-    num_cached_tokens: float
-    """KV tokens in the pools of stopped workers, which are lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +71,6 @@ class Proposal:
 def propose(
     plan: Plan,
     layout: Layout,
-    workers: Sequence[RunningWorker],
     workload: Workload,
     *,
     observed_rate: float,
@@ -117,7 +111,7 @@ def propose(
         (goodput,) = pool.run([search])
         running_at, best_at = pool.run(at_observed)
     running = Running(layout=layout, goodput=goodput, at_observed=running_at)
-    return compare(running, best, best_at, model=question.model, workers=workers, hysteresis=hysteresis)
+    return compare(running, best, best_at, model=question.model, hysteresis=hysteresis)
 
 
 def compare(
@@ -126,7 +120,6 @@ def compare(
     at_observed: Attainment,
     *,
     model: PlannedModel,
-    workers: Sequence[RunningWorker],
     hysteresis: float = DEFAULT_HYSTERESIS,
 ) -> Proposal:
     """Compare the best candidate of a plan, which was simulated, with the running placement."""
@@ -140,15 +133,15 @@ def compare(
         gain=gain,
         is_clear=new.interval.low > old.interval.high,
         hysteresis=hysteresis,
-        change=change_between(running.layout, best.layout, model, workers),
+        change=change_between(running.layout, best.layout, model),
     )
 
 
-def change_between(old: Layout, new: Layout, model: PlannedModel, workers: Sequence[RunningWorker]) -> Change:
+def change_between(old: Layout, new: Layout, model: PlannedModel) -> Change:
     """Workers that differ in role, device, degree or limits are restarted."""
     old_pools, new_pools = ({pool.role: pool for pool in layout.pools} for layout in (old, new))
     num_kept = num_stopped = num_started = 0
-    load_s = num_requests = num_cached_tokens = 0.0
+    load_s = 0.0
     for role in WorkerRole:
         before, after = old_pools.get(role), new_pools.get(role)
         num_before, num_after = before.replicas if before else 0, after.replicas if after else 0
@@ -158,19 +151,7 @@ def change_between(old: Layout, new: Layout, model: PlannedModel, workers: Seque
         num_started += num_after - kept
         if after is not None and num_after > kept:
             load_s = max(load_s, _load_s(after, model))
-        of_role = [worker for worker in workers if worker.role is role]
-        if of_role:
-            share = (num_before - kept) / num_before
-            num_requests += share * sum(worker.num_requests for worker in of_role)
-            num_cached_tokens += share * sum(worker.num_cached_blocks * worker.block_size for worker in of_role)
-    return Change(
-        num_kept=num_kept,
-        num_stopped=num_stopped,
-        num_started=num_started,
-        load_s=load_s,
-        num_requests=num_requests,
-        num_cached_tokens=num_cached_tokens,
-    )
+    return Change(num_kept=num_kept, num_stopped=num_stopped, num_started=num_started, load_s=load_s)
 
 
 def _is_alike(before: Pool, after: Pool) -> bool:
@@ -203,8 +184,7 @@ def sentences(proposal: Proposal) -> Iterator[str]:
         return
     yield (
         f"The change would stop {change.num_stopped} workers, start {change.num_started} and keep {change.num_kept}. "
-        f"Loading weights takes at least {wording.seconds(change.load_s)}; about {change.num_requests:.0f} requests in "
-        f"flight would be recomputed, and KV of about {change.num_cached_tokens:,.0f} tokens would be lost."
+        f"Loading weights takes at least {wording.seconds(change.load_s)}."
     )
     yield _advice(proposal)
 

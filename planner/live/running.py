@@ -48,9 +48,6 @@ class RunningWorker:
     num_kv_blocks: int
     max_batch_tokens: int
     max_batch_size: int
-    num_requests: int
-    """Running, parked and waiting."""
-    num_cached_blocks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +102,7 @@ def _held(path: str, name: str, workers: Sequence[RunningWorker]) -> ModelConfig
 
 
 def _worker(status: Mapping[str, Any]) -> RunningWorker:
-    limits, load = status["limits"], status["load"]
+    limits = status["limits"]
     return RunningWorker(
         worker_id=str(status["worker_id"]),
         role=WorkerRole(status["role"]),
@@ -119,8 +116,6 @@ def _worker(status: Mapping[str, Any]) -> RunningWorker:
         num_kv_blocks=int(limits["num_blocks"]),
         max_batch_tokens=int(limits["max_batch_tokens"]),
         max_batch_size=int(limits["max_batch_size"]),
-        num_requests=sum(int(load[name]) for name in ("num_running", "num_waiting", "num_parked")),
-        num_cached_blocks=int(load["num_blocks_cached"]) + int(load["num_blocks_referenced"]),
     )
 
 
@@ -129,7 +124,7 @@ def _joined(micro_batches: Iterable[RunningWorker]) -> tuple[RunningWorker, ...]
     parts: dict[str, list[RunningWorker]] = {}
     for each in micro_batches:
         parts.setdefault(whole_worker_id(each.worker_id), []).append(each)
-    summed = ("num_kv_blocks", "max_batch_size", "num_requests", "num_cached_blocks")
+    summed = ("num_kv_blocks", "max_batch_size")
     return tuple(
         replace(some[0], worker_id=worker_id, **{name: sum(getattr(each, name) for each in some) for name in summed})
         for worker_id, some in parts.items()

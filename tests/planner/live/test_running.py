@@ -51,13 +51,6 @@ def status_of(worker_id: str, role: str, **changes: object) -> dict[str, object]
             "max_batch_tokens": 2048,
             "max_batch_size": 256,
         },
-        "load": {
-            "num_running": 3,
-            "num_waiting": 2,
-            "num_parked": 1,
-            "num_blocks_cached": 40,
-            "num_blocks_referenced": 60,
-        },
         **changes,
     }
 
@@ -99,8 +92,6 @@ def test_workers_that_are_up_are_read() -> None:
             num_kv_blocks=1000,
             max_batch_tokens=2048,
             max_batch_size=256,
-            num_requests=6,
-            num_cached_blocks=100,
         )
     ]
 
