@@ -82,6 +82,20 @@ class Pool:
             model.block_size, max_batch_tokens=self.max_batch_tokens, max_batch_size=self.max_batch_size
         )
 
+    def micro_batch_blocks(self, model: PlannedModel, cost: CostModel) -> int:
+        """KV blocks of each micro-batch.
+
+        Raises:
+            ValueError: the weights leave no memory for KV.
+        """
+        num_blocks = self.kv_blocks(model, cost) // self.pipeline_parallel
+        if num_blocks < 1:
+            raise ValueError(
+                f"the weights leave no memory for KV on {self.hardware.name} with {self.devices_per_worker} devices a "
+                "worker: use more of them, or larger ones"
+            )
+        return num_blocks
+
 
 Hosts = tuple[int, ...]
 """Hosts of one worker by number: a single host, or one per stage of its pipeline.

@@ -275,12 +275,7 @@ def _workers(
     for number, (pool, cost) in enumerate(zip(pools, costs, strict=True)):
         hosts = layout.worker_hosts[pool.role]
         num_stages = pool.pipeline_parallel
-        num_blocks = pool.kv_blocks(model, cost) // num_stages
-        if num_blocks < 1:
-            raise ValueError(
-                f"the weights leave no memory for KV on {pool.hardware.name} with {pool.devices_per_worker} devices a "
-                "worker: use more of them, or larger ones"
-            )
+        num_blocks = pool.micro_batch_blocks(model, cost)
         max_batch_size = max(1, pool.max_batch_size // num_stages)
         if pool.role is not WorkerRole.PREFILL:
             max_batch_size = min(max_batch_size, max(1, pool.max_batch_tokens - 1))

@@ -150,18 +150,13 @@ class ClusterBuilder:
         self, pool: Pool, replica: int, host: str, mint_handle: Callable[[], bytes]
     ) -> list[VirtualWorker]:
         num_micro_batches = pool.pipeline_parallel
-        num_blocks = pool.kv_blocks(self.model, self.costs[pool.role])
-        if num_blocks < num_micro_batches:
-            raise ValueError(
-                f"the weights leave no memory for KV on {pool.hardware.name} with {pool.devices_per_worker} devices a "
-                "worker: use more of them, or larger ones"
-            )
+        num_blocks = pool.micro_batch_blocks(self.model, self.costs[pool.role])
         stage = Stage(num_micro_batches)
         names = [
             f"{pool.role.value}-{replica}" + (f".{micro_batch}" if num_micro_batches > 1 else "")
             for micro_batch in range(num_micro_batches)
         ]
-        return [self._worker(name, pool, host, num_blocks // num_micro_batches, stage, mint_handle) for name in names]
+        return [self._worker(name, pool, host, num_blocks, stage, mint_handle) for name in names]
 
     def _worker(
         self, worker_id: str, pool: Pool, host: str, num_blocks: int, stage: Stage, mint_handle: Callable[[], bytes]

@@ -5,7 +5,10 @@ Arrays have one entry per request, in order of arrival; times are seconds on the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import nan
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +74,33 @@ class RequestTimes:
         num_in_flight = num_offered / max(end_s - start_s, 1e-9) * residence_s[is_over].mean()
         chance = _DEVIATIONS * np.sqrt(2 * num_in_flight)
         return bool(num_offered - num_answered > (1 - _LEAST_ANSWERED) * num_offered + chance)
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """One request while it is simulated: instants in seconds, NaN before the event. The names are those of
+    `RequestTimes`."""
+
+    arrived_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    started_s: float = nan
+    first_token_s: float = nan
+    second_token_s: float = nan
+    last_token_s: float = nan
+    num_cached_tokens: int = 0
+    is_rejected: bool = False
+
+
+def request_times(records: Sequence[RequestRecord]) -> RequestTimes:
+    """Arrays of ``records``, which are in order of arrival."""
+    kinds = {"num": np.int64, "is": np.bool_}
+
+    def column(name: str) -> Any:
+        kind = kinds.get(name.partition("_")[0], np.float64)
+        return np.fromiter((getattr(record, name) for record in records), kind, len(records))
+
+    return RequestTimes(**{field.name: column(field.name) for field in fields(RequestTimes)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

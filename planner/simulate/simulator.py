@@ -27,11 +27,10 @@ from pdserve.engine.worker.loop import StepReport
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.event_queue import EventQueue
-from pdserve.planner.simulate.request_record import RequestRecord, request_times
 from pdserve.planner.simulate.simulated_cluster import ClusterBuilder
 from pdserve.planner.simulate.simulated_transfers import SimulatedTransfers
 from pdserve.planner.simulate.simulated_worker import END_TOKEN, SimulatedWorker
-from pdserve.planner.simulate.simulation import Simulation
+from pdserve.planner.simulate.simulation import RequestRecord, Simulation, request_times
 from pdserve.planner.workload.prompts import Prompt, PromptTable
 from pdserve.planner.workload.requests import SimulatedRequest
 from pdserve.router.requests.dispatch import Dispatcher
