@@ -43,8 +43,6 @@ class CheckedAnswer:
     num_tokens: int
     gap_s: float
     """Longest time without a token, after the first."""
-    gap_at_s: float
-    """Beginning of that time."""
     error: str
     """Why it is not whole; empty if it is."""
     is_wrong: bool
@@ -80,14 +78,11 @@ class ChainChecker:
         if not error and len(answer.token_ids) != num_tokens:
             error = f"{len(answer.token_ids)} of {num_tokens} tokens, and no error"
         times = [*answer.token_s, ended_s] if answer.token_s else []
-        gaps = [(later - sooner, sooner) for sooner, later in pairwise(times)]
-        gap_s, gap_at_s = max(gaps, default=(0.0, answer.sent_s))
         return CheckedAnswer(
             sent_s=answer.sent_s,
             ended_s=ended_s,
             num_tokens=len(answer.token_ids),
-            gap_s=gap_s,
-            gap_at_s=gap_at_s,
+            gap_s=max((later - sooner for sooner, later in pairwise(times)), default=0.0),
             error=error,
             is_wrong=answer.token_ids != expected[: len(answer.token_ids)],
         )

@@ -36,7 +36,7 @@ from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.curve import Curve
 from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.planner.arrays import FloatArray
-from pdserve.planner.cost_fit import PULL, minimise
+from pdserve.planner.cost_fit import best_fit
 
 SHAPES = {
     "opt-13b": OPT_13B.shape,
@@ -170,11 +170,7 @@ def fit(rows: list[Row], base: Hardware) -> dict[str, float]:
         found: FloatArray = np.log1p(errors(rows, device_of(base, figures(logs))))
         return found
 
-    def end(start: FloatArray) -> FloatArray:
-        return minimise(lambda logs: np.concatenate([residuals(logs), PULL * (logs - start)]), start)
-
-    ends = [end(np.log(start)) for start in product(*STARTS.values())]
-    return figures(min(ends, key=lambda logs: float(np.square(residuals(logs)).sum())))
+    return figures(best_fit(residuals, [np.log(start) for start in product(*STARTS.values())]))
 
 
 def check(rows: list[Row]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

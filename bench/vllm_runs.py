@@ -21,7 +21,7 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.model.cost.engine import on_engine
 from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.planner.arrays import FloatArray
-from pdserve.planner.cost_fit import PULL, minimise
+from pdserve.planner.cost_fit import best_fit
 from pdserve.planner.layout import Layout, Pool
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.requests import Segment, SimulatedRequest
@@ -115,12 +115,12 @@ class HostCosts:
         """The host costs that predict these runs best."""
         start = np.array(list(HOST_COSTS.values()))
 
-        def residuals(logs: FloatArray) -> FloatArray:
+        def errors(logs: FloatArray) -> FloatArray:
             by_cost = np.tensordot(np.exp(logs) - start, self._slopes[:, rows], 1)
-            errors = np.log((self._start_s[rows] + by_cost) / self._measured_s[rows])
-            return np.concatenate([errors.ravel(), PULL * (logs - np.log(start))])
+            found: FloatArray = np.log((self._start_s[rows] + by_cost) / self._measured_s[rows]).ravel()
+            return found
 
-        fitted = np.exp(minimise(residuals, np.log(start))).tolist()
+        fitted = np.exp(best_fit(errors, [np.log(start)])).tolist()
         return {name: float(f"{cost:.2g}") for name, cost in zip(HOST_COSTS, fitted, strict=True)}
 
 

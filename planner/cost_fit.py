@@ -11,7 +11,7 @@ leave open. Steps of a model with fewer layers separate the overhead per step fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import exp, log
@@ -39,7 +39,7 @@ _FIRST_SHARES = (0.8, 0.3)
 computing, the gradient of a slightly different share of the arithmetic is zero."""
 _LEAST_OVERHEAD_S = 1e-6
 """Starting overhead if the catalogue has 0, which has no logarithm."""
-PULL = 0.03
+_PULL = 0.03
 """Weight of the pull: a figure off the catalogue by a factor of e counts as an error of 3 % of one step."""
 _HEADROOM = 1.25
 _NUM_DIGITS = 4
@@ -110,11 +110,7 @@ def fit_hardware(base: Hardware, model: PlannedModel, steps: Sequence[TimedStep]
         found: FloatArray = np.log(_predict(figures.hardware(logs), model, seen) / measured_s)
         return found
 
-    def end(start: FloatArray) -> FloatArray:
-        return minimise(lambda logs: np.concatenate([errors(logs), PULL * (logs - start)]), start)
-
-    ends = [end(figures.start(share)) for share in _FIRST_SHARES]
-    fitted = _rounded(figures.hardware(min(ends, key=lambda logs: float(np.square(errors(logs)).sum()))))
+    fitted = _rounded(figures.hardware(best_fit(errors, [figures.start(share) for share in _FIRST_SHARES])))
     predicted_s = _predict(fitted, model, steps)
     results = [
         FittedStep(*timed, float(predicted), index in held_out)
@@ -222,7 +218,19 @@ def _curve(counts: Sequence[int], shares: Sequence[float]) -> Curve:
     return Curve(tuple(points))
 
 
-def minimise(residuals: Callable[[FloatArray], FloatArray], start: FloatArray) -> FloatArray:
+def best_fit(errors: Callable[[FloatArray], FloatArray], starts: Iterable[FloatArray]) -> FloatArray:
+    """Logarithms of figures with the least squares of ``errors``, among the minima near each of ``starts``.
+
+    Each start pulls weakly: it decides what the errors leave open.
+    """
+
+    def near(start: FloatArray) -> FloatArray:
+        return _minimise(lambda logs: np.concatenate([errors(logs), _PULL * (logs - start)]), start)
+
+    return min(map(near, starts), key=lambda logs: float(np.square(errors(logs)).sum()))
+
+
+def _minimise(residuals: Callable[[FloatArray], FloatArray], start: FloatArray) -> FloatArray:
     """Local minimum of the sum of squares of ``residuals``, near ``start``."""
     values, found = start, residuals(start)
     damping = 1e-2
