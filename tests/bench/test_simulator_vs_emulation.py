@@ -6,17 +6,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pdserve.bench import simulator_vs_emulation
+from pdserve.bench.cluster import RunningCluster
 from pdserve.bench.load import GeneratorHealth, Measurement
+from pdserve.bench.policies import Setting
 from pdserve.bench.simulator_vs_emulation import (
     LOGNORMAL,
     MODEL,
     SLO,
+    Comparison,
     emulated_times,
     interpolated_goodput,
     invalid_reasons,
     slowed_layout,
     slowed_request,
 )
+from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
 from pdserve.planner.workload.requests import SimulatedRequest
 from tests.bench.test_agreement import some_times
@@ -72,3 +77,31 @@ def test_requests_are_slowed_and_their_times_emulated() -> None:
     for name in ("arrived_s", "first_token_s", "last_token_s"):
         assert getattr(found, name) == pytest.approx(getattr(expected, name))
     assert (found.num_output_tokens == expected.num_output_tokens).all()
+
+
+def test_a_simulation_knows_what_the_cluster_has_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a cluster that is the simulator itself, which never starts anew, nothing differs."""
+    scale = 10.0
+    setting = Setting(workload=LOGNORMAL, layout=disaggregated(), ttft_s=0.15, tpot_s=0.01, rate=70.0, model=MODEL)
+    served: list[SimulatedRequest] = []
+
+    def serve(url: str, requests: list[SimulatedRequest], *, vocab_size: int, time_scale: float) -> Measurement:
+        begins_s = served[-1].arrived_s + 100.0 if served else 0.0
+        served.extend(slowed_request(request, time_scale, begins_s) for request in requests)
+        slo = SloConfig(ttft_seconds=1.5, tpot_seconds=0.1)
+        layout = slowed_layout(setting.layout, time_scale)
+        slow = simulate(MODEL, layout, served, slo=slo, overheads=NO_OVERHEADS, policy=DEFAULT_POLICY).times
+        times = emulated_times(slow, time_scale, begins_s)
+        ended_s = float(times.last_token_s.max())
+        return Measurement(times=times, gap_s=np.zeros(1), errors=Counter(), ended_s=ended_s, health=HEALTHY)
+
+    monkeypatch.setattr(simulator_vs_emulation, "measure_load", serve)
+    comparison = Comparison(RunningCluster(url="", admin_url="", pid=0), setting, scale)
+    for seed in (1, 2):
+        requests = LOGNORMAL.draw(60, seed, max_model_len=MODEL.max_model_len).at_rate(setting.rate)
+        measured = comparison._measure(requests)
+    simulated = comparison._simulate(NO_OVERHEADS)
+    assert simulated.ttft_s == pytest.approx(measured.times.ttft_s)
+    assert simulated.tpot_s == pytest.approx(measured.times.tpot_s)
+    moved = comparison._simulate(NO_OVERHEADS, seed=1)
+    assert 0 < np.abs(moved.arrived_s - simulated.arrived_s).max() <= 1e-3 / scale
