@@ -17,7 +17,6 @@ def main() -> int:
     parser.add_argument("--quantised", action="store_true", help="decode with quantised weights and KV, too")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--folder", type=Path, default=Path(), help="folder of the dated file of results")
-    parser.add_argument("--scratch", type=Path, help="folder of the weights, 16 GB")
     try:
         return bench.run(bench.Settings(**vars(parser.parse_args())), print)
     except (ValueError, NoGpuError) as error:

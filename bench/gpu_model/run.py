@@ -8,13 +8,13 @@ at the speed of a large product. Both speeds are measured in the same run. Goals
 in prompts. The KV of a prompt is transferred between two pools as between two workers of one host, and compared with
 copies of as many bytes to pinned memory and back.
 
-Needs torch, Triton, safetensors and grpcio. Rewrites a dated file of results after each row, so that results survive a
-lack of time. ``--device cpu`` runs everything on a tiny model, as a check. Has not run on a GPU yet.
+Needs torch, Triton, safetensors and grpcio, and 16 GB for the weights where temporary files go: `TMPDIR=/dev/shm` keeps
+them in memory. Rewrites a dated file of results after each row, so that results survive a lack of time. ``--device
+cpu`` runs everything on a tiny model, as a check. Has not run on a GPU yet.
 """
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -52,8 +52,6 @@ PARTS = ("decode", "prefill", "handoff")
 _QUANTISED = (("int8", "auto"), ("int4", "auto"), ("none", "int8"), ("none", "float8_e4m3fn"))
 _ACTIVATION_BYTES = 6 * 10**9
 """Left for activations, logits and graphs."""
-_SCRATCH_BYTES = 20 * 10**9
-_SHARED_MEMORY = Path("/dev/shm")
 _HEADER = ("shape", "precision", "ms", "tokens/s", "% of limit", "device ms", "host ms")
 
 
@@ -108,8 +106,6 @@ class Settings:
     device: str = "cuda"
     folder: Path = Path()
     """Folder of the dated file."""
-    scratch: Path | None = None
-    """Folder of the weights, 16 GB; by default in memory if they fit there, else with temporary files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +313,7 @@ def run(settings: Settings, echo: Echo) -> int:
     device = torch.device("cpu") if settings.device == "cpu" else cuda_device()
     plan = ON_CPU if device.type == "cpu" else QUICK if settings.quick else LLAMA
     document = describe(device, plan, "_".join(filter(None, (settings.only, "quick" * settings.quick))))
-    with tempfile.TemporaryDirectory(prefix="pdserve-", dir=_scratch(settings)) as scratch:
+    with tempfile.TemporaryDirectory(prefix="pdserve-") as scratch:
         log("drawing and writing weights")
         folder = write_weights(Path(scratch), plan.sizes, plan.dtype, device)
         bench = Bench(folder, plan, device, document, settings.folder, [])
@@ -369,14 +365,6 @@ def show(document: Mapping[str, Any], rows: list[Row], echo: Echo) -> None:
         echo(f"{name}: {', '.join(f'{key} {value}' for key, value in clocks.items()) or 'clocks unknown'}")
     for line in (*document["notes"], *(f"FAILED: {failure}" for failure in document["failures"])):
         echo(line)
-
-
-def _scratch(settings: Settings) -> Path | None:
-    """Folder of the weights; None for that of temporary files."""
-    if settings.scratch is not None:
-        return settings.scratch
-    in_memory = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > _SCRATCH_BYTES
-    return _SHARED_MEMORY if in_memory and settings.device != "cpu" else None
 
 
 def _wall_timer(run: Callable[[], Any]) -> float:
