@@ -28,10 +28,11 @@ from pdserve.decode_worker.gap_limit import GapLimit, MixedSeconds
 from pdserve.decode_worker.reservations import Reservations
 from pdserve.decode_worker.steady_steps import (
     NO_STEADY_STEPS,
-    SecondToken,
+    Forwarded,
     SteadySteps,
     count_steady_steps,
     fast_forward,
+    limit_to_blocks,
 )
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
 from pdserve.engine.scheduling.interface import Event, PullResult
@@ -279,24 +280,23 @@ class DecodeScheduler:
         self._expire(now_s)
         if not self._prefill.is_idle or self._swapping.num_waiting or self._table.must_drain:
             return NO_STEADY_STEPS
-        steady = count_steady_steps(self._table, self._running)
+        counted = count_steady_steps(self._table, self._running)
+        steady = limit_to_blocks(counted, self._pool, self._running)
         if not steady.num_steps or not self._reservations.num_waiting:
             return steady
         self._plan_new_work(self._table.begin_step(), now_s)  # no prompt waits: this reserves and adds no row
         # A refused reservation stays refused: running sequences leave ever fewer blocks to others.
-        return count_steady_steps(self._table, self._running)
+        return limit_to_blocks(counted, self._pool, self._running)
 
-    def fast_forward(self, num_steps: int) -> tuple[StepBatch | None, list[SecondToken]]:
-        """Take ``num_steps`` steady steps at once. Returns the step in flight, if any, and the second tokens of
-        answers, which are not events."""
-        finished, second_tokens = fast_forward(self._table, self._running, num_steps)
+    def fast_forward(self, num_steps: int) -> Forwarded:
+        """Take ``num_steps`` steady steps at once."""
+        forwarded, finished = fast_forward(self._table, self._running, num_steps)
         for sequence in finished:
             self._table.close(sequence)
         if finished:
             self._running = [sequence for sequence in self._running if not sequence.is_over]
-        in_flight = self._table.steps_in_flight
-        self._swapping.step_ended(self._table.next_step_id - 1 - len(in_flight))
-        return next(iter(in_flight)).batch if in_flight else None, second_tokens
+        self._swapping.step_ended(self._table.next_step_id - 1 - len(self._table.steps_in_flight))
+        return forwarded
 
     def free_kv_tokens(self) -> Counter[int]:
         """Running sequences by the tokens that fit the blocks they hold, beyond those computed."""

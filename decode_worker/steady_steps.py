@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason
-from pdserve.contracts.step import SampledToken, StepRow
+from pdserve.contracts.step import SampledToken, StepBatch, StepRow
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import PlannedStep, SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool
@@ -44,9 +44,22 @@ class SecondToken(NamedTuple):
     event: TokenEvent
 
 
+class Forwarded(NamedTuple):
+    """Outcome of turns taken at once."""
+
+    in_flight: StepBatch | None
+    """Step in flight after them."""
+    num_unneeded: int
+    """Its rows of sequences that are over."""
+    num_context_tokens: int
+    """Cached tokens of all its rows."""
+    second_tokens: list[SecondToken]
+    """They are not events."""
+
+
 def count_steady_steps(table: SequenceTable, running: Sized[Sequence]) -> SteadySteps:
-    """Steady steps of ``running`` from here on, limited by the available blocks. None if the step in flight has rows
-    of other sequences; one if those are over, because its end frees their blocks."""
+    """Steady steps of ``running`` from here on, if blocks suffice. None if the step in flight has rows of other
+    sequences; one if those are over, because its end frees their blocks."""
     if not running:
         return NO_STEADY_STEPS
     num_in_flight = len(table.steps_in_flight)
@@ -69,8 +82,15 @@ def count_steady_steps(table: SequenceTable, running: Sized[Sequence]) -> Steady
         return NO_STEADY_STEPS
     if leaving:
         num_steps = min(num_steps, 1)
-    num_steps = min(num_steps, _num_steps_with_blocks(table.pool, running, num_steps))
     return SteadySteps(num_steps, len(running), num_context_tokens)
+
+
+def limit_to_blocks(steady: SteadySteps, pool: BlockPool, running: Sized[Sequence]) -> SteadySteps:
+    """The first of ``steady`` steps, for which the available blocks suffice."""
+    if not steady.num_steps:
+        return steady
+    num_steps = _num_steps_with_blocks(pool, running, steady.num_steps)
+    return steady._replace(num_steps=num_steps) if num_steps < steady.num_steps else steady
 
 
 def _leaving(table: SequenceTable) -> list[Sequence]:
@@ -100,13 +120,10 @@ def _num_rows(sequence: Sequence, num_steps: int) -> int:
     return min(num_steps, sequence.max_length - len(sequence.tokens) - sequence.num_pending)
 
 
-def fast_forward(
-    table: SequenceTable, running: Sized[Sequence], num_steps: int
-) -> tuple[list[Sequence], list[SecondToken]]:
+def fast_forward(table: SequenceTable, running: Sized[Sequence], num_steps: int) -> tuple[Forwarded, list[Sequence]]:
     """Take ``num_steps`` turns, at most `count_steady_steps`, and emit the first and last tokens they end with.
 
-    Returns the sequences that have their last token, in the order in which their scheduler is to close them, and
-    second tokens, which are not events.
+    Returns also the sequences that have their last token, in the order in which their scheduler is to close them.
     """
     leaving = _leaving(table)
     old_rows, step = _begin_last_step(table, num_steps)
@@ -157,10 +174,13 @@ def fast_forward(
     if table.pool.caches_content:
         for sequence in running:
             table.register_written(sequence)
+    batch = None
     if step is not None:
         finished.sort(key=lambda sequence: sequence.last_row)  # rows in flight may have another order than `running`
-        table.commit(step)
-    return finished, second_tokens
+        batch = table.commit(step)
+    num_unneeded = sum([sequence.num_in_flight for sequence in finished])
+    num_context_tokens = sum([row.cached_length for row in rows])
+    return Forwarded(batch, num_unneeded, num_context_tokens, second_tokens), finished
 
 
 def _move(table: SequenceTable, sequence: Sequence, step: PlannedStep | None, num_steps: int, num_rows: int) -> bool:

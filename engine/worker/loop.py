@@ -419,13 +419,15 @@ class StepLoop:
         self._collect(self.scheduler.take_events())
         self._publish()
 
-    def skip_to(self, batch: StepBatch | None) -> None:
-        """Continue after the simulator fast-forwarded the scheduler: publish, and submit ``batch``, which replaces the
-        step in flight."""
+    def skip_steps(self) -> None:
+        """Publish after the simulator fast-forwarded the scheduler. If a step is in flight then, `resume` must precede
+        its end and the next turn."""
         self._in_flight.clear()
         self.flush()
-        if batch is not None:
-            self._submit(batch)
+
+    def resume(self, batch: StepBatch) -> None:
+        """Submit the step in flight after `skip_steps`."""
+        self._submit(batch)
 
     def _submit(self, batch: StepBatch) -> None:
         prediction = None

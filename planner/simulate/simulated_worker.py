@@ -227,6 +227,8 @@ class SimulatedWorker:
             self._loop.handle(message, now_s)
         if self._try_run(now_s):
             return
+        if self._loop.num_in_flight < len(self._steps):
+            self._loop.resume(self._steps[-1].batch)  # of the run that has ended
         before_s = self._free_at_s
         match self._loop.turn(now_s):
             case Wait.STEP:
@@ -251,7 +253,9 @@ class SimulatedWorker:
     # Planned steps
 
     def submit(self, batch: StepBatch) -> _Step:
-        """Start a step once the previous one ends."""
+        """Start a step once the previous one ends, unless the end of a run has done so."""
+        if self._steps and self._steps[-1].batch is batch:
+            return self._steps[-1]
         num_copied_blocks = len(batch.swap_outs) + len(batch.swap_ins)
         chunks, num_decoded, num_context_tokens, num_unneeded = [], 0, 0, 0
         for row in batch.rows:
@@ -262,14 +266,16 @@ class SimulatedWorker:
                     num_unneeded += _num_beyond(row) > 0
             else:
                 chunks.append((len(row.tokens), row.cached_length))
-        from_s = max(self._queue.now_s, self._free_at_s)
         step_s = self.cost.step_s(chunks, num_decoded, num_context_tokens)
         if num_copied_blocks:
             step_s += self.cost.swap_s(num_copied_blocks * self._block_size)
-        begins_s = self._stage.enter(from_s, step_s)
-        self._free_at_s = begins_s + step_s
         num_prefilled = sum([num_new for num_new, _ in chunks])
-        step = _Step(batch, num_prefilled, num_decoded - num_unneeded, begins_s, self._free_at_s)
+        return self._start(batch, num_prefilled, num_decoded - num_unneeded, step_s)
+
+    def _start(self, batch: StepBatch, num_prefilled: int, num_decoded: int, step_s: float) -> _Step:
+        begins_s = self._stage.enter(max(self._queue.now_s, self._free_at_s), step_s)
+        self._free_at_s = begins_s + step_s
+        step = _Step(batch, num_prefilled, num_decoded, begins_s, self._free_at_s)
         self._steps.append(step)
         return step
 
@@ -324,10 +330,13 @@ class SimulatedWorker:
                 self.busy_s -= num_steps * self._turn_s
             self.held_block_s += num_decoded / self._block_size / 2 * duration_s  # blocks allocated in the run
             self._free_at_s = run.end_s(num_turns)
-        in_flight, second_tokens = self._decoding.fast_forward(num_turns)
+        batch, num_unneeded, num_context_tokens, second_tokens = self._decoding.fast_forward(num_turns)
         for turn, event in second_tokens:
             self._sink.received(self, StepReport(events=[event]), run.end_s(turn))
-        self._loop.skip_to(in_flight)
+        self._loop.skip_steps()
+        if batch is not None:
+            num_rows = len(batch.rows)
+            self._start(batch, 0, num_rows - num_unneeded, self.cost.decode_s(num_rows, num_context_tokens))
 
     def _count_step(self, step: _Step) -> None:
         self._count(step.ends_s - step.begins_s, 1, step.num_decoded)

@@ -12,7 +12,7 @@ from pdserve.contracts.events import RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput, StepRow
 from pdserve.decode_worker.scheduler import DecodeScheduler
-from pdserve.decode_worker.steady_steps import NO_STEADY_STEPS, SteadySteps
+from pdserve.decode_worker.steady_steps import NO_STEADY_STEPS, Forwarded, SteadySteps
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, SwapSpace
 from pdserve.engine.scheduling.interface import Event, FirstToken, PullResult, StartPullEvent
 from pdserve.kv_transfer.block_pool import BlockPool
@@ -98,7 +98,7 @@ def test_steady_steps_end_with_an_answer() -> None:
     scheduler = a_scheduler()
     join(scheduler, a_request(0, 5, max_tokens=8), a_request(1, 5, max_tokens=12))
     assert scheduler.steady_steps(0.0) == SteadySteps(num_steps=6, batch_size=2, num_context_tokens=12)
-    assert scheduler.fast_forward(5) == (None, [])
+    assert scheduler.fast_forward(5) == Forwarded(None, 0, 0, [])
     assert scheduler.take_events() == []
     assert scheduler.steady_steps(0.0) == SteadySteps(num_steps=1, batch_size=2, num_context_tokens=22)
     scheduler.fast_forward(1)
@@ -112,11 +112,12 @@ def test_an_answer_that_ends_before_its_limit_keeps_its_blocks_while_a_row_of_it
     join(scheduler, a_request(0, 8, max_tokens=100, length=7), a_request(1, 8, max_tokens=100))
     plan(scheduler)
     assert scheduler.steady_steps(0.0).num_steps == 5
-    in_flight, _ = scheduler.fast_forward(5)
+    in_flight, num_unneeded, num_context_tokens, _ = scheduler.fast_forward(5)
     (event,) = tokens_of(scheduler.take_events())
     assert (event.key.request_id, event.index, event.finish) == (0, 6, FinishReason.STOP)
     assert in_flight is not None
-    assert (len(in_flight.rows), scheduler.load().num_blocks_referenced) == (2, 8)
+    assert (len(in_flight.rows), num_unneeded, num_context_tokens) == (2, 1, 28)
+    assert scheduler.load().num_blocks_referenced == 8
     steady = scheduler.steady_steps(0.0)
     assert (steady.num_steps, steady.batch_size) == (1, 1)
     scheduler.fast_forward(1)
@@ -240,12 +241,13 @@ class Twins:
                 num_context_tokens = steady.num_context_tokens + number * steady.batch_size
                 assert is_last or sum(row.cached_length for row in batch.rows) == num_context_tokens
             answer(self.planning, steps.popleft())
-        in_flight, second_tokens = self.forwarding.fast_forward(num_steps)
+        in_flight, _, num_context_tokens, second_tokens = self.forwarding.fast_forward(num_steps)
         self.second_tokens = [event for _, event in second_tokens]
         self.in_flight.clear()
         if in_flight is not None:
             (expected,) = steps
             assert places(in_flight) == places(expected)
+            assert num_context_tokens == sum(row.cached_length for row in expected.rows)
             self.in_flight.append((expected, in_flight))
         assert len(steps) == len(self.in_flight)
         self.check()
