@@ -32,7 +32,6 @@ class ProcessPool:
     def __init__(self, workload: Workload, num_processes: int) -> None:
         """``num_processes`` 1 simulates in this process."""
         assert num_processes >= 1
-        self.num_processes = num_processes
         self._runner = Runner(workload)
         self._before = set(active_children())
         self._executor: ProcessPoolExecutor | None = None

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
 from statistics import geometric_mean
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.candidates import assemble, verdict_of
@@ -287,23 +287,17 @@ class _Search:
 
     def _simulate_finalists(self, chosen: Sequence[Entry]) -> None:
         """Find the goodput of the finalists by the scout, and let the judge serve the best of either kind, until it
-        agrees with both or has replaced them. The judge takes longest: it begins as soon as no other finalist is likely
-        to be better, before the scout goes on."""
-        waiting, running = deque(chosen), dict[Future[Goodput], Entry]()
-        while waiting or running:
-            judging: set[Future[Any]] = {future for future in self._judging.values() if not future.done()}
-            while waiting and len(running) + len(judging) < self._pool.num_processes:
-                entry = waiting.popleft()
-                running[self._pool.submit(self._goodput_job(entry))] = entry
-            over, _ = wait(judging.union(running), return_when=FIRST_COMPLETED)
-            for future in over.intersection(running):
-                entry = running.pop(future)
-                entry.final = goodput = future.result()
+        agrees with both or has replaced them. It begins as soon as no other finalist is likely to be better."""
+        sought = {self._pool.submit(self._goodput_job(entry)): entry for entry in chosen}
+        pending = set(sought)
+        while pending:
+            over, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for future in over:
+                sought[future].final = goodput = future.result()
                 self._num_requests += goodput.num_requests
-            num_over = len(chosen) - len(running) - len(waiting)
-            self._report(0.35 + 0.3 * num_over / len(chosen), f"finalists: {num_over} of {len(chosen)}")
-            if self._pool.num_processes > 1:
-                self._start_judging([*running.values(), *waiting])
+            num_over = len(sought) - len(pending)
+            self._report(0.35 + 0.3 * num_over / len(sought), f"finalists: {num_over} of {len(sought)}")
+            self._start_judging([sought[future] for future in pending])
         self._report(0.65, "judging")
         if self._is_served(self._finalists()):
             self._start_describing()  # the judge agrees as a rule, and leaves processes idle

@@ -5,11 +5,9 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -29,7 +27,6 @@ from pdserve.planner.search.plan import (
     Space,
     Supply,
 )
-from pdserve.planner.search.process_pool import Job, ProcessPool
 from pdserve.planner.search.search import find_plan
 from pdserve.planner.search.sensitivity import _slowed
 from pdserve.planner.simulate.simulation import Simulation
@@ -141,24 +138,6 @@ def test_the_verdict_weighs_both_kinds() -> None:
 def test_the_number_of_processes_changes_nothing() -> None:
     parallel = find_plan(a_question(), WORKLOAD, num_processes=2)
     assert parallel == a_plan()
-
-
-def test_the_judge_begins_before_the_scout_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    submit, names = ProcessPool.submit, list[str]()
-
-    def submit_to_two(pool: ProcessPool, job: Job[Any]) -> Future[Any]:
-        assert isinstance(job, partial)
-        names.append(job.func.__name__)
-        pool.num_processes = 2  # though this one carries out both jobs
-        return submit(pool, job)
-
-    monkeypatch.setattr(ProcessPool, "submit", submit_to_two)
-    for name in ("_OPTIMISM", "_SCREEN_OPTIMISM"):
-        monkeypatch.setattr(f"pdserve.planner.search.search.{name}", 10.0)  # so that each may win
-    plan = find_plan(replace(a_question(), effort=replace(LITTLE, num_finalists=3)), WORKLOAD, num_processes=1)
-    assert sum(candidate.is_final for candidate in plan.candidates) == 3
-    finals = names[names.index("find_goodput") :]
-    assert finals[:3] == ["find_goodput", "find_goodput", "confirmed"]
 
 
 def test_the_fewest_devices_for_a_rate() -> None:
@@ -345,7 +324,6 @@ def test_progress_rises_from_nothing_to_all() -> None:
 
 _SCRIPT = """
 from tests.planner.search.test_search import a_question, WORKLOAD
-from pdserve.planner.search.process_pool import Job, ProcessPool
 from pdserve.planner.search.search import find_plan
 if __name__ == "__main__":
     find_plan(a_question(num_devices=8), WORKLOAD, num_processes=2, progress=lambda *news: print(*news, flush=True))
