@@ -89,6 +89,11 @@ class Goodput:
     def rate_per_device(self) -> float:
         return self.rate / self.num_devices
 
+    @property
+    def is_unbounded(self) -> bool:
+        """Whether no simulated rate missed the target: there were too few requests."""
+        return all(point.meets(self.target) for point in self.points)
+
 
 class Runner:
     """Simulates trials of one workload; caches draws and cost models."""

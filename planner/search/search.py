@@ -387,7 +387,14 @@ class _Search:
 
     def notes(self) -> tuple[str, ...]:
         """Limits of the simulations' accuracy."""
-        return tuple(self._notes)
+        winner = self._ranking.ranked(self._finalists())[0]
+        if winner.final is None or not winner.final.is_unbounded:
+            return tuple(self._notes)
+        return (
+            *self._notes,
+            f"No rate was found that {winner.layout} does not serve: the requests are too few to overload it. Its "
+            "figures say nothing about longer runs; plan with more requests.",
+        )
 
     def screening(self, num_without_memory: int) -> Screening:
         """Number of layouts by outcome."""

@@ -202,6 +202,14 @@ def test_harder_requests_lower_the_goodput_and_are_no_difference_of_scout_and_ju
     assert not any("differ" in note for note in plan.notes)
 
 
+def test_a_winner_that_so_few_requests_cannot_overload_is_noted() -> None:
+    lenient = SloConfig(ttft_seconds=1e4, tpot_seconds=1e3)
+    plan = find_plan(a_question(slo=lenient), WORKLOAD, num_processes=1)
+    assert plan.best.rate > 1e4
+    assert any("too few to overload it" in note for note in plan.notes)
+    assert a_plan().notes == ()
+
+
 def test_where_scout_and_judge_differ_the_judge_is_believed_and_the_plan_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
