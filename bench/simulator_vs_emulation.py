@@ -14,9 +14,9 @@ loop with more requests than slots.
 
 The simulator runs as slowly as the cluster, because the constants of scheduling, such as the 20 s until a late prompt
 is due, are not scaled, and its router has served what the other one has: it knows as much of lengths and errors.
-Queues amplify small differences: figures are means of `NUM_SIMULATIONS`, whose requests arrive up to 1 ms of the
-cluster's time later, and come with their standard deviation. Where some 90 % are served in time, p90 of TTFT is that of
-a prompt in time or of a late one, by chance.
+Queues amplify small differences: figures are means of `NUM_SIMULATIONS`, whose requests arrive later by up to the
+overhead of an arrival, and come with their standard deviation. Where some 90 % are served in time, p90 of TTFT is that
+of a prompt in time or of a late one, by chance.
 
 The time of HTTP, gRPC and step loops is measured once, on other requests at a lower rate, and becomes the simulator's
 `Overheads`. A run fails if the router or the generator used more than 70 % of a core, if the generator was late, or if
@@ -94,8 +94,6 @@ PROBE_SHARE = 0.4
 the others is in it."""
 NUM_WARM, NUM_PROBES = 20, 150
 NUM_SIMULATIONS = 5
-MAX_JITTER_S = 1e-3
-"""Seconds of the cluster's time: the resolution of the generator's timers."""
 PAUSE_S = 5.0
 """Between two measurements: the cluster is empty."""
 
@@ -222,13 +220,13 @@ class Comparison:
         return measured
 
     def _simulate(self, overheads: Overheads, seed: int = 0) -> RequestTimes:
-        """Times of the requests measured last, after all that were served before them; with a ``seed``, they arrive
-        slightly later, at random."""
+        """Times of the requests measured last, after all that were served before them; with a ``seed``, each arrives
+        later by up to the overhead of an arrival."""
         setting, scale, slo = self._setting, self._time_scale, self._setting.slo
         requests = self._served
         if seed:
             random = np.random.default_rng(seed)
-            late_s = random.uniform(0, MAX_JITTER_S, len(requests)).tolist()
+            late_s = random.uniform(0, overheads.arrival_s * scale, len(requests)).tolist()
             moved = [
                 replace(each, arrived_s=each.arrived_s + by_s) for each, by_s in zip(requests, late_s, strict=True)
             ]
