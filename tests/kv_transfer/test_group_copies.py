@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from queue import SimpleQueue
+from threading import Event
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ def test_a_buffer_takes_the_next_batch_only_once_its_blocks_are_in_the_pool(monk
     pools = [torch.randint(256, (NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8) for _ in range(2)]
     source, target = (GroupCopies(pool, generations) for pool in pools)
     fetched: SimpleQueue[transfer_pb2.LinkEvent] = SimpleQueue()
+    are_open = Event()
     with ExitStack() as stack:
         for side, peer, delay_s in ((source, target, 0.0), (target, source, SCATTER_S)):
             thread = stack.enter_context(ThreadPoolExecutor(1))
@@ -40,6 +42,7 @@ def test_a_buffer_takes_the_next_batch_only_once_its_blocks_are_in_the_pool(monk
             def send(message: transfer_pb2.EngineToTransfer, peer: GroupCopies = peer) -> None:
                 event = message.link_event
                 if event.HasField("key"):
+                    assert are_open.wait(timeout=30)
                     peer.handle(transfer_pb2.LinkOrder(key=event.key))
                 else:
                     fetched.put(event)
@@ -48,6 +51,7 @@ def test_a_buffer_takes_the_next_batch_only_once_its_blocks_are_in_the_pool(monk
             stack.callback(side.close)
         for rank, side in enumerate((source, target)):
             side.handle(transfer_pb2.LinkOrder(open_rank=rank))
+        are_open.set()
         source.handle(transfer_pb2.LinkOrder(send=transfer_pb2.GroupSend(block_ids=range(NUM_BLOCKS))))
         order = transfer_pb2.GroupFetch(block_ids=reversed(range(NUM_BLOCKS)), generations=generations)
         target.handle(transfer_pb2.LinkOrder(fetch=order))
