@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from pdserve.contracts.kv_layout import KvLayout
+from pdserve.kv_transfer import transfer_client
 from pdserve.proto.v1 import transfer_pb2
 from tests.kv_transfer.peer import EVENT_GRACE_S, TIMEOUT_S, Peer, running_peer
 
@@ -192,6 +193,13 @@ def test_the_puller_dies(number: signal.Signals) -> None:
         assert source.messages.empty()
 
 
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process is not taken for one that hangs."""
+    monkeypatch.setattr(transfer_client, "SILENCE_S", 60.0)
+
+
+@pytest.mark.usefixtures("patience")
 def test_the_source_wakes() -> None:
     """Pulls that were aborted meanwhile have lost their leases, and may come again."""
     with _running("memfd", "tcp") as (source, *targets):
@@ -217,6 +225,7 @@ def test_the_source_wakes() -> None:
         assert {handoff.step for handoff in again} >= {"offered", "opened", "granted"}
 
 
+@pytest.mark.usefixtures("patience")
 def test_the_puller_wakes() -> None:
     """Its prompts were withdrawn meanwhile, and their blocks have a new owner: what it reports as done was copied
     before."""
