@@ -23,9 +23,8 @@ _MOST_POINTS, _MOST_ERROR = 2.0, 0.05
 
 
 def figures_of(times: RequestTimes, slo: SloConfig) -> Figures:
-    meets = (times.ttft_s <= slo.ttft_seconds) & (times.tpot_s <= slo.tpot_seconds)
     values = [*_percentiles(times.ttft_s), *_percentiles(times.tpot_s[times.num_output_tokens > 1])]
-    return {"attainment": float(meets.mean()), **dict(zip(PERCENTILES, values, strict=True))}
+    return {"attainment": float(times.are_within(slo).mean()), **dict(zip(PERCENTILES, values, strict=True))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

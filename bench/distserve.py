@@ -308,26 +308,20 @@ def table_2(case: Case, fits: Fits, num_requests: int) -> list[dict[str, float]]
     rows = []
     for rate, published in TABLE_2.items():
         runs = [run(case, case.placement, fits, rate, num_requests, TABLE_2_SLO, seed) for seed in SEEDS]
-        attainment = float(np.mean([percent_within(done, TABLE_2_SLO) for done in runs]))
-        rows.append({"requests_per_s": rate, "attainment": round(attainment, 1), "published": published})
+        share = float(np.mean([done.times.are_within(TABLE_2_SLO) for done in runs]))
+        rows.append({"requests_per_s": rate, "attainment": round(100 * share, 1), "published": published})
     return rows
-
-
-def percent_within(done: Simulation, slo: SloConfig, scale: float = 1.0) -> float:
-    """Percent of requests within both objectives, each ``scale`` times as long."""
-    times = done.times
-    return 100 * float(np.mean((times.ttft_s <= scale * slo.ttft_seconds) & (times.tpot_s <= scale * slo.tpot_seconds)))
 
 
 def figure_points(figure: Figure, fits: Fits) -> Iterator[dict[str, Any]]:
     """Mean and range of the attainment in percent over the draws of lengths, beside each published point."""
     for rate in sorted({*figure.by_rate, figure.scaled_rate}):
         runs = [_run_of_figure(figure, fits, rate, seed) for seed in SEEDS]
-        points = [({"rate_per_device": rate}, 1.0, published) for at, published in figure.by_rate.items() if at == rate]
+        points = [({"rate_per_device": rate}, 1.0, figure.by_rate[rate])] if rate in figure.by_rate else []
         if rate == figure.scaled_rate:
             points += [({"scale": scale}, scale, published) for scale, published in figure.by_scale.items()]
         for point, scale, published in points:
-            shares = [percent_within(done, figure.slo, scale) for done in runs]
+            shares = [100 * float(done.times.are_within(figure.slo, scale).mean()) for done in runs]
             found = {"attainment": float(np.mean(shares)), "least": min(shares), "most": max(shares)}
             yield {
                 "figure": figure.name, **point, "published": published, **{k: round(v, 1) for k, v in found.items()}

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
@@ -35,7 +34,6 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.search.goodput import highest_rate
-from pdserve.planner.simulate.simulation import RequestTimes
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.arrivals import POISSON, RandomGaps
 from pdserve.planner.workload.conversations import Conversations, SystemPrompts
@@ -91,10 +89,6 @@ class Setting:
     @property
     def slo(self) -> SloConfig:
         return SloConfig(ttft_seconds=self.ttft_s, tpot_seconds=self.tpot_s, attainment=TARGET)
-
-    def are_met(self, times: RequestTimes) -> npt.NDArray[np.bool_]:
-        """Which requests met both objectives; refused ones did not."""
-        return (times.ttft_s <= self.ttft_s) & (times.tpot_s <= self.tpot_s) & ~times.is_rejected
 
 
 def layout(prefill: int, decode: int, *, prefill_blocks: int = 0, decode_blocks: int = 0) -> Layout:
@@ -234,7 +228,7 @@ def served(setting: Setting, policy: str, rate: float, num_requests: int, seed: 
         max_in_flight=MAX_IN_FLIGHT,
         policy=policy.removesuffix(REFUSING),
     ).times
-    return Served(float(np.mean(setting.are_met(times))), float(np.nanpercentile(times.ttft_s, 99)))
+    return Served(float(np.mean(times.are_within(setting.slo))), float(np.nanpercentile(times.ttft_s, 99)))
 
 
 def goodput(share_at: Callable[[float], float], start_rate: float) -> float:

@@ -155,8 +155,7 @@ def draw_case(number: int, seed: int, num_requests: int) -> Case | None:
 
 
 def attainment(times: RequestTimes, slo: SloConfig) -> float:
-    met = (times.ttft_s <= slo.ttft_seconds) & (times.tpot_s <= slo.tpot_seconds) & ~times.is_rejected
-    return float(met.mean())
+    return float(times.are_within(slo).mean())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

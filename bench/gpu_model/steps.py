@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from pdserve.bench.kernels.attention import random_pool
-from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.kv_layout import KvLayout, resolve_kv_dtype
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepBatch, StepHandle, StepOutput, StepRow
@@ -42,7 +42,7 @@ class Variant:
 
     @property
     def pool_dtype(self) -> str:
-        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
+        return resolve_kv_dtype(self.kv_dtype, self.dtype)
 
     @property
     def name(self) -> str:

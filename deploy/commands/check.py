@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from pdserve.contracts.errors import DeployError
-from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.kv_layout import KvLayout, resolve_kv_dtype
 from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.checks.model import check_model
 from pdserve.deploy.checks.preflight import check_launch, kernel_warning
@@ -108,7 +108,7 @@ def _prompt_layout(launch: Launch) -> KvLayout:
     """A pool for the longest prompt to be moved. The model has been checked before."""
     settings = launch.config.model
     model = DecoderConfig.from_folder(Path(settings.path))
-    dtype = settings.precision.kv_dtype if settings.precision.kv_dtype != "auto" else settings.precision.dtype
+    dtype = resolve_kv_dtype(settings.precision.kv_dtype, settings.precision.dtype)
     block_bytes = model.kv_layout(1, settings.block_size, dtype, "check").block_bytes
     tokens = min(PROMPT_TOKENS, model.limits(settings.max_model_len).max_model_len)
     num_blocks = max(1, min(tokens // settings.block_size, MAX_PROMPT_BYTES // block_bytes))

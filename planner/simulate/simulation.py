@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.planner.arrays import FloatArray, IntArray
 
@@ -52,6 +53,12 @@ class RequestTimes:
         num_gaps = np.maximum(self.num_output_tokens - 1, 1)
         tpot_s: FloatArray = (self.last_token_s - self.first_token_s) / num_gaps
         return tpot_s
+
+    def are_within(self, slo: SloConfig, scale: float = 1.0) -> npt.NDArray[np.bool_]:
+        """Which requests ended within both objectives, each ``scale`` times as long."""
+        is_in_time = (self.ttft_s <= scale * slo.ttft_seconds) & (self.tpot_s <= scale * slo.tpot_seconds)
+        within: npt.NDArray[np.bool_] = is_in_time & ~self.is_rejected
+        return within
 
     @property
     def is_saturated(self) -> bool:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -26,6 +28,16 @@ def some_times(ttft_s: FloatArray, tpot_s: FloatArray, num_tokens: int = 101) ->
         num_output_tokens=count,
         is_rejected=np.zeros(len(ttft_s), np.bool_),
     )
+
+
+def test_requests_are_within_objectives_that_scale_unless_rejected() -> None:
+    times = some_times(
+        np.array([0.5, 1.5, 0.5, np.nan]) * SLO.ttft_seconds, np.array([0.5, 0.5, 1.5, 0.5]) * SLO.tpot_seconds
+    )
+    assert times.are_within(SLO).tolist() == [True, False, False, False]
+    assert times.are_within(SLO, 2.0).tolist() == [True, True, True, False]
+    rejected = replace(times, is_rejected=np.array([True, False, False, True]))
+    assert rejected.are_within(SLO, 2.0).tolist() == [False, True, True, False]
 
 
 def test_figures_of_known_arrays() -> None:
