@@ -7,10 +7,10 @@ not run yet.
 
 Each link has a thread, a CUDA stream and two staging buffers on the device, so that one batch of blocks is gathered or
 scattered while the other is on its way. A batch carries the generations of its blocks, read at the source after they
-were gathered: an owner raises a block's generation before it writes anything new. Blocks are scattered by the thread
-that delivers messages to the engine, after this check, and never once that thread has closed the link. So nothing is
-written after the end of a pull has been delivered, and what still arrives of an abandoned batch stays in the buffers,
-which end with the group.
+were gathered: an owner raises a block's generation before it writes anything new. Blocks are scattered after this
+check, and never once the link is closed, which waits for a batch that is being scattered. So nothing is written after
+the end of a pull has been delivered, and what still arrives of an abandoned batch stays in the buffers, which end with
+the group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from functools import partial
@@ -53,7 +52,7 @@ def device_id(pool_blocks: torch.Tensor) -> str:
 
 
 class GroupCopies:
-    """Links of one engine. `handle` and all writes to the pool are on the thread of ``in_order``."""
+    """Links of one engine. `handle` and `close` are called on one thread."""
 
     def __init__(self, pool_blocks: torch.Tensor, generations: Sequence[int]) -> None:
         """
@@ -65,23 +64,12 @@ class GroupCopies:
         self.pool = pool_blocks
         self.generations = generations
         self.device = device_id(pool_blocks)
-        self._links: dict[int, _Link] = {}
-        self.in_order: Callable[[Callable[[], None]], Future[None]]
         self.send: Callable[[EngineToTransfer], None]
-
-    def start(
-        self, in_order: Callable[[Callable[[], None]], Future[None]], send: Callable[[EngineToTransfer], None]
-    ) -> None:
-        """
-        Args:
-            in_order: runs a call on the thread that delivers messages of the transfer process, after those before it.
-            send: sends to the transfer process.
-        """
-        self.in_order = in_order
-        self.send = send
+        """Sends to the transfer process; set before the first order."""
+        self._links: dict[int, _Link] = {}
 
     def handle(self, order: LinkOrder) -> None:
-        """Carry out an order, or queue it. Returns at once."""
+        """Carry out an order, or queue it. Once a link is closed, no block is written through it."""
         kind = order.WhichOneof("body")
         if kind == "open_rank":
             self._links = {number: link for number, link in self._links.items() if link.is_alive()}
@@ -133,7 +121,8 @@ class _Link:
         self._number = number
         self._rank = rank
         self._is_closed = False
-        """Set on the thread of messages."""
+        self._scattering = threading.Lock()
+        """Held while blocks are written; `close` waits for it."""
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.store = _RelayStore(lambda key, value: self._tell(key=kv_pb2.StoreKey(key=key, value=value)))
         self._group: Any = None  # torch's stubs know neither `send` nor `recv`
@@ -153,6 +142,8 @@ class _Link:
     def close(self) -> None:
         """Write no block any more, and end the group as soon as its thread gets to it."""
         self._is_closed = True
+        with self._scattering:  # the batch that is being written is the last
+            pass
         self._jobs.put(None)
 
     def _run(self, has_room: bool) -> None:
@@ -208,11 +199,8 @@ class _Link:
         """Receive blocks of the peer, and scatter each batch whose generations are as granted."""
         batches = list(self._batches(range(len(order.block_ids))))
         generations: list[int] = []
-        scatters: list[Future[None]] = []
         works = [self._receive(0, len(batches[0]))]
         for index, batch in enumerate(batches):
-            if index >= 1:
-                scatters[index - 1].result()
             if index + 1 < len(batches):  # while the one before is on its way: a peer sends to a receiver that waits
                 works.append(self._receive(index + 1, len(batches[index + 1])))
             self._wait(works[index])
@@ -221,19 +209,17 @@ class _Link:
             received = array("Q", header.numpy().tobytes()).tolist()
             generations += received
             is_granted = received == [order.generations[position] for position in batch]
-            targets = [order.block_ids[position] for position in batch] if is_granted else []
-            scatters.append(self._copies.in_order(partial(self._scatter, blocks, targets)))
-        scatters[-1].result()
+            if is_granted:
+                self._scatter(blocks, [order.block_ids[position] for position in batch])
         self._tell(fetched=Fetched(generations=generations))
 
     def _receive(self, index: int, num_blocks: int) -> Any:
         return self._group.recv([self._message(index, num_blocks)[0]], 1 - self._rank, 0)
 
     def _scatter(self, blocks: torch.Tensor, targets: Sequence[int]) -> None:
-        """Runs on the thread of messages, as `close` does."""
-        if self._is_closed:
-            raise RuntimeError("the link is closed")
-        with self._on_stream():
+        with self._scattering:
+            if self._is_closed:
+                raise RuntimeError("the link is closed")
             for slot, block_id in enumerate(targets):
                 self._copies.pool[block_id].copy_(blocks[slot], non_blocking=True)
             self._synchronize()

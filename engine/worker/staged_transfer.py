@@ -62,7 +62,7 @@ class StagedTransfer:
         self._is_closing = False
         self._copies = copies
         if copies is not None:
-            copies.start(self._messages.submit, lambda message: self._process.send(message))
+            copies.send = lambda message: self._process.send(message)
         self._process = start(on_message=self._receive)
 
     @property

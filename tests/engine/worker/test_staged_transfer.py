@@ -122,9 +122,6 @@ class Links:
     def __init__(self) -> None:
         self.orders: list[transfer_pb2.LinkOrder] = []
 
-    def start(self, in_order: object, send: object) -> None:
-        pass
-
     def handle(self, order: transfer_pb2.LinkOrder) -> None:
         self.orders.append(order)
 
