@@ -37,10 +37,11 @@ def device_transfer(
     torch.set_num_threads(1)  # as in workers
     memory = PoolMemory.create(layout)
     pool = torch.randint(256, (layout.num_blocks, layout.block_bytes), dtype=torch.uint8)
-    copies = GroupCopies(pool, memory.generations)
+    copies = GroupCopies(pool, memory.generations, layout)
     start = partial(
         TransferProcess.start, memory=memory, worker_epoch=epoch, host="127.0.0.1", cluster_token=token,
         transport="nccl", cpu_cores=(), on_death=lambda: None, device=copies.device,
+        shards=copies.shards,
     )  # fmt: skip
     return memory, StagedTransfer(HostStaging(pool, memory), start, on_message, lambda: None, copies)
 

@@ -75,6 +75,18 @@ class KvLayout:
     def pool_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
 
+    def layer_runs(self, layers: range) -> list[range]:
+        """Bytes of ``layers`` in a head of a block: their values, then their scales. All layers are one run."""
+        if layers == range(self.num_layers):
+            return [range(self.head_bytes)]
+        scale_bytes = 2 * self.block_size * SCALE_BYTES.get(self.dtype, 0)
+        value_bytes = self.head_bytes // self.num_layers - scale_bytes
+        scales = self.num_layers * value_bytes
+        return [
+            range(layers.start * value_bytes, layers.stop * value_bytes),
+            range(scales + layers.start * scale_bytes, scales + layers.stop * scale_bytes),
+        ]
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)

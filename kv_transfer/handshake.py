@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pdserve.contracts.kv_layout import KV_LAYOUT_VERSION, KvLayout
 from pdserve.contracts.placement import TRANSPORTS
+from pdserve.kv_transfer.resharding import KvShard
 from pdserve.proto.v1 import kv_pb2
 
 _LAYOUT_FIELDS = [field.name for field in fields(KvLayout)]
@@ -25,6 +26,15 @@ def host_id() -> str:
 
 def layout_message(layout: KvLayout) -> kv_pb2.Layout:
     return kv_pb2.Layout(version=KV_LAYOUT_VERSION, **asdict(layout))
+
+
+def shard_message(shard: KvShard) -> kv_pb2.KvShard:
+    heads, layers = shard
+    return kv_pb2.KvShard(first_head=heads.start, end_head=heads.stop, first_layer=layers.start, end_layer=layers.stop)
+
+
+def shard_from(message: kv_pb2.KvShard) -> KvShard:
+    return KvShard(range(message.first_head, message.end_head), range(message.first_layer, message.end_layer))
 
 
 def check_layout(message: kv_pb2.Layout, ours: KvLayout) -> KvLayout:
@@ -107,6 +117,7 @@ def _why_no_group(ours: str, theirs: str) -> str:
     """Why no process group joins two devices; empty if one does."""
     if not ours or not theirs:
         return "a pool is not on a GPU that NCCL reaches"
-    if ours.split()[0] != theirs.split()[0]:
+    (our_backend, *our_ids), (their_backend, *their_ids) = ours.split(), theirs.split()
+    if our_backend != their_backend:
         return f"their groups differ: {ours} and {theirs}"
-    return "both pools are on one GPU" if ours == theirs else ""
+    return "both pools are on one GPU" if {*our_ids} & {*their_ids} else ""

@@ -1,27 +1,31 @@
 """Links between the engines of two workers, as their transfer processes see them.
 
-A link is a process group of two engines (`pdserve.kv_transfer.group_copies`), and the gRPC stream that carries its
-rendezvous and the puller's requests. The group ends with the stream, on both sides: when a worker dies, stops, or
-abandons a copy under way. The next pull makes another. All pulls of one worker from another take turns in one link.
+A link is a process group for each two ranks of the two engines that share KV (`pdserve.kv_transfer.group_copies`), and
+the gRPC stream that carries their rendezvous and the puller's requests. The groups end with the stream, on both sides:
+when a worker dies, stops, or abandons a copy under way. The next pull makes another link. All pulls of one worker from
+another take turns in one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from itertools import count
 from typing import Any
 
+from pdserve.kv_transfer.handshake import shard_from, shard_message
 from pdserve.kv_transfer.pull_stream import PullStream
+from pdserve.kv_transfer.resharding import KvShard, reshard
+from pdserve.kv_transfer.transfer_client import TransferConfig
 from pdserve.kv_transfer.transports import GrantedBlock, PullError, TransportImpossibleError, check_generation
 from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
 
 MAX_LINKS = 16
-"""Links of a worker in each role. Each has staging buffers on the device, and NCCL's own."""
+"""Links of a worker in each role. Each has staging buffers on the devices, and NCCL's own."""
 FIRST_FETCH_TIMEOUT_S = 15.0
-"""Time for a new group's first copy: the two sides meet, and NCCL finds its way between the devices."""
+"""Time for a new link's first copy: the two sides meet, and NCCL finds its way between the devices."""
 IMPOSSIBLE_S = 60.0
 """Time for which pulls from a worker take another transport after a new link to it failed."""
 
@@ -35,16 +39,28 @@ class LinkError(ConnectionError):
 class Links:
     """Links of one transfer process, by the number that its engine knows them by."""
 
-    def __init__(self, send: Callable[[transfer_pb2.TransferToEngine], None]) -> None:
+    def __init__(self, config: TransferConfig, send: Callable[[transfer_pb2.TransferToEngine], None]) -> None:
+        self.shards = [shard_message(KvShard(range(*bounds[:2]), range(*bounds[2:]))) for bounds in config.shards]
+        """Of each rank of the worker."""
         self.by_number: dict[int, EngineLink] = {}
         self._numbers = count()
         self._send = send
 
-    def open(self, rank: int) -> EngineLink:
-        """Let the engine start its half of a link."""
-        link = EngineLink(next(self._numbers), self)
+    def open(self, peer: Iterable[kv_pb2.KvShard], *, is_source: bool) -> EngineLink:
+        """Let the engine start its half of a link to a worker whose ranks have these shards.
+
+        Raises:
+            ValueError: the source lacks what a rank of the puller holds.
+        """
+        own, other = list(map(shard_from, self.shards)), list(map(shard_from, peer))
+        groups = [
+            transfer_pb2.Group(source_rank=piece.source_rank, target_rank=rank, shard=shard_message(piece.shard))
+            for rank, pieces in enumerate(reshard(own, other) if is_source else reshard(other, own))
+            for piece in pieces
+        ]
+        link = EngineLink(next(self._numbers), len(groups), self)
         self.by_number[link.number] = link
-        link.order(open_rank=rank)
+        link.order(open=transfer_pb2.OpenLink(is_source=is_source, groups=groups))
         return link
 
     def order(self, order: transfer_pb2.LinkOrder) -> None:
@@ -60,7 +76,7 @@ class Links:
 class EngineLink:
     """One link, until `close`."""
 
-    def __init__(self, number: int, links: Links) -> None:
+    def __init__(self, number: int, num_groups: int, links: Links) -> None:
         self.number = number
         self.turn = asyncio.Lock()
         """Held by the pull whose blocks are copied."""
@@ -70,7 +86,10 @@ class EngineLink:
         """To the peer's transfer process."""
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why it has ended."""
-        self._fetched: asyncio.Future[Sequence[int]] | None = None
+        self._num_groups = num_groups
+        self._generations: list[Sequence[int]] = []
+        """Read after the copy of the blocks that are fetched, by each group that is done."""
+        self._fetched: asyncio.Future[None] | None = None
         self._links = links
 
     def order(self, **body: Any) -> None:
@@ -82,7 +101,9 @@ class EngineLink:
                 self.outgoing.put_nowait(event.key)
             case "fetched":
                 assert self._fetched is not None
-                self._fetched.set_result(event.fetched.generations)
+                self._generations.append(event.fetched.generations)
+                if len(self._generations) == self._num_groups:
+                    self._fetched.set_result(None)
             case "lost":
                 self.close(event.lost)
 
@@ -94,8 +115,9 @@ class EngineLink:
         self.order(close=transfer_pb2.CloseLink())
         self.closed.set_result(reason)
 
-    async def fetch(self, blocks: Sequence[GrantedBlock], ended: asyncio.Future[None]) -> Sequence[int]:
-        """Let the engine fetch blocks that the peer sends; returns their generations there after the copy.
+    async def fetch(self, blocks: Sequence[GrantedBlock], ended: asyncio.Future[None]) -> list[Sequence[int]]:
+        """Let the engine fetch blocks that the peer sends; returns, for each group, their generations there after the
+        copy.
 
         Args:
             ended: done when the lease has ended.
@@ -103,6 +125,7 @@ class EngineLink:
         Raises:
             LinkError: the copy failed.
         """
+        self._generations = []
         self._fetched = asyncio.get_running_loop().create_future()
         self.order(
             fetch=transfer_pb2.GroupFetch(
@@ -121,7 +144,7 @@ class EngineLink:
         if not self._fetched.done():
             raise LinkError(self.closed.result())
         self.is_proven = True
-        return self._fetched.result()
+        return self._generations
 
 
 async def carry(
@@ -180,11 +203,11 @@ class PullerLinks:
         until_s, reason = self._failed.get((source.address, source.worker_epoch), (0.0, ""))
         return reason if time.monotonic() < until_s else ""
 
-    def get(self, source: worker_pb2.KvSource) -> EngineLink:
-        """Return the link to a worker, and make it if there is none.
+    def get(self, source: worker_pb2.KvSource, shards: Iterable[kv_pb2.KvShard]) -> EngineLink:
+        """Return the link to a worker, whose ranks have these shards, and make it if there is none.
 
         Raises:
-            TransportImpossibleError: a new one has just failed, or there are too many.
+            TransportImpossibleError: a new one has just failed, there are too many, or the shards do not match.
         """
         if reason := self.why_not(source):
             raise TransportImpossibleError("nccl", reason)
@@ -193,7 +216,10 @@ class PullerLinks:
         if link is None or link.closed.done():
             if len(self._by_source) >= MAX_LINKS:
                 raise TransportImpossibleError("nccl", f"{MAX_LINKS} links exist")
-            link = self._by_source[key] = self._links.open(rank=1)
+            try:
+                link = self._by_source[key] = self._links.open(shards, is_source=False)
+            except ValueError as error:
+                raise TransportImpossibleError("nccl", str(error)) from error
             task = asyncio.ensure_future(self._run(link, key))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -231,9 +257,11 @@ def _pull_message(message: LinkMessage) -> kv_pb2.PullMessage:
 class GroupReceiver:
     """Receives blocks through the link to their source, straight into the engine's pool."""
 
-    def __init__(self, links: PullerLinks, source: worker_pb2.KvSource) -> None:
+    def __init__(self, links: PullerLinks, source: worker_pb2.KvSource, shards: Sequence[kv_pb2.KvShard]) -> None:
         self._links = links
         self._source = source
+        self._shards = shards
+        """Of the source's ranks."""
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def end(self) -> None:
@@ -243,12 +271,13 @@ class GroupReceiver:
 
     async def receive(self, blocks: Sequence[GrantedBlock]) -> None:
         if blocks:
-            for block, generation in zip(blocks, await self._fetch(blocks), strict=True):
-                check_generation(block, generation)
+            for generations in await self._fetch(blocks):
+                for block, generation in zip(blocks, generations, strict=True):
+                    check_generation(block, generation)
 
-    async def _fetch(self, blocks: Sequence[GrantedBlock]) -> Sequence[int]:
+    async def _fetch(self, blocks: Sequence[GrantedBlock]) -> list[Sequence[int]]:
         while True:
-            link = self._links.get(self._source)
+            link = self._links.get(self._source, self._shards)
             async with link.turn:
                 if self._ended.done():
                     raise LinkError("the source has ended the pull")

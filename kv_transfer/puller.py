@@ -59,6 +59,7 @@ class Puller:
         self._config = config
         self._tls = tls
         self._memory = memory
+        self._shards = links.shards
         self._links = PullerLinks(links, lambda address: self._stream(address, "Link"), self._opening)
         self._send = send
         self._running: dict[int, asyncio.Task[transfer_pb2.PullDone]] = {}
@@ -156,7 +157,10 @@ class Puller:
 
     def _opening(self, worker_epoch: int) -> kv_pb2.PullOpen:
         return kv_pb2.PullOpen(
-            worker_epoch=worker_epoch, layout=layout_message(self._memory.layout), device=self._config.device
+            worker_epoch=worker_epoch,
+            layout=layout_message(self._memory.layout),
+            device=self._config.device,
+            shards=self._shards,
         )
 
     def _log_choice(self, host: str, transport: str, reason: str) -> None:
@@ -198,7 +202,7 @@ class Puller:
                     raise TransportImpossibleError("memfd", f"its pool cannot be mapped here: {error}") from error
                 yield MemfdReceiver(self._memory, pool)
             case "nccl":
-                group = GroupReceiver(self._links, source)
+                group = GroupReceiver(self._links, source, opened.shards)
                 stream.on_end(group.end)
                 yield group
             case "tcp":

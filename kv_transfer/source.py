@@ -190,7 +190,8 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             raise _RefusalError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
         if offer.is_leased:
             raise _RefusalError(grpc.StatusCode.ALREADY_EXISTS, "another worker is pulling the prompt")
-        return offer, kv_pb2.Opened(transport=transport, reason=reason, layout=layout_message(self._memory.layout))
+        layout = layout_message(self._memory.layout)
+        return offer, kv_pb2.Opened(transport=transport, reason=reason, layout=layout, shards=self._links.shards)
 
     async def _serve(
         self,
@@ -261,15 +262,17 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         """Serve the link of one puller, which sends its blocks through it on request."""
         proof = ServerProof(self._config.cluster_token, self.address, dict(context.invocation_metadata() or ()))
         try:
-            await self._read_open(context, proof)
+            opening = await self._read_open(context, proof)
             if not self._config.device:
                 raise _RefusalError(grpc.StatusCode.FAILED_PRECONDITION, "no process group reaches this worker's pool")
             if self._num_links == MAX_LINKS:
                 raise _RefusalError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_LINKS} workers have links to this one")
+            link = self._links.open(opening.shards, is_source=True)
         except _RefusalError as refusal:
             await context.abort(refusal.status, str(refusal))
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         self._num_links += 1
-        link = self._links.open(rank=0)
         try:
             await context.write(kv_pb2.SourceMessage(opened=kv_pb2.Opened(transport="nccl")))
             await carry(

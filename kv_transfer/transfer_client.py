@@ -18,13 +18,14 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdserve.contracts.codec import to_json
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import TlsFiles
 from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.kv_transfer.resharding import KvShard
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, Shutdown, TransferToEngine
 
 START_TIMEOUT_S = 20.0
@@ -61,8 +62,10 @@ class TransferConfig:
     ports: tuple[int, int] = (0, 0)
     """First and last port to listen on; (0, 0) takes any."""
     device: str = ""
-    """Device of the pool, as `pdserve.kv_transfer.group_copies.device_id` names it; empty for a pool that the process
-    maps itself, or whose granted blocks are in the staging file."""
+    """Devices of the pool, as `pdserve.kv_transfer.group_copies.device_id` names them; empty for a pool that the
+    process maps itself, or whose granted blocks are in the staging file."""
+    shards: tuple[tuple[int, int, int, int], ...] = ()
+    """Part of every block that each rank of a pool with a device holds: first and end head, first and end layer."""
 
 
 def encode_frame(payload: bytes) -> bytes:
@@ -107,6 +110,10 @@ def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
     return bytes(received)
 
 
+def _bounds(part: range) -> tuple[int, int]:
+    return part.start, part.stop
+
+
 class TransferProcess:
     """A running transfer process. Created by `start`."""
 
@@ -141,6 +148,7 @@ class TransferProcess:
         tls: TlsFiles | None = None,
         ports: tuple[int, int] = (0, 0),
         device: str = "",
+        shards: Sequence[KvShard] = (),
     ) -> TransferProcess:
         """Start the process and wait until it serves.
 
@@ -163,6 +171,7 @@ class TransferProcess:
             tls=tls,
             ports=ports,
             device=device,
+            shards=tuple((*_bounds(shard.heads), *_bounds(shard.layers)) for shard in shards),
         )
         process = cls(memory.fd, on_message, on_death)
         process._pipe.sendall(encode_frame(to_json(config).encode()))

@@ -59,7 +59,7 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
         tls=tls_context(tls, is_server=True) if tls else None,
         ports=config.ports,
     )
-    links = Links(send)
+    links = Links(config, send)
     source = Source(config=config, memory=memory, listener=listener, links=links, send=send)
     client_tls = tls_context(tls, is_server=False) if tls else None
     puller = Puller(config=config, memory=memory, links=links, tls=client_tls, send=send)

@@ -25,6 +25,7 @@ from pdserve.engine.worker.process import main
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.kv_transfer.resharding import KvShard
 from pdserve.model.executors.device_queue import DeviceQueue
 from pdserve.prefill_worker import worker as prefill_worker
 
@@ -68,7 +69,8 @@ def staged_backend(config: WorkerConfig) -> Backend:
         device = PoolMemory.create(backend.layout)
         blocks = torch.frombuffer(device.blocks, dtype=torch.uint8).view(backend.layout.num_blocks, -1)
         executors = backend.build_executors(device).executors
-        return BuiltExecutors(executors, LateStaging(blocks, memory), None, build_copies(config, blocks, memory))
+        copies = build_copies(config, blocks, memory, [KvShard(range(1), range(1))])
+        return BuiltExecutors(executors, LateStaging(blocks, memory), None, copies)
 
     return replace(backend, build_executors=build_executors)
 

@@ -20,11 +20,12 @@ from pdserve.contracts.codec import from_json
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import Executor, ModelLimits
-from pdserve.engine.worker.followers import FollowerConfig, Followers, RanksStaging, rank_cores
+from pdserve.engine.worker.followers import FollowerConfig, Followers, RanksCopies, RanksStaging, rank_cores
 from pdserve.engine.worker.grammars import Grammars
 from pdserve.engine.worker.live_loop import stall_limit_s
 from pdserve.engine.worker.pool_size import check_pool_fits, check_staging_fits, num_kv_blocks, num_swap_slots
 from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
+from pdserve.kv_transfer.resharding import KvShard
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.model_hash import model_hash
 from pdserve.model.config.sharding import Place, shard_of
@@ -56,7 +57,7 @@ class BuiltExecutors(NamedTuple):
     """Copies blocks between a GPU pool and the memory the transfer process maps; ``None`` on a CPU."""
     followers: Followers | None = None
     """Other ranks, to close after the executors."""
-    copies: GroupCopies | None = None
+    copies: GroupCopies | RanksCopies | None = None
     """Copies blocks between the GPU pools of two workers, where that is possible."""
 
 
@@ -156,7 +157,10 @@ def _model_backend(config: WorkerConfig) -> Backend:
             ranks.limit_waits(_longest_wait_s(config, cost, layout))
         if not is_on_host:
             staging = _staging(pool, memory, heads, followers)
-            return BuiltExecutors([executor], staging, followers, build_copies(config, pool.blocks, memory))
+            copies = build_copies(config, pool.blocks, memory, _kv_shards(config, model))
+            if copies is not None and followers is not None:
+                return BuiltExecutors([executor], staging, followers, RanksCopies(copies, followers))
+            return BuiltExecutors([executor], staging, followers, copies)
         if config.core_board and followers is None:
             return BuiltExecutors([_lending_cores(executor, config)])
         others = range(1, config.pipeline_parallel)
@@ -241,6 +245,13 @@ def _staging(pool: KvPool, memory: PoolMemory, heads: range, followers: Follower
     return own if followers is None else RanksStaging(own, followers)
 
 
+def _kv_shards(config: WorkerConfig, model: DecoderConfig) -> list[KvShard]:
+    """Part of every block that each rank holds, in a pool of its own."""
+    num_ranks = config.tensor_parallel * config.pipeline_parallel
+    places = (Place.of(rank, config.tensor_parallel, config.pipeline_parallel) for rank in range(num_ranks))
+    return [KvShard(shard.kv_heads, shard.layers) for shard in (shard_of(model.shape, place) for place in places)]
+
+
 def _rank_cores(config: WorkerConfig, rank: int) -> tuple[int, ...]:
     cores = config.cpu_cores or sorted(os.sched_getaffinity(0))
     return rank_cores(cores, rank, config.tensor_parallel * config.pipeline_parallel)
@@ -269,6 +280,9 @@ def _ranks(config: WorkerConfig, model: DecoderConfig, device: torch.device, sha
 
     place = Place.of(rank, config.tensor_parallel, config.pipeline_parallel)
     if not is_in_host_memory(device):
+        if config.transport == "nccl":
+            # NCCL takes one interface for all groups of a process, and links reach other hosts: not the loopback.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "")
         return Ranks(place, Group(shared_fd, rank, place.num_ranks, device), has_own_pool=True)
     memory = _rank_memory(config, model)
     return Ranks(
@@ -286,8 +300,8 @@ def _longest_wait_s(config: WorkerConfig, cost: CostModel, layout: KvLayout) -> 
 
 def build_follower(
     follower: FollowerConfig, memory: PoolMemory, shared_fd: int
-) -> tuple[RankModel, HostStaging | None]:
-    """Build the model of a rank other than the leader, and on a GPU the staging of its pool.
+) -> tuple[RankModel, HostStaging | None, GroupCopies | None]:
+    """Build the model of a rank other than the leader, and on a GPU the copies of its pool.
 
     Args:
         memory: the worker's pool, or its staging file.
@@ -301,7 +315,13 @@ def build_follower(
 
     import torch
 
-    from pdserve.engine.worker.model_device import build_pool, choose_device, is_in_host_memory, kv_memory_of
+    from pdserve.engine.worker.model_device import (
+        build_copies,
+        build_pool,
+        choose_device,
+        is_in_host_memory,
+        kv_memory_of,
+    )
     from pdserve.kernels.cpu.threads import use_cores
     from pdserve.kv_transfer.host_staging import HostStaging
     from pdserve.model.executors.rank_model import RankModel
@@ -331,7 +351,10 @@ def build_follower(
         ranks=ranks,
     )
     ranks.limit_waits(_longest_wait_s(config, cost, memory.layout))
-    return rank_model, None if is_on_host else HostStaging(pool.blocks, memory, heads)
+    if is_on_host:
+        return rank_model, None, None
+    copies = build_copies(config, pool.blocks, memory, _kv_shards(config, model), rank)
+    return rank_model, HostStaging(pool.blocks, memory, heads), copies
 
 
 def _end_worker(reason: str) -> None:

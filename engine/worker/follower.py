@@ -14,23 +14,28 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from pdserve.contracts.codec import from_json
 from pdserve.engine.worker.backend import build_follower
-from pdserve.engine.worker.followers import COPIED, READY, FollowerConfig
+from pdserve.engine.worker.followers import CLOSED, COPIED, READY, FollowerConfig
 from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
+from pdserve.proto.v1.transfer_pb2 import LinkOrder
+
+if TYPE_CHECKING:  # it imports torch
+    from pdserve.kv_transfer.group_copies import GroupCopies
 
 _log = logging.getLogger(__name__)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="A rank of a worker; started by the worker.")
-    for name in ("steps", "pulse", "d2h", "h2d", "pool", "shared"):
+    for name in ("steps", "pulse", "d2h", "h2d", "links", "pool", "shared"):
         parser.add_argument(f"{name}_fd", type=int, help="an inherited descriptor")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -44,7 +49,7 @@ def main() -> int:
     threading.Thread(target=_answer_pulses, args=(pulse,), name="rank-pulse", daemon=True).start()
     memory = PoolMemory.from_fd(arguments.pool_fd, config.layout)
     try:
-        rank, staging = build_follower(config, memory, arguments.shared_fd)
+        rank, staging, copies = build_follower(config, memory, arguments.shared_fd)
     except BaseException:
         _log.critical("rank %d does not start", config.rank, exc_info=True)
         logging.shutdown()
@@ -52,6 +57,8 @@ def main() -> int:
     if staging is not None:
         _start_copying("d2h", arguments.d2h_fd, lambda words: staging.copy_d2h(*words.reshape(2, -1).tolist()))
         _start_copying("h2d", arguments.h2d_fd, lambda words: staging.copy_h2d(words.tolist()))
+    if copies is not None:
+        threading.Thread(target=_serve_links, args=(arguments.links_fd, copies), name="kv-links", daemon=True).start()
     steps.sendall(encode_frame(READY))
 
     from pdserve.model.executors.rank_model import PackedStep
@@ -75,6 +82,27 @@ def _start_copying(name: str, fd: int, copy: Callable[[npt.NDArray[np.uint64]], 
             os._exit(1)
 
     threading.Thread(target=run, name=f"kv-{name}", daemon=True).start()
+
+
+def _serve_links(fd: int, copies: GroupCopies) -> None:
+    """Carry out orders for links. The process ends if one fails."""
+    sending = threading.Lock()
+
+    def send(frame: bytes) -> None:
+        with sending:
+            leader.sendall(encode_frame(frame))
+
+    try:
+        with socket.socket(fileno=fd) as leader:
+            copies.start(lambda event: send(event.SerializeToString()))
+            while (frame := receive_frame(leader)) is not None:
+                order = LinkOrder.FromString(frame)
+                copies.handle(order)
+                if order.HasField("close"):
+                    send(CLOSED)
+    except BaseException:
+        _log.critical("links to other workers broke", exc_info=True)
+        os._exit(1)
 
 
 def _answer_pulses(pulse: socket.socket) -> None:

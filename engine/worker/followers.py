@@ -6,11 +6,11 @@ KV pool and computes the KV of its layers and heads there. On a GPU it has a poo
 from the staging file that all ranks of the worker map. Either way block tables, prefix cache and transfers know nothing
 of ranks.
 
-Each follower has socket pairs, which no other process can open: for steps, for its pulse, and for each direction of
-staging. A step is a 32-bit length, then the words of a `pdserve.model.executors.rank_model.PackedStep`. The ranks
-exchange tensors through memory that they share (`pdserve.kernels.cpu.ranks`), or between devices
-(`pdserve.kernels.torch.ranks`). There is no partial repair: when a follower ends or is silent, so does the worker, and
-with it all other ranks.
+Each follower has socket pairs, which no other process can open: for steps, for its pulse, for each direction of
+staging, and for links to other workers. A step is a 32-bit length, then the words of a
+`pdserve.model.executors.rank_model.PackedStep`. The ranks exchange tensors through memory that they share
+(`pdserve.kernels.cpu.ranks`), or between devices (`pdserve.kernels.torch.ranks`). There is no partial repair: when a
+follower ends or is silent, so does the worker, and with it all other ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -35,8 +35,10 @@ from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
+from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, LinkOrder
 
 if TYPE_CHECKING:  # they import torch
+    from pdserve.kv_transfer.group_copies import GroupCopies
     from pdserve.kv_transfer.host_staging import Staging
     from pdserve.model.executors.rank_model import PackedStep
 
@@ -47,13 +49,15 @@ SILENCE_S = 2.0
 START_SILENCE_S = 60.0
 """The same before it is ready: imports and the loading of weights hold up its thread for pulses."""
 COPY_TIMEOUT_S = 10.0
-"""A follower that takes longer to copy blocks to or from the staging file is lost."""
+"""A follower that takes longer to copy blocks to or from the staging file, or to close a link, is lost."""
 STOP_TIMEOUT_S = 2.0
 
 READY = b"ready"
 """The only frame that a follower sends for steps: it has its weights and takes them."""
 COPIED = b"copied"
 """Answer to a frame of staging."""
+CLOSED = b"closed"
+"""Answer to the order that closes a link; other frames of a follower for links are events."""
 
 _MODULE = "pdserve.engine.worker.follower"
 _log = logging.getLogger(__name__)
@@ -165,6 +169,27 @@ class Followers:
                 if receive_frame(follower.staging[direction]) != COPIED:
                     raise RuntimeError(f"rank {follower.rank} ended")
 
+    def start_links(self, send: Callable[[EngineToTransfer], None]) -> None:
+        """Pass events of the followers' links on to ``send``, each follower's on a thread of its own."""
+        for follower in self._followers:
+            threading.Thread(target=follower.read_link_events, args=(send,), name="rank-links", daemon=True).start()
+
+    def pass_on(self, order: LinkOrder) -> None:
+        """Send an order to every follower. One that closes a link is waited for.
+
+        Raises:
+            OSError: a follower ended.
+            TimeoutError: a follower is lost.
+        """
+        frame = encode_frame(order.SerializeToString())
+        for follower in self._followers:
+            follower.links.sendall(frame)
+        if order.HasField("close"):
+            for follower in self._followers:
+                with self._copy_deadline(follower):
+                    if not follower.closed.acquire(timeout=COPY_TIMEOUT_S):
+                        raise TimeoutError
+
     @contextmanager
     def _copy_deadline(self, follower: _Follower) -> Iterator[None]:
         try:
@@ -215,6 +240,30 @@ class RanksStaging:
             self._own.copy_h2d(block_ids)
 
 
+class RanksCopies:
+    """`pdserve.kv_transfer.group_copies.GroupCopies` of a worker whose ranks have pools of their own."""
+
+    def __init__(self, own: GroupCopies, followers: Followers) -> None:
+        """
+        Args:
+            own: the leader's.
+        """
+        self.shards, self.generations, self.device = own.shards, own.generations, own.device
+        self._own = own
+        self._followers = followers
+
+    def start(self, send: Callable[[EngineToTransfer], None]) -> None:
+        self._own.start(send)
+        self._followers.start_links(send)
+
+    def handle(self, order: LinkOrder) -> None:
+        self._own.handle(order)
+        self._followers.pass_on(order)
+
+    def close(self) -> None:
+        self._own.close()
+
+
 class _Follower:
     """One process and its sockets."""
 
@@ -224,12 +273,17 @@ class _Follower:
         self.pulse, child_pulse = socket.socketpair()
         d2h, child_d2h = socket.socketpair()
         h2d, child_h2d = socket.socketpair()
+        self.links, child_links = socket.socketpair()
+        self.closed = threading.Semaphore(0)
+        """Links that the follower has closed."""
         self.staging = {Direction.D2H: d2h, Direction.H2D: h2d}
         for each in self.staging.values():
             each.settimeout(COPY_TIMEOUT_S)
         self.pulse.setblocking(False)
-        with child_steps, child_pulse, child_d2h, child_h2d:
-            children = (child_steps, child_pulse, child_d2h, child_h2d)
+        children = (child_steps, child_pulse, child_d2h, child_h2d, child_links)
+        with ExitStack() as stack:
+            for child in children:
+                stack.enter_context(child)
             fds = (*(child.fileno() for child in children), *memory_fds)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", _MODULE, *map(str, fds)], stdin=subprocess.DEVNULL, pass_fds=fds
@@ -261,6 +315,14 @@ class _Follower:
         self._answered_s = time.monotonic()
         self.is_ready = True
 
+    def read_link_events(self, send: Callable[[EngineToTransfer], None]) -> None:
+        """Until the follower ends."""
+        while (frame := receive_frame(self.links)) is not None:
+            if frame == CLOSED:
+                self.closed.release()
+            else:
+                send(EngineToTransfer.FromString(frame))
+
     def close(self) -> None:
         self.steps.close()
         try:
@@ -268,5 +330,5 @@ class _Follower:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for each in (self.pulse, *self.staging.values()):
+        for each in (self.pulse, self.links, *self.staging.values()):
             each.close()

@@ -7,6 +7,7 @@ are in `pdserve.engine.worker.pool_size`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -15,8 +16,9 @@ from torch import distributed
 from pdserve.contracts.placement import DEVICE_SETTINGS, WorkerConfig
 from pdserve.engine.worker.pool_size import KvMemory, kv_memory_on_cpu, kv_memory_on_gpu
 from pdserve.kernels.kv_pool import KvPool
-from pdserve.kv_transfer.group_copies import GroupCopies
+from pdserve.kv_transfer.group_copies import GroupCopies, device_id
 from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.kv_transfer.resharding import KvShard
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.weights.decoder_weights import held_bytes
 
@@ -106,13 +108,16 @@ def build_pool(device: torch.device, memory: PoolMemory, heads: range) -> KvPool
     return KvPool(pool_bytes, own.shape, getattr(torch, own.dtype))
 
 
-def build_copies(config: WorkerConfig, pool_blocks: torch.Tensor, memory: PoolMemory) -> GroupCopies | None:
-    """Build the copies of blocks between this pool and those of other workers; ``None`` if the worker's transport is
-    not nccl: KV is copied through the host then.
+def build_copies(
+    config: WorkerConfig, pool_blocks: torch.Tensor, memory: PoolMemory, shards: Sequence[KvShard], rank: int = 0
+) -> GroupCopies | None:
+    """Build the copies of blocks between the pool of a rank and those of other workers; ``None`` if the worker's
+    transport is not nccl: KV is copied through the host then.
 
     Args:
-        pool_blocks: uint8 ``[num_blocks, block_bytes]``, in memory that transfer processes do not map.
+        pool_blocks: uint8 ``[num_blocks, bytes of its shard]``, in memory that transfer processes do not map.
         memory: the staging file.
+        shards: of each rank.
 
     Raises:
         ValueError: nccl is impossible here.
@@ -120,12 +125,11 @@ def build_copies(config: WorkerConfig, pool_blocks: torch.Tensor, memory: PoolMe
     if config.transport != "nccl":
         return None
     why_not = ""
-    if config.tensor_parallel > 1:
-        why_not = f"each of its {config.tensor_parallel} ranks has a pool"
-    elif config.tls is not None:
+    if config.tls is not None:
         why_not = "NCCL does not encrypt, and security.tls is set"
     elif pool_blocks.is_cuda and not (distributed.is_available() and distributed.is_nccl_available()):
         why_not = "this build of torch lacks NCCL"
     if why_not:
         raise ValueError(f"kv_transfer.transport is nccl, which is impossible here: {why_not}. Use auto")
-    return GroupCopies(pool_blocks, memory.generations)
+    device = device_id([choose_device(config, each) for each in range(len(shards))])
+    return GroupCopies(pool_blocks, memory.generations, memory.layout, shards=shards, rank=rank, device=device)

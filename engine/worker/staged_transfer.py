@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, Stage, Staged, TransferToEngine
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # some import torch
+    from pdserve.engine.worker.followers import RanksCopies
     from pdserve.kv_transfer.group_copies import GroupCopies
     from pdserve.kv_transfer.host_staging import Staging
 
@@ -43,7 +44,7 @@ class StagedTransfer:
         start: Callable[..., TransferProcess],
         on_message: Callable[[TransferToEngine], None],
         on_failure: Callable[[], None],
-        copies: GroupCopies | None = None,
+        copies: GroupCopies | RanksCopies | None = None,
     ) -> None:
         """
         Args:
@@ -62,7 +63,7 @@ class StagedTransfer:
         self._is_closing = False
         self._copies = copies
         if copies is not None:
-            copies.send = lambda message: self._process.send(message)
+            copies.start(lambda message: self._process.send(message))
         self._process = start(on_message=self._receive)
 
     @property

@@ -240,6 +240,7 @@ class EngineWorker:
             cpu_cores=config.transfer_cpu_cores,
             on_death=lambda: self._stop_loops("the transfer process died"),
             device=built.copies.device if built.copies is not None else "",
+            shards=built.copies.shards if built.copies is not None else (),
         )
         if built.staging is None:
             return start(on_message=on_message)

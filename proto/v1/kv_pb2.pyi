@@ -42,7 +42,7 @@ class PullMessage(_message.Message):
 
     @_builtins.property
     def key(self) -> Global___StoreKey:
-        """link: rendezvous of the group"""
+        """link: rendezvous of a group"""
 
     @_builtins.property
     def send(self) -> Global___SendBlocks:
@@ -78,6 +78,7 @@ class PullOpen(_message.Message):
     HOST_ID_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
     worker_epoch: _builtins.int
     handle: _builtins.bytes
     num_cached_blocks: _builtins.int
@@ -89,10 +90,14 @@ class PullOpen(_message.Message):
     proof: _builtins.bytes
     """that the puller knows the cluster token: pdserve.proto.token_proof"""
     device: _builtins.str
-    """backend and id of the pool's device; empty if no process group reaches it"""
+    """backend and ids of the pool's devices; empty if no process group reaches them"""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """the puller's; must match the source's"""
+
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvShard]:
+        """with a device: of each rank"""
 
     def __init__(
         self,
@@ -105,14 +110,45 @@ class PullOpen(_message.Message):
         host_id: _builtins.str = ...,
         proof: _builtins.bytes = ...,
         device: _builtins.str = ...,
+        shards: _abc.Iterable[Global___KvShard] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "handle", b"handle", "host_id", b"host_id", "layout", b"layout", "num_cached_blocks", b"num_cached_blocks", "proof", b"proof", "transport", b"transport", "worker_epoch", b"worker_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "handle", b"handle", "host_id", b"host_id", "layout", b"layout", "num_cached_blocks", b"num_cached_blocks", "proof", b"proof", "shards", b"shards", "transport", b"transport", "worker_epoch", b"worker_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PullOpen: _TypeAlias = PullOpen  # noqa: Y015
+
+@_typing.final
+class KvShard(_message.Message):
+    """The part of every block that a rank holds: heads and layers of the model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_HEAD_FIELD_NUMBER: _builtins.int
+    END_HEAD_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    END_LAYER_FIELD_NUMBER: _builtins.int
+    first_head: _builtins.int
+    end_head: _builtins.int
+    first_layer: _builtins.int
+    end_layer: _builtins.int
+    def __init__(
+        self,
+        *,
+        first_head: _builtins.int = ...,
+        end_head: _builtins.int = ...,
+        first_layer: _builtins.int = ...,
+        end_layer: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_head", b"end_head", "end_layer", b"end_layer", "first_head", b"first_head", "first_layer", b"first_layer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvShard: _TypeAlias = KvShard  # noqa: Y015
 
 @_typing.final
 class Release(_message.Message):
@@ -131,7 +167,7 @@ Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
 class StoreKey(_message.Message):
-    """A key that one engine sets in the store of its process group."""
+    """A key that one engine sets in the store of its process groups. Keys begin with the two ranks of their group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -268,6 +304,7 @@ class Opened(_message.Message):
     DATA_PORT_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """"memfd", "tcp" or "nccl" """
     pool_path: _builtins.str
@@ -284,6 +321,10 @@ class Opened(_message.Message):
     def layout(self) -> Global___Layout:
         """the source's"""
 
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvShard]:
+        """nccl: of each of the source's ranks"""
+
     def __init__(
         self,
         *,
@@ -294,10 +335,11 @@ class Opened(_message.Message):
         data_port: _builtins.int = ...,
         ticket: _builtins.bytes = ...,
         reason: _builtins.str = ...,
+        shards: _abc.Iterable[Global___KvShard] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_port", b"data_port", "layout", b"layout", "pool_inode", b"pool_inode", "pool_path", b"pool_path", "reason", b"reason", "ticket", b"ticket", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_port", b"data_port", "layout", b"layout", "pool_inode", b"pool_inode", "pool_path", b"pool_path", "reason", b"reason", "shards", b"shards", "ticket", b"ticket", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

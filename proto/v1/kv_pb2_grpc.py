@@ -56,8 +56,8 @@ class KvTransferServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Link(self, request_iterator, context):
-        """Control of a process group of the two engines, through which blocks move between their devices for all pulls of the
-        one worker from the other. Starts like a pull, without a handle. The group ends with the stream.
+        """Control of process groups of the two engines, through which blocks move between their devices for all pulls of the
+        one worker from the other. Starts like a pull, without a handle. The groups end with the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,8 +38,8 @@ class KvTransferStub:
     def __new__(cls, channel: _aio.Channel) -> KvTransferAsyncStub: ...
     Pull: _grpc.StreamStreamMultiCallable[_kv_pb2.PullMessage, _kv_pb2.SourceMessage]
     Link: _grpc.StreamStreamMultiCallable[_kv_pb2.PullMessage, _kv_pb2.SourceMessage]
-    """Control of a process group of the two engines, through which blocks move between their devices for all pulls of the
-    one worker from the other. Starts like a pull, without a handle. The group ends with the stream.
+    """Control of process groups of the two engines, through which blocks move between their devices for all pulls of the
+    one worker from the other. Starts like a pull, without a handle. The groups end with the stream.
     """
 
 @_typing.type_check_only
@@ -47,8 +47,8 @@ class KvTransferAsyncStub(KvTransferStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Pull: _aio.StreamStreamMultiCallable[_kv_pb2.PullMessage, _kv_pb2.SourceMessage]  # type: ignore[assignment]
     Link: _aio.StreamStreamMultiCallable[_kv_pb2.PullMessage, _kv_pb2.SourceMessage]  # type: ignore[assignment]
-    """Control of a process group of the two engines, through which blocks move between their devices for all pulls of the
-    one worker from the other. Starts like a pull, without a handle. The group ends with the stream.
+    """Control of process groups of the two engines, through which blocks move between their devices for all pulls of the
+    one worker from the other. Starts like a pull, without a handle. The groups end with the stream.
     """
 
 class KvTransferServicer(metaclass=_abc_1.ABCMeta):
@@ -65,8 +65,8 @@ class KvTransferServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_kv_pb2.PullMessage],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_pb2.SourceMessage], _abc.AsyncIterator[_kv_pb2.SourceMessage]]:
-        """Control of a process group of the two engines, through which blocks move between their devices for all pulls of the
-        one worker from the other. Starts like a pull, without a handle. The group ends with the stream.
+        """Control of process groups of the two engines, through which blocks move between their devices for all pulls of the
+        one worker from the other. Starts like a pull, without a handle. The groups end with the stream.
         """
 
 def add_KvTransferServicer_to_server(servicer: KvTransferServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -453,14 +453,14 @@ class LinkOrder(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LINK_ID_FIELD_NUMBER: _builtins.int
-    OPEN_RANK_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     SEND_FIELD_NUMBER: _builtins.int
     FETCH_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     link_id: _builtins.int
-    open_rank: _builtins.int
-    """rank in the group: 0 the source, 1 the puller"""
+    @_builtins.property
+    def open(self) -> Global___OpenLink: ...
     @_builtins.property
     def key(self) -> _kv_pb2.StoreKey:
         """set by the peer"""
@@ -477,21 +477,72 @@ class LinkOrder(_message.Message):
         self,
         *,
         link_id: _builtins.int = ...,
-        open_rank: _builtins.int = ...,
+        open: Global___OpenLink | None = ...,
         key: _kv_pb2.StoreKey | None = ...,
         send: Global___GroupSend | None = ...,
         fetch: Global___GroupFetch | None = ...,
         close: Global___CloseLink | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "close", b"close", "fetch", b"fetch", "key", b"key", "open_rank", b"open_rank", "send", b"send"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "close", b"close", "fetch", b"fetch", "key", b"key", "open", b"open", "send", b"send"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "close", b"close", "fetch", b"fetch", "key", b"key", "link_id", b"link_id", "open_rank", b"open_rank", "send", b"send"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "close", b"close", "fetch", b"fetch", "key", b"key", "link_id", b"link_id", "open", b"open", "send", b"send"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["open_rank", "key", "send", "fetch", "close"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["open", "key", "send", "fetch", "close"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___LinkOrder: _TypeAlias = LinkOrder  # noqa: Y015
+
+@_typing.final
+class OpenLink(_message.Message):
+    """A link has a group for each two ranks that share a part of every block; the source's is its rank 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_SOURCE_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    is_source: _builtins.bool
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___Group]: ...
+    def __init__(
+        self,
+        *,
+        is_source: _builtins.bool = ...,
+        groups: _abc.Iterable[Global___Group] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "is_source", b"is_source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenLink: _TypeAlias = OpenLink  # noqa: Y015
+
+@_typing.final
+class Group(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_RANK_FIELD_NUMBER: _builtins.int
+    TARGET_RANK_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    source_rank: _builtins.int
+    target_rank: _builtins.int
+    @_builtins.property
+    def shard(self) -> _kv_pb2.KvShard: ...
+    def __init__(
+        self,
+        *,
+        source_rank: _builtins.int = ...,
+        target_rank: _builtins.int = ...,
+        shard: _kv_pb2.KvShard | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard", "source_rank", b"source_rank", "target_rank", b"target_rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Group: _TypeAlias = Group  # noqa: Y015
 
 @_typing.final
 class GroupSend(_message.Message):
@@ -566,13 +617,15 @@ class LinkEvent(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     link_id: _builtins.int
     lost: _builtins.str
-    """why the group has failed"""
+    """why a group has failed"""
     @_builtins.property
     def key(self) -> _kv_pb2.StoreKey:
         """to set at the peer"""
 
     @_builtins.property
-    def fetched(self) -> Global___Fetched: ...
+    def fetched(self) -> Global___Fetched:
+        """by each group"""
+
     def __init__(
         self,
         *,

@@ -73,7 +73,7 @@ def _run(pipe: Connection, seed: int, transport: str, device: str, interface: st
     generations = GatedGenerations(memory, tell)
     for block_id in range(LAYOUT.num_blocks):
         memory.generations[block_id] = (block_id + 1) << 33
-    copies = GroupCopies(pool, generations)
+    copies = GroupCopies(pool, generations, LAYOUT)
     copies.device = device or copies.device
     start = partial(
         TransferProcess.start,
@@ -85,6 +85,7 @@ def _run(pipe: Connection, seed: int, transport: str, device: str, interface: st
         cpu_cores=(),
         on_death=lambda: tell("death"),
         device=copies.device,
+        shards=copies.shards,
     )
     buffer_bytes = BATCH_SIZE * LAYOUT.block_bytes
     with (

@@ -341,7 +341,7 @@ def test_links_are_bounded_and_send_leased_blocks_only() -> None:
         for client in clients[:-1]:
             _open_link(client)
             assert client.read().opened.transport == "nccl"
-            assert source.expect("link_order").link_order.HasField("open_rank")
+            assert source.expect("link_order").link_order.HasField("open")
         _open_link(clients[-1])
         assert clients[-1].expect_end()[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
         handle = source.offer()

@@ -17,6 +17,7 @@ from pdserve.engine.worker.backend import choose_backend
 from pdserve.engine.worker.model_device import build_copies
 from pdserve.engine.worker.pool_size import AUTO_MEMORY_SHARE
 from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.kv_transfer.resharding import KvShard
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.decoder_weights import held_bytes as weights_held
@@ -143,7 +144,6 @@ def test_a_worker_that_gets_no_gpu_predicts_with_the_figures_of_its_cpu(config: 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"tensor_parallel": 2}, "each of its 2 ranks has a pool"),
         ({"tls": TlsFiles(ca="a", certificate="b", key="c")}, "NCCL does not encrypt, and security.tls is set"),
     ],
 )
@@ -152,10 +152,11 @@ def test_a_pool_that_cannot_be_copied_directly_is_copied_through_the_host(
 ) -> None:
     memory = PoolMemory.create(LAYOUT)
     pool = torch.zeros((LAYOUT.num_blocks, LAYOUT.block_bytes), dtype=torch.uint8)
-    assert build_copies(replace(config, transport="nccl"), pool, memory) is not None
-    assert build_copies(config, pool, memory) is None
+    shards = [KvShard(range(LAYOUT.num_kv_heads), range(LAYOUT.num_layers))]
+    assert build_copies(replace(config, transport="nccl"), pool, memory, shards) is not None
+    assert build_copies(config, pool, memory, shards) is None
     with pytest.raises(ValueError, match=f"nccl, which is impossible here: {reason}. Use auto"):
-        build_copies(replace(config, transport="nccl", **fields), pool, memory)
+        build_copies(replace(config, transport="nccl", **fields), pool, memory, shards)
 
 
 def test_kv_of_dynamic_rope_is_of_one_length(config: WorkerConfig, tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def staged_worker(folder: Path, role: WorkerRole, num_ranks: int, transport: str
     return WorkerProcess(config, module="tests.staged_worker")
 
 
-def make_requests() -> list[GenerationRequest]:
-    """More than a pool holds at once, so that blocks constantly get new owners."""
+def make_requests(number: int = 0) -> list[GenerationRequest]:
+    """More than a pool holds at once, so that blocks constantly get new owners. Each ``number`` has its own prompts."""
     sampling = [
         SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
         SamplingParams(temperature=1.1, seed=5, top_p=0.9, max_tokens=NUM_TOKENS, ignore_eos=True),
@@ -59,47 +59,62 @@ def make_requests() -> list[GenerationRequest]:
     ]
     return [
         GenerationRequest(
-            request_id=n,
-            prompt_tokens=tuple((13 * position + 7 * n) % VOCAB_SIZE for position in range(20 + 17 * n)),
+            request_id=6 * number + n,
+            prompt_tokens=tuple((13 * position + 7 * n + number) % VOCAB_SIZE for position in range(20 + 17 * n)),
             sampling=sampling[n % 3],
         )
         for n in range(6)
     ]
 
 
-def hand_off_all(prefill: RouterClient, decode: RouterClient) -> list[list[int]]:
-    """The answers of all requests, at the same time."""
-    for request in make_requests():
-        prefill.submit(replace(request, handoff=True))
-    for request in make_requests():
-        decode.prepare(request, prefill.wait_for_source(request.request_id))
+def hand_off_all(
+    source: RouterClient, target: RouterClient, requests: list[GenerationRequest], transport: str
+) -> list[list[int]]:
+    """The answers of requests, at the same time."""
+    num_frames = len(target.frames)
+    for request in requests:
+        source.submit(replace(request, handoff=True))
+    for request in requests:
+        target.prepare(request, source.wait_for_source(request.request_id))
     answers = [
-        prefill.wait_for_tokens(request.request_id, 1) + decode.wait_for_answer(request.request_id)
-        for request in make_requests()
+        source.wait_for_tokens(request.request_id, 1) + target.wait_for_answer(request.request_id)
+        for request in requests
     ]
-    prefill.wait_until_free()
-    decode.wait_until_free()
-    pulls = [transfer for frame in decode.frames for transfer in frame.transfers]
-    assert all(pull.failure_stage == "" for pull in pulls)
+    source.wait_until_free()
+    target.wait_until_free()
+    pulls = [transfer for frame in target.frames[num_frames:] for transfer in frame.transfers]
+    assert {(pull.failure_stage, pull.transport) for pull in pulls} == {("", transport)}
+    assert all(pull.bytes for pull in pulls)
     return answers
 
 
 def test_ranks_hand_off_to_one_rank_and_the_reverse(checkpoint: Path) -> None:
-    answers = []
-    for prefill_ranks, decode_ranks, transport in ((2, 1, "memfd"), (1, 2, "tcp")):
-        with (
-            staged_worker(checkpoint, WorkerRole.PREFILL, prefill_ranks, transport) as prefill_worker,
-            staged_worker(checkpoint, WorkerRole.DECODE, decode_ranks, transport) as decode_worker,
-            prefill_worker.connect() as prefill,
-            decode_worker.connect() as decode,
-        ):
-            answers.append(hand_off_all(prefill, decode))
-            for worker in (prefill_worker, decode_worker):
-                worker.process.send_signal(signal.SIGTERM)
-                assert worker.process.wait(10) == 0
-    assert answers[1] == answers[0]
-    prompts = [request.prompt_tokens for request in make_requests()]
-    assert_same_tokens(answers[0][::3], greedy_answers(checkpoint, prompts[::3], NUM_TOKENS))
+    """From pool to pool, and through the host to and from a worker whose pool no group reaches."""
+    with (
+        staged_worker(checkpoint, WorkerRole.MIXED, 2, "nccl") as two_ranks,
+        staged_worker(checkpoint, WorkerRole.MIXED, 1, "nccl") as one_rank,
+        staged_worker(checkpoint, WorkerRole.MIXED, 1, "auto") as unreached,
+        two_ranks.connect() as two,
+        one_rank.connect() as one,
+        unreached.connect() as other,
+    ):
+        handoffs = (
+            (two, one, "nccl", other),
+            (one, two, "nccl", other),
+            (two, other, "memfd", one),
+            (other, two, "memfd", one),
+        )
+        for number, (source, target, transport, alone) in enumerate(handoffs):
+            requests = make_requests(number)
+            answers = hand_off_all(source, target, requests, transport)
+            for request in requests:
+                alone.submit(request)
+            assert answers == [alone.wait_for_answer(request.request_id) for request in requests]
+        for worker in (two_ranks, one_rank, unreached):
+            worker.process.send_signal(signal.SIGTERM)
+            assert worker.process.wait(10) == 0
+    prompts = [request.prompt_tokens for request in requests]
+    assert_same_tokens(answers[::3], greedy_answers(checkpoint, prompts[::3], NUM_TOKENS))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -122,6 +122,9 @@ class Links:
     def __init__(self) -> None:
         self.orders: list[transfer_pb2.LinkOrder] = []
 
+    def start(self, send: object) -> None:
+        pass
+
     def handle(self, order: transfer_pb2.LinkOrder) -> None:
         self.orders.append(order)
 
@@ -140,7 +143,7 @@ def test_with_links_blocks_are_staged_on_demand_unless_they_have_new_owners() ->
     rig.say(transfer_pb2.TransferToEngine(stage=transfer_pb2.Stage(stage_id=1, block_ids=[3, 5], generations=[7, 9])))
     staged = "grant", ("D2H begins", [(3, 7)]), "D2H ends", "staged"
     rig.wait_for(*staged)
-    order = transfer_pb2.LinkOrder(link_id=2, open_rank=1)
+    order = transfer_pb2.LinkOrder(link_id=2, open=transfer_pb2.OpenLink())
     rig.say(transfer_pb2.TransferToEngine(link_order=order))
     rig.transfer.send(a_pull())
     rig.wait_for(*staged, "start_pull")
