@@ -1,4 +1,5 @@
-"""An engine in a process of its own, with its pool on a "device": memory that its transfer process does not map.
+"""An engine in a process of its own, with its pool on a "device": memory that its transfer process does not map. With
+several ranks each has a pool of some heads, and the others are processes of `tests.kv_transfer.device_rank`.
 
 The test commands it through a pipe and receives the messages of its transfer process there.
 """
@@ -9,24 +10,33 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import torch
 
 from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.engine.worker import followers
+from pdserve.engine.worker.followers import Followers, RanksCopies
 from pdserve.engine.worker.staged_transfer import StagedTransfer
 from pdserve.kv_transfer import group_copies
 from pdserve.kv_transfer.group_copies import GroupCopies
 from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.kv_transfer.resharding import KvShard
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
+from tests.kv_transfer.peer import EVENT_GRACE_S
 
 LAYOUT = KvLayout(
     num_blocks=32, num_kv_heads=2, num_layers=3, block_size=16, head_dim=64, dtype="float32", model_hash="model"
@@ -34,6 +44,7 @@ LAYOUT = KvLayout(
 BATCH_SIZE = 4
 EPOCH = 5
 TIMEOUT_S = 30.0
+_FOLLOWER = "tests.kv_transfer.device_rank"
 BATCH_TIMEOUT_S = 1.5
 
 
@@ -58,9 +69,59 @@ class GatedGenerations(Sequence[int]):
         return generation
 
 
-def _run(pipe: Connection, seed: int, transport: str, device: str, interface: str) -> None:
+class RankPools:
+    """The pools of all ranks, in files that they share. Blocks of several ranks move through links only."""
+
+    def __init__(self, folder: Path, num_ranks: int) -> None:
+        num_heads = LAYOUT.num_kv_heads // num_ranks
+        heads = [range(rank * num_heads, (rank + 1) * num_heads) for rank in range(num_ranks)]
+        self.shards = [KvShard(each, range(LAYOUT.num_layers)) for each in heads]
+        num_bytes = LAYOUT.pool_bytes // num_ranks
+        self.pools = [
+            torch.from_file(str(folder / str(rank)), shared=True, size=num_bytes, dtype=torch.uint8).view(
+                LAYOUT.num_blocks, num_heads, LAYOUT.head_bytes
+            )
+            for rank in range(num_ranks)
+        ]
+
+    def scramble(self, seed: int) -> None:
+        content = torch.frombuffer(bytearray(random.Random(seed).randbytes(LAYOUT.pool_bytes)), dtype=torch.uint8)
+        heads = content.view(LAYOUT.num_blocks, LAYOUT.num_kv_heads, LAYOUT.head_bytes)
+        for shard, pool in zip(self.shards, self.pools, strict=True):
+            pool.copy_(heads[:, shard.heads.start : shard.heads.stop])
+
+    def block(self, block_id: int) -> bytes:
+        return torch.cat([pool[block_id] for pool in self.pools]).numpy().tobytes()
+
+    def copies(self, rank: int, generations: Sequence[int]) -> GroupCopies:
+        pool = self.pools[rank].view(LAYOUT.num_blocks, -1)
+        return GroupCopies(pool, generations, LAYOUT, shards=self.shards, rank=rank)
+
+
+@contextmanager
+def small_batches() -> Iterator[None]:
+    with (
+        patch.object(group_copies, "BUFFER_BYTES", BATCH_SIZE * LAYOUT.block_bytes),
+        patch.object(group_copies, "BATCH_TIMEOUT_S", BATCH_TIMEOUT_S),
+    ):
+        yield
+
+
+def _followers(folder: Path, num_ranks: int, memory: PoolMemory) -> Followers:
+    config = WorkerConfig(worker_id="peer", role=WorkerRole.PREFILL, model_path=str(folder), tensor_parallel=num_ranks)
+    with (
+        patch.object(followers, "_MODULE", _FOLLOWER),
+        patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),
+    ):
+        return Followers(config, memory, os.memfd_create("unused"), on_loss=lambda reason: os._exit(1))
+
+
+def _run(
+    pipe: Connection, folder: Path, seed: int, transport: str, device: str, interface: str, num_ranks: int
+) -> None:
     """Child process."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface
+    stack = ExitStack()
     lock = threading.Lock()
 
     def tell(message: object) -> None:
@@ -68,12 +129,21 @@ def _run(pipe: Connection, seed: int, transport: str, device: str, interface: st
             pipe.send(message)
 
     memory = PoolMemory.create(LAYOUT)
-    content = bytearray(random.Random(seed).randbytes(LAYOUT.pool_bytes))
-    pool = torch.frombuffer(content, dtype=torch.uint8).view(LAYOUT.num_blocks, LAYOUT.block_bytes)
+    pools = RankPools(folder, num_ranks)
+    pools.scramble(seed)
     generations = GatedGenerations(memory, tell)
     for block_id in range(LAYOUT.num_blocks):
         memory.generations[block_id] = (block_id + 1) << 33
-    copies = GroupCopies(pool, generations, LAYOUT)
+    own = pools.copies(0, generations)
+    copies: GroupCopies | RanksCopies = own
+    staging: Any = None
+    if num_ranks == 1:
+        staging = HostStaging(pools.pools[0].view(LAYOUT.num_blocks, -1), memory)
+    else:
+        ranks = _followers(folder, num_ranks, memory)
+        stack.callback(ranks.close)
+        ranks.wait_until_ready()
+        copies = RanksCopies(own, ranks)
     copies.device = device or copies.device
     start = partial(
         TransferProcess.start,
@@ -87,13 +157,9 @@ def _run(pipe: Connection, seed: int, transport: str, device: str, interface: st
         device=copies.device,
         shards=copies.shards,
     )
-    buffer_bytes = BATCH_SIZE * LAYOUT.block_bytes
-    with (
-        patch.object(group_copies, "BUFFER_BYTES", buffer_bytes),
-        patch.object(group_copies, "BATCH_TIMEOUT_S", BATCH_TIMEOUT_S),
-    ):
+    with stack, small_batches():
         transfer = StagedTransfer(
-            HostStaging(pool, memory),
+            staging,
             start,
             lambda message: tell(message.SerializeToString()),
             lambda: tell("failure"),
@@ -114,11 +180,12 @@ def _run(pipe: Connection, seed: int, transport: str, device: str, interface: st
                 case "generations", block_ids:
                     tell([memory.generations[block_id] for block_id in block_ids])
                 case "fill", value:
-                    pool.fill_(value)
+                    for pool in pools.pools:
+                        pool.fill_(value)
                 case "scramble", other_seed:
-                    content[:] = random.Random(other_seed).randbytes(LAYOUT.pool_bytes)
+                    pools.scramble(other_seed)
                 case "blocks", block_ids:
-                    tell([pool[block_id].numpy().tobytes() for block_id in block_ids])
+                    tell([pools.block(block_id) for block_id in block_ids])
                 case "staged_blocks", block_ids:
                     tell([bytes(memory.block(block_id, 0, LAYOUT.num_kv_heads)) for block_id in block_ids])
                 case "threads", _:
@@ -129,10 +196,12 @@ def _run(pipe: Connection, seed: int, transport: str, device: str, interface: st
 class DevicePeer:
     """The test's end. Built by `device_peer`."""
 
-    def __init__(self, seed: int, transport: str, device: str, interface: str) -> None:
+    def __init__(self, folder: Path, seed: int, transport: str, device: str, interface: str, num_ranks: int) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(target=_run, args=(theirs, seed, transport, device, interface), daemon=True)
+        self.process = spawn.Process(
+            target=_run, args=(theirs, folder, seed, transport, device, interface, num_ranks), daemon=True
+        )
         self.process.start()
         theirs.close()
         self._messages: list[object] = []
@@ -150,6 +219,10 @@ class DevicePeer:
     def signal(self, number: signal.Signals) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+
+    def signal_follower(self, number: int) -> None:
+        (follower,) = [child for child in psutil.Process(self.process.pid).children() if _FOLLOWER in child.cmdline()]
+        follower.send_signal(number)
 
     def _receive(self) -> object:
         assert self._pipe.poll(TIMEOUT_S), "nothing came"
@@ -177,6 +250,11 @@ class DevicePeer:
         received = transfer_pb2.TransferToEngine.FromString(message)
         assert received.WhichOneof("body") == kind, received
         return getattr(received, kind)
+
+    def expect_nothing(self) -> None:
+        """Check that no message comes soon."""
+        assert not self._messages
+        assert not self._pipe.poll(EVENT_GRACE_S)
 
     def offer(self, block_ids: Sequence[int], *, num_first: int = 0) -> bytes:
         """Offer a prompt and grant its blocks, ``num_first`` of them by a grant of their own; returns the handle."""
@@ -224,14 +302,17 @@ class DevicePeer:
 
 
 @contextmanager
-def device_peer(seed: int, transport: str = "auto", device: str = "", interface: str = "lo") -> Iterator[DevicePeer]:
+def device_peer(
+    seed: int, transport: str = "auto", device: str = "", interface: str = "lo", num_ranks: int = 1
+) -> Iterator[DevicePeer]:
     """
     Args:
         device: id of the pool's device; by default one of its own.
         interface: network interface of groups.
     """
-    peer = DevicePeer(seed, transport, device, interface)
-    try:
-        yield peer
-    finally:
-        peer.close()
+    with TemporaryDirectory() as folder:
+        peer = DevicePeer(Path(folder), seed, transport, device, interface, num_ranks)
+        try:
+            yield peer
+        finally:
+            peer.close()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.proto.v1 import transfer_pb2
-from tests.kv_transfer.device_peer import BATCH_SIZE, DevicePeer, device_peer
+from tests.kv_transfer.device_peer import BATCH_SIZE, TIMEOUT_S, DevicePeer, device_peer
 from tests.kv_transfer.peer import EVENT_GRACE_S
 from tests.workers import wait_until
 
@@ -195,3 +195,73 @@ def test_a_group_that_cannot_be_made_is_replaced_by_another_transport(target: De
             source.expect(event)
         hand_off(source, target, "memfd")
         assert target.ask("threads") <= 2
+
+
+@pytest.fixture(name="ranks", scope="module")
+def fixture_ranks() -> Iterator[DevicePeer]:
+    """An engine of two ranks."""
+    with device_peer(9, num_ranks=2) as peer:
+        yield peer
+
+
+def test_blocks_arrive_on_every_rank_and_from_every_rank(
+    source: DevicePeer, ranks: DevicePeer, target: DevicePeer
+) -> None:
+    for _ in range(2):
+        ranks.command("scramble", 10)
+        hand_off(source, ranks)
+        target.command("scramble", 11)
+        hand_off(ranks, target)
+
+
+def test_every_rank_refuses_blocks_that_were_reused(source: DevicePeer, ranks: DevicePeer) -> None:
+    fill(ranks)
+    handle = source.offer(SOURCE_IDS)
+    source.command("reuse", SOURCE_IDS[BATCH_SIZE])
+    ranks.pull(source, handle, TARGET_IDS)
+    ranks.expect_done("verify")
+    assert ranks.ask("blocks", TARGET_IDS[:BATCH_SIZE]) == source.ask("blocks", SOURCE_IDS[:BATCH_SIZE])
+    assert {*b"".join(ranks.ask("blocks", TARGET_IDS[BATCH_SIZE : 2 * BATCH_SIZE]))} == {SENTINEL}
+    source.expect("lease_opened")
+    source.expect("lease_lost")
+
+
+def test_a_pull_ends_once_every_rank_writes_no_more(source: DevicePeer, ranks: DevicePeer) -> None:
+    hold_second_batch(source, ranks)
+    ranks.signal_follower(signal.SIGSTOP)
+    abort(ranks)
+    source.expect("lease_lost")
+    ranks.expect_nothing()
+    ranks.signal_follower(signal.SIGCONT)
+    ranks.expect_done("aborted")
+    fill(ranks)
+    source.command("let_go")
+    check_nothing_is_written(ranks)
+    hand_off(source, ranks)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_of_either_worker_fails_the_pull_alone(
+    source: DevicePeer, target: DevicePeer, number: signal.Signals
+) -> None:
+    with device_peer(12, num_ranks=2) as second, device_peer(13, num_ranks=2) as third:
+        hand_off(source, third)
+        hand_off(second, third)
+        hold_second_batch(second, third)
+        second.signal_follower(number)
+        third.expect_done("copy")
+        fill(third)
+        second.process.join(TIMEOUT_S)
+        assert second.process.exitcode == 1
+        check_nothing_is_written(third)
+        handle = hold_second_batch(source, third)
+        third.signal_follower(number)
+        source.expect("lease_lost")
+        third.process.join(TIMEOUT_S)
+        assert third.process.exitcode == 1
+    source.command("let_go")
+    target.pull(source, handle, TARGET_IDS)
+    target.expect_done()
+    assert target.ask("blocks", TARGET_IDS) == source.ask("blocks", SOURCE_IDS)
+    source.expect("lease_opened")
+    source.expect("released")

@@ -335,6 +335,15 @@ def test_a_pool_that_no_group_reaches_has_no_links(source: Peer) -> None:
         assert client.expect_end()[0] is grpc.StatusCode.FAILED_PRECONDITION
 
 
+def test_ranks_that_hold_what_the_source_lacks_get_no_link() -> None:
+    with running_peer(device="gloo A") as source, _client(source, "Link") as client:
+        shards = [kv_pb2.KvShard(end_head=2, end_layer=2)]
+        client.write(kv_pb2.PullMessage(open=kv_pb2.PullOpen(worker_epoch=EPOCH, shards=shards)))
+        status, details = client.expect_end()
+        assert status is grpc.StatusCode.FAILED_PRECONDITION
+        assert "no rank of the source holds" in details
+
+
 def test_links_are_bounded_and_send_leased_blocks_only() -> None:
     with running_peer(device="gloo A") as source, ExitStack() as stack:
         clients = [stack.enter_context(_client(source, "Link")) for _ in range(MAX_LINKS + 1)]
