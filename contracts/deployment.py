@@ -197,8 +197,8 @@ class PhaseConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvTransferConfig:
     transport: Annotated[str, one_of("auto", *TRANSPORTS)] = "auto"
-    """``auto``: ``memfd`` (a copy) within a host, ``tcp`` between hosts. Or one of them always. ``nccl``: from GPU to
-    GPU, and as ``auto`` where that fails; not run on GPUs yet."""
+    """``auto``: ``memfd`` (a copy) within a host, ``tcp`` between hosts. Or one of them always. ``nccl``, and
+    ``cuda_ipc`` within a host: from GPU to GPU, and as ``auto`` where that fails; neither has run on GPUs yet."""
 
 
 POLICIES = ("goodput", "least-time", "cache-aware", "power-of-two", "least-loaded", "round-robin")

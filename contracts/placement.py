@@ -10,9 +10,13 @@ from pdserve.contracts.precision import Precision
 DEVICE_SETTINGS = ("auto", "cpu", "cuda")
 """Values of `WorkerConfig.device`."""
 
-TRANSPORTS = ("memfd", "tcp", "nccl")
-"""Transports of KV: a copy within a host, a TCP connection, and a process group of two engines, from GPU to GPU.
-`WorkerConfig.transport` is one of them or ``auto``."""
+DIRECT_TRANSPORTS = ("nccl", "cuda_ipc")
+"""Transports of KV from GPU to GPU: a process group of two engines, and a copy from the pool of a worker on this host.
+`auto` takes neither."""
+
+TRANSPORTS = ("memfd", "tcp", *DIRECT_TRANSPORTS)
+"""Transports of KV: a copy within a host, a TCP connection, and those from GPU to GPU. `WorkerConfig.transport` is one
+of them or ``auto``."""
 
 
 class WorkerRole(Enum):

@@ -150,11 +150,12 @@ class PeerPools:
 
     def drop_gone(self) -> None:
         """Forget pools whose owner has closed them or died. A running copy keeps its mapping until it ends."""
-        for path, inode in [key for key in self._pools if not _leads_to(*key)]:
+        for path, inode in [key for key in self._pools if not leads_to(*key)]:
             del self._pools[path, inode]
 
 
-def _leads_to(path: str, inode: int) -> bool:
+def leads_to(path: str, inode: int) -> bool:
+    """Whether a ``/proc/<pid>/fd/<n>`` path leads to this file: its process runs, and keeps it open."""
     try:
         return os.stat(path).st_ino == inode
     except OSError:

@@ -15,9 +15,10 @@ from contextlib import asynccontextmanager, closing
 from functools import partial
 
 from pdserve.contracts.kv_layout import KvLayout
-from pdserve.contracts.placement import TRANSPORTS
+from pdserve.contracts.placement import DIRECT_TRANSPORTS, TRANSPORTS
 from pdserve.kv_transfer import data_stream
 from pdserve.kv_transfer.handshake import check_grant, check_layout, ends_request, host_id, layout_message
+from pdserve.kv_transfer.ipc_pulls import IpcCopyOrders, IpcReceiver, IpcSource
 from pdserve.kv_transfer.links import GroupReceiver, Links, PullerLinks
 from pdserve.kv_transfer.pool_memory import PeerPools, PoolMemory
 from pdserve.kv_transfer.pull_stream import PullStream, SourceBusyError
@@ -48,6 +49,7 @@ class Puller:
         config: TransferConfig,
         memory: PoolMemory,
         links: Links,
+        ipc_orders: IpcCopyOrders,
         tls: ssl.SSLContext | None,
         send: Callable[[transfer_pb2.TransferToEngine], None],
     ) -> None:
@@ -61,6 +63,7 @@ class Puller:
         self._memory = memory
         self._shards = links.shards
         self._links = PullerLinks(links, lambda address: self._stream(address, "Link"), self._opening)
+        self._ipc_orders = ipc_orders
         self._send = send
         self._running: dict[int, asyncio.Task[transfer_pb2.PullDone]] = {}
         self._transports: dict[int, str] = {}
@@ -120,7 +123,7 @@ class Puller:
                 if self._config.transport != "auto":
                     raise PullError("connect", f"KV transport {error.transport} is impossible here: {error}") from error
                 reason = f"{error.transport} is impossible: {error}"
-                if error.transport == "nccl":
+                if error.transport in DIRECT_TRANSPORTS:
                     self._links.fail(order.source, str(error))
                 else:
                     transport = "tcp"
@@ -140,12 +143,12 @@ class Puller:
             opening.host_id = host_id()
             if why_not := self._links.why_not(order.source):
                 opening.device = ""
-                reason = reason or f"nccl is impossible: {why_not}"
+                reason = reason or f"a copy from GPU to GPU is impossible: {why_not}"
             opened = await stream.open(opening)
             if opened.transport not in TRANSPORTS or transport not in ("auto", opened.transport):
                 raise PullError(REFUSED, f"the source chose transport {opened.transport!r} for {transport!r}")
-            if opened.transport == "nccl" and not opening.device:
-                raise PullError(REFUSED, "the source chose transport nccl for a pool that it does not reach")
+            if opened.transport in DIRECT_TRANSPORTS and not opening.device:
+                raise PullError(REFUSED, f"the source chose transport {opened.transport} for a pool out of its reach")
             try:
                 layout = check_layout(opened.layout, self._memory.layout)
             except ValueError as error:
@@ -195,12 +198,17 @@ class Puller:
         self, opened: kv_pb2.Opened, layout: KvLayout, source: worker_pb2.KvSource, stream: PullStream
     ) -> AsyncIterator[Receiver]:
         match opened.transport:
-            case "memfd":
+            case "memfd" | "cuda_ipc":
                 try:
                     pool = self.peer_pools.get(opened.pool_path, opened.pool_inode, layout)
                 except (OSError, ValueError) as error:
-                    raise TransportImpossibleError("memfd", f"its pool cannot be mapped here: {error}") from error
-                yield MemfdReceiver(self._memory, pool)
+                    message = f"its pool cannot be mapped here: {error}"
+                    raise TransportImpossibleError(opened.transport, message) from error
+                if opened.transport == "memfd":
+                    yield MemfdReceiver(self._memory, pool)
+                else:
+                    ipc_source = IpcSource(source.worker_epoch, opened.pool_inode, opened.rank_pools, opened.shards)
+                    yield IpcReceiver(self._ipc_orders, ipc_source, pool)
             case "nccl":
                 group = GroupReceiver(self._links, source, opened.shards)
                 stream.on_end(group.end)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -16,6 +16,7 @@ from itertools import count
 import grpc
 from google.protobuf.message import DecodeError
 
+from pdserve.contracts.placement import DIRECT_TRANSPORTS
 from pdserve.kv_transfer.data_stream import DataListener, ExpectedStream
 from pdserve.kv_transfer.handshake import (
     check_grant,
@@ -86,6 +87,8 @@ class Source(kv_pb2_grpc.KvTransferServicer):
     ) -> None:
         self.address = ""
         """Where the service listens; set before it does."""
+        self.rank_pools: Sequence[kv_pb2.RankPool] = ()
+        """Pools on devices, for other processes; set before the first offer."""
         self._config = config
         self._memory = memory
         self._listener = listener
@@ -203,9 +206,11 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         data: ExpectedStream,
     ) -> bool:
         """Send everything, then wait for the release; ``False`` if the puller leaves without it."""
-        if opened.transport == "memfd":
+        if opened.transport in ("memfd", "cuda_ipc"):
             opened.pool_path = self._memory.path
             opened.pool_inode = self._memory.inode
+        if opened.transport == "cuda_ipc":
+            opened.rank_pools.extend(self.rank_pools)
         if opened.transport == "tcp":
             opened.data_port = self._listener.port
             opened.ticket = data.ticket
@@ -221,7 +226,7 @@ class Source(kv_pb2_grpc.KvTransferServicer):
                 continue
             grant = offer.grants[num_sent]
             num_sent += 1
-            if opened.transport != "nccl" and self._config.device:
+            if opened.transport not in DIRECT_TRANSPORTS and self._config.device:
                 await self._stage(grant)
                 offer.check()
             await context.write(kv_pb2.SourceMessage(grant=grant))

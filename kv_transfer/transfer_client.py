@@ -62,8 +62,8 @@ class TransferConfig:
     ports: tuple[int, int] = (0, 0)
     """First and last port to listen on; (0, 0) takes any."""
     device: str = ""
-    """Devices of the pool, as `pdserve.kv_transfer.group_copies.device_id` names them; empty for a pool that the
-    process maps itself, or whose granted blocks are in the staging file."""
+    """How other devices reach the pool, ``cuda_ipc`` or as `pdserve.kv_transfer.group_copies.device_id` names its own;
+    empty for a pool that the process maps itself, or whose granted blocks are in the staging file."""
     shards: tuple[tuple[int, int, int, int], ...] = ()
     """Part of every block that each rank of a pool with a device holds: first and end head, first and end layer."""
 

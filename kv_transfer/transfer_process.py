@@ -21,6 +21,7 @@ import uvloop
 
 from pdserve.contracts.codec import from_json
 from pdserve.kv_transfer.data_stream import DataListener, tls_context
+from pdserve.kv_transfer.ipc_pulls import IpcCopyOrders
 from pdserve.kv_transfer.links import Links
 from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.kv_transfer.pool_memory import PoolMemory
@@ -59,10 +60,10 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
         tls=tls_context(tls, is_server=True) if tls else None,
         ports=config.ports,
     )
-    links = Links(config, send)
+    links, ipc_orders = Links(config, send), IpcCopyOrders(send)
     source = Source(config=config, memory=memory, listener=listener, links=links, send=send)
     client_tls = tls_context(tls, is_server=False) if tls else None
-    puller = Puller(config=config, memory=memory, links=links, tls=client_tls, send=send)
+    puller = Puller(config=config, memory=memory, links=links, ipc_orders=ipc_orders, tls=client_tls, send=send)
     server = grpc.aio.server(
         options=server_options(MAX_PULL_MESSAGE_BYTES),
         maximum_concurrent_rpcs=MAX_CONCURRENT_PULLS,
@@ -71,7 +72,10 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
     source.address = address = listen(server, config.host, config.tls, config.ports)
     await server.start()
     send(transfer_pb2.TransferToEngine(ready=transfer_pb2.Ready(address=address)))
-    tasks = [asyncio.ensure_future(_keep_house(puller, send)), asyncio.ensure_future(listener.accept_forever())]
+    tasks = [
+        asyncio.ensure_future(_keep_house(puller, ipc_orders, send)),
+        asyncio.ensure_future(listener.accept_forever()),
+    ]
     while (frame := await read_frame(reader)) is not None:
         message = transfer_pb2.EngineToTransfer.FromString(frame)
         match message.WhichOneof("body"):
@@ -89,6 +93,10 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
                 source.staged(message.staged.stage_id)
             case "link_event":
                 links.received(message.link_event)
+            case "exported":
+                source.rank_pools = message.exported.rank_pools
+            case "copied":
+                ipc_orders.copied(message.copied)
             case "shutdown":
                 break
             case unknown:
@@ -98,11 +106,14 @@ async def _serve(config: TransferConfig, memory: PoolMemory, pipe: socket.socket
     await server.stop(None)
 
 
-async def _keep_house(puller: Puller, send: Callable[[transfer_pb2.TransferToEngine], None]) -> None:
+async def _keep_house(
+    puller: Puller, ipc_orders: IpcCopyOrders, send: Callable[[transfer_pb2.TransferToEngine], None]
+) -> None:
     """Forget the pools of dead workers, and show that this process works."""
     while True:
         await asyncio.sleep(ALIVE_INTERVAL_S)
         puller.peer_pools.drop_gone()
+        ipc_orders.close_gone()
         send(transfer_pb2.TransferToEngine(alive=transfer_pb2.Alive()))
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -19,11 +20,14 @@ from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.decode_worker import worker as decode_worker
 from pdserve.engine.scheduling.interface import Scheduler
 from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend
+from pdserve.engine.worker.followers import RanksIpcCopies
 from pdserve.engine.worker.loop import StepTimes
 from pdserve.engine.worker.model_device import build_copies
 from pdserve.engine.worker.process import main
+from pdserve.kernels.kv_pool import KvPool
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.host_staging import HostStaging
+from pdserve.kv_transfer.ipc_copies import IpcCopies
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.resharding import KvShard
 from pdserve.model.executors.device_queue import DeviceQueue
@@ -47,11 +51,18 @@ class LateStaging(HostStaging):
         super().copy_h2d(block_ids)
 
 
+def shared_pool(memory: torch.Tensor, *others: Any) -> KvPool:
+    """A pool that other processes can open."""
+    memory.share_memory_()  # type: ignore[no-untyped-call]
+    return KvPool(memory, *others)
+
+
 def staged_device() -> ExitStack:
     """A device that is the CPU, with memory of its own."""
     stack = ExitStack()
     for target, replacement in (
         ("pdserve.engine.worker.model_device.is_in_host_memory", lambda device: False),
+        ("pdserve.engine.worker.model_device.KvPool", shared_pool),
         ("pdserve.kv_transfer.host_staging.HostStaging", LateStaging),
         ("pdserve.model.executors.rank_model.select_queue", lambda device: PipelinedQueue()),
     ):
@@ -66,11 +77,15 @@ def staged_backend(config: WorkerConfig) -> Backend:
     backend = choose_backend(replace(config, transport="auto"))
 
     def build_executors(memory: PoolMemory) -> BuiltExecutors:
-        device = PoolMemory.create(backend.layout)
-        blocks = torch.frombuffer(device.blocks, dtype=torch.uint8).view(backend.layout.num_blocks, -1)
+        layout = backend.layout
+        device = PoolMemory.create(layout)
+        blocks = torch.zeros((layout.num_blocks, layout.block_bytes), dtype=torch.uint8)
+        blocks.share_memory_()  # type: ignore[no-untyped-call]  # in place, before anybody has its address
+        device.blocks = blocks.numpy().data.cast("B")
         executors = backend.build_executors(device).executors
         copies = build_copies(config, blocks, memory, [KvShard(range(1), range(1))])
-        return BuiltExecutors(executors, LateStaging(blocks, memory), None, copies)
+        direct = RanksIpcCopies(copies, None) if isinstance(copies, IpcCopies) else copies
+        return BuiltExecutors(executors, LateStaging(blocks, memory), None, direct)
 
     return replace(backend, build_executors=build_executors)
 

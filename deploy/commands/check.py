@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.kv_layout import KvLayout, resolve_kv_dtype
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.placement import DIRECT_TRANSPORTS, WorkerRole
 from pdserve.deploy.checks.model import check_model
 from pdserve.deploy.checks.preflight import check_launch, kernel_warning
 from pdserve.deploy.launch import Launch
@@ -53,7 +53,7 @@ def check_cluster(launch: Launch, console: Console) -> int:
         console.print("no KV moves: one worker serves both phases")
         return 0
     layout = _prompt_layout(launch)
-    seconds = _measure(launch, layout, sorted({each.transport for each in links} - {"nccl"}))
+    seconds = _measure(launch, layout, sorted({each.transport for each in links} - {*DIRECT_TRANSPORTS}))
     num_tokens, mebibytes = layout.num_blocks * layout.block_size, layout.pool_bytes / 2**20
     console.print(f"KV of {num_tokens:,} tokens, {mebibytes:.1f} MiB:", highlight=False)
     for each in links:
@@ -87,14 +87,15 @@ def _choose(launch: Launch, source: WorkerRole, target: WorkerRole, is_same_host
     setting = launch.config.kv_transfer.transport
     are_on_gpus = [_is_on_gpu(launch, role) for role in (source, target)]
     devices = ("", "")
-    if setting == "nccl" and (all(are_on_gpus) or launch.ray_address):
-        setting, devices = "auto", ("nccl 0", "nccl 1")  # as workers do, each of which has a GPU of its own
+    if setting in DIRECT_TRANSPORTS and (all(are_on_gpus) or launch.ray_address):
+        devices = f"{setting} 0", f"{setting} 1"  # as workers do, each of which has a GPU of its own
+        setting = "auto"
     try:
         transport, reason = choose_transport(setting, setting, is_same_host=is_same_host, devices=devices)
     except ValueError as error:
         raise DeployError(str(error)) from error
     staged = [role.value for role, is_on_gpu in zip((source, target), are_on_gpus, strict=True) if is_on_gpu]
-    if staged and transport != "nccl":
+    if staged and transport not in DIRECT_TRANSPORTS:
         reason += f"; copies between GPU and host for {' and '.join(dict.fromkeys(staged))} come on top"
     return transport, reason
 

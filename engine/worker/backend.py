@@ -18,9 +18,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.contracts.codec import from_json
 from pdserve.contracts.kv_layout import KvLayout
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.placement import DIRECT_TRANSPORTS, WorkerConfig, WorkerRole
 from pdserve.contracts.step import Executor, ModelLimits
-from pdserve.engine.worker.followers import FollowerConfig, Followers, RanksCopies, RanksStaging, rank_cores
+from pdserve.engine.worker.followers import (
+    FollowerConfig,
+    Followers,
+    RanksCopies,
+    RanksIpcCopies,
+    RanksStaging,
+    rank_cores,
+)
 from pdserve.engine.worker.grammars import Grammars
 from pdserve.engine.worker.live_loop import stall_limit_s
 from pdserve.engine.worker.pool_size import check_pool_fits, check_staging_fits, num_kv_blocks, num_swap_slots
@@ -44,6 +51,7 @@ if TYPE_CHECKING:  # they import torch
     from pdserve.kernels.kv_pool import KvPool
     from pdserve.kv_transfer.group_copies import GroupCopies
     from pdserve.kv_transfer.host_staging import HostStaging, Staging
+    from pdserve.kv_transfer.ipc_copies import IpcCopies
     from pdserve.model.decoder.ranks import Ranks
     from pdserve.model.executors.rank_model import RankModel
 
@@ -57,7 +65,7 @@ class BuiltExecutors(NamedTuple):
     """Copies blocks between a GPU pool and the memory the transfer process maps; ``None`` on a CPU."""
     followers: Followers | None = None
     """Other ranks, to close after the executors."""
-    copies: GroupCopies | RanksCopies | None = None
+    copies: GroupCopies | RanksCopies | RanksIpcCopies | None = None
     """Copies blocks between the GPU pools of two workers, where that is possible."""
 
 
@@ -109,8 +117,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     cost = _cost(_as_computed(config, is_on_host), model)
     num_ranks = config.tensor_parallel * config.pipeline_parallel
     _check_ranks(config, is_on_host)
-    if is_on_host:
-        _check_transport(config)
+    _check_transport(config, is_on_host)
     check_kv_dtype(device, cost.kv_dtype)
     memory = kv_memory_of(device, config, cost, available_memory_bytes())
     block_bytes = cost.kv_bytes_per_token * config.block_size
@@ -158,9 +165,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
         if not is_on_host:
             staging = _staging(pool, memory, heads, followers)
             copies = build_copies(config, pool.blocks, memory, _kv_shards(config, model))
-            if copies is not None and followers is not None:
-                return BuiltExecutors([executor], staging, followers, RanksCopies(copies, followers))
-            return BuiltExecutors([executor], staging, followers, copies)
+            return BuiltExecutors([executor], staging, followers, _copies_of_ranks(copies, followers))
         if config.core_board and followers is None:
             return BuiltExecutors([_lending_cores(executor, config)])
         others = range(1, config.pipeline_parallel)
@@ -227,10 +232,18 @@ def _check_ranks(config: WorkerConfig, is_on_host: bool) -> None:
         )
 
 
-def _check_transport(config: WorkerConfig) -> None:
-    """Raise ValueError if the worker's transport is one of pools on GPUs. This one is in host memory."""
-    if config.transport == "nccl":
-        raise ValueError("kv_transfer.transport is nccl, which copies KV between GPUs, and there is none: use auto")
+def _check_transport(config: WorkerConfig, is_on_host: bool) -> None:
+    """Raise ValueError if the worker's transport is impossible for a pool in host memory, or in that of GPUs."""
+    if config.transport in DIRECT_TRANSPORTS and is_on_host:
+        raise ValueError(
+            f"kv_transfer.transport is {config.transport}, which copies KV between GPUs, and there is none: use auto"
+        )
+    settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
+    if config.transport == "cuda_ipc" and any("expandable_segments:True" in each for each in settings):
+        raise ValueError(
+            "kv_transfer.transport is cuda_ipc, and other processes may not open memory in expandable segments: remove "
+            "expandable_segments from PYTORCH_CUDA_ALLOC_CONF, or use auto"
+        )
 
 
 def _max_captured_rows(config: WorkerConfig, is_on_host: bool) -> int:
@@ -250,6 +263,17 @@ def _kv_shards(config: WorkerConfig, model: DecoderConfig) -> list[KvShard]:
     num_ranks = config.tensor_parallel * config.pipeline_parallel
     places = (Place.of(rank, config.tensor_parallel, config.pipeline_parallel) for rank in range(num_ranks))
     return [KvShard(shard.kv_heads, shard.layers) for shard in (shard_of(model.shape, place) for place in places)]
+
+
+def _copies_of_ranks(
+    own: GroupCopies | IpcCopies | None, followers: Followers | None
+) -> GroupCopies | RanksCopies | RanksIpcCopies | None:
+    """Copies of all ranks; ``own`` are the leader's."""
+    from pdserve.kv_transfer.ipc_copies import IpcCopies
+
+    if isinstance(own, IpcCopies):
+        return RanksIpcCopies(own, followers)
+    return own if own is None or followers is None else RanksCopies(own, followers)
 
 
 def _rank_cores(config: WorkerConfig, rank: int) -> tuple[int, ...]:
@@ -300,7 +324,7 @@ def _longest_wait_s(config: WorkerConfig, cost: CostModel, layout: KvLayout) -> 
 
 def build_follower(
     follower: FollowerConfig, memory: PoolMemory, shared_fd: int
-) -> tuple[RankModel, HostStaging | None, GroupCopies | None]:
+) -> tuple[RankModel, HostStaging | None, GroupCopies | IpcCopies | None]:
     """Build the model of a rank other than the leader, and on a GPU the copies of its pool.
 
     Args:
@@ -371,7 +395,7 @@ def _lending_cores(executor: Executor, config: WorkerConfig) -> Executor:
 
 def _emulated_backend(config: WorkerConfig) -> Backend:
     """Emulate a GPU: its step times, its transfer times, and as many blocks as its memory would hold."""
-    _check_transport(config)
+    _check_transport(config, is_on_host=True)
     model = DecoderConfig.from_folder(Path(config.model_path))
     limits = model.limits(config.max_model_len)
     is_instant = config.time_scale == 0

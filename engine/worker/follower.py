@@ -25,7 +25,7 @@ from pdserve.engine.worker.followers import CLOSED, COPIED, READY, FollowerConfi
 from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
-from pdserve.proto.v1.transfer_pb2 import LinkOrder
+from pdserve.proto.v1.transfer_pb2 import CopyOrder, LinkOrder
 
 if TYPE_CHECKING:  # it imports torch
     from pdserve.kv_transfer.group_copies import GroupCopies
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="A rank of a worker; started by the worker.")
-    for name in ("steps", "pulse", "d2h", "h2d", "links", "pool", "shared"):
+    for name in ("steps", "pulse", "d2h", "h2d", "ipc", "links", "pool", "shared"):
         parser.add_argument(f"{name}_fd", type=int, help="an inherited descriptor")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -55,30 +55,40 @@ def main() -> int:
         logging.shutdown()
         os._exit(1)  # a thread of a process group may wait for the other ranks
     if staging is not None:
-        _start_copying("d2h", arguments.d2h_fd, lambda words: staging.copy_d2h(*words.reshape(2, -1).tolist()))
-        _start_copying("h2d", arguments.h2d_fd, lambda words: staging.copy_h2d(words.tolist()))
-    if copies is not None:
-        threading.Thread(target=_serve_links, args=(arguments.links_fd, copies), name="kv-links", daemon=True).start()
-    steps.sendall(encode_frame(READY))
+        _start_copying("d2h", arguments.d2h_fd, lambda order: staging.copy_d2h(*_words(order).reshape(2, -1).tolist()))
+        _start_copying("h2d", arguments.h2d_fd, lambda order: staging.copy_h2d(_words(order).tolist()))
 
+    from pdserve.kv_transfer.ipc_copies import IpcCopies
     from pdserve.model.executors.rank_model import PackedStep
+
+    rank_pool = b""
+    if isinstance(copies, IpcCopies):
+        rank_pool, carry_out = copies.pool.SerializeToString(), copies.carry_out
+        _start_copying("ipc", arguments.ipc_fd, lambda order: carry_out(CopyOrder.FromString(order)))
+    elif copies is not None:
+        threading.Thread(target=_serve_links, args=(arguments.links_fd, copies), name="kv-links", daemon=True).start()
+    steps.sendall(encode_frame(READY + rank_pool))
 
     while (frame := receive_frame(steps)) is not None:
         rank.follow(PackedStep.decode(np.frombuffer(bytearray(frame), np.int32)))
     return 0
 
 
-def _start_copying(name: str, fd: int, copy: Callable[[npt.NDArray[np.uint64]], None]) -> None:
-    """Answer each frame of ``fd`` once ``copy`` has made its copies. The process ends if they fail."""
+def _words(order: bytes) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(order, np.uint64)
+
+
+def _start_copying(name: str, fd: int, copy: Callable[[bytes], str | None]) -> None:
+    """Answer each frame of ``fd`` once ``copy`` has made its copies, or with why it has not. The process ends if it
+    raises."""
 
     def run() -> None:
         try:
             with socket.socket(fileno=fd) as leader:
                 while (frame := receive_frame(leader)) is not None:
-                    copy(np.frombuffer(frame, np.uint64))
-                    leader.sendall(encode_frame(COPIED))
+                    leader.sendall(encode_frame(COPIED + (copy(frame) or "").encode()))
         except BaseException:
-            _log.critical("KV was not copied between GPU and host", exc_info=True)
+            _log.critical("KV was not copied", exc_info=True)
             os._exit(1)
 
     threading.Thread(target=run, name=f"kv-{name}", daemon=True).start()

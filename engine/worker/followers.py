@@ -7,7 +7,7 @@ from the staging file that all ranks of the worker map. Either way block tables,
 of ranks.
 
 Each follower has socket pairs, which no other process can open: for steps, for its pulse, for each direction of
-staging, and for links to other workers. A step is a 32-bit length, then the words of a
+copies, and for links to other workers. A step is a 32-bit length, then the words of a
 `pdserve.model.executors.rank_model.PackedStep`. The ranks exchange tensors through memory that they share
 (`pdserve.kernels.cpu.ranks`), or between devices (`pdserve.kernels.torch.ranks`). There is no partial repair: when a
 follower ends or is silent, so does the worker, and with it all other ranks.
@@ -35,11 +35,13 @@ from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
-from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, LinkOrder
+from pdserve.proto.v1.kv_pb2 import RankPool
+from pdserve.proto.v1.transfer_pb2 import Copied, CopyOrder, EngineToTransfer, ExportedPools, LinkOrder
 
 if TYPE_CHECKING:  # they import torch
     from pdserve.kv_transfer.group_copies import GroupCopies
     from pdserve.kv_transfer.host_staging import Staging
+    from pdserve.kv_transfer.ipc_copies import IpcCopies
     from pdserve.model.executors.rank_model import PackedStep
 
 PULSE_S = 0.1
@@ -49,13 +51,14 @@ SILENCE_S = 2.0
 START_SILENCE_S = 60.0
 """The same before it is ready: imports and the loading of weights hold up its thread for pulses."""
 COPY_TIMEOUT_S = 10.0
-"""A follower that takes longer to copy blocks to or from the staging file, or to close a link, is lost."""
+"""A follower that takes longer to copy blocks, or to close a link, is lost."""
 STOP_TIMEOUT_S = 2.0
 
 READY = b"ready"
-"""The only frame that a follower sends for steps: it has its weights and takes them."""
+"""Begins the only frame that a follower sends for steps: it has its weights and takes them. Its `RankPool` follows, if
+other workers open it."""
 COPIED = b"copied"
-"""Answer to a frame of staging."""
+"""Begins the answer to an order to copy. Why it was not carried out follows, where that does not end the follower."""
 CLOSED = b"closed"
 """Answer to the order that closes a link; other frames of a follower for links are events."""
 
@@ -64,10 +67,11 @@ _log = logging.getLogger(__name__)
 
 
 class Direction(Enum):
-    """Of staging."""
+    """Of copies: to the staging file, from it, and from pools of other workers."""
 
     D2H = "d2h"
     H2D = "h2d"
+    IPC = "ipc"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +117,8 @@ class Followers:
         """
         self._on_loss = on_loss
         self.shared_fd = shared_fd
+        self.rank_pools: list[RankPool] = []
+        """Pool of each follower that is ready, as other workers open it."""
         self._is_closing = False
         self._followers = [
             _Follower(
@@ -137,7 +143,7 @@ class Followers:
             RuntimeError: one ended; its log has the reason.
         """
         for follower in self._followers:
-            follower.expect_ready()
+            self.rank_pools.append(follower.expect_ready())
 
     def send(self, step: PackedStep) -> None:
         """Send a step to every follower. A lost one is found by its pulse."""
@@ -149,25 +155,30 @@ class Followers:
                 _log.warning("rank %d does not receive a step: %s", follower.rank, error)
 
     @contextmanager
-    def copying(self, direction: Direction, words: Sequence[int]) -> Iterator[None]:
-        """Let every follower copy its part of blocks between its pool and the staging file; waits for the end.
+    def copying(self, direction: Direction, order: bytes) -> Iterator[list[str]]:
+        """Let every follower copy its part of blocks; waits for the end. Yields a list to which it then adds why each
+        did not, or nothing.
 
         Args:
-            words: arguments of `pdserve.kv_transfer.host_staging.Staging`, one after the other.
+            order: a `CopyOrder`, or the arguments of `pdserve.kv_transfer.host_staging.Staging`, one after the other,
+                as 64-bit words.
 
         Raises:
             RuntimeError: a follower ended.
             TimeoutError: a follower is lost.
         """
-        frame = encode_frame(np.array(words, np.uint64).tobytes())
+        frame = encode_frame(order)
         for follower in self._followers:
             with self._copy_deadline(follower):
-                follower.staging[direction].sendall(frame)
-        yield
+                follower.copies[direction].sendall(frame)
+        failures: list[str] = []
+        yield failures
         for follower in self._followers:
             with self._copy_deadline(follower):
-                if receive_frame(follower.staging[direction]) != COPIED:
+                answer = receive_frame(follower.copies[direction])
+                if answer is None:
                     raise RuntimeError(f"rank {follower.rank} ended")
+                failures.append(answer.removeprefix(COPIED).decode())
 
     def start_links(self, send: Callable[[EngineToTransfer], None]) -> None:
         """Pass events of the followers' links on to ``send``, each follower's on a thread of its own."""
@@ -232,11 +243,11 @@ class RanksStaging:
         self._followers = followers
 
     def copy_d2h(self, block_ids: Sequence[int], generations: Sequence[int]) -> None:
-        with self._followers.copying(Direction.D2H, (*block_ids, *generations)):
+        with self._followers.copying(Direction.D2H, _words((*block_ids, *generations))):
             self._own.copy_d2h(block_ids, generations)
 
     def copy_h2d(self, block_ids: Sequence[int]) -> None:
-        with self._followers.copying(Direction.H2D, block_ids):
+        with self._followers.copying(Direction.H2D, _words(block_ids)):
             self._own.copy_h2d(block_ids)
 
 
@@ -264,6 +275,43 @@ class RanksCopies:
         self._own.close()
 
 
+class RanksIpcCopies:
+    """Copies of all ranks by CUDA IPC."""
+
+    def __init__(self, own: IpcCopies, followers: Followers | None) -> None:
+        """
+        Args:
+            own: the leader's.
+        """
+        self.device = "cuda_ipc"
+        self.shards, self.generations = own.shards, own.generations
+        self._own = own
+        self._followers = followers
+        self._send: Callable[[EngineToTransfer], None]
+
+    def start(self, send: Callable[[EngineToTransfer], None]) -> None:
+        self._send = send
+        others = self._followers.rank_pools if self._followers is not None else []
+        send(EngineToTransfer(exported=ExportedPools(rank_pools=[self._own.pool, *others])))
+
+    def handle(self, order: CopyOrder) -> None:
+        failures: list[str] = []
+        with ExitStack() as stack:
+            if self._followers is not None:
+                failures = stack.enter_context(self._followers.copying(Direction.IPC, order.SerializeToString()))
+            failures.append(self._own.carry_out(order))
+        if order.rank_pools:
+            failure = next(filter(None, failures), "")
+            self._send(EngineToTransfer(copied=Copied(copy_id=order.copy_id, failure=failure)))
+
+    def close(self) -> None:
+        self._own.close()
+
+
+def _words(values: Sequence[int]) -> bytes:
+    return np.array(values, np.uint64).tobytes()
+
+
 class _Follower:
     """One process and its sockets."""
 
@@ -276,11 +324,12 @@ class _Follower:
         self.links, child_links = socket.socketpair()
         self.closed = threading.Semaphore(0)
         """Links that the follower has closed."""
-        self.staging = {Direction.D2H: d2h, Direction.H2D: h2d}
-        for each in self.staging.values():
+        ipc, child_ipc = socket.socketpair()
+        self.copies = {Direction.D2H: d2h, Direction.H2D: h2d, Direction.IPC: ipc}
+        for each in self.copies.values():
             each.settimeout(COPY_TIMEOUT_S)
         self.pulse.setblocking(False)
-        children = (child_steps, child_pulse, child_d2h, child_h2d, child_links)
+        children = (child_steps, child_pulse, child_d2h, child_h2d, child_ipc, child_links)
         with ExitStack() as stack:
             for child in children:
                 stack.enter_context(child)
@@ -309,11 +358,13 @@ class _Follower:
         limit_s = SILENCE_S if self.is_ready else START_SILENCE_S
         return f"is silent for {limit_s:g} s" if time.monotonic() - self._answered_s > limit_s else ""
 
-    def expect_ready(self) -> None:
-        if receive_frame(self.steps) != READY:
+    def expect_ready(self) -> RankPool:
+        frame = receive_frame(self.steps)
+        if frame is None:
             raise RuntimeError(f"rank {self.rank} ended before it was up; its log has the reason")
         self._answered_s = time.monotonic()
         self.is_ready = True
+        return RankPool.FromString(frame.removeprefix(READY))
 
     def read_link_events(self, send: Callable[[EngineToTransfer], None]) -> None:
         """Until the follower ends."""
@@ -330,5 +381,5 @@ class _Follower:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for each in (self.pulse, self.links, *self.staging.values()):
+        for each in (self.pulse, self.links, *self.copies.values()):
             each.close()

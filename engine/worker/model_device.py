@@ -13,10 +13,11 @@ from dataclasses import replace
 import torch
 from torch import distributed
 
-from pdserve.contracts.placement import DEVICE_SETTINGS, WorkerConfig
+from pdserve.contracts.placement import DEVICE_SETTINGS, DIRECT_TRANSPORTS, WorkerConfig
 from pdserve.engine.worker.pool_size import KvMemory, kv_memory_on_cpu, kv_memory_on_gpu
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kv_transfer.group_copies import GroupCopies, device_id
+from pdserve.kv_transfer.ipc_copies import IpcCopies
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.resharding import KvShard
 from pdserve.model.cost.cost_model import CostModel
@@ -110,9 +111,9 @@ def build_pool(device: torch.device, memory: PoolMemory, heads: range) -> KvPool
 
 def build_copies(
     config: WorkerConfig, pool_blocks: torch.Tensor, memory: PoolMemory, shards: Sequence[KvShard], rank: int = 0
-) -> GroupCopies | None:
+) -> GroupCopies | IpcCopies | None:
     """Build the copies of blocks between the pool of a rank and those of other workers; ``None`` if the worker's
-    transport is not nccl: KV is copied through the host then.
+    transport is neither nccl nor cuda_ipc: KV is copied through the host then.
 
     Args:
         pool_blocks: uint8 ``[num_blocks, bytes of its shard]``, in memory that transfer processes do not map.
@@ -120,16 +121,21 @@ def build_copies(
         shards: of each rank.
 
     Raises:
-        ValueError: nccl is impossible here.
+        ValueError: the transport is impossible here.
     """
-    if config.transport != "nccl":
+    if config.transport not in DIRECT_TRANSPORTS:
         return None
     why_not = ""
-    if config.tls is not None:
+    if config.transport == "cuda_ipc":
+        try:
+            return IpcCopies(pool_blocks, memory, shards, rank)
+        except RuntimeError as error:
+            why_not = str(error)
+    elif config.tls is not None:
         why_not = "NCCL does not encrypt, and security.tls is set"
     elif pool_blocks.is_cuda and not (distributed.is_available() and distributed.is_nccl_available()):
         why_not = "this build of torch lacks NCCL"
     if why_not:
-        raise ValueError(f"kv_transfer.transport is nccl, which is impossible here: {why_not}. Use auto")
+        raise ValueError(f"kv_transfer.transport is {config.transport}, which is impossible here: {why_not}. Use auto")
     device = device_id([choose_device(config, each) for each in range(len(shards))])
     return GroupCopies(pool_blocks, memory.generations, memory.layout, shards=shards, rank=rank, device=device)

@@ -5,8 +5,8 @@ before the loop receives the end of their pull. The loop does not wait for copie
 messages of the process in another, each in order. Only an offer overtakes other orders, because its puller may come
 at any moment; its grants follow.
 
-Where the pool can be copied to those of other workers (`pdserve.kv_transfer.group_copies`), grants leave at once, and
-the process asks for the D2H copy of those that are pulled through the file.
+Where other workers reach the pool (`pdserve.kv_transfer.group_copies`, `pdserve.kv_transfer.ipc_copies`), grants leave
+at once, and the process asks for the D2H copy of those that are pulled through the file.
 
 Why a puller never uses wrong bytes of the staging file:
 
@@ -24,11 +24,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from pdserve.contracts.placement import DIRECT_TRANSPORTS
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, Stage, Staged, TransferToEngine
 
 if TYPE_CHECKING:  # some import torch
-    from pdserve.engine.worker.followers import RanksCopies
+    from pdserve.engine.worker.followers import RanksCopies, RanksIpcCopies
     from pdserve.kv_transfer.group_copies import GroupCopies
     from pdserve.kv_transfer.host_staging import Staging
 
@@ -44,14 +45,14 @@ class StagedTransfer:
         start: Callable[..., TransferProcess],
         on_message: Callable[[TransferToEngine], None],
         on_failure: Callable[[], None],
-        copies: GroupCopies | RanksCopies | None = None,
+        copies: GroupCopies | RanksCopies | RanksIpcCopies | None = None,
     ) -> None:
         """
         Args:
             start: starts the transfer process, given ``on_message``, the receiver of its messages.
             on_message: receives every message of the process, on a thread of this object; must only enqueue.
             on_failure: called on such a thread when a copy failed; later orders are lost.
-            copies: links to the devices of other workers.
+            copies: from and to the devices of other workers.
         """
         self._staging = staging
         self._on_message = on_message
@@ -62,9 +63,9 @@ class StagedTransfer:
         """Target blocks of each pull in flight."""
         self._is_closing = False
         self._copies = copies
-        if copies is not None:
-            copies.start(lambda message: self._process.send(message))
         self._process = start(on_message=self._receive)
+        if copies is not None:
+            copies.start(self._process.send)
 
     @property
     def address(self) -> str:
@@ -110,9 +111,10 @@ class StagedTransfer:
         self._process.send(EngineToTransfer(staged=Staged(stage_id=stage.stage_id)))
 
     def _deliver(self, message: TransferToEngine) -> None:
-        if message.HasField("link_order"):
+        kind = message.WhichOneof("body")
+        if kind in ("link_order", "copy_order"):
             assert self._copies is not None
-            self._copies.handle(message.link_order)
+            self._copies.handle(getattr(message, kind))
             return
         if message.HasField("stage"):
             if not self._is_closing:
@@ -121,7 +123,7 @@ class StagedTransfer:
         if message.HasField("pull_done"):
             done = message.pull_done
             targets = self._targets.pop(done.pull_id)
-            if not done.failure_stage and done.transport != "nccl":
+            if not done.failure_stage and done.transport not in DIRECT_TRANSPORTS:
                 started_s = time.monotonic()
                 self._staging.copy_h2d(targets)
                 done.seconds += time.monotonic() - started_s

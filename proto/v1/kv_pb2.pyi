@@ -84,13 +84,13 @@ class PullOpen(_message.Message):
     num_cached_blocks: _builtins.int
     """leading blocks that the puller has and does not need"""
     transport: _builtins.str
-    """"auto", "memfd", "tcp" or "nccl" """
+    """"auto", "memfd", "tcp", "nccl" or "cuda_ipc" """
     host_id: _builtins.str
     """equal ids can reach each other's /proc"""
     proof: _builtins.bytes
     """that the puller knows the cluster token: pdserve.proto.token_proof"""
     device: _builtins.str
-    """backend and ids of the pool's devices; empty if no process group reaches them"""
+    """how other devices reach the pool, and ids of its own; empty if they do not"""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """the puller's; must match the source's"""
@@ -293,7 +293,9 @@ Global___SourceMessage: _TypeAlias = SourceMessage  # noqa: Y015
 
 @_typing.final
 class Opened(_message.Message):
-    """How the bytes will move: from a mapped file of the source, in a TCP connection to it, or through a link."""
+    """How the bytes will move: from a mapped file of the source, in a TCP connection to it, through a link, or from pools on
+    its devices.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -305,12 +307,13 @@ class Opened(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
+    RANK_POOLS_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
-    """"memfd", "tcp" or "nccl" """
+    """"memfd", "tcp", "nccl" or "cuda_ipc" """
     pool_path: _builtins.str
-    """memfd: /proc/<pid>/fd/<n>"""
+    """memfd, cuda_ipc (for the generations): /proc/<pid>/fd/<n>"""
     pool_inode: _builtins.int
-    """memfd: what that path must lead to"""
+    """what that path must lead to"""
     data_port: _builtins.int
     """tcp: port of the source's host"""
     ticket: _builtins.bytes
@@ -323,7 +326,11 @@ class Opened(_message.Message):
 
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvShard]:
-        """nccl: of each of the source's ranks"""
+        """nccl, cuda_ipc: of each of the source's ranks"""
+
+    @_builtins.property
+    def rank_pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPool]:
+        """cuda_ipc: of each of them"""
 
     def __init__(
         self,
@@ -336,14 +343,54 @@ class Opened(_message.Message):
         ticket: _builtins.bytes = ...,
         reason: _builtins.str = ...,
         shards: _abc.Iterable[Global___KvShard] | None = ...,
+        rank_pools: _abc.Iterable[Global___RankPool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_port", b"data_port", "layout", b"layout", "pool_inode", b"pool_inode", "pool_path", b"pool_path", "reason", b"reason", "shards", b"shards", "ticket", b"ticket", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_port", b"data_port", "layout", b"layout", "pool_inode", b"pool_inode", "pool_path", b"pool_path", "rank_pools", b"rank_pools", "reason", b"reason", "shards", b"shards", "ticket", b"ticket", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Opened: _TypeAlias = Opened  # noqa: Y015
+
+@_typing.final
+class RankPool(_message.Message):
+    """A rank's pool on a device, which other processes of the host open by CUDA IPC: fields of torch's
+    UntypedStorage._share_cuda_.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    REF_COUNTER_FIELD_NUMBER: _builtins.int
+    REF_COUNTER_OFFSET_FIELD_NUMBER: _builtins.int
+    FILE_PATH_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    num_bytes: _builtins.int
+    offset: _builtins.int
+    ref_counter: _builtins.bytes
+    ref_counter_offset: _builtins.int
+    file_path: _builtins.str
+    """of the staging file in the rank's process: while it leads there, the pool exists"""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.bytes = ...,
+        num_bytes: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        ref_counter: _builtins.bytes = ...,
+        ref_counter_offset: _builtins.int = ...,
+        file_path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file_path", b"file_path", "handle", b"handle", "num_bytes", b"num_bytes", "offset", b"offset", "ref_counter", b"ref_counter", "ref_counter_offset", b"ref_counter_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankPool: _TypeAlias = RankPool  # noqa: Y015
 
 @_typing.final
 class Grant(_message.Message):

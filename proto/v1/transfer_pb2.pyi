@@ -32,6 +32,8 @@ class EngineToTransfer(_message.Message):
     SHUTDOWN_FIELD_NUMBER: _builtins.int
     STAGED_FIELD_NUMBER: _builtins.int
     LINK_EVENT_FIELD_NUMBER: _builtins.int
+    EXPORTED_FIELD_NUMBER: _builtins.int
+    COPIED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def offer(self) -> Global___Offer: ...
     @_builtins.property
@@ -48,6 +50,10 @@ class EngineToTransfer(_message.Message):
     def staged(self) -> Global___Staged: ...
     @_builtins.property
     def link_event(self) -> Global___LinkEvent: ...
+    @_builtins.property
+    def exported(self) -> Global___ExportedPools: ...
+    @_builtins.property
+    def copied(self) -> Global___Copied: ...
     def __init__(
         self,
         *,
@@ -59,12 +65,14 @@ class EngineToTransfer(_message.Message):
         shutdown: Global___Shutdown | None = ...,
         staged: Global___Staged | None = ...,
         link_event: Global___LinkEvent | None = ...,
+        exported: Global___ExportedPools | None = ...,
+        copied: Global___Copied | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_pull", b"abort_pull", "body", b"body", "grant", b"grant", "link_event", b"link_event", "offer", b"offer", "shutdown", b"shutdown", "staged", b"staged", "start_pull", b"start_pull", "withdraw", b"withdraw"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_pull", b"abort_pull", "body", b"body", "copied", b"copied", "exported", b"exported", "grant", b"grant", "link_event", b"link_event", "offer", b"offer", "shutdown", b"shutdown", "staged", b"staged", "start_pull", b"start_pull", "withdraw", b"withdraw"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_pull", b"abort_pull", "body", b"body", "grant", b"grant", "link_event", b"link_event", "offer", b"offer", "shutdown", b"shutdown", "staged", b"staged", "start_pull", b"start_pull", "withdraw", b"withdraw"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_pull", b"abort_pull", "body", b"body", "copied", b"copied", "exported", b"exported", "grant", b"grant", "link_event", b"link_event", "offer", b"offer", "shutdown", b"shutdown", "staged", b"staged", "start_pull", b"start_pull", "withdraw", b"withdraw"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["offer", "grant", "withdraw", "start_pull", "abort_pull", "shutdown", "staged", "link_event"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["offer", "grant", "withdraw", "start_pull", "abort_pull", "shutdown", "staged", "link_event", "exported", "copied"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -221,6 +229,7 @@ class TransferToEngine(_message.Message):
     ALIVE_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     LINK_ORDER_FIELD_NUMBER: _builtins.int
+    COPY_ORDER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___Ready: ...
     @_builtins.property
@@ -237,6 +246,8 @@ class TransferToEngine(_message.Message):
     def stage(self) -> Global___Stage: ...
     @_builtins.property
     def link_order(self) -> Global___LinkOrder: ...
+    @_builtins.property
+    def copy_order(self) -> Global___CopyOrder: ...
     def __init__(
         self,
         *,
@@ -248,12 +259,13 @@ class TransferToEngine(_message.Message):
         alive: Global___Alive | None = ...,
         stage: Global___Stage | None = ...,
         link_order: Global___LinkOrder | None = ...,
+        copy_order: Global___CopyOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "lease_lost", b"lease_lost", "lease_opened", b"lease_opened", "link_order", b"link_order", "pull_done", b"pull_done", "ready", b"ready", "released", b"released", "stage", b"stage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "copy_order", b"copy_order", "lease_lost", b"lease_lost", "lease_opened", b"lease_opened", "link_order", b"link_order", "pull_done", b"pull_done", "ready", b"ready", "released", b"released", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "lease_lost", b"lease_lost", "lease_opened", b"lease_opened", "link_order", b"link_order", "pull_done", b"pull_done", "ready", b"ready", "released", b"released", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "copy_order", b"copy_order", "lease_lost", b"lease_lost", "lease_opened", b"lease_opened", "link_order", b"link_order", "pull_done", b"pull_done", "ready", b"ready", "released", b"released", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "lease_opened", "lease_lost", "released", "pull_done", "alive", "stage", "link_order"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "lease_opened", "lease_lost", "released", "pull_done", "alive", "stage", "link_order", "copy_order"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -665,3 +677,93 @@ class Fetched(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Fetched: _TypeAlias = Fetched  # noqa: Y015
+
+@_typing.final
+class ExportedPools(_message.Message):
+    """Pools of the worker's ranks, before its first offer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_POOLS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rank_pools(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.RankPool]: ...
+    def __init__(
+        self,
+        *,
+        rank_pools: _abc.Iterable[_kv_pb2.RankPool] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank_pools", b"rank_pools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportedPools: _TypeAlias = ExportedPools  # noqa: Y015
+
+@_typing.final
+class CopyOrder(_message.Message):
+    """Copy blocks from the pools of another worker's ranks, which stay open. Nothing is written after the answer, `Copied`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COPY_ID_FIELD_NUMBER: _builtins.int
+    WORKER_EPOCH_FIELD_NUMBER: _builtins.int
+    RANK_POOLS_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    SOURCE_IDS_FIELD_NUMBER: _builtins.int
+    TARGET_IDS_FIELD_NUMBER: _builtins.int
+    copy_id: _builtins.int
+    worker_epoch: _builtins.int
+    """of the source"""
+    @_builtins.property
+    def rank_pools(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.RankPool]:
+        """none: the source is gone; close its pools, and do not answer"""
+
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.KvShard]:
+        """of each of the source's ranks"""
+
+    @_builtins.property
+    def source_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def target_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        copy_id: _builtins.int = ...,
+        worker_epoch: _builtins.int = ...,
+        rank_pools: _abc.Iterable[_kv_pb2.RankPool] | None = ...,
+        shards: _abc.Iterable[_kv_pb2.KvShard] | None = ...,
+        source_ids: _abc.Iterable[_builtins.int] | None = ...,
+        target_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_id", b"copy_id", "rank_pools", b"rank_pools", "shards", b"shards", "source_ids", b"source_ids", "target_ids", b"target_ids", "worker_epoch", b"worker_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyOrder: _TypeAlias = CopyOrder  # noqa: Y015
+
+@_typing.final
+class Copied(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COPY_ID_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    copy_id: _builtins.int
+    failure: _builtins.str
+    """empty on success"""
+    def __init__(
+        self,
+        *,
+        copy_id: _builtins.int = ...,
+        failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_id", b"copy_id", "failure", b"failure"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Copied: _TypeAlias = Copied  # noqa: Y015

@@ -108,7 +108,10 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("router: {cors_origins: ['https://a.example/chat']}", "router.cors_origins has 'https://a.example/chat'"),
         ("router: {port: 70000}", "router.port is 70000; write a whole number from 0 to 65535"),
         ("router: {host: ''}", "router.host is empty; write 127.0.0.1"),
-        ("kv_transfer: {transport: rdma}", "kv_transfer.transport is 'rdma'; write one of auto, memfd, tcp, nccl"),
+        (
+            "kv_transfer: {transport: rdma}",
+            "kv_transfer.transport is 'rdma'; write one of auto, memfd, tcp, nccl, cuda",
+        ),
         ("decode: {kv_memory: 8GB}", "decode.kv_memory is '8GB'; write auto, or bytes with a unit, such as 512MiB"),
         ("decode: {swap_memory: some}", "decode.swap_memory is 'some'; write auto, 0, or bytes with a unit"),
         ("decode: {swap_memory: -1}", "decode.swap_memory is -1; write auto, 0, or bytes with a unit"),

@@ -27,11 +27,12 @@ import torch
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.engine.worker import followers
-from pdserve.engine.worker.followers import Followers, RanksCopies
+from pdserve.engine.worker.followers import Followers, RanksCopies, RanksIpcCopies
 from pdserve.engine.worker.staged_transfer import StagedTransfer
 from pdserve.kv_transfer import group_copies
 from pdserve.kv_transfer.group_copies import GroupCopies
 from pdserve.kv_transfer.host_staging import HostStaging
+from pdserve.kv_transfer.ipc_copies import IpcCopies
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.resharding import KvShard
 from pdserve.kv_transfer.transfer_client import TransferProcess
@@ -42,7 +43,6 @@ LAYOUT = KvLayout(
     num_blocks=32, num_kv_heads=2, num_layers=3, block_size=16, head_dim=64, dtype="float32", model_hash="model"
 )
 BATCH_SIZE = 4
-EPOCH = 5
 TIMEOUT_S = 30.0
 _FOLLOWER = "tests.kv_transfer.device_rank"
 BATCH_TIMEOUT_S = 1.5
@@ -98,6 +98,19 @@ class RankPools:
         return GroupCopies(pool, generations, LAYOUT, shards=self.shards, rank=rank)
 
 
+class GatedIpcCopies(IpcCopies):
+    """Waits before each order while the gate is closed."""
+
+    tell: Any
+    gate: threading.Event
+
+    def carry_out(self, order: transfer_pb2.CopyOrder) -> str:
+        if order.rank_pools and not self.gate.is_set():
+            self.tell("held")
+            assert self.gate.wait(TIMEOUT_S)
+        return super().carry_out(order)
+
+
 @contextmanager
 def small_batches() -> Iterator[None]:
     with (
@@ -117,7 +130,14 @@ def _followers(folder: Path, num_ranks: int, memory: PoolMemory) -> Followers:
 
 
 def _run(
-    pipe: Connection, folder: Path, seed: int, transport: str, device: str, interface: str, num_ranks: int
+    pipe: Connection,
+    folder: Path,
+    seed: int,
+    transport: str,
+    device: str,
+    interface: str,
+    num_ranks: int,
+    handle: str,
 ) -> None:
     """Child process."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -135,7 +155,7 @@ def _run(
     for block_id in range(LAYOUT.num_blocks):
         memory.generations[block_id] = (block_id + 1) << 33
     own = pools.copies(0, generations)
-    copies: GroupCopies | RanksCopies = own
+    copies: GroupCopies | RanksCopies | RanksIpcCopies = own
     staging: Any = None
     if num_ranks == 1:
         staging = HostStaging(pools.pools[0].view(LAYOUT.num_blocks, -1), memory)
@@ -144,11 +164,17 @@ def _run(
         stack.callback(ranks.close)
         ranks.wait_until_ready()
         copies = RanksCopies(own, ranks)
+    if device == "cuda_ipc":
+        ipc_copies = GatedIpcCopies(pools.pools[0].view(LAYOUT.num_blocks, -1), memory, pools.shards)
+        ipc_copies.pool.handle = (handle or str(folder / "0")).encode()
+        ipc_copies.tell, ipc_copies.gate = tell, generations.opened
+        generations.opened.set()
+        copies = RanksIpcCopies(ipc_copies, None)
     copies.device = device or copies.device
     start = partial(
         TransferProcess.start,
         memory=memory,
-        worker_epoch=EPOCH,
+        worker_epoch=seed,
         host="127.0.0.1",
         cluster_token="secret",
         transport=transport,
@@ -175,6 +201,9 @@ def _run(
                     generations.held = block_id
                 case "let_go", _:
                     generations.opened.set()
+                case "num_opened", _:
+                    mappings = Path("/proc/self/maps").read_text().splitlines()
+                    tell(sum(f" {folder.parent}/" in line for line in mappings) - num_ranks)
                 case "reuse", block_id:
                     memory.generations[block_id] += 1
                 case "generations", block_ids:
@@ -196,16 +225,18 @@ def _run(
 class DevicePeer:
     """The test's end. Built by `device_peer`."""
 
-    def __init__(self, folder: Path, seed: int, transport: str, device: str, interface: str, num_ranks: int) -> None:
+    def __init__(
+        self, folder: Path, seed: int, transport: str, device: str, interface: str, num_ranks: int, handle: str
+    ) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(
-            target=_run, args=(theirs, folder, seed, transport, device, interface, num_ranks), daemon=True
-        )
+        arguments = (theirs, folder, seed, transport, device, interface, num_ranks, handle)
+        self.process = spawn.Process(target=_run, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
         self._messages: list[object] = []
-        self.device = f"gloo {self.process.pid}"
+        self.device = device or f"gloo {self.process.pid}"
+        self.epoch = seed
         self.address = str(self._receive())
 
     def close(self) -> None:
@@ -256,8 +287,12 @@ class DevicePeer:
         assert not self._messages
         assert not self._pipe.poll(EVENT_GRACE_S)
 
-    def offer(self, block_ids: Sequence[int], *, num_first: int = 0) -> bytes:
-        """Offer a prompt and grant its blocks, ``num_first`` of them by a grant of their own; returns the handle."""
+    def offer(self, block_ids: Sequence[int], *, num_first: int = 0, is_complete: bool = True) -> bytes:
+        """Offer a prompt and grant its blocks, ``num_first`` of them by a grant of their own; returns the handle.
+
+        Args:
+            is_complete: whether a grant is the prompt's last.
+        """
         handle = os.urandom(16)
         generations = self.ask("generations", block_ids)
         self.send(offer=transfer_pb2.Offer(handle=handle))
@@ -266,7 +301,7 @@ class DevicePeer:
                 first_index=start,
                 block_ids=block_ids[start:end],
                 generations=generations[start:end],
-                final=end == len(block_ids),
+                final=is_complete and end == len(block_ids),
             )
             if grant.final:
                 grant.num_tokens = len(block_ids) * LAYOUT.block_size
@@ -284,26 +319,37 @@ class DevicePeer:
         *,
         num_cached: int = 0,
         pull_id: int = 1,
+        deadline_s: float = TIMEOUT_S,
     ) -> None:
         self.send(
             start_pull=transfer_pb2.StartPull(
                 pull_id=pull_id,
-                source=worker_pb2.KvSource(address=source.address, worker_epoch=EPOCH, handle=handle),
+                source=worker_pb2.KvSource(address=source.address, worker_epoch=source.epoch, handle=handle),
                 num_cached_blocks=num_cached,
                 block_ids=block_ids,
-                deadline_s=TIMEOUT_S,
+                deadline_s=deadline_s,
             )
         )
 
-    def expect_done(self, failure_stage: str = "", transport: str = "nccl") -> transfer_pb2.PullDone:
+    def expect_done(self, failure_stage: str = "", transport: str = "") -> transfer_pb2.PullDone:
+        """
+        Args:
+            transport: by default that from device to device.
+        """
         done: transfer_pb2.PullDone = self.expect("pull_done")
-        assert (done.failure_stage, done.transport) == (failure_stage, transport), done
+        direct = "cuda_ipc" if self.device == "cuda_ipc" else "nccl"
+        assert (done.failure_stage, done.transport) == (failure_stage, transport or direct), done
         return done
 
 
 @contextmanager
 def device_peer(
-    seed: int, transport: str = "auto", device: str = "", interface: str = "lo", num_ranks: int = 1
+    seed: int,
+    transport: str = "auto",
+    device: str = "",
+    interface: str = "lo",
+    num_ranks: int = 1,
+    handle: str = "",
 ) -> Iterator[DevicePeer]:
     """
     Args:
@@ -311,7 +357,7 @@ def device_peer(
         interface: network interface of groups.
     """
     with TemporaryDirectory() as folder:
-        peer = DevicePeer(Path(folder), seed, transport, device, interface, num_ranks)
+        peer = DevicePeer(Path(folder), seed, transport, device, interface, num_ranks, handle)
         try:
             yield peer
         finally:

@@ -112,9 +112,21 @@ def test_choice_of_transport(ours: str, theirs: str, is_same_host: bool, chosen:
         ("auto", "nccl", True, ("nccl A", "nccl B"), "nccl", "as configured"),
         ("auto", "tcp", True, ("nccl A", "nccl B"), "tcp", "as configured"),
         ("auto", "auto", True, ("nccl A", "nccl A"), "memfd", "it is on this host, and both pools are on one GPU"),
-        ("auto", "auto", False, ("nccl A", ""), "tcp", "it is on another host, and a pool is not on a GPU that NCCL"),
-        ("auto", "auto", False, ("nccl A", "gloo 1"), "tcp", "it is on another host, and their groups differ"),
+        ("auto", "auto", False, ("nccl A", ""), "tcp", "it is on another host, and a pool is not on a GPU"),
+        ("auto", "auto", False, ("nccl A", "gloo 1"), "tcp", "it is on another host, and the pools are reached in"),
         ("auto", "auto", False, ("", ""), "tcp", "it is on another host"),
+        ("auto", "auto", True, ("cuda_ipc", "cuda_ipc"), "cuda_ipc", "both pools are on GPUs"),
+        (
+            "auto",
+            "auto",
+            False,
+            ("cuda_ipc", "cuda_ipc"),
+            "tcp",
+            "it is on another host, and CUDA IPC",
+        ),
+        ("auto", "auto", True, ("cuda_ipc", "nccl A"), "memfd", "it is on this host, and the pools are reached in"),
+        ("auto", "auto", True, ("cuda_ipc", ""), "memfd", "it is on this host, and a pool is not on a GPU"),
+        ("auto", "cuda_ipc", True, ("cuda_ipc", "cuda_ipc"), "cuda_ipc", "as configured"),
     ],
 )
 def test_choice_between_devices_has_a_reason(
@@ -125,10 +137,17 @@ def test_choice_between_devices_has_a_reason(
     assert why.startswith(reason)
 
 
-def test_nccl_is_refused_where_a_pool_is_out_of_reach() -> None:
-    for devices in ("nccl A", ""), ("nccl A", "nccl A"):
-        with pytest.raises(ValueError, match=r"nccl is impossible: .*; set kv_transfer.transport to auto"):
-            handshake.choose_transport("nccl", "auto", is_same_host=True, devices=devices)
+def test_a_direct_transport_is_refused_where_a_pool_is_out_of_reach() -> None:
+    for transport, devices, reason in (
+        ("nccl", ("nccl A", ""), "a pool is not on a GPU"),
+        ("nccl", ("nccl A", "nccl A"), "both pools are on one GPU"),
+        ("nccl", ("cuda_ipc", "cuda_ipc"), "the pools are reached by cuda_ipc"),
+        ("cuda_ipc", ("nccl A", "nccl B"), "the pools are reached by nccl"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"{transport} is impossible: {reason}.*; set kv_transfer.transport to auto"
+        ):
+            handshake.choose_transport(transport, "auto", is_same_host=True, devices=devices)
 
 
 @pytest.mark.parametrize(

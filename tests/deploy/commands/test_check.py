@@ -8,6 +8,7 @@ import pytest
 
 from pdserve.contracts.deployment import DeploymentConfig, KvTransferConfig, PhaseConfig
 from pdserve.contracts.errors import DeployError
+from pdserve.contracts.placement import DIRECT_TRANSPORTS
 from pdserve.deploy.commands.check import find_links
 from pdserve.deploy.launch import Launch
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
@@ -45,8 +46,12 @@ def test_pairs_of_roles_that_move_kv() -> None:
 def test_pools_on_gpus() -> None:
     (staged,) = find_links(launch_of(gpu="h100-sxm"))
     assert (staged.transport, "between GPU and host for prefill and decode" in staged.reason) == ("memfd", True)
-    (direct,) = find_links(launch_of(gpu="h100-sxm", transport="nccl"))
-    assert (direct.transport, direct.reason) == ("nccl", "both pools are on GPUs")
+    for transport in DIRECT_TRANSPORTS:
+        (direct,) = find_links(launch_of(gpu="h100-sxm", transport=transport))
+        assert (direct.transport, direct.reason) == (transport, "both pools are on GPUs")
+    on_host, between_hosts = find_links(launch_of(gpu="h100-sxm", transport="cuda_ipc", ray_address="head:6379"))
+    assert (on_host.transport, between_hosts.transport) == ("cuda_ipc", "tcp")
+    assert between_hosts.reason.startswith("it is on another host, and CUDA IPC reaches no other host; copies between")
     launch = launch_of(gpu="h100-sxm")
     on_cpu = replace(launch.config, decode=replace(launch.config.decode, device="cpu"))
     (half,) = find_links(replace(launch, config=on_cpu))
@@ -58,6 +63,7 @@ def test_pools_on_gpus() -> None:
     [
         (launch_of(transport="memfd", ray_address="head:6379"), "memfd needs both workers on one host"),
         (launch_of(transport="nccl"), "nccl is impossible: a pool is not on a GPU"),
+        (launch_of(transport="cuda_ipc"), "cuda_ipc is impossible: a pool is not on a GPU"),
     ],
 )
 def test_a_transport_that_does_not_join_all_workers_is_refused(launch: Launch, said: str) -> None:

@@ -120,6 +120,7 @@ def test_a_told_pool_must_fit_beside_the_weights(config: WorkerConfig, monkeypat
         ({"precision": Precision(dtype="int8")}, "use one of float32"),
         ({"transport": "nccl"}, "nccl, which copies KV between GPUs, and there is none: use auto"),
         ({"transport": "nccl", "emulate": "h100-sxm"}, "nccl, which copies KV between GPUs, and there is none"),
+        ({"transport": "cuda_ipc"}, "cuda_ipc, which copies KV between GPUs, and there is none: use auto"),
         ({"device": "tpu"}, "device 'tpu' is not supported: use one of auto, cpu, cuda"),
         (
             {"precision": Precision(kv_dtype="int4")},
@@ -157,6 +158,24 @@ def test_a_pool_that_cannot_be_copied_directly_is_copied_through_the_host(
     assert build_copies(config, pool, memory, shards) is None
     with pytest.raises(ValueError, match=f"nccl, which is impossible here: {reason}. Use auto"):
         build_copies(replace(config, transport="nccl", **fields), pool, memory, shards)
+
+
+def test_a_pool_that_no_other_process_can_open_is_one_line_with_the_remedy(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = replace(config, transport="cuda_ipc", device="cpu")
+
+    def refuse(storage: object) -> None:
+        raise RuntimeError("operation not supported")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", refuse)
+    memory = PoolMemory.create(LAYOUT)
+    pool = torch.zeros((LAYOUT.num_blocks, LAYOUT.block_bytes), dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"cuda_ipc, which is impossible here: operation not supported\. Use auto"):
+        build_copies(opened, pool, memory, [KvShard(range(LAYOUT.num_kv_heads), range(LAYOUT.num_layers))])
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with staged_device(), pytest.raises(ValueError, match="remove expandable_segments from PYTORCH_CUDA_ALLOC_CONF"):
+        choose_backend(opened)
 
 
 def test_kv_of_dynamic_rope_is_of_one_length(config: WorkerConfig, tmp_path: Path) -> None:

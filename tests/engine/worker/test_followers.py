@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import pytest
@@ -20,11 +20,16 @@ from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import GenerationRequest, SamplingParams
 from pdserve.engine.worker import followers
-from pdserve.engine.worker.followers import SILENCE_S, Direction, Followers, rank_cores
+from pdserve.engine.worker.followers import SILENCE_S, Direction, Followers, RanksIpcCopies, rank_cores
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
+from pdserve.proto.v1 import transfer_pb2
+from pdserve.proto.v1.kv_pb2 import RankPool
 from tests.kv_transfer.peer import LAYOUT
 from tests.workers import DEADLINE_S, WorkerProcess, hand_off, wait_until
+
+if TYPE_CHECKING:
+    from pdserve.kv_transfer.ipc_copies import IpcCopies
 
 VOCAB_SIZE = 211
 
@@ -181,9 +186,39 @@ def test_a_rank_that_does_not_end_a_copy_is_lost(monkeypatch: pytest.MonkeyPatch
     losses: queue.Queue[str] = queue.Queue()
     monkeypatch.setattr(followers, "COPY_TIMEOUT_S", 0.1)
     with started(["sh", "-c", "sleep 600"], losses, monkeypatch) as ranks:
-        with pytest.raises(TimeoutError), ranks.copying(Direction.H2D, [1]):
+        with pytest.raises(TimeoutError), ranks.copying(Direction.H2D, b""):
             pass
         assert losses.get(timeout=DEADLINE_S) == "rank 1 does not end a copy within 0.1 s"
+
+
+ANSWERING_RANK = """
+import socket, sys
+from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
+with socket.socket(fileno=int(sys.argv[6])) as leader:
+    while receive_frame(leader):
+        leader.sendall(encode_frame(b"copiedno way"))
+"""
+"""Cannot copy from another worker."""
+
+
+class Unhindered:
+    """The leader's copies, which succeed."""
+
+    shards, generations = (), ()
+    pool = RankPool()
+
+    def carry_out(self, order: transfer_pb2.CopyOrder) -> str:
+        return ""
+
+
+def test_a_copy_that_one_rank_cannot_make_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[transfer_pb2.EngineToTransfer] = []
+    with started([sys.executable, "-c", ANSWERING_RANK], queue.Queue(), monkeypatch) as ranks:
+        copies = RanksIpcCopies(cast("IpcCopies", Unhindered()), ranks)
+        copies.start(sent.append)
+        copies.handle(transfer_pb2.CopyOrder(copy_id=3, rank_pools=[RankPool()]))
+        copies.handle(transfer_pb2.CopyOrder(copy_id=4))
+    assert [message.copied for message in sent[1:]] == [transfer_pb2.Copied(copy_id=3, failure="no way")]
 
 
 def test_cores_are_shared_out() -> None:

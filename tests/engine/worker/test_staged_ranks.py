@@ -89,20 +89,24 @@ def hand_off_all(
 
 
 def test_ranks_hand_off_to_one_rank_and_the_reverse(checkpoint: Path) -> None:
-    """From pool to pool, and through the host to and from a worker whose pool no group reaches."""
+    """From pool to pool, and through the host between workers whose pools are reached in different ways."""
     with (
         staged_worker(checkpoint, WorkerRole.MIXED, 2, "nccl") as two_ranks,
         staged_worker(checkpoint, WorkerRole.MIXED, 1, "nccl") as one_rank,
-        staged_worker(checkpoint, WorkerRole.MIXED, 1, "auto") as unreached,
+        staged_worker(checkpoint, WorkerRole.MIXED, 2, "cuda_ipc") as two_opened_ranks,
+        staged_worker(checkpoint, WorkerRole.MIXED, 1, "cuda_ipc") as one_opened_rank,
         two_ranks.connect() as two,
         one_rank.connect() as one,
-        unreached.connect() as other,
+        two_opened_ranks.connect() as two_opened,
+        one_opened_rank.connect() as one_opened,
     ):
         handoffs = (
-            (two, one, "nccl", other),
-            (one, two, "nccl", other),
-            (two, other, "memfd", one),
-            (other, two, "memfd", one),
+            (two, one, "nccl", one_opened),
+            (one, two, "nccl", one_opened),
+            (two_opened, one_opened, "cuda_ipc", one),
+            (one_opened, two_opened, "cuda_ipc", one),
+            (two, one_opened, "memfd", one),
+            (one_opened, two, "memfd", one),
         )
         for number, (source, target, transport, alone) in enumerate(handoffs):
             requests = make_requests(number)
@@ -110,7 +114,7 @@ def test_ranks_hand_off_to_one_rank_and_the_reverse(checkpoint: Path) -> None:
             for request in requests:
                 alone.submit(request)
             assert answers == [alone.wait_for_answer(request.request_id) for request in requests]
-        for worker in (two_ranks, one_rank, unreached):
+        for worker in (two_ranks, one_rank, two_opened_ranks, one_opened_rank):
             worker.process.send_signal(signal.SIGTERM)
             assert worker.process.wait(10) == 0
     prompts = [request.prompt_tokens for request in requests]

@@ -62,7 +62,7 @@ def staged_pair(config_of: Callable[[WorkerRole], WorkerConfig]) -> Iterator[Pai
             assert worker.process.wait(10) == 0
 
 
-@pytest.fixture(scope="module", params=["nccl", "memfd"])
+@pytest.fixture(scope="module", params=["nccl", "cuda_ipc", "memfd"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
