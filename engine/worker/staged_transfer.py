@@ -131,5 +131,5 @@ class StagedTransfer:
 
     def _check(self, future: Future[None]) -> None:
         if not future.cancelled() and (error := future.exception()) is not None:
-            _log.critical("KV was not copied between GPU and host", exc_info=error)
+            _log.critical("KV was not copied", exc_info=error)
             self._on_failure()

@@ -246,7 +246,7 @@ class EngineWorker:
             return start(on_message=on_message)
 
         def on_failure() -> None:
-            self._stop_loops("host staging of the KV pool died")
+            self._stop_loops("copies of KV blocks failed")
 
         return StagedTransfer(built.staging, start, on_message, on_failure, built.copies)
 
