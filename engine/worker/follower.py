@@ -14,28 +14,24 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from pdserve.contracts.codec import from_json
 from pdserve.engine.worker.backend import build_follower
-from pdserve.engine.worker.followers import CLOSED, COPIED, READY, FollowerConfig
+from pdserve.engine.worker.followers import COPIED, READY, FollowerConfig
 from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
-from pdserve.proto.v1.transfer_pb2 import CopyOrder, LinkOrder
-
-if TYPE_CHECKING:  # it imports torch
-    from pdserve.kv_transfer.group_copies import GroupCopies
+from pdserve.proto.v1.transfer_pb2 import CopyOrder, EngineToTransfer, LinkOrder
 
 _log = logging.getLogger(__name__)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="A rank of a worker; started by the worker.")
-    for name in ("steps", "pulse", "d2h", "h2d", "ipc", "links", "pool", "shared"):
+    for name in ("steps", "pulse", "d2h", "h2d", "d2d", "pool", "shared"):
         parser.add_argument(f"{name}_fd", type=int, help="an inherited descriptor")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -64,9 +60,16 @@ def main() -> int:
     rank_pool = b""
     if isinstance(copies, IpcCopies):
         rank_pool, carry_out = copies.pool.SerializeToString(), copies.carry_out
-        _start_copying("ipc", arguments.ipc_fd, lambda order: carry_out(CopyOrder.FromString(order)))
+        _start_copying("d2d", arguments.d2d_fd, lambda order: carry_out(CopyOrder.FromString(order)))
     elif copies is not None:
-        threading.Thread(target=_serve_links, args=(arguments.links_fd, copies), name="kv-links", daemon=True).start()
+        handle, sending = copies.handle, threading.Lock()
+
+        def send(event: EngineToTransfer) -> None:
+            with sending:
+                steps.sendall(encode_frame(event.SerializeToString()))
+
+        copies.start(send)
+        _start_copying("d2d", arguments.d2d_fd, lambda order: handle(LinkOrder.FromString(order)))
     steps.sendall(encode_frame(READY + rank_pool))
 
     while (frame := receive_frame(steps)) is not None:
@@ -92,27 +95,6 @@ def _start_copying(name: str, fd: int, copy: Callable[[bytes], str | None]) -> N
             os._exit(1)
 
     threading.Thread(target=run, name=f"kv-{name}", daemon=True).start()
-
-
-def _serve_links(fd: int, copies: GroupCopies) -> None:
-    """Carry out orders for links. The process ends if one fails."""
-    sending = threading.Lock()
-
-    def send(frame: bytes) -> None:
-        with sending:
-            leader.sendall(encode_frame(frame))
-
-    try:
-        with socket.socket(fileno=fd) as leader:
-            copies.start(lambda event: send(event.SerializeToString()))
-            while (frame := receive_frame(leader)) is not None:
-                order = LinkOrder.FromString(frame)
-                copies.handle(order)
-                if order.HasField("close"):
-                    send(CLOSED)
-    except BaseException:
-        _log.critical("links to other workers broke", exc_info=True)
-        os._exit(1)
 
 
 def _answer_pulses(pulse: socket.socket) -> None:

@@ -6,9 +6,9 @@ KV pool and computes the KV of its layers and heads there. On a GPU it has a poo
 from the staging file that all ranks of the worker map. Either way block tables, prefix cache and transfers know nothing
 of ranks.
 
-Each follower has socket pairs, which no other process can open: for steps, for its pulse, for each direction of
-copies, and for links to other workers. A step is a 32-bit length, then the words of a
-`pdserve.model.executors.rank_model.PackedStep`. The ranks exchange tensors through memory that they share
+Each follower has socket pairs, which no other process can open: for steps, for its pulse, and for each direction of
+copies. A step is a 32-bit length, then the words of a `pdserve.model.executors.rank_model.PackedStep`; the other way go
+events of links to other workers. The ranks exchange tensors through memory that they share
 (`pdserve.kernels.cpu.ranks`), or between devices (`pdserve.kernels.torch.ranks`). There is no partial repair: when a
 follower ends or is silent, so does the worker, and with it all other ranks.
 """
@@ -51,27 +51,25 @@ SILENCE_S = 2.0
 START_SILENCE_S = 60.0
 """The same before it is ready: imports and the loading of weights hold up its thread for pulses."""
 COPY_TIMEOUT_S = 10.0
-"""A follower that takes longer to copy blocks, or to close a link, is lost."""
+"""A follower that takes longer for an order to copy blocks is lost."""
 STOP_TIMEOUT_S = 2.0
 
 READY = b"ready"
-"""Begins the only frame that a follower sends for steps: it has its weights and takes them. Its `RankPool` follows, if
-other workers open it."""
+"""Begins the first frame that a follower sends: it has its weights and takes steps. Its `RankPool` follows, if other
+workers open it."""
 COPIED = b"copied"
 """Begins the answer to an order to copy. Why it was not carried out follows, where that does not end the follower."""
-CLOSED = b"closed"
-"""Answer to the order that closes a link; other frames of a follower for links are events."""
 
 _MODULE = "pdserve.engine.worker.follower"
 _log = logging.getLogger(__name__)
 
 
 class Direction(Enum):
-    """Of copies: to the staging file, from it, and from pools of other workers."""
+    """Of copies: to the staging file, from it, and between pools of two workers."""
 
     D2H = "d2h"
     H2D = "h2d"
-    IPC = "ipc"
+    D2D = "d2d"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +158,8 @@ class Followers:
         did not, or nothing.
 
         Args:
-            order: a `CopyOrder`, or the arguments of `pdserve.kv_transfer.host_staging.Staging`, one after the other,
-                as 64-bit words.
+            order: a `CopyOrder`, a `LinkOrder`, or the arguments of `pdserve.kv_transfer.host_staging.Staging`, one
+                after the other, as 64-bit words.
 
         Raises:
             RuntimeError: a follower ended.
@@ -180,26 +178,10 @@ class Followers:
                     raise RuntimeError(f"rank {follower.rank} ended")
                 failures.append(answer.removeprefix(COPIED).decode())
 
-    def start_links(self, send: Callable[[EngineToTransfer], None]) -> None:
+    def start_events(self, send: Callable[[EngineToTransfer], None]) -> None:
         """Pass events of the followers' links on to ``send``, each follower's on a thread of its own."""
         for follower in self._followers:
-            threading.Thread(target=follower.read_link_events, args=(send,), name="rank-links", daemon=True).start()
-
-    def pass_on(self, order: LinkOrder) -> None:
-        """Send an order to every follower. One that closes a link is waited for.
-
-        Raises:
-            OSError: a follower ended.
-            TimeoutError: a follower is lost.
-        """
-        frame = encode_frame(order.SerializeToString())
-        for follower in self._followers:
-            follower.links.sendall(frame)
-        if order.HasField("close"):
-            for follower in self._followers:
-                with self._copy_deadline(follower):
-                    if not follower.closed.acquire(timeout=COPY_TIMEOUT_S):
-                        raise TimeoutError
+            threading.Thread(target=follower.read_events, args=(send,), name="rank-events", daemon=True).start()
 
     @contextmanager
     def _copy_deadline(self, follower: _Follower) -> Iterator[None]:
@@ -265,11 +247,11 @@ class RanksCopies:
 
     def start(self, send: Callable[[EngineToTransfer], None]) -> None:
         self._own.start(send)
-        self._followers.start_links(send)
+        self._followers.start_events(send)
 
     def handle(self, order: LinkOrder) -> None:
-        self._own.handle(order)
-        self._followers.pass_on(order)
+        with self._followers.copying(Direction.D2D, order.SerializeToString()):
+            self._own.handle(order)
 
     def close(self) -> None:
         self._own.close()
@@ -298,7 +280,7 @@ class RanksIpcCopies:
         failures: list[str] = []
         with ExitStack() as stack:
             if self._followers is not None:
-                failures = stack.enter_context(self._followers.copying(Direction.IPC, order.SerializeToString()))
+                failures = stack.enter_context(self._followers.copying(Direction.D2D, order.SerializeToString()))
             failures.append(self._own.carry_out(order))
         if order.rank_pools:
             failure = next(filter(None, failures), "")
@@ -321,15 +303,12 @@ class _Follower:
         self.pulse, child_pulse = socket.socketpair()
         d2h, child_d2h = socket.socketpair()
         h2d, child_h2d = socket.socketpair()
-        self.links, child_links = socket.socketpair()
-        self.closed = threading.Semaphore(0)
-        """Links that the follower has closed."""
-        ipc, child_ipc = socket.socketpair()
-        self.copies = {Direction.D2H: d2h, Direction.H2D: h2d, Direction.IPC: ipc}
+        d2d, child_d2d = socket.socketpair()
+        self.copies = {Direction.D2H: d2h, Direction.H2D: h2d, Direction.D2D: d2d}
         for each in self.copies.values():
             each.settimeout(COPY_TIMEOUT_S)
         self.pulse.setblocking(False)
-        children = (child_steps, child_pulse, child_d2h, child_h2d, child_ipc, child_links)
+        children = (child_steps, child_pulse, child_d2h, child_h2d, child_d2d)
         with ExitStack() as stack:
             for child in children:
                 stack.enter_context(child)
@@ -366,20 +345,18 @@ class _Follower:
         self.is_ready = True
         return RankPool.FromString(frame.removeprefix(READY))
 
-    def read_link_events(self, send: Callable[[EngineToTransfer], None]) -> None:
-        """Until the follower ends."""
-        while (frame := receive_frame(self.links)) is not None:
-            if frame == CLOSED:
-                self.closed.release()
-            else:
-                send(EngineToTransfer.FromString(frame))
+    def read_events(self, send: Callable[[EngineToTransfer], None]) -> None:
+        """Pass events on until the follower ends."""
+        while (frame := receive_frame(self.steps)) is not None:
+            send(EngineToTransfer.FromString(frame))
 
     def close(self) -> None:
-        self.steps.close()
+        with suppress(OSError):
+            self.steps.shutdown(socket.SHUT_RDWR)  # a thread may be reading
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for each in (self.pulse, self.links, *self.copies.values()):
+        for each in (self.steps, self.pulse, *self.copies.values()):
             each.close()
