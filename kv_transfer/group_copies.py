@@ -93,12 +93,13 @@ class GroupCopies:
         self._send = send
 
     def part(self, shard: KvShard) -> list[torch.Tensor]:
-        """Views of a part of every block, ``[num_blocks, heads, bytes]``: one, or its values and its scales."""
+        """Views of a part of every block, ``[num_blocks, heads, words]``: one, or its values and its scales. Words have
+        8 bytes, because a GPU copies strided memory by the element."""
         heads, layers = (
             range(part.start - own.start, part.stop - own.start) for part, own in zip(shard, self._shard, strict=True)
         )
         runs = self._layout.layer_runs(layers)
-        return [self._pool[:, heads.start : heads.stop, run.start : run.stop] for run in runs]
+        return [self._pool[:, heads.start : heads.stop, run.start : run.stop].view(torch.int64) for run in runs]
 
     def tell(self, number: int, **body: Any) -> None:
         """Send an event of a link."""
@@ -119,16 +120,18 @@ class GroupCopies:
         for group in link.groups:
             match kind:
                 case "send":
-                    group.put(partial(group.send_blocks, order.send.block_ids))
+                    group.jobs.put(partial(group.send_blocks, order.send.block_ids))
                 case "fetch":
-                    group.put(partial(group.fetch, order.fetch))
+                    group.jobs.put(partial(group.fetch, order.fetch))
                 case "close":
                     group.close()
 
     def _open(self, number: int, order: OpenLink) -> _Link:
-        self._links = {each: link for each, link in self._links.items() if any(map(_Group.is_alive, link.groups))}
-        has_room = len(self._links) < MAX_HALVES
+        self._links = {each: link for each, link in self._links.items() if link.is_alive()}
         store = _RelayStore(lambda key, value: self.tell(number, key=kv_pb2.StoreKey(key=key, value=value)))
+        if len(self._links) >= MAX_HALVES:
+            self.tell(number, lost=f"{MAX_HALVES} links exist")
+            return _Link(store, [])
         pairs = [(group.source_rank, group.target_rank) for group in order.groups]
         side = 0 if order.is_source else 1
         # Both ends of a group take equal batches: those of the rank with the most groups fit its buffers.
@@ -137,11 +140,11 @@ class GroupCopies:
             _Group(
                 self,
                 number,
-                distributed.PrefixStore(f"{pair[0]}-{pair[1]}", store),  # type: ignore[attr-defined]
+                store,
                 self.part(shard_from(group.shard)),
+                name=f"{pair[0]}-{pair[1]}",
                 rank=side,
                 buffer_bytes=BUFFER_BYTES // most_groups,
-                has_room=has_room,
             )
             for group, pair in zip(order.groups, pairs, strict=True)
             if pair[side] == self._rank
@@ -178,6 +181,9 @@ class _Link(NamedTuple):
     store: _RelayStore
     groups: list[_Group]
 
+    def is_alive(self) -> bool:
+        return any(group.thread.is_alive() for group in self.groups)
+
 
 class _Group:
     """A group with a rank of the peer, and its thread."""
@@ -186,57 +192,50 @@ class _Group:
         self,
         copies: GroupCopies,
         number: int,
-        store: Any,
+        store: _RelayStore,
         pool: Sequence[torch.Tensor],
         *,
+        name: str,
         rank: int,
         buffer_bytes: int,
-        has_room: bool,
     ) -> None:
         """
         Args:
             pool: views of the part of every block that the group copies, as of `GroupCopies.part`.
+            name: of the group, alike at both ends.
             rank: 0 at the source, 1 at the target.
             buffer_bytes: of blocks in a batch; at least one block.
         """
         self._copies = copies
         self._number = number
-        self._store = store
+        self._store = store  # kept here: torch's own reference to it does not keep its methods
+        self._name = name
         self._pool = pool
         self._device = pool[0].device
         self._rank = rank
-        self._block_bytes = sum(view[0].numel() for view in pool)
+        self._block_bytes = sum(view[0].nbytes for view in pool)
         self._batch_size = min(len(pool[0]), max(1, buffer_bytes // self._block_bytes))
         self._buffers: list[torch.Tensor] = []
         self._group: Any = None  # torch's stubs know neither `send` nor `recv`
         self._is_closed = False
         self._scattering = threading.Lock()
         """Held while blocks are written; `close` waits for it."""
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(has_room,), name=f"kv-link-{number}", daemon=True)
-        self._thread.start()
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def put(self, job: Callable[[], None]) -> None:
-        """Queue a job for the thread."""
-        self._jobs.put(job)
+        self.jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name=f"kv-link-{number}", daemon=True)
+        self.thread.start()
 
     def close(self) -> None:
         """Write no block any more, and end the group as soon as its thread gets to it."""
         self._is_closed = True
         with self._scattering:  # the batch that is being written is the last
             pass
-        self._jobs.put(None)
+        self.jobs.put(None)
 
-    def _run(self, has_room: bool) -> None:
+    def _run(self) -> None:
         try:
             with self._on_stream():
-                if not has_room:
-                    raise RuntimeError(f"{MAX_HALVES} links exist")
                 self._open()
-                while (job := self._jobs.get()) is not None:
+                while (job := self.jobs.get()) is not None:
                     job()
         except Exception as error:
             if not self._is_closed:
@@ -251,15 +250,16 @@ class _Group:
     def _open(self) -> None:
         num_bytes = self._batch_size * (_GENERATION_BYTES + self._block_bytes)
         self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        store = distributed.PrefixStore(self._name, self._store)  # type: ignore[attr-defined]
         timeout = timedelta(seconds=BATCH_TIMEOUT_S)
         if self._device.type == "cuda":
             # By default torch ends the process when a group fails, as that of a lost peer does.
             os.environ.update(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0")
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._group = distributed.ProcessGroupNCCL(self._store, self._rank, 2, options)
+            self._group = distributed.ProcessGroupNCCL(store, self._rank, 2, options)
         else:
-            self._group = distributed.ProcessGroupGloo(self._store, self._rank, 2, timeout)
+            self._group = distributed.ProcessGroupGloo(store, self._rank, 2, timeout)
 
     def send_blocks(self, block_ids: Sequence[int]) -> None:
         """Send blocks, each batch with its generations."""
@@ -268,7 +268,10 @@ class _Group:
             if index >= 2:
                 self._wait(works[index - 2])
             message, blocks = self._message(index, len(batch))
-            self._copy(self._pool, batch, blocks, range(len(batch)))
+            for slot, block_id in enumerate(batch):
+                for part, view in zip(blocks, self._pool, strict=True):
+                    part[slot].copy_(view[block_id], non_blocking=True)
+            self._synchronize()
             generations = array("Q", [self._copies.generations[block_id] for block_id in batch])
             message[: len(generations) * _GENERATION_BYTES].copy_(torch.frombuffer(generations, dtype=torch.uint8))
             works.append(self._group.send([message], 1 - self._rank, 0))
@@ -301,20 +304,10 @@ class _Group:
         with self._scattering:
             if self._is_closed:
                 raise RuntimeError("the link is closed")
-            self._copy(blocks, range(len(targets)), self._pool, targets)
-
-    def _copy(
-        self,
-        sources: Sequence[torch.Tensor],
-        source_ids: Sequence[int],
-        targets: Sequence[torch.Tensor],
-        target_ids: Sequence[int],
-    ) -> None:
-        """Copy blocks, given as views; returns when they have been."""
-        for source_id, target_id in zip(source_ids, target_ids, strict=True):
-            for source, target in zip(sources, targets, strict=True):
-                target[target_id].copy_(source[source_id], non_blocking=True)
-        self._synchronize()
+            for slot, block_id in enumerate(targets):
+                for part, view in zip(blocks, self._pool, strict=True):
+                    view[block_id].copy_(part[slot], non_blocking=True)
+            self._synchronize()
 
     def _batches(self, block_ids: Sequence[int]) -> Iterator[Sequence[int]]:
         for start in range(0, len(block_ids), self._batch_size):
@@ -323,7 +316,8 @@ class _Group:
     def _message(self, index: int, num_blocks: int) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Message of a batch, in one of the buffers, and views of the blocks in it like those of the pool."""
         message = self._buffers[index % 2][: num_blocks * (_GENERATION_BYTES + self._block_bytes)]
-        heads = message[num_blocks * _GENERATION_BYTES :].view(num_blocks, self._pool[0].shape[1], -1)
+        words = message[num_blocks * _GENERATION_BYTES :].view(torch.int64)
+        heads = words.view(num_blocks, self._pool[0].shape[1], -1)
         return message, torch.split(heads, [view.shape[2] for view in self._pool], dim=2)
 
     def _wait(self, work: Any) -> None:

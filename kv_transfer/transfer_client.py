@@ -110,10 +110,6 @@ def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
     return bytes(received)
 
 
-def _bounds(part: range) -> tuple[int, int]:
-    return part.start, part.stop
-
-
 class TransferProcess:
     """A running transfer process. Created by `start`."""
 
@@ -171,7 +167,7 @@ class TransferProcess:
             tls=tls,
             ports=ports,
             device=device,
-            shards=tuple((*_bounds(shard.heads), *_bounds(shard.layers)) for shard in shards),
+            shards=tuple((heads.start, heads.stop, layers.start, layers.stop) for heads, layers in shards),
         )
         process = cls(memory.fd, on_message, on_death)
         process._pipe.sendall(encode_frame(to_json(config).encode()))

@@ -124,6 +124,13 @@ def test_every_rank_gets_its_part_of_every_block(source_degrees: Degrees, target
     assert all(torch.equal(pool, blocks.flip(0)) for pool, blocks in zip(target_pools, expected, strict=True))
 
 
+def test_an_engine_with_too_many_links_loses_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_copies, "MAX_HALVES", 0)
+    (source, _), (target, _) = filled_worker((1, 1), seed=1), filled_worker((1, 1), seed=2)
+    with linked(source, target) as events:
+        assert events.get(timeout=TIMEOUT_S).lost == "0 links exist"
+
+
 class GatedPool:
     """A view of a pool whose last block is written only once the gate opens."""
 
