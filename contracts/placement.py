@@ -52,11 +52,11 @@ class WorkerConfig:
     tensor_parallel: int = 1
     """Ranks that share every layer, on GPUs each on one of its own."""
     pipeline_parallel: int = 1
-    """Stages that share the layers; on GPUs only one, unless emulated. The worker has as many micro-batches, each a
-    worker of its own for the router; blocks, batch slots and swap memory are divided among them."""
+    """Stages that share the layers, on GPUs each rank of each on one of its own. The worker has as many micro-batches,
+    each a worker of its own for the router; blocks, batch slots and swap memory are divided among them."""
     device: str = "auto"
-    """Device of weights and KV pool: ``cpu``, ``cuda`` (of the GPUs that ``CUDA_VISIBLE_DEVICES`` shows,
-    the first for each rank), or ``auto`` (``cuda`` if torch finds a GPU and the worker is no pipeline)."""
+    """Device of weights and KV pool: ``cpu``, ``cuda`` (of the GPUs that ``CUDA_VISIBLE_DEVICES`` shows, the first for
+    each rank), or ``auto`` (``cuda`` if torch finds a GPU)."""
     gpu_memory_utilization: float = 0.9
     """Share of GPU memory for weights, activations and an automatic KV pool together."""
     max_model_len: int = 0

@@ -74,11 +74,15 @@ class Launch:
             )
         return self.devices[f"cpu-{num_cores}"]
 
+    def is_on_gpu(self, role: WorkerRole) -> bool:
+        """Whether a worker gets GPUs, if there are enough."""
+        device = self.config.phase(role).device
+        return not self.emulate and (device == "cuda" or (device == "auto" and bool(self.gpu)))
+
     def predicted_device(self, role: WorkerRole, cores: Sequence[int]) -> Hardware | None:
         """Device of the predictions by worker and router: the worker's GPU if it may have one, else `device`. None
         without a profile: worker and router then look into the catalogue."""
-        phase = self.config.phase(role)
-        if self.gpu and not self.emulate and phase.device != "cpu" and phase.pipeline_parallel == 1:
+        if self.gpu and self.is_on_gpu(role):
             return hardware(self.gpu, added=self.devices)
         return self.device(cores, self.num_ranks(role)) if self.devices else None
 

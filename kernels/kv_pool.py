@@ -55,7 +55,7 @@ class PoolStruct(ctypes.Structure):
 
 
 class KvPool:
-    """Keys and values of every block, layer, and head of one rank."""
+    """Keys and values of every block, layer and head of one rank. Kernels count its layers from 0."""
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class KvPool:
         shape: tuple[int, int, int, int, int, int],
         dtype: torch.dtype,
         heads: range | None = None,
+        first_layer: int = 0,
     ) -> None:
         """View ``memory`` without taking ownership.
 
@@ -71,11 +72,13 @@ class KvPool:
             shape: the fields of `KvPoolShape`.
             dtype: float32, bfloat16, float16, or int8 or float8_e4m3fn with float32 scales.
             heads: KV heads of ``memory`` that this rank computes; by default all.
+            first_layer: layer of the model that the first one in ``memory`` is.
         """
         assert dtype in _DTYPES, f"no KV pool of {dtype}"
         heads = range(shape[1]) if heads is None else heads
         self.shape = KvPoolShape(*shape)._replace(num_kv_heads=len(heads))
         """With the rank's heads only."""
+        self.first_layer = first_layer
         self.dtype = dtype
         num_blocks, num_kv_heads, num_layers, num_sides, block_size, head_dim = shape
         num_vectors = num_layers * num_sides * block_size

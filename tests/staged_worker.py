@@ -51,10 +51,10 @@ class LateStaging(HostStaging):
         super().copy_h2d(block_ids)
 
 
-def shared_pool(memory: torch.Tensor, *others: Any) -> KvPool:
+def shared_pool(memory: torch.Tensor, *others: Any, **named: Any) -> KvPool:
     """A pool that other processes can open."""
     memory.share_memory_()  # type: ignore[no-untyped-call]
-    return KvPool(memory, *others)
+    return KvPool(memory, *others, **named)
 
 
 def staged_device() -> ExitStack:

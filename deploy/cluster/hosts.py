@@ -267,7 +267,7 @@ def check_gpus(missing: Sequence[WorkerNeeds]) -> None:
     if names := [needs.name for needs in missing if needs.gpu_share and not needs.resources]:
         raise DeployError(
             f"no single host has the GPUs of {' and '.join(names)} left, though all hosts together do: lower "
-            "tensor_parallel or the replicas, or set device to cpu"
+            "tensor_parallel, pipeline_parallel or the replicas, or set device to cpu"
         )
 
 

@@ -78,7 +78,7 @@ def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float, num_gpus_of_hos
 
     Each rank of a worker with several gets a whole GPU. Another worker's share equals its share of the GPU's memory if
     that is at most one half; otherwise it gets a whole GPU. Workers with ``device: auto`` get GPUs if there are enough
-    for all of them, and for each on one host; pipelines among them get none, because they do not run on GPUs yet.
+    for all of them, and for each on one host.
 
     Args:
         num_gpus: GPUs of the cluster.
@@ -95,7 +95,8 @@ def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float, num_gpus_of_hos
     if _num_gpus(shares) > num_gpus:
         raise DeployError(
             f"workers with device cuda take {_num_gpus(shares)} GPUs and Ray has {num_gpus:g}: use fewer of them, "
-            "lower their tensor_parallel, lower their gpu_memory_utilization to share GPUs, or set device to cpu"
+            "lower their tensor_parallel or pipeline_parallel, lower their gpu_memory_utilization to share GPUs, or "
+            "set device to cpu"
         )
     return shares
 
@@ -106,31 +107,23 @@ def gpu_warning(configs: Sequence[WorkerConfig], shares: Sequence[float], num_gp
     Args:
         shares: result of `gpu_shares`.
     """
-    without = [
-        config
+    num_without = sum(
+        config.device == "auto" and not config.emulate and not share
         for config, share in zip(configs, shares, strict=True)
-        if config.device == "auto" and not config.emulate and not share
-    ]
-    num_pipelines = sum(config.pipeline_parallel > 1 for config in without)
-    reasons = []
-    if num_pipelines:
-        reasons.append(
-            f"{num_pipelines} workers with pipeline_parallel compute on the CPU, because pipelines do not run on GPUs "
-            "yet: set it to 1 to use GPUs"
-        )
-    if num_others := len(without) - num_pipelines:
-        reasons.append(
-            f"{num_gpus:g} of them do not hold all workers whose device is auto, and {num_others} of those compute on "
-            f"the CPU: lower gpu_memory_utilization to {_MAX_SHARE:g} or less to share GPUs"
-        )
-    return "; ".join(reasons) if num_gpus else ""
+    )
+    if not num_without or not num_gpus:
+        return ""
+    return (
+        f"{num_gpus:g} of them do not hold all workers whose device is auto, and {num_without} of those compute on the "
+        f"CPU: lower gpu_memory_utilization to {_MAX_SHARE:g} or less to share GPUs"
+    )
 
 
 def _share(config: WorkerConfig) -> float:
-    if config.emulate or config.device == "cpu" or (config.device == "auto" and config.pipeline_parallel > 1):
+    if config.emulate or config.device == "cpu":
         return 0.0
-    if config.tensor_parallel > 1:
-        return float(config.tensor_parallel)
+    if (num_ranks := config.tensor_parallel * config.pipeline_parallel) > 1:
+        return float(num_ranks)
     return config.gpu_memory_utilization if config.gpu_memory_utilization <= _MAX_SHARE else 1.0
 
 

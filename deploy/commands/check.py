@@ -85,7 +85,7 @@ def find_links(launch: Launch) -> list[Links]:
 
 def _choose(launch: Launch, source: WorkerRole, target: WorkerRole, is_same_host: bool) -> tuple[str, str]:
     setting = launch.config.kv_transfer.transport
-    are_on_gpus = [_is_on_gpu(launch, role) for role in (source, target)]
+    are_on_gpus = [launch.is_on_gpu(role) for role in (source, target)]
     devices = ("", "")
     if setting in DIRECT_TRANSPORTS and (all(are_on_gpus) or launch.ray_address):
         devices = f"{setting} 0", f"{setting} 1"  # as workers do, each of which has a GPU of its own
@@ -98,11 +98,6 @@ def _choose(launch: Launch, source: WorkerRole, target: WorkerRole, is_same_host
     if staged and transport not in DIRECT_TRANSPORTS:
         reason += f"; copies between GPU and host for {' and '.join(dict.fromkeys(staged))} come on top"
     return transport, reason
-
-
-def _is_on_gpu(launch: Launch, role: WorkerRole) -> bool:
-    phase = launch.config.phase(role)
-    return phase.device == "cuda" or (phase.device == "auto" and bool(launch.gpu) and phase.pipeline_parallel == 1)
 
 
 def _prompt_layout(launch: Launch) -> KvLayout:

@@ -145,8 +145,8 @@ def _model_backend(config: WorkerConfig) -> Backend:
             ranks = _ranks(config, model, device, followers.shared_fd, 0)
         if is_on_host:
             use_cores(_rank_cores(config, 0))
-        heads = shard_of(model.shape, ranks.place).kv_heads
-        pool = build_pool(device, memory, heads)
+        shards = _kv_shards(config, model)
+        pool = build_pool(device, memory, shards[0])
         executor = ModelExecutor(
             folder=folder,
             config=model,
@@ -162,15 +162,15 @@ def _model_backend(config: WorkerConfig) -> Backend:
         if followers is not None:
             followers.wait_until_ready()
             ranks.limit_waits(_longest_wait_s(config, cost, layout))
-        if not is_on_host:
-            staging = _staging(pool, memory, heads, followers)
-            copies = build_copies(config, pool.blocks, memory, _kv_shards(config, model))
-            return BuiltExecutors([executor], staging, followers, _copies_of_ranks(copies, followers))
-        if config.core_board and followers is None:
+        if is_on_host and config.core_board and followers is None:
             return BuiltExecutors([_lending_cores(executor, config)])
         others = range(1, config.pipeline_parallel)
         more = [executor.for_micro_batch(number, _matchers(grammars, limits)) for number in others]
-        return BuiltExecutors([executor, *more], followers=followers)
+        if is_on_host:
+            return BuiltExecutors([executor, *more], followers=followers)
+        staging = _staging(pool, memory, shards[0], followers)
+        copies = build_copies(config, pool.blocks, memory, shards)
+        return BuiltExecutors([executor, *more], staging, followers, _copies_of_ranks(copies, followers))
 
     return Backend(
         limits=limits,
@@ -220,11 +220,6 @@ def _check_ranks(config: WorkerConfig, is_on_host: bool) -> None:
     """Raise ValueError if ranks of this worker cannot share a model."""
     from pdserve.kernels.cpu.build import load_library
 
-    if config.pipeline_parallel > 1 and not is_on_host:
-        raise ValueError(
-            f"pipeline_parallel is {config.pipeline_parallel}, and stages are computed on CPUs or emulated, not on "
-            "GPUs yet: set it to 1, or device to cpu"
-        )
     if config.tensor_parallel * config.pipeline_parallel > 1 and is_on_host and load_library() is None:
         raise ValueError(
             f"tensor_parallel is {config.tensor_parallel} and pipeline_parallel {config.pipeline_parallel}, which "
@@ -251,10 +246,10 @@ def _max_captured_rows(config: WorkerConfig, is_on_host: bool) -> int:
     return 0 if config.role is WorkerRole.PREFILL or is_on_host else config.max_batch_size
 
 
-def _staging(pool: KvPool, memory: PoolMemory, heads: range, followers: Followers | None) -> Staging:
+def _staging(pool: KvPool, memory: PoolMemory, shard: KvShard, followers: Followers | None) -> Staging:
     from pdserve.kv_transfer.host_staging import HostStaging
 
-    own = HostStaging(pool.blocks, memory, heads)
+    own = HostStaging(pool.blocks, memory, shard)
     return own if followers is None else RanksStaging(own, followers)
 
 
@@ -299,20 +294,19 @@ def _create_shared_file(config: WorkerConfig, model: DecoderConfig, is_on_host: 
 def _ranks(config: WorkerConfig, model: DecoderConfig, device: torch.device, shared_fd: int, rank: int) -> Ranks:
     """The ranks as ``rank`` sees them, which exchange tensors through memory or between their devices."""
     from pdserve.engine.worker.model_device import is_in_host_memory
-    from pdserve.kernels.torch.ranks import Group
-    from pdserve.model.decoder.ranks import Ranks
+    from pdserve.model.decoder.ranks import Ranks, ranks_of_devices
 
     place = Place.of(rank, config.tensor_parallel, config.pipeline_parallel)
     if not is_in_host_memory(device):
         if config.transport == "nccl":
             # NCCL takes one interface for all groups of a process, and links reach other hosts: not the loopback.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "")
-        return Ranks(place, Group(shared_fd, rank, place.num_ranks, device), has_own_pool=True)
+        return ranks_of_devices(place, shared_fd, device)
     memory = _rank_memory(config, model)
     return Ranks(
         place,
         memory.group(shared_fd, place.stage, place.tensor_rank) if config.tensor_parallel > 1 else None,
-        partial(memory.channel, shared_fd) if config.pipeline_parallel > 1 else None,
+        partial(memory.channels, shared_fd) if config.pipeline_parallel > 1 else None,
     )
 
 
@@ -362,8 +356,8 @@ def build_follower(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     ranks = _ranks(config, model, device, shared_fd, rank)
-    heads = shard_of(model.shape, ranks.place).kv_heads
-    pool = build_pool(device, memory, heads)
+    shards = _kv_shards(config, model)
+    pool = build_pool(device, memory, shards[rank])
     rank_model = RankModel(
         folder=Path(config.model_path),
         config=model,
@@ -377,8 +371,8 @@ def build_follower(
     ranks.limit_waits(_longest_wait_s(config, cost, memory.layout))
     if is_on_host:
         return rank_model, None, None
-    copies = build_copies(config, pool.blocks, memory, _kv_shards(config, model), rank)
-    return rank_model, HostStaging(pool.blocks, memory, heads), copies
+    copies = build_copies(config, pool.blocks, memory, shards, rank)
+    return rank_model, HostStaging(pool.blocks, memory, shards[rank]), copies
 
 
 def _end_worker(reason: str) -> None:

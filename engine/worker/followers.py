@@ -2,9 +2,9 @@
 
 The leader is the worker itself, rank 0: it alone has sessions, schedulers and block pools. A follower is a child
 process on the same host (`pdserve.engine.worker.follower`) with its share of the weights. On CPUs it maps the worker's
-KV pool and computes the KV of its layers and heads there. On a GPU it has a pool of its heads, and copies them to and
-from the staging file that all ranks of the worker map. Either way block tables, prefix cache and transfers know nothing
-of ranks.
+KV pool and computes the KV of its layers and heads there. On a GPU it has a pool of its own for them, and copies them
+to and from the staging file that all ranks of the worker map. Either way block tables, prefix cache and transfers know
+nothing of ranks.
 
 Each follower has socket pairs, which no other process can open: for steps, for its pulse, and for each direction of
 copies. A step is a 32-bit length, then the words of a `pdserve.model.executors.rank_model.PackedStep`; the other way go

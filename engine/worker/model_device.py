@@ -6,7 +6,6 @@ are in `pdserve.engine.worker.pool_size`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,7 +25,6 @@ from pdserve.model.weights.decoder_weights import held_bytes
 CPU = torch.device("cpu")
 _FLOAT8_CAPABILITY = (8, 9)
 """Compute capability of Ada, the first NVIDIA generation that converts float8."""
-_log = logging.getLogger(__name__)
 
 
 def choose_device(config: WorkerConfig, rank: int = 0) -> torch.device:
@@ -43,15 +41,12 @@ def choose_device(config: WorkerConfig, rank: int = 0) -> torch.device:
         )
     if not has_gpu or setting == "cpu":
         return CPU
-    if setting == "auto" and config.pipeline_parallel > 1:
-        if rank == 0:
-            _log.warning("computing on the CPU: pipelines do not run on GPUs yet; pipeline_parallel 1 uses the GPU")
-        return CPU
     num_gpus = torch.cuda.device_count()
-    if config.tensor_parallel > num_gpus:
+    if config.tensor_parallel * config.pipeline_parallel > num_gpus:
         raise ValueError(
-            f"tensor_parallel is {config.tensor_parallel} and the worker sees {num_gpus} GPUs: lower it, show the "
-            "worker more in CUDA_VISIBLE_DEVICES, or set device to cpu"
+            f"tensor_parallel is {config.tensor_parallel} and pipeline_parallel {config.pipeline_parallel}, and the "
+            f"worker sees {num_gpus} GPUs: lower them, show the worker more in CUDA_VISIBLE_DEVICES, or set device to "
+            "cpu"
         )
     return torch.device("cuda", rank)
 
@@ -96,17 +91,17 @@ def kv_memory_of(device: torch.device, config: WorkerConfig, cost: CostModel, ho
     )
 
 
-def build_pool(device: torch.device, memory: PoolMemory, heads: range) -> KvPool:
-    """Build the pool that a rank computes KV ``heads`` in. On a CPU it is the memory mapped by the transfer process. On
-    a GPU it is GPU memory for these heads, zeroed because the unused end of a block is sent to other workers with it.
+def build_pool(device: torch.device, memory: PoolMemory, shard: KvShard) -> KvPool:
+    """Build the pool that a rank computes its shard in. On a CPU it is the memory mapped by the transfer process. On a
+    GPU it is GPU memory for the shard, zeroed because the unused end of a block is sent to other workers with it.
     """
     layout = memory.layout
     if is_in_host_memory(device):
         pool_bytes = torch.frombuffer(memory.blocks, dtype=torch.uint8)
-        return KvPool(pool_bytes, layout.shape, getattr(torch, layout.dtype), heads)
-    own = replace(layout, num_kv_heads=len(heads))
+        return KvPool(pool_bytes, layout.shape, getattr(torch, layout.dtype), shard.heads)
+    own = replace(layout, num_kv_heads=len(shard.heads), num_layers=len(shard.layers))
     pool_bytes = torch.zeros(own.pool_bytes, dtype=torch.uint8, device=device)
-    return KvPool(pool_bytes, own.shape, getattr(torch, own.dtype))
+    return KvPool(pool_bytes, own.shape, getattr(torch, own.dtype), first_layer=shard.layers.start)
 
 
 def build_copies(

@@ -58,17 +58,16 @@ class RankMemory(NamedTuple):
         return fd
 
     def group(self, fd: int, stage: int, tensor_rank: int) -> Group:
-        """One rank's view of its stage's group. ``fd`` may be closed afterwards, as for `channel`."""
+        """One rank's view of its stage's group. ``fd`` may be closed afterwards, as for `channels`."""
         assert 0 <= tensor_rank < self.tensor_parallel, tensor_rank
         memory = _map(fd, stage * self._group_bytes, self._group_bytes)
         return Group(memory, tensor_rank, self.tensor_parallel)
 
-    def channel(self, fd: int, rank: int, micro_batch: int) -> Channel:
-        """The channel of messages to ``rank``, counted over all stages."""
-        assert 0 <= micro_batch < self.pipeline_parallel, micro_batch
-        index = rank * self.pipeline_parallel + micro_batch
-        start = self.pipeline_parallel * self._group_bytes + index * self._channel_bytes
-        return Channel(_map(fd, start, self._channel_bytes), self._num_slots)
+    def channels(self, fd: int, rank: int) -> list[Channel]:
+        """The channels of messages to ``rank``, counted over all stages: one for each micro-batch."""
+        first = self.pipeline_parallel * (self._group_bytes + rank * self._channel_bytes)
+        starts = [first + micro_batch * self._channel_bytes for micro_batch in range(self.pipeline_parallel)]
+        return [Channel(_map(fd, start, self._channel_bytes), self._num_slots) for start in starts]
 
     @property
     def _group_bytes(self) -> int:
@@ -133,3 +132,6 @@ class Channel:
         """Wait for a message of the size of ``x``, contiguous, and copy it there."""
         assert x.is_contiguous()
         self._receive(self._struct, x.data_ptr(), x.nbytes)
+
+    def limit_waits(self, seconds: float) -> None:
+        """A no-op: the memory knows nothing of time."""

@@ -60,6 +60,8 @@ class Decoder:
             for rope in {layer.rope for layer in config.layers}
         }
         self._ranks = ranks
+        self.has_logits = ranks.place.is_last_stage or ranks.place.rank == 0
+        """Whether this rank calls `logits`: it computes them, or is the leader, which receives them."""
         self._shard = shard_of(config.shape, ranks.place)
         self._weights = load_decoder_weights(folder, config, precision, kernels, ranks.place)
 
@@ -145,9 +147,10 @@ class Decoder:
     ) -> None:
         qkv_TF = layer.qkv(self._normalise(x_TE, layer.attention_norm))
         qkv_TMD = qkv_TF.view(len(x_TE), -1, self._config.shape.head_dim)
-        self._kernels.rope_and_write_kv(qkv_TMD, angles.cos, angles.sin, kv_pool, index, metadata, layer.qk_norm)
+        in_pool = index - kv_pool.first_layer
+        self._kernels.rope_and_write_kv(qkv_TMD, angles.cos, angles.sin, kv_pool, in_pool, metadata, layer.qk_norm)
         q_TND = qkv_TMD[:, : len(self._shard.heads)]
-        o_TND = self._kernels.paged_attention(q_TND, kv_pool, index, metadata, self._rules[index])
+        o_TND = self._kernels.paged_attention(q_TND, kv_pool, in_pool, metadata, self._rules[index])
         self._add_product(x_TE, layer.output, o_TND.flatten(1), layer.attention_post_norm)
 
     def _add_mlp(self, layer: LayerWeights, x_TE: torch.Tensor) -> None:

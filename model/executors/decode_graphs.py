@@ -131,7 +131,10 @@ def warm_up(
         inputs = torch.zeros(num_input_words(shape, 0), dtype=torch.int32, device=pool.values.device)
         step = StepTensors.of(inputs, shape)
         hidden_OE = model.forward(step.tokens.long(), pool, step.metadata, step.outputs)
-        logits_OV = model.logits(hidden_OE)
+        if model.has_logits:
+            logits_OV = model.logits(hidden_OE)
+    if not model.has_logits:
+        return
     draws = plan_draws([_DRAWN], vocab_size)
     best_O, token_O = logits_OV.max(dim=-1)
     draw_into(token_O, logits_OV, best_O, draws, queue.put(draws.words), kernels)

@@ -6,7 +6,8 @@ knowledge.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import cast
 from weakref import finalize
@@ -56,6 +57,14 @@ class DeviceQueue:
     def event(self) -> Event:
         return Event()
 
+    def aside(self) -> AbstractContextManager[object]:
+        """Return a context, to enter repeatedly, in which launches do not wait for those outside."""
+        return nullcontext()
+
+    def in_turn(self) -> AbstractContextManager[object]:
+        """Launch in order with others outside of `aside`, and what follows in this context after it."""
+        return nullcontext()
+
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         """Return a replay of ``compute`` that costs the host next to nothing.
 
@@ -66,7 +75,7 @@ class DeviceQueue:
 
 
 class CudaQueue(DeviceQueue):
-    """The current stream of a GPU, and CUDA graphs that share their memory.
+    """The current stream of a GPU, streams aside of it, and CUDA graphs that share their memory.
 
     torch's allocator reuses a pinned buffer only after the copies from and to it are done.
     """
@@ -75,6 +84,7 @@ class CudaQueue(DeviceQueue):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._in_turn = torch.cuda.current_stream(device)
         self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph_memory = torch.cuda.graph_pool_handle()
 
@@ -92,6 +102,17 @@ class CudaQueue(DeviceQueue):
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return cast(Event, event)
+
+    def aside(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._in_turn):
+            yield
+        if current != self._in_turn:
+            current.wait_stream(self._in_turn)
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         current = torch.cuda.current_stream(self._device)

@@ -6,7 +6,8 @@ flight; on a CPU, a step is computed when `ModelExecutor.submit` returns. Decode
 (`pdserve.model.executors.decode_graphs`); others launch kernel by kernel. Receives block tables, never touches the
 block pool's bookkeeping. The caller sets thread counts. With several ranks this one leads: the others compute the steps
 that it sends (`pdserve.model.executors.rank_model`). A pipeline has an executor for each micro-batch, each on a thread
-of its own; they take turns in the leader's stage.
+of its own, with one step in flight; they take turns in the leader's stage. On a GPU all use one stream there, and each
+another aside, where it waits for its logits and samples while the next one's step is in the stage.
 
 Shape suffixes: B rows that a step samples.
 """
@@ -14,7 +15,7 @@ Shape suffixes: B rows that a step samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from math import isfinite
@@ -64,6 +65,8 @@ class _LaunchedStep:
         self.logprobs: dict[int, TokenLogprobs] = {}
         """Keyed by index in the sampled tokens."""
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.inputs: torch.Tensor | None = None
+        """Kept for as long as the step is in flight: a stream other than their own may read them."""
 
     def begin(self, started: Event) -> None:
         """Count the step's duration from now on."""
@@ -148,7 +151,7 @@ class ModelExecutor:
 
         Args:
             layout: layout of all ranks' pool, for the model that ``config`` describes.
-            pool: this rank's heads of it; the executor writes new tokens' KV to it.
+            pool: this rank's heads of it, and all layers or its own; the executor writes new tokens' KV to it.
             precision: of weights and activations; the KV dtype is the layout's.
             num_swap_slots: host slots of each micro-batch for blocks of preempted sequences.
             max_captured_rows: rows of the largest captured decode step; 0 captures none.
@@ -178,18 +181,24 @@ class ModelExecutor:
         self._previous: _LaunchedStep | None = None
         self._micro_batch = 0
         self._turn = Lock()
-        """Held in the leader's stage of a pipeline, so that all ranks compute the steps in the same order."""
+        """Held in the leader's stage of a pipeline, so that all ranks compute the steps in the same order; between
+        devices until all of the step is launched (`pdserve.kernels.torch.ranks` says why)."""
+        self._aside = self._new_aside()
 
     def for_micro_batch(self, number: int, matchers: GrammarMatchers | None) -> ModelExecutor:
         """Executor of another micro-batch of the pipeline, for another thread; shares model and pool with this one."""
         other = copy(self)
         other._micro_batch = number
+        other._aside = self._new_aside()
         other._sampler = Sampler(self._sampling_kernels, matchers)
         return other
 
+    def _new_aside(self) -> AbstractContextManager[object]:
+        return self._model.queue.aside() if self._model.place.pipeline_parallel > 1 else nullcontext()
+
     @property
     def pipeline_depth(self) -> int:
-        return self._model.queue.pipeline_depth
+        return self._model.pipeline_depth
 
     @torch.inference_mode()
     def submit(self, batch: StepBatch) -> StepHandle:
@@ -197,15 +206,16 @@ class ModelExecutor:
         queue = self._model.queue
         previous, self._previous = self._previous, _LaunchedStep(batch, queue.event())
         step = self._previous
-        try:
-            self._launch_copies(batch)
-            fetched_B2 = self._launch(batch.rows, step, previous) if batch.rows else None
-            step.end(queue.event(), fetched_B2)
-        except RankLostError:
-            raise
-        except Exception as error:  # The handle reports any error of this step.
-            queue.event().synchronize()  # Launched kernels may still write to blocks that the caller frees.
-            step.fail(error)
+        with self._aside:
+            try:
+                self._launch_copies(batch)
+                fetched_B2 = self._launch(batch.rows, step, previous) if batch.rows else None
+                step.end(queue.event(), fetched_B2)
+            except RankLostError:
+                raise
+            except Exception as error:  # The handle reports any error of this step.
+                queue.event().synchronize()  # Launched kernels may still write to blocks that the caller frees.
+                step.fail(error)
         return step
 
     def close(self) -> None:
@@ -215,11 +225,15 @@ class ModelExecutor:
         """Launch a step's block copies, on every rank with a pool of its own."""
         if not (batch.swap_outs or batch.swap_ins):
             return
-        self._model.copy_blocks(batch, self._micro_batch)
-        if self._model.has_own_pool and self._send is not None:
-            with _out_of_step():
-                self._send(PackedStep(swap_outs=tuple(batch.swap_outs), swap_ins=tuple(batch.swap_ins)))
-                self._model.end_copies()
+        model, micro_batch = self._model, self._micro_batch
+        with self._turn:
+            with model.queue.in_turn():
+                model.copy_blocks(batch, micro_batch)
+            if model.has_own_pool and self._send is not None:
+                outs, ins = tuple(batch.swap_outs), tuple(batch.swap_ins)
+                with _out_of_step():
+                    self._send(PackedStep(micro_batch=micro_batch, swap_outs=outs, swap_ins=ins))
+                    model.end_copies(micro_batch)
 
     def _launch(self, rows: list[StepRow], step: _LaunchedStep, previous: _LaunchedStep | None) -> torch.Tensor | None:
         """Launch a step's rows; return the tensor that receives tokens and highest logits on the host."""
@@ -227,14 +241,18 @@ class ModelExecutor:
         sampling = [rows[index] for index in outputs.sampling]
         draws = plan_draws(sampling, self._vocab_size)
         packed = self._pack(rows, outputs, previous, draws.words)
-        with _out_of_step() if self._send is not None else nullcontext():
-            with self._turn:
+        with _out_of_step() if self._send is not None else nullcontext(), ExitStack() as turn:
+            turn.enter_context(self._turn)
+            with model.queue.in_turn():
                 if model.place.pipeline_parallel > 1:
                     step.begin(model.queue.event())
                 if self._send is not None:
                     self._send(packed)
                 begun = model.begin(packed)
+            if not model.has_own_pool:
+                turn.close()  # a receiver waits for its own micro-batch's messages only
             computed = model.end(packed, begun)
+            step.inputs = computed.inputs
             logits_of = partial(model.logits, micro_batch=self._micro_batch)
             for index, hidden_TE in zip(outputs.asking, computed.prompts, strict=True):
                 row = rows[index]

@@ -5,8 +5,8 @@ each micro-batch of a pipeline, which packs the steps, sends each to the other r
 `RankModel.follow`. The ranks of a stage launch the same operations in the same order, because collectives meet only so,
 and all stages take the steps in the same order. A worker of one rank is its own leader.
 
-The last collective of a step follows all that the step reads and writes in any rank's pool. Once the leader's step is
-over, so is every rank's use of the blocks.
+The last collective of a step in a stage follows all that the step reads and writes in any of its ranks' pools, and the
+message to the leader follows those of all stages. Once the leader's step is over, so is every rank's use of the blocks.
 
 Shape suffixes: R rows that a captured step may sample, B rows that a step samples, V vocabulary, E hidden size, T some
 tokens.
@@ -137,17 +137,20 @@ class RankModel:
 
         Args:
             layout: layout of all ranks' pool, for the model that ``config`` describes.
-            pool: the rank's heads of it; new tokens' KV is written to it.
+            pool: the rank's heads of it, and all layers or its own; new tokens' KV is written to it.
             precision: of weights and activations; the KV dtype is the layout's.
             num_swap_slots: host slots of each micro-batch for blocks of preempted sequences, if the rank copies blocks.
-            max_captured_rows: rows of the largest captured decode step; 0 captures none.
+            max_captured_rows: rows of the largest captured decode step; 0 captures none. A pipeline captures none, and
+                launches as many: a replay could not wait for the stage before.
             ranks: share the model; all are built at the same time.
 
         Raises:
             ValueError: unusable weights, or weights that do not match ``config``.
         """
         shard = shard_of(config.shape, ranks.place)
-        assert pool.shape == (layout.num_blocks, len(shard.kv_heads), *layout.shape[2:]), f"{pool.shape} for {layout}"
+        num_layers = len(shard.layers) if ranks.has_own_pool else layout.num_layers
+        expected = (layout.num_blocks, len(shard.kv_heads), num_layers, *layout.shape[3:])
+        assert pool.shape == expected, f"{pool.shape} for {layout}"
         device, kernels = pool.values.device, select_kernels(pool)
         self._pool = pool
         self._slots = [swap_slots(num_swap_slots, pool.blocks) for _ in range(ranks.place.pipeline_parallel)]
@@ -156,6 +159,8 @@ class RankModel:
         self._model = Decoder(folder, config, precision, kernels, ranks)
         self.logits = self._model.logits
         self.queue = select_queue(device)
+        self.pipeline_depth = self.queue.pipeline_depth if self.place.pipeline_parallel == 1 else 1
+        """As in `pdserve.contracts.step.Executor`: one where the first stage needs what the last one computes."""
         self._vocab_size = vocab_size = config.shape.vocab_size
         # Tokens of the previous step, in the captured steps' buffer unless that step sampled too many rows for it.
         self._captured_R = torch.zeros(max_captured_rows, dtype=torch.int64, device=device)
@@ -170,7 +175,7 @@ class RankModel:
                 vocab_size=vocab_size,
                 max_rows=max_captured_rows,
             )
-        if max_captured_rows and can_capture(kernels):
+        if max_captured_rows and can_capture(kernels) and self.place.pipeline_parallel == 1:
             max_blocks = min(layout.num_blocks, layout.num_blocks_for(config.max_context_length))
             self._graphs = DecodeGraphs(
                 self._model, pool, self.queue, self._captured_R, vocab_size=vocab_size, max_blocks=max_blocks
@@ -185,9 +190,15 @@ class RankModel:
         """Launch a step's copies."""
         copy_blocks(copies, self._pool.blocks, self._slots[micro_batch], _copy_block)
 
-    def end_copies(self) -> None:
-        """Launch the end of a step of copies, on every rank."""
-        self._ranks.sum_(torch.zeros(1, device=self._pool.values.device))
+    def end_copies(self, micro_batch: int) -> None:
+        """Launch the end of a step of copies, on every rank: stage after stage, and at last on the leader."""
+        if self.place.stage > 0:
+            self._receive_word(micro_batch)
+        word = self._ranks.sum_(torch.zeros(1, device=self._pool.values.device))
+        if self.place.pipeline_parallel > 1:
+            self._ranks.send(word, micro_batch)
+            if self.place.rank == 0:
+                self._receive_word(micro_batch)
 
     def begin(self, step: PackedStep) -> Begun | None:
         """Launch the forward pass of this rank's layers; write the KV of its tokens. None for a captured step."""
@@ -224,13 +235,16 @@ class RankModel:
         """Let the leader know that every stage has computed a step without outputs."""
         if self.place.pipeline_parallel > 1:
             if self.place.is_last_stage:
-                self._ranks.send(torch.zeros(1), micro_batch)
+                self._ranks.send(torch.zeros(1, device=self._pool.values.device), micro_batch)
             else:
-                self._ranks.receive((1,), torch.float32, micro_batch)
+                self._receive_word(micro_batch)
+
+    def _receive_word(self, micro_batch: int) -> None:
+        self._ranks.receive((1,), torch.float32, micro_batch)
 
     def share_tokens(self, tokens_B: torch.Tensor) -> None:
         """Give all ranks the tokens that the leader sampled, where the next step takes them from the device."""
-        if self.queue.pipeline_depth > 1:
+        if self.pipeline_depth > 1:
             self._ranks.copy_leaders_(tokens_B)
 
     @torch.inference_mode()
@@ -238,7 +252,7 @@ class RankModel:
         """Launch a step of the leader's on another rank."""
         if not step.shape.num_rows:
             self.copy_blocks(step, step.micro_batch)
-            self.end_copies()
+            self.end_copies(step.micro_batch)
             return
         begun = self.begin(step)
         if not self.place.is_last_stage:

@@ -66,12 +66,12 @@ def deployment_of(layout: Layout, model: PlannedModel, slo: SloConfig, model_pat
 
 
 def problems(layout: Layout, model: PlannedModel) -> list[str]:
-    """Why `pdserve up` cannot start ``layout`` on GPUs yet; empty if it can."""
+    """Why `pdserve up` cannot start ``layout`` yet; empty if it can."""
     found = [model.unserved] if model.unserved else []
     if model.precision.quantization == "fp8" and not found:
         found.append("fp8 weights cannot be computed with yet")
-    if any(pool.pipeline_parallel > 1 for pool in layout.pools):
-        found.append("pipeline_parallel above 1 is computed on CPUs or emulated, not on GPUs yet")
+    if any(len(hosts) > 1 for workers in layout.worker_hosts.values() for hosts in workers):
+        found.append("the stages of a worker run on one host, and it has them on several")
     return found
 
 

@@ -125,7 +125,8 @@ def test_workers_and_the_router_get_measured_devices() -> None:
 
 
 def test_workers_that_may_have_a_gpu_are_predicted_with_it_and_so_does_the_router() -> None:
-    config = parse_deployment({"decode": {"device": "cpu"}, "mixed": {"replicas": 1, "device": "cuda"}})
+    mixed_section = {"replicas": 1, "device": "cuda", "pipeline_parallel": 2}
+    config = parse_deployment({"decode": {"device": "cpu"}, "mixed": mixed_section})
     launch = Launch(config=config, gpu="h200", cores=FOUR)
     prefill, decode, mixed = worker_configs(launch)
     assert device_of(prefill) == device_of(mixed) == hardware("h200")

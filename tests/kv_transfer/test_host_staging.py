@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from pdserve.contracts.kv_layout import KvLayout
+from pdserve.kernels.kv_pool import KvPool
 from pdserve.kv_transfer import host_staging
 from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.kv_transfer.resharding import KvShard
 
 LAYOUT = KvLayout(
     num_blocks=8, num_kv_heads=2, num_layers=3, block_size=4, head_dim=8, dtype="float32", model_hash="model"
@@ -67,19 +71,36 @@ def test_no_blocks_are_no_copy(rig: Rig) -> None:
     assert not any(rig.memory.blocks)
 
 
-def test_a_rank_copies_its_own_heads() -> None:
-    memory = PoolMemory.create(LAYOUT)
-    pools = [torch.full((LAYOUT.num_blocks, LAYOUT.head_bytes), 10 + rank, dtype=torch.uint8) for rank in range(2)]
-    ranks = [HostStaging(pool, memory, range(rank, rank + 1)) for rank, pool in enumerate(pools)]
-    for rank, staging in enumerate(ranks):
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_a_rank_copies_its_own_heads_and_layers(dtype: str, num_stages: int) -> None:
+    layout = replace(LAYOUT, dtype=dtype)
+    memory = PoolMemory.create(layout)
+    whole = KvPool(torch.frombuffer(memory.blocks, dtype=torch.uint8), layout.shape, getattr(torch, dtype))
+    shards = [
+        KvShard(range(head, head + 1), range(stage * 3 // num_stages, (stage + 1) * 3 // num_stages))
+        for stage in range(num_stages)
+        for head in range(2)
+    ]
+    pools = []
+    for rank, shard in enumerate(shards):
+        own = replace(layout, num_kv_heads=1, num_layers=len(shard.layers))
+        pool = KvPool(torch.full((own.pool_bytes,), 10 + rank, dtype=torch.uint8), own.shape, getattr(torch, dtype))
+        staging = HostStaging(pool.blocks, memory, shard)
         staging.copy_d2h([3], [1])
-        assert bytes(memory.block(3, rank, rank + 1)) == bytes([10 + rank]) * LAYOUT.head_bytes
-        assert not any(memory.block(2, rank, rank + 1))
-    assert bytes(memory.block(3, 0, 1)) == bytes([10]) * LAYOUT.head_bytes
-    memory.block(5, 1, 2)[:] = bytes([7]) * LAYOUT.head_bytes
-    ranks[1].copy_h2d([5])
-    assert set(pools[1][5].tolist()) == {7}
-    assert set(pools[0].flatten().tolist()) == {10}
+        pools.append((pool, staging))
+    for (pool, staging), (heads, layers) in zip(pools, shards, strict=True):
+        parts = [(pool.values, whole.values[:, heads.start : heads.stop, layers.start : layers.stop])]
+        if pool.scales is not None and whole.scales is not None:
+            parts.append((pool.scales, whole.scales[:, heads.start : heads.stop, layers.start : layers.stop]))
+        for own_part, there in parts:
+            assert torch.equal(there[3], own_part[3])
+            assert not there[[2, 4]].any()
+            there[5] = 7
+        staging.copy_h2d([5])
+        for own_part, _ in parts:
+            assert (own_part[5] == 7).all()
+            assert torch.equal(own_part[4], own_part[3])
 
 
 def test_a_pool_of_another_layout_cannot_be_staged_here() -> None:

@@ -81,10 +81,11 @@ def test_a_worker_takes_a_gpu_or_as_much_of_one_as_of_its_memory() -> None:
 
 
 def test_every_rank_takes_a_gpu() -> None:
-    configs = [replace(worker("cuda", 0.45), tensor_parallel=2), worker("cuda", 0.5), worker("cuda", 0.5)]
-    assert gpu_shares(configs, 3) == [2.0, 0.5, 0.5]
-    with pytest.raises(DeployError, match=r"take 3 GPUs and Ray has 2: .* lower their tensor_parallel"):
-        gpu_shares(configs, 2)
+    wide = replace(worker("cuda", 0.45), tensor_parallel=2, pipeline_parallel=3)
+    configs = [wide, worker("cuda", 0.5), worker("cuda", 0.5)]
+    assert gpu_shares(configs, 7) == [6.0, 0.5, 0.5]
+    with pytest.raises(DeployError, match=r"take 7 GPUs and Ray has 6: .* lower their tensor_parallel or pipeline_par"):
+        gpu_shares(configs, 6)
 
 
 def test_automatic_workers_take_gpus_all_or_none() -> None:
@@ -95,17 +96,9 @@ def test_automatic_workers_take_gpus_all_or_none() -> None:
 
 
 def test_automatic_workers_whose_ranks_no_host_holds_take_no_gpus() -> None:
-    pair = replace(worker("auto"), tensor_parallel=2)
+    pair = replace(worker("auto"), pipeline_parallel=2)
     assert gpu_shares([pair], 2, 2) == [2.0]
     assert gpu_shares([pair, worker("cuda")], 3, 1) == [0.0, 1.0]
-
-
-def test_automatic_pipelines_take_no_gpus() -> None:
-    configs = [replace(worker("auto"), pipeline_parallel=2), worker("auto")]
-    shares = gpu_shares(configs, 1)
-    assert shares == [0.0, 1.0]
-    assert gpu_warning(configs, shares, 1).startswith("1 workers with pipeline_parallel compute on the CPU, because")
-    assert gpu_warning(configs[:1], shares[:1], 0) == ""
 
 
 def test_a_warning_names_unused_gpus() -> None:

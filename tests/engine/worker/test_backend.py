@@ -268,40 +268,32 @@ def test_a_measured_device_predicts_the_worker(config: WorkerConfig) -> None:
 @pytest.mark.parametrize(
     ("degrees", "remedy"),
     [
-        ({"tensor_parallel": 2}, "tensor_parallel is 2 and the worker sees 1 GPUs: lower it, show the worker more"),
-        ({"pipeline_parallel": 2}, "pipeline_parallel is 2, and stages are .* not on GPUs yet: set it to 1"),
+        (
+            {"tensor_parallel": 4},
+            "tensor_parallel is 4 and pipeline_parallel 1, and the worker sees 3 GPUs: lower them",
+        ),
+        ({"tensor_parallel": 2, "pipeline_parallel": 2}, "is 2 and pipeline_parallel 2, and the worker sees 3 GPUs"),
     ],
 )
 def test_ranks_that_the_gpus_do_not_hold(
     config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int], remedy: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     with pytest.raises(ValueError, match=remedy):
         choose_backend(replace(config, device="cuda", **degrees))  # type: ignore[arg-type]
 
 
-def test_an_automatic_pipeline_computes_on_the_cpu(
-    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    pipeline = replace(config, pipeline_parallel=2)
-    layout = choose_backend(replace(pipeline, device="auto")).layout
-    assert layout == choose_backend(replace(pipeline, device="cpu")).layout
-    assert [record.message for record in caplog.records] == [
-        "computing on the CPU: pipelines do not run on GPUs yet; pipeline_parallel 1 uses the GPU"
-    ]
-
-
-def test_two_gpus_hold_the_blocks_of_two(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("degree", ["tensor_parallel", "pipeline_parallel"])
+def test_two_gpus_hold_the_blocks_of_two(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch, degree: str) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (7 * 10**5, 7 * 10**5))
-    config = replace(config, device="cuda", max_batch_tokens=16, max_batch_size=100)
-    chosen = choose_backend(replace(config, tensor_parallel=2))
+    config = replace(config, max_batch_tokens=16, max_batch_size=100)
+    chosen = choose_backend(replace(config, **{degree: 2}))  # type: ignore[arg-type]
     memory = chosen.cost.rank_memory(max_batch_tokens=16, max_batch_size=100)
     left_bytes = 7 * 10**5 * 0.9 - memory.weight_bytes - memory.activation_bytes - memory.reserve_bytes
-    assert chosen.layout.num_kv_heads == 2
+    assert (chosen.layout.num_kv_heads, chosen.layout.num_layers) == (2, 2)
     assert chosen.layout.num_blocks == int(left_bytes) // (chosen.layout.block_bytes // 2)
 
 
@@ -340,13 +332,14 @@ def test_every_micro_batch_holds_a_sequence_of_the_models_length(config: WorkerC
     assert (backend.layout.num_blocks, backend.num_swap_slots, backend.cost.pipeline_depth) == (8, 1, 1)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_copies"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "num_stages", "num_copies"), [(1, 1, 1), (2, 1, 1), (4, 1, 2), (4, 2, 2)])
 def test_ranks_with_pools_of_their_own_swap_within_swap_memory(
-    config: WorkerConfig, num_ranks: int, num_copies: int
+    config: WorkerConfig, num_ranks: int, num_stages: int, num_copies: int
 ) -> None:
     """Of 2 KV heads."""
     block_bytes = choose_backend(config).layout.block_bytes
-    config = replace(config, tensor_parallel=num_ranks, num_kv_blocks=64, swap_memory_bytes=8 * block_bytes)
+    config = replace(config, num_kv_blocks=64, swap_memory_bytes=8 * block_bytes)
+    config = replace(config, tensor_parallel=num_ranks, pipeline_parallel=num_stages)
     with staged_device():
-        assert choose_backend(config).num_swap_slots == 8 // num_copies
-    assert choose_backend(config).num_swap_slots == 8
+        assert choose_backend(config).num_swap_slots == 8 // num_copies // num_stages
+    assert choose_backend(config).num_swap_slots == 8 // num_stages

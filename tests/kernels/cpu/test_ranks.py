@@ -61,8 +61,8 @@ def test_every_rank_gets_every_part(shape: tuple[int, ...]) -> None:
 def test_messages_arrive_in_order_whatever_their_size(message_bytes: int) -> None:
     memory = RankMemory(1, 2, message_bytes)
     fd = memory.create()
-    near, other = (memory.channel(fd, 1, micro_batch) for micro_batch in range(2))
-    far = memory.channel(fd, 1, 0)
+    near, other = memory.channels(fd, 1)
+    far, _ = memory.channels(fd, 1)
     os.close(fd)
     counts = [1, ranks._SLOT_BYTES // 4, 5 * ranks._SLOT_BYTES // 4 + 1, 3, 2 * ranks._SLOT_BYTES] * 3
     messages = [torch.arange(index, index + count, dtype=torch.int32) for index, count in enumerate(counts)]

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import distributed
 
-from pdserve.kernels.torch.ranks import Group, create_meeting_file
+from pdserve.kernels.torch.ranks import Channel, Group, create_meeting_file
 from tests.workers import DEADLINE_S
+
+CPU = torch.device("cpu")
 
 
 def on_every_rank(num_ranks: int, call: Callable[[Group, int], torch.Tensor]) -> list[torch.Tensor]:
@@ -20,7 +22,7 @@ def on_every_rank(num_ranks: int, call: Callable[[Group, int], torch.Tensor]) ->
     fd = create_meeting_file()
 
     def run(rank: int) -> torch.Tensor:
-        return call(Group(fd, rank, num_ranks, torch.device("cpu")), rank)
+        return call(Group(fd, "ranks", rank, num_ranks, CPU), rank)
 
     with ThreadPoolExecutor(num_ranks) as threads:
         results = list(threads.map(run, range(num_ranks)))
@@ -63,6 +65,26 @@ def test_a_limited_wait_ends() -> None:
         return torch.zeros(0)
 
     on_every_rank(2, call)
+
+
+def test_messages_arrive_in_order() -> None:
+    """Groups that meet through the same file do not mix."""
+    messages = [torch.arange(count, dtype=torch.int32) for count in (5, 1, 100_000)]
+
+    def call(group: Group, rank: int) -> torch.Tensor:
+        channel = Channel(fd, 7, is_receiver=rank == 1, device=CPU)
+        for message in messages:
+            if rank == 0:
+                channel.send(message)
+            else:
+                received = torch.empty_like(message)
+                channel.receive(received)
+                assert torch.equal(received, message)
+        return group.gather(torch.tensor(rank))
+
+    fd = create_meeting_file()
+    assert on_every_rank(2, call)[0].tolist() == [0, 1]
+    os.close(fd)
 
 
 def test_torch_s_global_group_stays_untouched() -> None:

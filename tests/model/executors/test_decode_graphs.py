@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +12,14 @@ import pytest
 import torch
 
 from pdserve.contracts.precision import Precision
+from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.operations import DecoderKernels
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS, TORCH_SAMPLING
+from pdserve.kernels.torch.ranks import create_meeting_file
 from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.sharding import Place, shard_of
 from pdserve.model.decoder.decoder import Decoder
+from pdserve.model.decoder.ranks import ranks_of_devices
 from pdserve.model.executors.decode_graphs import DecodeGraphs, capture_sizes, warm_up, warmup_shapes
 from tests.kernels.paged_batch import nan_pool
 from tests.model.checkpoints import write_checkpoint
@@ -75,3 +81,22 @@ def test_the_pool_stays_as_it_was(tmp_path: Path, kernels: DecoderKernels) -> No
     warm_up(decoder, pool, queue, TORCH_SAMPLING, vocab_size=config.shape.vocab_size, max_rows=17)
     assert torch.equal(pool.blocks, before)
     assert queue.num_puts == 1
+
+
+def test_the_ranks_of_every_stage_warm_up_together(tmp_path: Path) -> None:
+    folder, fd = write_checkpoint(tmp_path), create_meeting_file()
+    config = DecoderConfig.from_folder(folder)
+    shape = config.kv_layout(2, 8, "float32", "hash").shape
+
+    def run(rank: int) -> int:
+        ranks, queue = ranks_of_devices(Place.of(rank, 2, 2), fd, torch.device("cpu")), LateQueue()
+        pool = KvPool(
+            nan_pool(shape).blocks.flatten(), shape, torch.float32, shard_of(config.shape, ranks.place).kv_heads
+        )
+        decoder = Decoder(folder, config, Precision(), CPU_KERNELS, ranks)
+        warm_up(decoder, pool, queue, TORCH_SAMPLING, vocab_size=config.shape.vocab_size, max_rows=17)
+        return queue.num_puts
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(run, range(4))) == [1, 0, 1, 1], "rank 1 has no logits to draw from"
+    os.close(fd)

@@ -47,12 +47,13 @@ class _FakeCuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[object] = []
+        self.streams = [_FakeStream("current", self.asked)]
         for name in ("current_stream", "Stream", "CUDAGraph", "Event", "stream", "graph"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "memory")
 
     def current_stream(self, device: torch.device) -> _FakeStream:
-        return _FakeStream("current", self.asked)
+        return self.streams[-1]
 
     def Stream(self, device: torch.device) -> _FakeStream:  # noqa: N802
         return _FakeStream("aside", self.asked)
@@ -67,7 +68,9 @@ class _FakeCuda:
     @contextmanager
     def stream(self, stream: _FakeStream) -> Iterator[None]:
         self.asked.append(f"on {stream.name}")
+        self.streams.append(stream)
         yield
+        self.streams.pop()
         self.asked.append(f"off {stream.name}")
 
     @contextmanager
@@ -121,6 +124,21 @@ def test_a_gpu_computes_once_aside_before_it_captures(monkeypatch: pytest.Monkey
     ]
     replay()
     assert cuda.asked[-1] == "replay"
+
+
+def test_what_a_gpu_launches_aside_waits_for_what_it_launched_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = _FakeCuda(monkeypatch)
+    queue = select_queue(torch.device("cuda", 0))
+    with queue.in_turn():
+        cuda.asked.append("one step")
+    with queue.aside():
+        with queue.in_turn():
+            cuda.asked.append("stage")
+        cuda.asked.append("sample")
+    assert cuda.asked == [
+        *("on current", "one step", "off current"),
+        *("on aside", "on current", "stage", "off current", "aside waits for current", "sample", "off aside"),
+    ]
 
 
 def test_a_gpu_times_its_events(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -27,10 +30,11 @@ from pdserve.kernels.torch import ranks as process_group
 from pdserve.kernels.torch.ranks import create_meeting_file
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.sharding import Place, shard_of
-from pdserve.model.decoder.ranks import Ranks
+from pdserve.model.decoder.ranks import Ranks, ranks_of_devices
 from pdserve.model.executors import rank_model
+from pdserve.model.executors.block_copies import copy_blocks
 from pdserve.model.executors.model import ModelExecutor
-from pdserve.model.executors.rank_model import PackedStep, RankModel
+from pdserve.model.executors.rank_model import Begun, Computed, PackedStep, RankModel
 from pdserve.model.executors.step_inputs import StepShape
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
 from tests.model.late_queue import LateQueue
@@ -72,18 +76,20 @@ def running_ranks(
     failures: list[BaseException] = []
 
     def pool_of(rank: int) -> KvPool:
-        heads = shard_of(config.shape, Place.of(rank, num_ranks, num_stages)).kv_heads
+        shard = shard_of(config.shape, Place.of(rank, num_ranks, num_stages))
         if num_swap_slots is None:
-            return KvPool(memory, layout.shape, getattr(torch, kv_dtype), heads)
-        own = replace(layout, num_kv_heads=len(heads))
-        return KvPool(torch.zeros(own.pool_bytes, dtype=torch.uint8), own.shape, getattr(torch, kv_dtype))
+            return KvPool(memory, layout.shape, getattr(torch, kv_dtype), shard.kv_heads)
+        own = replace(layout, num_kv_heads=len(shard.kv_heads), num_layers=len(shard.layers))
+        own_memory = torch.zeros(own.pool_bytes, dtype=torch.uint8)
+        return KvPool(own_memory, own.shape, getattr(torch, kv_dtype), first_layer=shard.layers.start)
 
     def ranks_of(rank: int) -> Ranks:
         place = Place.of(rank, num_ranks, num_stages)
         if num_swap_slots is not None:
-            return Ranks(place, process_group.Group(shared_fd, rank, num_ranks, memory.device), has_own_pool=True)
+            with patch.object(process_group, "_START_TIMEOUT", timedelta(seconds=20)):  # where a rank has failed
+                return ranks_of_devices(place, shared_fd, memory.device)
         group = rank_memory.group(shared_fd, place.stage, place.tensor_rank) if num_ranks > 1 else None
-        return Ranks(place, group, partial(rank_memory.channel, shared_fd) if num_stages > 1 else None)
+        return Ranks(place, group, partial(rank_memory.channels, shared_fd) if num_stages > 1 else None)
 
     def arguments(rank: int) -> dict[str, object]:
         return {
@@ -113,12 +119,14 @@ def running_ranks(
     for thread in threads:
         thread.start()
     leader = arguments(0)
-    yield ModelExecutor(**leader, send=send), leader["pool"]  # type: ignore[arg-type, misc]
-    for each in steps:
-        each.put(None)
-    for thread in threads:
-        thread.join()
-    os.close(shared_fd)
+    try:
+        yield ModelExecutor(**leader, send=send), leader["pool"]  # type: ignore[arg-type, misc]
+    finally:
+        for each in steps:
+            each.put(None)
+        for thread in threads:
+            thread.join()
+        os.close(shared_fd)
     assert not failures
 
 
@@ -238,6 +246,20 @@ def test_a_step_is_over_once_the_last_stage_has_computed_it(tmp_path: Path) -> N
             assert first.abs().amin(-1).all(), "every layer has keys and values of eight tokens"
 
 
+def test_a_micro_batch_enters_the_stage_while_another_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both, end = threading.Barrier(2, timeout=10), RankModel.end
+
+    def end_together(model: RankModel, step: PackedStep, begun: Begun | None) -> Computed:
+        if model.place.rank == 0:
+            both.wait()
+        return end(model, step, begun)
+
+    monkeypatch.setattr(RankModel, "end", end_together)
+    with running_ranks(write_checkpoint(tmp_path), 1, Precision(dtype="float32"), num_stages=2) as (executor, _):
+        first, second = answer_twice(executor)
+        assert_equal(second, first)
+
+
 @pytest.mark.parametrize(("quantization", "kv_dtype"), [("none", "float32"), ("int8", "int8")])
 def test_more_ranks_than_kv_heads(quantization: str, kv_dtype: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, num_key_value_heads=2)
@@ -280,28 +302,61 @@ def test_tokens_that_only_devices_know_reach_every_rank(tmp_path: Path, monkeypa
             assert_equal(answer(executor), expected)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_with_pools_of_their_own(num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stages", "kv_dtype"),
+    [(2, 1, "float32"), (4, 1, "float32"), (1, 3, "int8"), (2, 2, "float32")],
+)
+def test_ranks_with_pools_of_their_own(
+    num_ranks: int, num_stages: int, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And with process groups: two KV heads, one for each rank or for two."""
-    folder = write_checkpoint(tmp_path, num_key_value_heads=2)
-    with running_ranks(folder, 1, Precision(dtype="float32")) as (executor, _):
+    folder = write_checkpoint(tmp_path, num_key_value_heads=2, num_hidden_layers=6)
+    precision = Precision(dtype="float32")
+    with running_ranks(folder, 1, precision, kv_dtype=kv_dtype) as (executor, _):
         expected = answer(executor)
     monkeypatch.setattr(rank_model, "select_queue", lambda device: LateQueue())
-    with running_ranks(folder, num_ranks, Precision(dtype="float32"), max_captured_rows=4, num_swap_slots=1) as ranks:
-        assert_equal(answer(ranks[0]), expected)
+    end = RankModel.end
+
+    def end_late(model: RankModel, step: PackedStep, begun: Begun | None) -> Computed:
+        if model.place.rank == 0 and step.micro_batch == 0:
+            time.sleep(0.01)  # the other micro-batch shares the channel
+        return end(model, step, begun)
+
+    monkeypatch.setattr(RankModel, "end", end_late)
+    with running_ranks(
+        folder, num_ranks, precision, num_stages=num_stages, kv_dtype=kv_dtype, max_captured_rows=4, num_swap_slots=1
+    ) as (executor, _):
+        assert executor.pipeline_depth == (2 if num_stages == 1 else 1)
+        for outputs in answer_twice(executor) if num_stages > 1 else [answer(executor)]:
+            assert_equal(outputs, expected)
 
 
-def test_every_rank_swaps_its_own_blocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_every_rank_swaps_its_own_blocks(num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of copies is over once all have made theirs."""
+    copied: list[object] = []
+
+    def copy_late(*arguments: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.05)
+        copy_blocks(*arguments)
+        copied.append(arguments)
+
+    monkeypatch.setattr(rank_model, "copy_blocks", copy_late)
     folder = write_checkpoint(tmp_path, num_key_value_heads=2)
     prompt = StepRow(sequence_id=0, tokens=PROMPTS[0], cached_length=0, block_table=[3, 4], sample=None)
     other = replace(prompt, tokens=PROMPTS[2])
     decode = replace(prompt, tokens=[8], cached_length=len(PROMPTS[0]), sample=SAMPLING[0], sample_position=10)
-    with running_ranks(folder, 2, Precision(dtype="float32"), num_swap_slots=3) as (executor, _):
+    with running_ranks(folder, 2, Precision(dtype="float32"), num_stages=num_stages, num_swap_slots=3) as ranks:
+        executor = ranks[0].for_micro_batch(num_stages - 1, None)
         executor.submit(StepBatch(step_id=0, rows=[prompt])).result()
         expected = executor.submit(StepBatch(step_id=1, rows=[decode])).result()
         outs = [BlockCopy(3, 2), BlockCopy(4, 0)]
         executor.submit(StepBatch(step_id=2, rows=[], swap_outs=outs)).result()
+        assert len(copied) == 2 * num_stages
         executor.submit(StepBatch(step_id=3, rows=[other])).result()
+        if num_stages > 1:  # into the slots of another micro-batch
+            ranks[0].submit(StepBatch(step_id=0, rows=[], swap_outs=outs)).result()
         ins = [BlockCopy(2, 9), BlockCopy(0, 6)]
         moved = [replace(decode, block_table=[9, 6])]
         assert executor.submit(StepBatch(step_id=4, rows=moved, swap_ins=ins)).result().sampled == expected.sampled

@@ -45,15 +45,17 @@ def test_what_is_written_can_be_served(tmp_path: Path, rank: int) -> None:
 
 def test_what_the_engine_does_not_do_is_written_and_said(tmp_path: Path) -> None:
     deep = replace(WIDE, prefill=replace(next(iter(WIDE.pools)), tensor_parallel=1, pipeline_parallel=2))
-    file = written(replace(a_plan().candidates[2], layout=deep), tmp_path)
-    (parallel,) = problems(deep, MODEL)
-    assert "pipeline_parallel above 1" in parallel
+    spread = replace(deep, hosts=(((0, 1),), ((1,),)))
+    file = written(replace(a_plan().candidates[2], layout=spread), tmp_path)
+    (parallel,) = problems(spread, MODEL)
+    assert "the stages of a worker run on one host" in parallel
+    assert problems(deep, MODEL) == problems(replace(deep, hosts=(((0,),), ((1,),))), MODEL) == []
     assert problems(APART, MODEL) == problems(WIDE, MODEL) == []
     assert problems(APART, replace(MODEL, unserved="no")) == ["no"]
     assert problems(APART, replace(MODEL, precision=Precision(quantization="fp8"))) == [
         "fp8 weights cannot be computed with yet"
     ]
-    assert "# Cannot be started yet: pipeline_parallel above 1 is computed on CPUs or emulated" in file.read_text()
+    assert "# Cannot be started yet: the stages of a worker run on one host, and it has them" in file.read_text()
     assert read_deployment(file).prefill.pipeline_parallel == 2  # a file for emulation
 
 
