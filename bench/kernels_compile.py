@@ -27,7 +27,6 @@ from pdserve.bench.kernels.attention import ATTENTION_KERNELS, AttentionShape, R
 from pdserve.kernels.kv_pool import LARGEST_VALUES, KvPool, KvPoolShape, vector_bytes
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import DrawTensors, QkNorm, TopPTensors
-from pdserve.kernels.triton.block_copy import gather_blocks, scatter_blocks
 from pdserve.kernels.triton.gate import gate
 from pdserve.kernels.triton.norm import rms_normalise
 from pdserve.kernels.triton.quantized_matmul import quantized_matmul
@@ -145,13 +144,6 @@ def launches() -> list[Launch]:
         rope_launch(_FP16, _FP16, 64),
         rope_launch(_FP32, _FP32, 256),
         *(_sampling_launch(vocab_size) for vocab_size in (32_000, 128_256, 151_936)),
-        *(_copy_launch(_BF16, _BF16, dim) for dim in (80, 128, 256)),
-        *(
-            _copy_launch(pool_dtype, staging_dtype, dim)
-            for staging_dtype in LARGEST_VALUES
-            for pool_dtype in (staging_dtype, _BF16, _FP32)
-            for dim in (80, 128, 256)
-        ),
         *(
             product_launch(dtype, num_tokens, num_splits, is_int4)
             for is_int4 in (False, True)
@@ -254,18 +246,6 @@ def _sampling_launch(vocab_size: int) -> Launch:
         find_top_p(logits_BV, TopPTensors(one, half.double(), half, half, half))
 
     return Launch(f"sampling V{vocab_size}", run)
-
-
-def _copy_launch(pool_dtype: torch.dtype, staging_dtype: torch.dtype, head_dim: int) -> Launch:
-    """A gather and a scatter."""
-    kv_pool, staging = _pool(pool_dtype, head_dim), _pool(staging_dtype, head_dim)
-    block_ids_B = torch.zeros(1, dtype=torch.int32)
-
-    def run() -> None:
-        gather_blocks(kv_pool, block_ids_B, staging)
-        scatter_blocks(staging, kv_pool, block_ids_B)
-
-    return Launch(f"block_copy of {pool_dtype} as {staging_dtype} D{head_dim}".replace("torch.", ""), run)
 
 
 def _metadata(new_tokens: tuple[int, ...]) -> AttentionMetadata:

@@ -23,24 +23,21 @@ class Limits(NamedTuple):
     """bfloat16 FLOP/s of the tensor cores, without sparsity."""
     bandwidth: float
     """Bytes/s of its memory."""
-    link_bandwidth: float
-    """Bytes/s to or from the host's memory."""
 
 
 class Work(NamedTuple):
     """Work that every implementation must do: the formula in the kernel's docstring, for one shape."""
 
     num_bytes: float
-    """Read and written, or sent over the link."""
+    """Read and written."""
     flops: float = 0.0
     flops_share: float = 1.0
     """Share of the peak that the formula asks for."""
-    crosses_link: bool = False
 
     def limit_s(self, limits: Limits) -> float:
         """Seconds that the formula allows."""
-        bandwidth = limits.link_bandwidth if self.crosses_link else REACHED_BANDWIDTH * limits.bandwidth
-        return max(self.num_bytes / bandwidth, self.flops / (self.flops_share * limits.flops))
+        bytes_s = self.num_bytes / (REACHED_BANDWIDTH * limits.bandwidth)
+        return max(bytes_s, self.flops / (self.flops_share * limits.flops))
 
 
 def _unchanged(outcome: torch.Tensor) -> torch.Tensor:

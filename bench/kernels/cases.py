@@ -12,7 +12,6 @@ import torch
 
 from pdserve.bench.kernels.attention import AttentionShape, Row, attention_case
 from pdserve.bench.kernels.case import Case
-from pdserve.bench.kernels.copies import copy_case
 from pdserve.bench.kernels.layers import draw_case, gate_case, norm_case, product_case, rope_case, top_p_case
 
 _BF16, _INT8, _FLOAT8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
@@ -80,12 +79,6 @@ def _norm_cases(*, quick: bool) -> Iterator[Case]:
         yield norm_case(mib * 2**20 // (4 * num_features), num_features)
 
 
-def _copy_cases(*, quick: bool) -> Iterator[Case]:
-    ways = ((8, False), (4, False), (8, True))
-    for num_blocks, is_gather, (heads, to_host) in product((64,) if quick else (8, 64, 256), (True, False), ways):
-        yield copy_case(num_blocks, is_gather=is_gather, moved_heads=heads, to_host=to_host)
-
-
 def _by_size(case: Callable[[int], Case], sizes: Sequence[int], few: Sequence[int]) -> Callable[..., Iterator[Case]]:
     return lambda *, quick: map(case, few if quick else sizes)
 
@@ -97,7 +90,6 @@ KERNELS: Mapping[str, Callable[..., Iterator[Case]]] = {
     "gate": _by_size(gate_case, (1, 16, 64, 256, 2048, 8192), (64, 2048)),
     "rope_and_write_kv": _rope_cases,
     "quantized_matmul": _product_cases,
-    "block_copy": _copy_cases,
     "draw_tokens": _by_size(draw_case, (1, 16, 64, 256), (64,)),
     "find_top_p": _by_size(top_p_case, (1, 16, 64, 256), (64,)),
 }

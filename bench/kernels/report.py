@@ -63,7 +63,7 @@ def limits_of(name: str) -> Limits:
         ValueError: it is not there.
     """
     found = hardware(name)
-    return Limits(found.peak("bfloat16"), found.memory_bandwidth, found.host_bandwidth)
+    return Limits(found.peak("bfloat16"), found.memory_bandwidth)
 
 
 @torch.no_grad()

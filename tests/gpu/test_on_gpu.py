@@ -16,7 +16,6 @@ pytestmark = [
 
 INTERPRETED = {
     "attention": (),
-    "block_copy": (),
     "decode_attention": (),
     "gate": (),
     "norm": (),

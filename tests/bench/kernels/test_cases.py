@@ -8,7 +8,6 @@ import torch
 from pdserve.bench.kernels.attention import AttentionShape, Row, attention_case
 from pdserve.bench.kernels.case import AbsentError, Case, Limits, Work, import_peer
 from pdserve.bench.kernels.cases import KERNELS, MAX_DECODE_TOKENS, chosen_cases
-from pdserve.bench.kernels.copies import copy_case
 from pdserve.bench.kernels.layers import draw_case, gate_case, norm_case, product_case, rope_case, top_p_case
 
 MAX_BYTES = 10 * 2**30
@@ -50,7 +49,7 @@ def test_kernels_are_chosen_by_a_part_of_their_names() -> None:
         chosen_cases("attent1on", quick=True)
 
 
-LIMITS = Limits(flops=1000e12, bandwidth=4e12, link_bandwidth=64e9)
+LIMITS = Limits(flops=1000e12, bandwidth=4e12)
 INT8 = torch.int8
 
 
@@ -77,9 +76,6 @@ def attention(kernel: str, *rows: Row, kv_dtype: torch.dtype = torch.bfloat16) -
         (rope_case(10, is_prompt=True, kv_dtype=INT8), 10 * 128 * (2 * (2 * 32 + 2 * 8) + 2 * 8), 0),
         (product_case("int8", 3, 256, 100), 256 * 100 + 4 * 100, 2 * 3 * 256 * 100),
         (product_case("int4", 3, 256, 100), 128 * 100 + 4 * 2 * 100, 2 * 3 * 256 * 100),
-        (copy_case(3), 2 * 3 * 2**21, 0),
-        (copy_case(3, moved_heads=4), 2 * 3 * 2**20, 0),
-        (copy_case(3, to_host=True), 3 * 2**21, 0),
         (draw_case(3, 1000), 4 * 3 * 1000, 0),
         (top_p_case(3, 1000), 8 * 3 * 1000, 0),
     ],
@@ -95,12 +91,10 @@ def test_the_limit_is_the_longer_of_bytes_and_flops() -> None:
     assert Work(3.6e9).limit_s(LIMITS) == pytest.approx(1e-3)
     assert Work(3.6e9, flops=2e12).limit_s(LIMITS) == pytest.approx(2e-3)
     assert Work(0, flops=7e11, flops_share=0.7).limit_s(LIMITS) == pytest.approx(1e-3)
-    assert Work(64e6, crosses_link=True).limit_s(LIMITS) == pytest.approx(1e-3)
 
 
 def test_products_are_asked_for_a_share_of_the_peak_only() -> None:
     assert product_case("int8", 1, 1, 1).work.flops_share == 0.7
-    assert copy_case(1, to_host=True).work.crosses_link
 
 
 def test_a_peer_that_is_not_installed() -> None:

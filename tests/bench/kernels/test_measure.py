@@ -11,7 +11,7 @@ from pdserve.bench.kernels.case import AbsentError, Case, Implementation, Limits
 from pdserve.bench.kernels.measure import Result, difference, measure, parse_clocks
 from tests.bench.kernels.scripted_case import fails, fake_timer, gives, scripted_case
 
-LIMITS = Limits(flops=1e15, bandwidth=4e12, link_bandwidth=1e9)
+LIMITS = Limits(flops=1e15, bandwidth=4e12)
 
 
 def absent() -> Implementation:

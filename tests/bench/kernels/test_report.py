@@ -79,7 +79,7 @@ def test_files_are_named_by_date_and_part(tmp_path: Path) -> None:
 
 
 def test_limits_are_the_data_sheets() -> None:
-    assert limits_of("h100-sxm") == (989e12, 3.35e12, 64e9)
+    assert limits_of("h100-sxm") == (989e12, 3.35e12)
     with pytest.raises(ValueError, match="unknown hardware 'h300'"):
         limits_of("h300")
 

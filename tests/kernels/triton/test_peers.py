@@ -10,7 +10,6 @@ import torch
 
 from pdserve.bench.kernels.attention import AttentionShape, Row, attention_case
 from pdserve.bench.kernels.case import Case
-from pdserve.bench.kernels.copies import copy_case
 from pdserve.bench.kernels.layers import draw_case, gate_case, norm_case, product_case, rope_case, top_p_case
 from pdserve.bench.kernels.measure import Result, measure
 from tests.bench.kernels import fake_peers
@@ -22,19 +21,6 @@ INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 def attention(kernel: str, *rows: Row, kv_dtype: torch.dtype = torch.bfloat16) -> Case:
     return attention_case(
         AttentionShape(kernel=kernel, rows=rows, num_heads=4, num_kv_heads=2, head_dim=32, kv_dtype=kv_dtype)
-    )
-
-
-def copy(*, is_gather: bool, moved_heads: int = 2, to_host: bool = False) -> Case:
-    return copy_case(
-        3,
-        is_gather=is_gather,
-        moved_heads=moved_heads,
-        to_host=to_host,
-        pool_blocks=7,
-        num_heads=2,
-        num_layers=2,
-        head_dim=32,
     )
 
 
@@ -53,12 +39,6 @@ CASES: list[tuple[Case, list[str]]] = [
     (rope_case(3, is_prompt=False, num_heads=4, num_kv_heads=2, head_dim=32, kv_dtype=FLOAT8), ["torch"]),
     (product_case("int8", 3, 192, 80), ["torch bf16"]),
     (product_case("int4", 3, 192, 80), ["torch bf16"]),
-    *(
-        (copy(is_gather=is_gather, moved_heads=moved_heads), ["torch index", "copy per block"])
-        for is_gather in (True, False)
-        for moved_heads in (1, 2)
-    ),
-    (copy(is_gather=True, to_host=True), ["torch index", "copy per block"]),
     (draw_case(2, 1500), ["torch gumbel"]),
     (top_p_case(2, 1500), ["sort", "torch"]),
 ]
