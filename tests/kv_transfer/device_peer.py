@@ -45,6 +45,7 @@ LAYOUT = KvLayout(
 BATCH_SIZE = 4
 TIMEOUT_S = 30.0
 _FOLLOWER = "tests.kv_transfer.device_rank"
+_FOLDER_PREFIX = "pdserve-peer-"
 BATCH_TIMEOUT_S = 1.5
 
 
@@ -203,7 +204,7 @@ def _run(
                     generations.opened.set()
                 case "num_opened", _:
                     mappings = Path("/proc/self/maps").read_text().splitlines()
-                    tell(sum(f" {folder.parent}/" in line for line in mappings) - num_ranks)
+                    tell(sum(f"/{_FOLDER_PREFIX}" in line for line in mappings) - num_ranks)
                 case "reuse", block_id:
                     memory.generations[block_id] += 1
                 case "generations", block_ids:
@@ -356,7 +357,7 @@ def device_peer(
         device: id of the pool's device; by default one of its own.
         interface: network interface of groups.
     """
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory(prefix=_FOLDER_PREFIX) as folder:
         peer = DevicePeer(Path(folder), seed, transport, device, interface, num_ranks, handle)
         try:
             yield peer
