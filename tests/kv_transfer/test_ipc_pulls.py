@@ -13,7 +13,7 @@ from pdserve.kv_transfer.ipc_pulls import IpcSource
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.proto.v1 import kv_pb2, transfer_pb2
 from tests.kv_transfer.device_peer import LAYOUT, DevicePeer, device_peer
-from tests.kv_transfer.test_links import SOURCE_IDS, TARGET_IDS, check_nothing_is_written, fill, hand_off
+from tests.kv_transfer.test_links import SOURCE_IDS, TARGET_IDS, check_nothing_is_written, fall_back, fill, hand_off
 from tests.workers import wait_until
 
 
@@ -105,10 +105,5 @@ def test_a_source_is_up_as_long_as_all_its_ranks(memory: PoolMemory) -> None:
 
 def test_a_pool_that_cannot_be_opened_is_copied_through_the_host(target: DevicePeer) -> None:
     with device_peer(4, device="cuda_ipc", handle="/proc/0/fd/0") as source:
-        handle = source.offer(SOURCE_IDS)
-        target.pull(source, handle, TARGET_IDS)
-        target.expect_done(transport="memfd")
-        for event in ("lease_opened", "lease_lost", "lease_opened", "released"):
-            source.expect(event)
-        hand_off(source, target, "memfd")
+        fall_back(source, target)
         hand_off(target, source, "cuda_ipc")

@@ -34,13 +34,27 @@ def fixture_target() -> Iterator[DevicePeer]:
 
 def hand_off(source: DevicePeer, target: DevicePeer, transport: str = "nccl") -> None:
     """A whole handoff, which must arrive."""
-    handle = source.offer(SOURCE_IDS, num_first=3)
+    pull(source, target, source.offer(SOURCE_IDS, num_first=3), transport)
+
+
+def pull(source: DevicePeer, target: DevicePeer, handle: bytes, transport: str = "nccl") -> None:
+    """Pull what the source has offered, which must arrive."""
     target.pull(source, handle, TARGET_IDS)
     done = target.expect_done(transport=transport)
     assert done.first_token.token == 7
     assert target.ask("blocks", TARGET_IDS) == source.ask("blocks", SOURCE_IDS)
     source.expect("lease_opened")
     source.expect("released")
+
+
+def fall_back(source: DevicePeer, target: DevicePeer) -> None:
+    """Two handoffs through the host, the first after an attempt from device to device."""
+    handle = source.offer(SOURCE_IDS)
+    target.pull(source, handle, TARGET_IDS)
+    target.expect_done(transport="memfd")
+    for event in ("lease_opened", "lease_lost", "lease_opened", "released"):
+        source.expect(event)
+    hand_off(source, target, "memfd")
 
 
 def hold_second_batch(source: DevicePeer, target: DevicePeer) -> bytes:
@@ -174,11 +188,7 @@ def test_another_worker_pulls_what_a_killed_one_was_pulling(source: DevicePeer, 
         other.signal(signal.SIGKILL)
         source.expect("lease_lost")
     source.command("let_go")
-    target.pull(source, handle, TARGET_IDS)
-    target.expect_done()
-    assert target.ask("blocks", TARGET_IDS) == source.ask("blocks", SOURCE_IDS)
-    source.expect("lease_opened")
-    source.expect("released")
+    pull(source, target, handle)
 
 
 def test_pools_of_one_device_hand_off_through_the_host(target: DevicePeer) -> None:
@@ -188,12 +198,7 @@ def test_pools_of_one_device_hand_off_through_the_host(target: DevicePeer) -> No
 
 def test_a_group_that_cannot_be_made_is_replaced_by_another_transport(target: DevicePeer) -> None:
     with device_peer(8, interface="none-such") as source:
-        handle = source.offer(SOURCE_IDS)
-        target.pull(source, handle, TARGET_IDS)
-        target.expect_done(transport="memfd")
-        for event in ("lease_opened", "lease_lost", "lease_opened", "released"):
-            source.expect(event)
-        hand_off(source, target, "memfd")
+        fall_back(source, target)
         assert target.ask("threads") <= 2
 
 
@@ -260,8 +265,4 @@ def test_a_lost_rank_of_either_worker_fails_the_pull_alone(
         third.process.join(TIMEOUT_S)
         assert third.process.exitcode == 1
     source.command("let_go")
-    target.pull(source, handle, TARGET_IDS)
-    target.expect_done()
-    assert target.ask("blocks", TARGET_IDS) == source.ask("blocks", SOURCE_IDS)
-    source.expect("lease_opened")
-    source.expect("released")
+    pull(source, target, handle)
