@@ -153,7 +153,7 @@ class GenerationRequest:
     cache_salt: bytes = b""
     """Separates the prefix caches of tenants; part of every block hash."""
     deadline_s: float = 600.0
-    """Seconds from receipt of this message after which the worker drops the request."""
+    """Seconds from receipt of this message after which the worker drops the request, unless it answers by then."""
     ttft_slo_s: float = 0.0
     """TTFT objective in seconds from receipt, 0 for none. Orders the prefill queue."""
     patience_s: float = 0.0

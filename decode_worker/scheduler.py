@@ -252,6 +252,7 @@ class DecodeScheduler:
         return AdmissionBudget(num_slots, self._pool.num_available - num_blocks_missing)
 
     def _join(self, sequence: Sequence) -> None:
+        self._table.stop_waiting(sequence)
         sequence.state = RequestState.DECODING
         insort(self._running, sequence, key=_ARRIVAL)
 

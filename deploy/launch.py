@@ -213,6 +213,7 @@ def router_config(
         tracing=router.tracing,
         slo=launch.config.slo,
         policy=router.policy,
+        max_silence_s=router.max_silence_seconds,
         max_queued_requests=router.max_queued_requests,
         cluster_token=cluster_token,
         tls=launch.config.security.tls,

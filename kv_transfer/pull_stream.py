@@ -21,15 +21,10 @@ RELEASE_TIMEOUT_S = 2.0
 _REFUSALS = (
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.ALREADY_EXISTS,
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.UNAUTHENTICATED,
 )
-
-
-class SourceBusyError(PullError):
-    """Another pull of the prompt holds the lease."""
 
 
 class PullStream:
@@ -136,7 +131,4 @@ class PullStream:
 
 
 def _pull_error(error: grpc.aio.AioRpcError, stage: str) -> PullError:
-    message = f"{error.code().name}: {error.details()}"
-    if error.code() is grpc.StatusCode.ALREADY_EXISTS:
-        return SourceBusyError(REFUSED, message)
-    return PullError(REFUSED if error.code() in _REFUSALS else stage, message)
+    return PullError(REFUSED if error.code() in _REFUSALS else stage, f"{error.code().name}: {error.details()}")

@@ -21,7 +21,7 @@ from pdserve.kv_transfer.handshake import check_grant, check_layout, ends_reques
 from pdserve.kv_transfer.ipc_pulls import IpcCopyOrders, IpcReceiver, IpcSource
 from pdserve.kv_transfer.links import GroupReceiver, Links, PullerLinks
 from pdserve.kv_transfer.pool_memory import PeerPools, PoolMemory
-from pdserve.kv_transfer.pull_stream import PullStream, SourceBusyError
+from pdserve.kv_transfer.pull_stream import PullStream
 from pdserve.kv_transfer.transfer_client import TransferConfig
 from pdserve.kv_transfer.transports import (
     REFUSED,
@@ -33,9 +33,6 @@ from pdserve.kv_transfer.transports import (
     TransportImpossibleError,
 )
 from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
-
-BUSY_TIMEOUT_S = 2.0
-BUSY_RETRY_S = 0.02
 
 _log = logging.getLogger(__name__)
 
@@ -107,18 +104,12 @@ class Puller:
             return _failure(order.pull_id, error.stage, str(error))
 
     async def _fetch(self, order: transfer_pb2.StartPull) -> transfer_pb2.PullDone:
-        """Pull the prompt. Retries while it is leased, because a source may need a moment to notice that the previous
-        stream is gone, and over another transport if the one chosen does not work."""
+        """Pull the prompt. Retries over another transport if the one chosen does not work."""
         self._check_targets(order)
         transport, reason = self._config.transport, ""
-        busy_until_s = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             try:
                 return await self._fetch_over(transport, order, reason)
-            except SourceBusyError:
-                if time.monotonic() > busy_until_s:
-                    raise
-                await asyncio.sleep(BUSY_RETRY_S)
             except TransportImpossibleError as error:
                 if self._config.transport != "auto":
                     raise PullError("connect", f"KV transport {error.transport} is impossible here: {error}") from error

@@ -1,7 +1,8 @@
 """Serving side of pulls: prompts on offer, the grants of their blocks, and the lease on each.
 
 Owned by the transfer process. The engine offers, grants and withdraws; pullers connect over gRPC. A lease is a
-pull's stream: it ends with the stream, and another puller may come unless the prompt was released.
+pull's stream: it ends with the stream, or when another puller comes, which the router has sent because the first one is
+lost; only the latest lease may release the prompt.
 """
 
 from __future__ import annotations
@@ -56,21 +57,39 @@ class _Offer:
     grants: list[kv_pb2.Grant] = field(default_factory=list)
     num_blocks: int = 0
     """Blocks granted so far."""
-    is_leased: bool = False
     is_withdrawn: bool = False
-    data: ExpectedStream | None = None
-    """Data stream of the lease."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by a new grant, the withdrawal or a release. Cleared by the lease that waits for it."""
+    lease: _Lease | None = None
+    """The latest lease, unless it has ended."""
 
     @property
     def is_complete(self) -> bool:
         return bool(self.grants) and self.grants[-1].final
 
-    def check(self) -> None:
-        """Raise `_RefusalError` if the prompt can no longer be pulled."""
+    def wake(self) -> None:
+        """Let the lease see what has changed."""
+        if self.lease is not None:
+            self.lease.changed.set()
+
+    def check(self, lease: _Lease) -> None:
+        """Raise `_RefusalError` if the prompt can no longer be pulled by ``lease``."""
         if self.is_withdrawn:
             raise _RefusalError(grpc.StatusCode.ABORTED, "the source needs the prompt's blocks and withdrew it")
+        if self.lease is not lease:
+            raise _RefusalError(grpc.StatusCode.ABORTED, "another worker pulls the prompt by now")
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    """One pull of an offer."""
+
+    data: ExpectedStream
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by a new grant, the withdrawal, a release or another puller. Cleared by the pull that waits for it."""
+
+    def end(self) -> None:
+        """Let the pull see that it is over."""
+        self.changed.set()
+        self.data.end()
 
 
 class Source(kv_pb2_grpc.KvTransferServicer):
@@ -120,16 +139,15 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             return
         offer.num_blocks += len(grant.block_ids)
         offer.grants.append(grant)
-        offer.changed.set()
+        offer.wake()
 
     def withdraw(self, handle: bytes) -> None:
         """Remove an offer and abort the pull of it, if there is one."""
         offer = self._offers.pop(handle, None)
         if offer is not None:
             offer.is_withdrawn = True
-            offer.changed.set()
-            if offer.data is not None:
-                offer.data.end()
+            if offer.lease is not None:
+                offer.lease.end()
 
     async def Pull(self, request_iterator: object, context: _Context) -> None:  # type: ignore[override]  # noqa: N802
         """Serve one pull: `Opened`, then grants as they come, until the puller releases the prompt."""
@@ -143,20 +161,21 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             await context.abort(refusal.status, str(refusal))
 
     async def _lease(self, offer: _Offer, opening: kv_pb2.PullOpen, opened: kv_pb2.Opened, context: _Context) -> None:
-        offer.is_leased = True
-        self._send(transfer_pb2.TransferToEngine(lease_opened=transfer_pb2.LeaseOpened(handle=offer.handle)))
-        is_released = False
-        release = asyncio.ensure_future(_is_release(context))
-        release.add_done_callback(lambda _: offer.changed.set())
-        try:
-            with self._listener.expect() as offer.data:
-                # A puller that leaves early must not be waited for; one that releases the prompt has everything.
-                release.add_done_callback(partial(_end, offer.data))
-                is_released = await self._serve(offer, opening, opened, context, release, offer.data)
-        finally:
-            release.cancel()
-            offer.data = None
-            self._end_lease(offer, is_released)
+        with self._listener.expect() as data:
+            lease, last = _Lease(data), offer.lease
+            offer.lease = lease
+            if last is not None:
+                last.end()
+            self._send(transfer_pb2.TransferToEngine(lease_opened=transfer_pb2.LeaseOpened(handle=offer.handle)))
+            is_released = False
+            release = asyncio.ensure_future(_is_release(context))
+            # A puller that leaves early must not be waited for; one that releases the prompt has everything.
+            release.add_done_callback(lambda _: lease.end())
+            try:
+                is_released = await self._serve(offer, opening, opened, context, release, lease)
+            finally:
+                release.cancel()
+                self._end_lease(offer, lease, is_released)
 
     async def _read_open(self, context: _Context, proof: ServerProof) -> kv_pb2.PullOpen:
         try:
@@ -191,8 +210,6 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             )
         except ValueError as error:
             raise _RefusalError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
-        if offer.is_leased:
-            raise _RefusalError(grpc.StatusCode.ALREADY_EXISTS, "another worker is pulling the prompt")
         layout = layout_message(self._memory.layout)
         return offer, kv_pb2.Opened(transport=transport, reason=reason, layout=layout, shards=self._links.shards)
 
@@ -203,7 +220,7 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         opened: kv_pb2.Opened,
         context: _Context,
         release: asyncio.Future[bool],
-        data: ExpectedStream,
+        lease: _Lease,
     ) -> bool:
         """Send everything, then wait for the release; ``False`` if the puller leaves without it."""
         if opened.transport in ("memfd", "cuda_ipc"):
@@ -213,38 +230,36 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             opened.rank_pools.extend(self.rank_pools)
         if opened.transport == "tcp":
             opened.data_port = self._listener.port
-            opened.ticket = data.ticket
+            opened.ticket = lease.data.ticket
         await context.write(kv_pb2.SourceMessage(opened=opened))
         num_sent = 0
         while True:
-            offer.check()
+            offer.check(lease)
             if release.done():
                 return release.result() and offer.is_complete and num_sent == len(offer.grants)
             if num_sent == len(offer.grants):
-                offer.changed.clear()
-                await offer.changed.wait()
+                lease.changed.clear()
+                await lease.changed.wait()
                 continue
             grant = offer.grants[num_sent]
             num_sent += 1
             if opened.transport not in DIRECT_TRANSPORTS and self._config.device:
                 await self._stage(grant)
-                offer.check()
+                offer.check(lease)
             await context.write(kv_pb2.SourceMessage(grant=grant))
             if opened.transport == "tcp" and not ends_request(grant):
-                await self._send_blocks(offer, grant, opening, data)
+                await self._send_blocks(offer, grant, opening, lease)
 
-    async def _send_blocks(
-        self, offer: _Offer, grant: kv_pb2.Grant, opening: kv_pb2.PullOpen, data: ExpectedStream
-    ) -> None:
+    async def _send_blocks(self, offer: _Offer, grant: kv_pb2.Grant, opening: kv_pb2.PullOpen, lease: _Lease) -> None:
         missing = grant.block_ids[max(0, opening.num_cached_blocks - grant.first_index) :]
         if not missing:
             return
         try:
-            stream = await data.get()
+            stream = await lease.data.get()
             for batch in batches(missing, self._memory.layout):
                 await send_batch(stream, self._memory, batch)
         except OSError as error:
-            offer.check()
+            offer.check(lease)
             raise _RefusalError(grpc.StatusCode.UNAVAILABLE, f"the data stream broke: {error}") from error
 
     async def _stage(self, grant: kv_pb2.Grant) -> None:
@@ -298,12 +313,14 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         first, num_blocks = message.send.first_index, message.send.num_blocks
         offer = self._offers.get(message.send.handle)
         block_ids = [block_id for grant in offer.grants for block_id in grant.block_ids] if offer is not None else []
-        if offer is None or not offer.is_leased or not 0 < num_blocks <= len(block_ids) - first:
+        if offer is None or offer.lease is None or not 0 < num_blocks <= len(block_ids) - first:
             raise ConnectionResetError("the puller requests blocks that are not granted to it")
         link.order(send=transfer_pb2.GroupSend(block_ids=block_ids[first : first + num_blocks]))
 
-    def _end_lease(self, offer: _Offer, is_released: bool) -> None:
-        offer.is_leased = False
+    def _end_lease(self, offer: _Offer, lease: _Lease, is_released: bool) -> None:
+        if offer.lease is not lease:
+            return
+        offer.lease = None
         if offer.is_withdrawn:
             return
         if is_released:
@@ -316,10 +333,6 @@ class Source(kv_pb2_grpc.KvTransferServicer):
 def _source_message(message: LinkMessage) -> kv_pb2.SourceMessage:
     assert isinstance(message, kv_pb2.StoreKey)
     return kv_pb2.SourceMessage(key=message)
-
-
-def _end(data: ExpectedStream, release: asyncio.Future[bool]) -> None:
-    data.end()
 
 
 async def _is_release(context: _Context) -> bool:

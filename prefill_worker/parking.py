@@ -1,7 +1,8 @@
 """Prompts on offer to decode workers: grants, leases and expiry.
 
 A prompt is *offered* when its last chunk is planned and *parked* once token 0 is known. It leaves when its puller
-releases it, or when it times out without a pull. Owned by `pdserve.prefill_worker.scheduler`, which closes the
+releases it, or when it times out without a pull; one that ended with token 0 soon does, because only a puller that is
+on its way has to be told. Owned by `pdserve.prefill_worker.scheduler`, which closes the
 sequences. This class sends events to the transfer process and never frees a block.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from math import inf
 
 from pdserve.contracts.events import RequestEvent, RequestEventKind
@@ -16,18 +18,19 @@ from pdserve.engine.scheduling.interface import FirstToken, GrantEvent, OfferEve
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import SequenceTable
 
+FINISHED_OFFER_S = 5.0
+"""Seconds for which a prompt that ended with token 0 stays on offer to a puller that is on its way."""
+
 
 @dataclass(slots=True, eq=False)
 class _Parked:
     sequence: Sequence
     num_granted_blocks: int = 0
     is_leased: bool = False
+    is_finished: bool = False
+    """Token 0 has ended the request: the blocks are free."""
     expires_s: float = inf
     """Time at which the offer expires without a lease; infinite until token 0 is known."""
-
-    @property
-    def due_s(self) -> float:
-        return inf if self.is_leased and not self.sequence.is_over else self.expires_s
 
 
 class Parking:
@@ -38,17 +41,10 @@ class Parking:
         self._park_timeout_s = park_timeout_s
         self._mint_handle = mint_handle
         self._offers: dict[bytes, _Parked] = {}
-
-    @property
-    def num_parked(self) -> int:
-        """Prompts whose blocks wait to be pulled."""
-        return [offer.sequence.is_over for offer in self._offers.values()].count(False)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the prompts on offer."""
-        sequences = [offer.sequence for offer in self._offers.values()]
-        return sum([len(sequence.block_table) for sequence in sequences if not sequence.is_over])
+        self._expiries: list[tuple[float, bytes]] = []
+        """Heap of expiry times with handles. Those of offers that are gone or leased are skipped."""
+        self.num_parked = self.num_blocks = 0
+        """Prompts on offer whose blocks wait to be pulled, and those blocks."""
 
     def offer(self, sequence: Sequence) -> None:
         """Offer a prompt whose last chunk is planned, and grant the blocks written so far."""
@@ -56,6 +52,8 @@ class Parking:
         assert handle not in self._offers, "handles must be unique"
         sequence.handle = handle
         self._offers[handle] = _Parked(sequence)
+        self.num_parked += 1
+        self.num_blocks += len(sequence.block_table)
         self._table.events.append(RequestEvent(key=sequence.key, kind=RequestEventKind.LAST_CHUNK, handle=handle))
         self._table.events.append(OfferEvent(handle))
         self.grant_written(sequence)
@@ -72,7 +70,11 @@ class Parking:
         puller must be informed."""
         offer = self._offers[sequence.handle]
         num_blocks = offer.num_granted_blocks if first_token.finish else len(sequence.block_table)
-        offer.expires_s = now_s + self._park_timeout_s
+        if first_token.finish:
+            self._uncount(offer)
+            offer.is_finished = True
+        offer.expires_s = now_s + (FINISHED_OFFER_S if first_token.finish else self._park_timeout_s)
+        heappush(self._expiries, (offer.expires_s, sequence.handle))
         self._table.events.append(self._grant(offer, num_blocks, first_token))
 
     def _grant(self, offer: _Parked, num_blocks: int, first_token: FirstToken | None = None) -> GrantEvent:
@@ -94,24 +96,45 @@ class Parking:
         offer = self._offers.get(handle)
         if offer is not None:
             offer.is_leased = is_leased
+            if not is_leased and offer.expires_s < inf:
+                heappush(self._expiries, (offer.expires_s, handle))
 
     def take_released(self, handle: bytes) -> Sequence | None:
         """Remove an offer whose puller has every block. Returns its sequence unless that has already ended."""
-        offer = self._offers.pop(handle, None)
-        return None if offer is None or offer.sequence.is_over else offer.sequence
+        offer = self._remove(handle)
+        return None if offer is None or offer.is_finished else offer.sequence
 
     def withdraw(self, sequence: Sequence) -> None:
         """Withdraw the sequence's offer, if it has one."""
-        if self._offers.pop(sequence.handle, None) is not None:
+        if self._remove(sequence.handle) is not None:
             self._table.events.append(WithdrawEvent(sequence.handle))
+
+    def _remove(self, handle: bytes) -> _Parked | None:
+        offer = self._offers.pop(handle, None)
+        if offer is not None and not offer.is_finished:
+            self._uncount(offer)
+        return offer
+
+    def _uncount(self, offer: _Parked) -> None:
+        self.num_parked -= 1
+        self.num_blocks -= len(offer.sequence.block_table)
 
     def take_expired(self, now_s: float) -> list[Sequence]:
         """Withdraw expired offers. Returns their sequences, except those already ended."""
-        expired = [offer.sequence for offer in self._offers.values() if offer.due_s <= now_s]
-        for sequence in expired:
-            self.withdraw(sequence)
-        return [sequence for sequence in expired if not sequence.is_over]
+        expired = []
+        while self.next_expiry_s() <= now_s:
+            offer = self._offers[heappop(self._expiries)[1]]
+            self.withdraw(offer.sequence)
+            if not offer.is_finished:
+                expired.append(offer.sequence)
+        return expired
 
     def next_expiry_s(self) -> float:
         """Next expiry time; infinite if nothing can expire."""
-        return min([offer.due_s for offer in self._offers.values()], default=inf)
+        while self._expiries:
+            expires_s, handle = self._expiries[0]
+            offer = self._offers.get(handle)
+            if offer is not None and (offer.is_finished or not offer.is_leased):
+                return expires_s
+            heappop(self._expiries)
+        return inf

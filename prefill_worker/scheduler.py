@@ -9,9 +9,9 @@ Alone it is the scheduler of a prefill worker. Inside `pdserve.decode_worker.sch
 it prefills locally and recomputes preempted sequences; the decode scheduler calls `enqueue`, `plan_chunks` and
 `take_ready`.
 
-Order: earliest due token 0 first, then order of arrival. A prompt without an objective is due `PATIENCE_S` after its
-arrival, which prevents starvation: requests that arrive later than that cannot overtake it. Smaller prompts never
-overtake a prompt that lacks blocks.
+Order: resumed answers first, which clients are reading, then the earliest due token 0, then order of arrival. A prompt
+without an objective is due `PATIENCE_S` after its arrival, which prevents starvation: requests that arrive later than
+that cannot overtake it. Smaller prompts never overtake a prompt that lacks blocks.
 
 A prompt with *patience* gives way until that ends: it fills no step of prompts without, and its own steps are not
 planned while another one is in flight, so that a prompt which arrives then waits for the rest of one step at most.
@@ -199,17 +199,19 @@ class PrefillScheduler:
         return not num_taken or 2 * (num_taken + num_blocks) <= self._pool.num_blocks
 
     def _hand_over(self) -> None:
-        """Move prompts whose last chunk is planned to the next stage."""
+        """Move prompts whose last chunk is planned to the next stage. One that ends with its next token is offered to
+        nobody: token 0 closes it."""
         planned = [sequence for sequence in self._admitted if not sequence.num_uncomputed]
         if not planned:
             return
         self._admitted = [sequence for sequence in self._admitted if sequence.num_uncomputed]
         for sequence in planned:
-            if sequence.is_handoff:
+            self.table.stop_waiting(sequence)
+            if not sequence.is_handoff:
+                self._ready.append(sequence)
+            elif len(sequence.tokens) + 1 < sequence.max_length:
                 sequence.state = RequestState.HANDOFF
                 self._parking.offer(sequence)
-            else:
-                self._ready.append(sequence)
 
     def take_ready(self) -> list[Sequence]:
         """Return sequences that are not handed off and whose last chunk is planned. They decode from the next step
@@ -297,8 +299,8 @@ def deadline_message(sequence: Sequence) -> str:
 
 
 def _due_s(sequence: Sequence) -> float:
-    """Time at which token 0 is due. A preempted sequence is always late."""
-    if sequence.state is RequestState.PREEMPTED:
+    """Time at which token 0 is due. A preempted sequence is always late, and so is a resumed answer."""
+    if sequence.state is RequestState.PREEMPTED or sequence.request.emitted_tokens:
         return -inf
     return sequence.arrived_s + (sequence.request.ttft_slo_s or PATIENCE_S)
 

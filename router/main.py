@@ -122,6 +122,7 @@ async def serve(config: RouterProcessConfig) -> int:
     settings = DispatchSettings(
         policy=config.policy,
         max_in_flight=config.max_queued_requests,
+        max_silence_s=config.max_silence_s,
         slo=config.slo,
     )
     dispatcher = Dispatcher(costs, settings, time.monotonic, metrics, replicas)

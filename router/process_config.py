@@ -50,6 +50,8 @@ class RouterProcessConfig:
     """URL of an OpenTelemetry collector (OTLP over HTTP) that gets the spans of requests; empty for none."""
     slo: SloConfig = field(default_factory=SloConfig)
     policy: Policy = DEFAULT_POLICY
+    max_silence_s: float = 600.0
+    """Seconds without a token after which a request is given up."""
     max_queued_requests: int = 1024
     """Maximum answers requested and not finished."""
     cluster_token: str = ""

@@ -229,6 +229,10 @@ class SequenceTable:
         self._deadlines.discard(sequence)
         self.retire(sequence)
 
+    def stop_waiting(self, sequence: Sequence) -> None:
+        """Lift the deadline of a request whose answer begins: it bounds the wait for that, not the answer."""
+        self._deadlines.discard(sequence)
+
     def past_deadline(self, now_s: float) -> Sequence | None:
         """Return a request past its deadline, for its scheduler to end."""
         return self._deadlines.first_due(now_s)

@@ -34,7 +34,7 @@ from pdserve.planner.simulate.simulation import RequestRecord, Simulation, reque
 from pdserve.planner.workload.prompts import Prompt, PromptTable
 from pdserve.planner.workload.requests import SimulatedRequest
 from pdserve.router.requests.dispatch import Dispatcher
-from pdserve.router.requests.interface import DispatchSettings
+from pdserve.router.requests.interface import SWEEP_S, DispatchSettings
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 
 
@@ -179,6 +179,7 @@ class _Simulator:
         for worker in self._workers.values():
             self._dispatcher.worker_up(worker)
         self._transfers = SimulatedTransfers(self._events, block_size=model.block_size, pull_s=overheads.pull_s)
+        self._is_sweep_due = False
         self._queue: Iterator[SimulatedRequest] = iter(requests)
         self._is_closed_loop = concurrency > 0
         for _ in range(concurrency or 1):
@@ -228,6 +229,18 @@ class _Simulator:
             self._dispatcher.start(request)
         except GenerationError:
             self.ended(request)
+        self._sweep_soon()
+
+    def _sweep_soon(self) -> None:
+        """Sweep as the live router does while a request waits in it; nothing else there depends on the clock."""
+        if self._dispatcher.num_queued and not self._is_sweep_due:
+            self._is_sweep_due = True
+            self._events.at(self.now_s + SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        self._is_sweep_due = False
+        self._dispatcher.sweep()
+        self._sweep_soon()
 
     # Events of workers
 
@@ -253,6 +266,7 @@ class _Simulator:
                 dispatcher.tokens_received(worker, (event,))
             elif isinstance(event, RequestEvent):
                 dispatcher.event_received(worker, event)
+        self._sweep_soon()
 
     # Progress of requests
 

@@ -21,12 +21,11 @@ from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.remote_worker import RemoteWorker, SessionRefusedError
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher
+from pdserve.router.requests.interface import SWEEP_S
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 
 log = logging.getLogger(__name__)
 
-SWEEP_S = 0.1
-"""Seconds between sweeps of deadlines."""
 PROBE_PROMPT = (1, 2, 1)
 """Token ids that exist in every vocabulary."""
 PROBE_SAMPLING = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)

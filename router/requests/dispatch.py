@@ -189,11 +189,11 @@ class Dispatcher:
             self.fail(request, GenerationError(503, message, retry_after_s=MIN_RETRY_AFTER_S))
 
     def sweep(self) -> None:
-        """Fail requests that are past their deadline or have waited too long for a worker; place those that may go."""
+        """Fail requests that have been silent or waited for a worker for too long; place those that may go."""
         now_s = self._now_s()
-        for request in list(self._requests):
-            if now_s >= self._deadline_s(request):
-                self.fail(request, _late_error())
+        for attempt in list(self._attempts.values()):
+            if now_s >= self._deadline_s(attempt):
+                self.fail(attempt.request, self._silence_error())
         self._place_queued()
         self._release_held()
         for attempt in list(self._queued.values()):
@@ -262,6 +262,7 @@ class Dispatcher:
         attempt = self._attempts.get(key.request_id)
         if attempt is not None and attempt.number == key.attempt:
             attempt.emitted.extend(itertools.repeat(0, num_tokens))
+            attempt.heard_s = self._now_s()
 
     def prompt_logprobs_received(self, worker: Worker, event: PromptLogprobsEvent) -> None:
         """Take log probabilities of some prompt tokens, computed by the current attempt."""
@@ -370,8 +371,9 @@ class Dispatcher:
         if self._blame.forget(attempt.request_id):
             self._try_suspect()
 
-    def _deadline_s(self, request: Request) -> float:
-        return request.spec.arrived_s + self._settings.deadline_s
+    def _deadline_s(self, attempt: Attempt) -> float:
+        """Instant at which a choice is given up, unless its next token comes before."""
+        return attempt.heard_s + self._settings.max_silence_s
 
     # Placing and binding
 
@@ -459,7 +461,7 @@ class Dispatcher:
             if choice.ttft_s:
                 attempt.journey.predicted_ttft_s = now_s - attempt.request.spec.arrived_s + choice.ttft_s
         ttft_slo_s = max(choice.due_s - now_s, MIN_DURATION_S) if choice.due_s < inf else 0.0
-        deadline_s = self._deadline_s(attempt.request) - now_s
+        deadline_s = self._deadline_s(attempt) - now_s
         patience_s = 0.0
         if choice.is_late:
             patience_s = max(0.0, deadline_s)
@@ -484,15 +486,17 @@ class Dispatcher:
         )
 
     def _release_held(self) -> None:
-        """Send attempts that were held back, until one has to wait, or no worker is up."""
+        """Send attempts that were held back, until one has to wait; queue them if no worker is up."""
         if self._now_s() < self._held_until_s:
             return
         while (attempt := self._held.first()) is not None:
             began_s = self._now_s()
             decision = self._decide(attempt)
-            if decision is None or decision.choice.waits:
+            now_s = self._now_s()
+            if decision is None:
+                attempt.queued_s = now_s  # it waits for a worker from now on
+            elif decision.choice.waits:
                 self._held.end_turn()
-                now_s = self._now_s()
                 self._held_until_s = now_s + HELD_REST * (now_s - began_s)
                 return
             self._held.discard(attempt)
@@ -513,6 +517,7 @@ class Dispatcher:
             # What was accepted is served.
             may_refuse=tier.when_hopeless == "refuse" and attempt.request not in self._requests and not spec.is_probe,
             queued_s=attempt.queued_s,
+            is_resumed=bool(attempt.emitted),
             share=f"{spec.tenant}/{spec.tier}",
         )
 
@@ -552,7 +557,7 @@ class Dispatcher:
         elif shortfall(blocks, worker.snapshot(), num_cached_tokens=blocks.num_cached_tokens(worker.cached_blocks)):
             self._observer.fell_back("no_room")
         self._unbound.pop(attempt.request_id, None)
-        deadline_s = self._deadline_s(attempt.request) - now_s
+        deadline_s = self._deadline_s(attempt) - now_s
         attempt.bind(worker, num_blocks=blocks.num_blocks(), deadline_s=deadline_s, stall_slo_s=binding.stall_slo_s)
 
     def _bind_others(self, first: Attempt) -> None:
@@ -587,6 +592,7 @@ class Dispatcher:
             self._observer.handoff_stalled(attempt.journey.stall_s)
         self._retries.clear(worker)
         attempt.emitted.append(token.token)
+        attempt.heard_s = self._now_s()
         if self._blame.suspects and self._blame.passes(attempt.request_id, attempt.num_new_tokens):
             self._try_suspect()
         token.choice = attempt.choice
@@ -708,7 +714,7 @@ class Dispatcher:
 
     def _failed(self, attempt: Attempt, worker: Worker, message: str) -> None:
         attempt.num_failures += 1
-        if self._now_s() < self._deadline_s(attempt.request):  # workers enforce deadlines, too
+        if self._now_s() < self._deadline_s(attempt):  # workers enforce deadlines, too
             self._retries.step_failed(attempt, worker, self._now_s())
         self._retry(attempt, "failed", message)
 
@@ -716,7 +722,7 @@ class Dispatcher:
         self, attempt: Attempt, worker: Worker, reason: str, message: str, *, is_error: bool = True
     ) -> None:
         """Continue without ``worker``: bind the parked prompt to another decode worker if possible, else retry."""
-        is_late = self._now_s() >= self._deadline_s(attempt.request)
+        is_late = self._now_s() >= self._deadline_s(attempt)
         is_held = self._blame.is_held(attempt.request_id)
         if worker is not attempt.decode or not attempt.may_rebind or is_late or is_held:
             self._retry(attempt, reason, message, is_error=is_error)
@@ -748,19 +754,21 @@ class Dispatcher:
 
     def _verdict(self, attempt: Attempt) -> GenerationError | None:
         """Error that forbids another attempt, or ``None``."""
-        if self._now_s() >= self._deadline_s(attempt.request):  # workers enforce deadlines, too
-            return _late_error()
+        if self._now_s() >= self._deadline_s(attempt):  # workers enforce deadlines, too
+            return self._silence_error()
         if attempt.num_failures >= MAX_FAILURES:
             return GenerationError(500, "the model could not compute this request")
         if attempt.number + 1 >= MAX_ATTEMPTS:
             return GenerationError(503, f"gave up after {MAX_ATTEMPTS} attempts", retry_after_s=MIN_RETRY_AFTER_S)
         return None
 
+    def _silence_error(self) -> GenerationError:
+        limit_s = self._settings.max_silence_s
+        return GenerationError(
+            504, f"no token came for {limit_s:g} s: raise router.max_silence_seconds, or add workers"
+        )
+
 
 class _Decision(NamedTuple):
     arrival: Arrival
     choice: PrefillChoice
-
-
-def _late_error() -> GenerationError:
-    return GenerationError(504, "the request's deadline has passed")

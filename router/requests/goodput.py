@@ -29,7 +29,7 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.router.requests.ledger import TPOT_SPREAD, Answers, Joining, Prompts
 from pdserve.router.requests.lengths import Errors, Lengths
 from pdserve.router.requests.placement import Arrival, Binding, Placement
-from pdserve.router.requests.policy import Costs, PrefillChoice, PromptBlocks, WorkerSnapshot, queue_s
+from pdserve.router.requests.policy import Costs, PrefillChoice, PromptBlocks, WorkerSnapshot, queue_s, tie_order
 from pdserve.router.requests.worker_table import ROLES, FloatArray, IntArray, WorkerColumns, WorkerTable
 
 LENIENT_TPOT_S = 1.0
@@ -66,8 +66,8 @@ class Goodput(Placement):
         self._prompts = Prompts()
         self._requests: dict[int, _Request] = {}
         self._joining, self._late_joining = Joining(), Joining()
-        self._num_since_turn = 0
-        """Prompts placed since the last one that had its turn."""
+        self._num_since_turn, self._turn_s = 0, -inf
+        """Prompts placed since the last one that had its turn, and its instant."""
         self._booked_s = 0.0
         """Instant by which the backlog is gone, with all that was refused before."""
         self._own_s = 0.0
@@ -105,19 +105,20 @@ class Goodput(Placement):
         # Late, it would delay nothing that arrives while it waits, and what arrives later by half a chunk at most.
         chunk = np.minimum(1.0, offers.state.max_batch_tokens / (arrival.blocks.num_tokens - offers.num_cached))
         saved = toll * (ttft_s - own_s * (1 + chunk) / 2) / ttft_s
-        is_late = float((weight * chance - saved).max()) < least_gain and not arrival.is_probe
-        ids = [workers[index].worker_id for index in offers.workers]
-        best = _least(ids, -gain, ttft_s, ~handoff & (offers.state.role == DECODE))
+        is_late = float((weight * chance - saved).max()) < least_gain and not (arrival.is_probe or arrival.is_resumed)
+        offered = [workers[index] for index in offers.workers]
+        best = _least(offered, -gain, ttft_s, ~handoff & (offers.state.role == DECODE))
         if is_refused or is_late or waits:
             backlog_s = np.where(handoff | (not handoff.any()), self._ttft_s(arrival, offers), inf)
-            last = _least(ids, backlog_s)
+            last = _least(offered, backlog_s)
             if not is_refused:
-                return offers.choice(last, ids[last])._replace(is_late=True, due_s=now_s + LATE_S, waits=waits)
+                choice = offers.choice(last, offered[last].worker_id)
+                return choice._replace(is_late=True, due_s=now_s + LATE_S, waits=waits)
             spacing_s = max(max(float(own_s.min()), self._own_s) / num_workers, self._end_spacing_s(view))
             retry_after_s = self._book(now_s, float(backlog_s[last]), spacing_s)
-            return offers.choice(best, ids[best])._replace(retry_after_s=retry_after_s)
+            return offers.choice(best, offered[best].worker_id)._replace(retry_after_s=retry_after_s)
         harm_per_s = float(weight * chance[best] * (1 - chance[best]) / spread_s[best])
-        return offers.choice(best, ids[best])._replace(harm_per_s=harm_per_s)
+        return offers.choice(best, offered[best].worker_id)._replace(harm_per_s=harm_per_s)
 
     def decode(
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
@@ -129,16 +130,15 @@ class Goodput(Placement):
         token_s = {is_same: cost.transfer_s(1, same_host=is_same) for is_same in (False, True)}
         view = self._view(arrival, workers, np.array([token_s[worker.host == source_host] for worker in workers]))
         weight = arrival.weight * (self._wanted_s(arrival.request_id) >= arrival.now_s)
-        ids = [worker.worker_id for worker in workers]
-        is_last_resort = np.array([worker_id in cut_off for worker_id in ids])
+        is_last_resort = np.array([worker.worker_id in cut_off for worker in workers])
         # One that would earn nothing waits for room rather than harm others.
-        is_harmful = np.full(len(ids), not weight and self.tpot_slo_s > 0)
+        is_harmful = np.full(len(workers), not weight and self.tpot_slo_s > 0)
         if is_harmful.any():
             is_harmful &= ~self._spares(view.harm, view.step_s)
-        best = _least(ids, is_last_resort, is_harmful, view.lacking, view.harm - weight * view.chance)
+        best = _least(workers, is_last_resort, is_harmful, view.lacking, view.harm - weight * view.chance)
         self._bound(arrival.request_id)
         stall_slo_s = self._lengths.remaining(0) * ((arrival.tpot_slo_s or LENIENT_TPOT_S) - float(view.step_s[best]))
-        return Binding(ids[best], max(0.0, stall_slo_s) if weight else 0.0)
+        return Binding(workers[best].worker_id, max(0.0, stall_slo_s) if weight else 0.0)
 
     # What became of them
 
@@ -151,7 +151,9 @@ class Goodput(Placement):
         if choice.handoff:
             joining = self._late_joining if choice.is_late else self._joining
             joining.add(arrival.request_id, arrival.blocks.num_tokens)
-        self._num_since_turn = 0 if choice.is_late and _is_due(arrival) else self._num_since_turn + 1
+        self._num_since_turn += 1
+        if choice.is_late and _is_due(arrival):
+            self._num_since_turn, self._turn_s = 0, arrival.now_s
         self._harm += choice.harm_per_s
         self._own_s += 0.1 * (choice.own_s - self._own_s)
         row = self._row(choice.worker_id)
@@ -295,7 +297,9 @@ class Goodput(Placement):
 
     def _due_s(self, arrival: Arrival, rows: IntArray) -> FloatArray:
         """When the prompt is due on each worker: it gives way to other shares for the seconds of its own share's
-        prompts that wait there, the more the less it is worth, and to those prompts."""
+        prompts that wait there, the more the less it is worth, and to those prompts. A resumed one goes first."""
+        if arrival.is_resumed:
+            return np.full(len(rows), -inf)
         share_s = self._prompts.seconds(arrival.share, rows)
         turn_s = np.minimum(share_s / arrival.weight, LATE_S) if arrival.weight else LATE_S
         due_s: FloatArray = np.maximum(arrival.wanted_s + turn_s, self._prompts.last_due_s(arrival.share, rows))
@@ -369,22 +373,31 @@ class Goodput(Placement):
         return view._replace(chance=chance, harm=harm)
 
     def _has_to_wait(self, arrival: Arrival, view: _View) -> bool:
-        """Whether a request that would earn nothing finds no worker with room that it spares. To wait is of no use if
-        not even a lone answer meets the tightest TPOT objective."""
+        """Whether a request that would earn nothing finds no worker with room that it spares, nor an idle one. It gives
+        way to answers that may still meet their objectives; one of no worth, to those that may come, too. To wait is of
+        no use if not even a lone answer is likely to meet the tightest TPOT objective."""
         if arrival.is_probe or arrival.wanted_s == inf:
             return False
-        if _is_due(arrival) and self._num_since_turn >= TURN:
+        if arrival.weight and not len(self._answers) and not self._joining.num:
             return False
+        is_turn_over = self._num_since_turn >= TURN or arrival.now_s - self._turn_s >= LATE_S
+        if _is_due(arrival) and is_turn_over:
+            return False
+        joining = self._joining, self._late_joining
         blocks, decodes = arrival.blocks, view.state.role != PREFILL
+        is_idle = decodes & (view.state.num_decoding == 0) & (view.state.num_waiting_tokens == 0)
+        if np.count_nonzero(is_idle) > sum(each.num for each in joining):
+            return False
         cost = self.costs.get(WorkerRole.DECODE) or self.costs[WorkerRole.MIXED]
         correction = float(view.state.token_s[decodes].min(initial=inf)) / cost.decode_token_s
-        if cost.decode_s(1, blocks.num_tokens) * correction > self.tpot_slo_s:
+        lone_tpot = cost.decode_s(1, blocks.num_tokens) * correction / self.tpot_slo_s if self.tpot_slo_s else inf
+        if _tpot_chance(np.float64(lone_tpot)) < 1 - MIN_CHANCE:
             return False
         index = (decodes & (view.lacking == 0) & self._spares(view.harm, view.step_s)).nonzero()[0]
         if not len(index):
             return True
         # Those that are about to be handed off take their part of the room.
-        state, joining = self._workers.columns(view.rows[index]), (self._joining, self._late_joining)
+        state = self._workers.columns(view.rows[index])
         num_blocks = sum(each.num_tokens for each in joining) / blocks.block_size
         left = state._replace(
             num_decoding=state.num_decoding + sum(each.num for each in joining) / len(index),
@@ -518,22 +531,22 @@ def _lacking(blocks: PromptBlocks, state: WorkerColumns, num_cached_tokens: IntA
     return lacking
 
 
-def _least(ids: Sequence[str], *keys: npt.NDArray[Any]) -> int:
-    """Index of the least by keys in turn, then by id."""
+def _least(workers: Sequence[WorkerSnapshot], *keys: npt.NDArray[Any]) -> int:
+    """Index of the least by keys in turn, then by `tie_order`."""
     index = (keys[0] == keys[0].min()).nonzero()[0]
     for key in keys[1:]:
         if len(index) == 1:
             break
         index = index[key[index] == key[index].min()]
-    return int(min(index.tolist(), key=ids.__getitem__))
+    return int(min(index.tolist(), key=lambda each: tie_order(workers[each])))
 
 
-def _tpot_chance(tpot: FloatArray) -> FloatArray:
+def _tpot_chance(tpot: FloatArray | np.float64) -> FloatArray:
     """``tpot``: predicted, as a share of the objective."""
     return _chance((1 - tpot) / TPOT_SPREAD)
 
 
-def _chance(margin: FloatArray) -> FloatArray:
+def _chance(margin: FloatArray | np.float64) -> FloatArray:
     """Logistic distribution."""
     chance: FloatArray = 1 / (1 + np.exp(np.minimum(-margin, 50.0)))
     return chance

@@ -8,6 +8,8 @@ from pdserve.contracts.deployment import DEFAULT_POLICY, Policy, SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.router.requests.request import Request, RequestSpec
 
+SWEEP_S = 0.1
+"""Seconds between two calls of `pdserve.router.requests.dispatch.Dispatcher.sweep`."""
 NO_OBJECTIVES = SloConfig(ttft_seconds=0.0, tpot_seconds=0.0)
 
 
@@ -19,8 +21,8 @@ class DispatchSettings:
     """Maximum choices accepted by all routers and not ended: a request for n answers counts as n requests."""
     slo: SloConfig = NO_OBJECTIVES
     """Tiers; an objective of 0 is none. Without one for TPOT, decode workers prefill nothing."""
-    deadline_s: float = 600.0
-    """Seconds from arrival until a request is given up."""
+    max_silence_s: float = 600.0
+    """Seconds without a token, from arrival or since the last one, after which a request is given up."""
     worker_wait_s: float = 60.0
     """Maximum seconds that a request which had a worker waits for the next one: its client may have tokens already."""
     new_wait_s: float = 5.0

@@ -22,6 +22,7 @@ from pdserve.router.requests.policy import (
     choose_prefill,
     prefill_candidates,
     shortfall,
+    tie_order,
 )
 
 MAX_IMBALANCE = 32
@@ -38,6 +39,8 @@ class Arrival(NamedTuple):
     now_s: float
     wanted_s: float
     """Instant at which token 0 is due; infinite if it has no objective, or is out already."""
+    is_resumed: bool = False
+    """Its client has tokens already: workers compute it before all prompts that have not begun."""
     is_probe: bool = False
     """Health probe: to be handed off if that is possible."""
     tpot_slo_s: float = 0.0
@@ -161,7 +164,7 @@ class LeastLoaded(_Baseline):
     def _pick(
         self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
     ) -> WorkerSnapshot:
-        return min(workers, key=lambda worker: (load(worker), worker.worker_id))
+        return min(workers, key=lambda worker: (load(worker), tie_order(worker)))
 
 
 class PowerOfTwo(LeastLoaded):

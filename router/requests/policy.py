@@ -234,7 +234,7 @@ def choose_prefill(
 ) -> PrefillChoice | None:
     """Worker with the least predicted TTFT; ``None`` when no worker can start.
 
-    Ties go to prefill and mixed workers, then to the lowest id. While prefill workers are up, only a decode
+    Ties go to prefill and mixed workers, then by `tie_order`. While prefill workers are up, only a decode
     worker's cache or a queue elsewhere brings it a prompt. A lower correction than that of the best prefill candidate
     does not: corrections change within seconds, and prompts would oscillate.
 
@@ -243,13 +243,13 @@ def choose_prefill(
     """
     workers = list(workers)
     num_tokens = blocks.num_tokens
-    options: list[tuple[float, bool, str, bool, int, float]] = []  # the least one wins
+    options: list[tuple[float, bool, tuple[int, str], bool, int, float]] = []  # the least one wins
     hands_off = False
     for worker, handoff in prefill_candidates(workers):
         num_cached = blocks.num_cached_tokens(worker.cached_blocks)
         ttft_s = predict_ttft_s(worker, num_tokens, num_cached, costs[worker.role])
         is_decode = worker.role is WorkerRole.DECODE
-        options.append((ttft_s, is_decode, worker.worker_id, handoff, num_cached, worker.prefill_correction))
+        options.append((ttft_s, is_decode, tie_order(worker), handoff, num_cached, worker.prefill_correction))
         hands_off |= handoff
     if not options:
         return None
@@ -261,8 +261,8 @@ def choose_prefill(
             num_cached = blocks.num_cached_tokens(worker.cached_blocks)
             if may_prefill_locally(worker, num_tokens, num_cached, cost, tpot_slo_s=tpot_slo_s):
                 ttft_s = predict_ttft_s(worker, num_tokens, num_cached, cost, least_correction=correction)
-                options.append((ttft_s, True, worker.worker_id, False, num_cached, correction))
-    ttft_s, _, worker_id, handoff, num_cached, _ = min(options)
+                options.append((ttft_s, True, tie_order(worker), False, num_cached, correction))
+    ttft_s, _, (_, worker_id), handoff, num_cached, _ = min(options)
     return PrefillChoice(worker_id, handoff, ttft_s, num_cached)
 
 
@@ -274,7 +274,7 @@ def choose_decode(
     *,
     source_host: str = "",
 ) -> DecodeChoice | None:
-    """Decode worker with the least predicted TPOT among those with room; ties go to the lowest id.
+    """Decode worker with the least predicted TPOT among those with room; ties go by `tie_order`.
 
     The pull, shorter where more of the prompt is cached, counts with its share of TPOT: among workers of similar load,
     the one with less to pull wins. If none has room, the worker that lacks the fewest blocks and batch slots wins: its
@@ -295,8 +295,15 @@ def choose_decode(
         num_to_pull = blocks.num_tokens - blocks.num_cached_tokens(worker.cached_blocks)
         transfer_s = cost.transfer_s(num_to_pull, same_host=worker.host == source_host)
         choice = DecodeChoice(worker.worker_id, lacking == 0, tpot_s, transfer_s)
-        choices.append((worker.worker_id in cut_off, lacking, tpot_s + transfer_s / STALL_TOKENS, choice))
+        is_last_resort, total_s = worker.worker_id in cut_off, tpot_s + transfer_s / STALL_TOKENS
+        choices.append((is_last_resort, lacking, total_s, tie_order(worker), choice))
     return min(choices)[-1] if choices else None
+
+
+def tie_order(worker: WorkerSnapshot) -> tuple[int, str]:
+    """Order of workers between which nothing else decides: the prefix cache with the fewest blocks first, so that all
+    caches fill evenly, then the lowest id."""
+    return len(worker.cached_blocks), worker.worker_id
 
 
 def mixed_correction(worker: WorkerSnapshot) -> float:

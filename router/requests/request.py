@@ -50,7 +50,7 @@ class RequestSpec:
     prompt_tokens: tuple[int, ...]
     sampling: SamplingParams
     arrived_s: float
-    """Arrival by the dispatcher's clock; TTFT and the deadline count from here."""
+    """Arrival by the dispatcher's clock; TTFT and the wait for token 0 count from here."""
     num_choices: int = 1
     """Answers to generate."""
     cache_salt: bytes = b""
@@ -133,6 +133,8 @@ class Attempt:
     """Tokens delivered to the client."""
     began_s: float = 0.0
     """When token 0 arrived."""
+    heard_s: float = field(init=False)
+    """When the last token came; before token 0, when the wait for it began."""
     number: int = -1
     """Number of the attempt on workers; -1 before the first."""
     num_failures: int = 0
@@ -174,6 +176,7 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self.journey = Journey() if self.choice else self.request.journey
+        self.heard_s = self.queued_s if self.choice else self.request.spec.arrived_s
 
     @property
     def name(self) -> str:

@@ -208,19 +208,23 @@ def test_auto_is_tcp_from_another_host(source: Peer) -> None:
     source.withdraw(handle)
 
 
-def test_a_prompt_has_one_puller_at_a_time(source: Peer) -> None:
+@pytest.mark.parametrize("transport", ["tcp", "memfd"])
+def test_a_newer_pull_takes_the_lease_of_one_that_is_not_noticed_gone(source: Peer, transport: str) -> None:
     handle = source.offer()
-    opening = kv_pb2.PullMessage(open=_opening(handle))
     with _client(source) as first, _client(source) as second:
-        first.write(opening)
-        assert first.read().opened.transport == "tcp"
-        second.write(opening)
-        code, reason = second.expect_end()
-    assert code is grpc.StatusCode.ALREADY_EXISTS
-    assert "another worker" in reason
-    source.expect("lease_opened")
-    source.expect("lease_lost")
-    source.withdraw(handle)
+        first.write(kv_pb2.PullMessage(open=_opening(handle, transport)))
+        assert first.read().opened.transport == transport
+        second.write(kv_pb2.PullMessage(open=_opening(handle, "auto")))
+        assert second.read().opened.transport == "memfd"
+        code, reason = first.expect_end()
+        assert code is grpc.StatusCode.ABORTED
+        assert "another worker" in reason
+        source.expect("lease_opened")
+        source.expect("lease_opened")  # and no lease is lost
+        source.grant(handle, [5], final=True)
+        assert second.read().grant.block_ids == [5]
+        second.write(kv_pb2.PullMessage(release=kv_pb2.Release()))
+        source.expect("released")
 
 
 def test_a_grant_after_the_final_one_withdraws_the_prompt(source: Peer) -> None:

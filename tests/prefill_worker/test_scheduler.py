@@ -11,6 +11,7 @@ from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource,
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput, TokenLogprobs
 from pdserve.engine.scheduling.interface import Event, FirstToken, GrantEvent, OfferEvent, WithdrawEvent
 from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.prefill_worker.parking import FINISHED_OFFER_S
 from pdserve.prefill_worker.scheduler import PATIENCE_S, PrefillScheduler
 
 EOS = 2
@@ -80,11 +81,11 @@ def answer(scheduler: PrefillScheduler, batch: StepBatch, token: int = 50, now_s
     scheduler.complete(StepOutput(step_id=batch.step_id, sampled=sampled, duration_s=0.0), now_s)
 
 
-def park(scheduler: PrefillScheduler, request: GenerationRequest, now_s: float = 0.0) -> bytes:
+def park(scheduler: PrefillScheduler, request: GenerationRequest, now_s: float = 0.0, token: int = 50) -> bytes:
     """Compute the request's whole prompt; returns the handle of the parked prompt."""
     add(scheduler, request, now_s=now_s)
     while (batch := scheduler.plan(now_s)) is not None:
-        answer(scheduler, batch, now_s=now_s)
+        answer(scheduler, batch, token, now_s=now_s)
     [offer] = only(scheduler.take_events(), OfferEvent)
     return offer.handle
 
@@ -349,27 +350,42 @@ def test_stop_rules_at_token_0(request_: GenerationRequest, token: int, finish: 
     assert event.finish is finish
 
 
-def test_an_answer_of_one_token_frees_everything_but_tells_its_puller() -> None:
+@pytest.mark.parametrize(("emitted", "max_tokens"), [((), 1), ((7, 8), 3)])
+def test_a_prompt_whose_next_token_is_the_last_is_offered_to_nobody(emitted: tuple[int, ...], max_tokens: int) -> None:
     pool = BlockPool(16, BLOCK_SIZE)
     scheduler = a_scheduler(pool)
-    add(scheduler, a_request(0, 6, max_tokens=1))
+    add(scheduler, a_request(0, 6, max_tokens=max_tokens, emitted=emitted))
     answer(scheduler, step(scheduler))
+    [started, token] = scheduler.take_events()
+    assert kinds([started]) == [RequestEventKind.STARTED]
+    assert isinstance(token, TokenEvent)
+    assert token.finish is FinishReason.LENGTH
+    assert pool.num_referenced == 0
+    assert scheduler.next_deadline_s() is None
+
+
+def test_an_answer_that_ends_with_token_0_frees_everything_but_tells_its_puller() -> None:
+    pool = BlockPool(16, BLOCK_SIZE)
+    scheduler = a_scheduler(pool)
+    add(scheduler, a_request(0, 6))
+    answer(scheduler, step(scheduler), EOS)
     events = scheduler.take_events()
     [grant] = only(events, GrantEvent)
     assert grant.first_token is not None
-    assert (grant.first_token.finish, grant.block_ids) == (FinishReason.LENGTH, ())
+    assert (grant.first_token.finish, grant.block_ids) == (FinishReason.STOP, ())
     assert pool.num_referenced == 0
-    assert scheduler.load().num_parked == 0
-    assert scheduler.plan(PARK_TIMEOUT_S) is None
+    assert (scheduler.load().num_parked, scheduler.load().num_blocks_parked) == (0, 0)
+    assert scheduler.next_deadline_s() == FINISHED_OFFER_S
+    assert scheduler.plan(FINISHED_OFFER_S) is None
     assert scheduler.take_events() == [WithdrawEvent(grant.handle)], "the offer is taken back if nobody asks for it"
 
 
 def test_a_lease_does_not_hold_the_offer_of_an_answer_that_has_ended() -> None:
     scheduler = a_scheduler()
-    handle = park(scheduler, a_request(0, 6, max_tokens=1))
+    handle = park(scheduler, a_request(0, 6), token=EOS)
     scheduler.set_leased(handle, True)
-    assert scheduler.next_deadline_s() == PARK_TIMEOUT_S
-    assert scheduler.plan(PARK_TIMEOUT_S) is None
+    assert scheduler.next_deadline_s() == FINISHED_OFFER_S
+    assert scheduler.plan(FINISHED_OFFER_S) is None
     assert scheduler.take_events() == [WithdrawEvent(handle)]
     assert scheduler.next_deadline_s() is None
 
@@ -468,8 +484,8 @@ def test_a_repeated_key_is_ignored() -> None:
     assert scheduler.plan(0.0) is None
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_a_deadline_fails_a_prompt_wherever_it_is(num_steps: int) -> None:
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_a_deadline_fails_a_prompt_that_still_waits(num_steps: int) -> None:
     pool = BlockPool(16, BLOCK_SIZE)
     scheduler = a_scheduler(pool, max_batch_tokens=4)
     add(scheduler, a_request(0, 10, deadline_s=7.0))
@@ -482,9 +498,24 @@ def test_a_deadline_fails_a_prompt_wherever_it_is(num_steps: int) -> None:
     [failed] = only(events, RequestEvent)
     assert failed.kind is RequestEventKind.FAILED
     assert failed.message.startswith("deadline")
-    assert len(only(events, WithdrawEvent)) == (num_steps == 3)
     assert pool.num_referenced == 0
     assert scheduler.next_deadline_s() is None
+
+
+def test_a_deadline_ends_no_prompt_that_is_parked() -> None:
+    scheduler = a_scheduler()
+    park(scheduler, a_request(0, 10, deadline_s=7.0), now_s=6.0)
+    assert scheduler.next_deadline_s() == 6.0 + PARK_TIMEOUT_S
+    assert scheduler.plan(7.0) is None
+    assert scheduler.take_events() == []
+
+
+def test_resumed_answers_go_before_prompts_that_have_not_begun() -> None:
+    scheduler = a_scheduler(max_batch_tokens=8)
+    add(scheduler, a_request(0, 6, ttft_slo_s=0.1), now_s=0.0)
+    add(scheduler, a_request(1, 6, ttft_slo_s=0.1, emitted=(7,)), a_request(2, 6, emitted=(7,)), now_s=5.0)
+    assert [each[0] for each in chunks(step(scheduler, 5.0))] == [1, 2]
+    assert [each[0] for each in chunks(step(scheduler, 5.0))] == [2, 0]
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])

@@ -337,12 +337,12 @@ async def test_a_request_that_had_a_worker_waits_longer(m: ScriptedWorker) -> No
 
 
 @with_workers("prefill-0", "decode-0")
-async def test_past_its_deadline(p: ScriptedWorker, d: ScriptedWorker) -> None:
-    async with running_rig(deadline_s=0.3) as rig:
+async def test_token_0_that_does_not_come(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig(max_silence_s=0.3) as rig:
         await rig.up(p, d)
         stream = rig.start()
         assert 0 < (await p.next_submit()).deadline_s <= 0.3
-        with pytest.raises(GenerationError, match="deadline") as caught:
+        with pytest.raises(GenerationError, match=r"0\.3 s: raise router\.max_silence_seconds") as caught:
             await read_all(stream)
         assert caught.value.status == 504
         await p.next_command("cancel")

@@ -28,7 +28,7 @@ from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.goodput import LATE_S, Goodput
 from pdserve.router.requests.held_back import HeldBack
 from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
-from pdserve.router.requests.request import Attempt, GenerationError, Request, RequestSpec
+from pdserve.router.requests.request import MIN_DURATION_S, Attempt, GenerationError, Request, RequestSpec
 from tests.router.rig import COST
 
 HANDLE = bytes(16)
@@ -110,7 +110,7 @@ class Core:
         dispatch = DispatchSettings(
             max_in_flight=max_in_flight,
             slo=slo,
-            deadline_s=10.0,
+            max_silence_s=10.0,
             new_wait_s=1.0,
         )
         self.observer = Observer()
@@ -222,7 +222,8 @@ def test_the_next_attempt_counts_what_the_client_has() -> None:
     core.event(core.decodes[0], RequestEventKind.FAILED)
     core.wait(0.1)
     again = core.prefill.submitted[-1]
-    assert (again.attempt, again.emitted_tokens, again.ttft_slo_s) == (1, (7, 7, 7), 0.0)
+    assert (again.attempt, again.emitted_tokens, again.ttft_slo_s) == (1, (7, 7, 7), MIN_DURATION_S), "due at once"
+    assert again.patience_s == 0.0
     assert request.attempts[0].blocks(4).num_tokens == 8
     assert core.prefill.snapshot().num_waiting_tokens == 8
 
@@ -254,6 +255,53 @@ def test_deadlines_and_waits_go_by_the_clock() -> None:
     assert late.error is not None
     assert late.error.status == 504
     assert core.prefill.cancelled == [(2, 0)]
+
+
+def test_silence_ends_an_answer_however_long_it_has_been_and_nothing_else_does() -> None:
+    core = Core()
+    core.all_up()
+    request = core.start()
+    core.event(core.prefill, RequestEventKind.LAST_CHUNK)
+    core.token(core.prefill, 0)
+    for index in range(1, 6):
+        core.wait(9.0)
+        core.token(core.decodes[0], index)
+    assert len(request.tokens) == 6, "45 s, where the bound is 10"
+    core.wait(9.9)
+    assert request.outcome is None
+    core.wait(0.1)
+    assert request.error is not None
+    assert request.error.status == 504
+
+
+def test_choices_that_wait_for_token_0_have_the_time_from_then_on() -> None:
+    core = Core()
+    core.all_up()
+    request = core.start(num_choices=2)
+    core.wait(9.0)
+    core.token(core.prefill, 0)
+    core.wait(9.0)
+    core.token(core.prefill, 0, request_id=2)
+    assert request.outcome is None
+
+
+def test_what_is_held_back_notices_that_the_cluster_is_gone() -> None:
+    core = Core(SloConfig(ttft_seconds=0.001, tpot_seconds=4 * COST.decode_s(1, 5)))
+    core.all_up()
+    for worker in core.decodes:
+        worker.load = worker.load._replace(num_running=64, num_context_tokens=10**6)
+    held = core.start()
+    assert core.dispatcher.num_queued == 1
+    core.wait(4.0)
+    assert held.outcome is None
+    for lost in (core.prefill, *core.decodes):
+        core.dispatcher.worker_lost(lost)
+    core.wait(0.0)
+    core.wait(0.9)
+    assert held.outcome is None
+    core.wait(0.1)
+    assert held.error is not None
+    assert held.error.status == 503
 
 
 def test_what_is_in_flight_is_bounded() -> None:

@@ -212,7 +212,7 @@ def test_a_step_may_fail_once_but_not_twice(phase: str) -> None:
 
 @with_workers("mixed-0")
 async def test_work_that_a_worker_gives_up_as_late_is_late(m: ScriptedWorker) -> None:
-    async with running_rig(deadline_s=0.2) as rig:
+    async with running_rig(max_silence_s=0.2) as rig:
         await rig.up(m)
         stream = rig.start()
         await m.next_submit()

@@ -259,16 +259,23 @@ def test_what_would_earn_nothing_waits_while_it_would_take_the_room_of_others() 
     for one, decode, waits in (
         (worthless, full, True),
         (worthless, light, False),
-        (worthless, D0._replace(num_free_blocks=0), True),
+        (worthless, light._replace(num_free_blocks=0), True),
+        (worthless, D0, False),
+        (worthless, D0._replace(num_free_blocks=0), False),  # idle: what it lacks would never come
+        (worthless, D0._replace(prefill_correction=99.0, decode_correction=99.0), False),
         (worthless._replace(wanted_s=inf), full, False),
         (worthless._replace(is_probe=True), full, False),
         (arrival(1)._replace(tpot_slo_s=policy.tpot_slo_s), full, False),
-        (arrival(1)._replace(tpot_slo_s=policy.tpot_slo_s), loaded(policy, 1.5), True),
+        (arrival(1)._replace(tpot_slo_s=policy.tpot_slo_s), loaded(policy, 1.5), False),  # nobody is in time
     ):
         choice = policy.prefill(one, [P0, decode])
         assert choice is not None
         assert choice.waits == waits
         assert choice.is_late or not waits
+    policy.decoding(1000, 0.0, 1, D1)
+    choice = policy.prefill(arrival(1)._replace(tpot_slo_s=policy.tpot_slo_s), [P0, loaded(policy, 1.5)])
+    assert choice is not None
+    assert choice.waits, "an answer may meet its objectives"
     unreachable = Goodput(COSTS, tpot_slo_s=0.5 * COST.decode_s(1, 100))
     choice = unreachable.prefill(worthless, [P0, full])
     assert choice is not None
@@ -292,7 +299,7 @@ def test_late_ones_on_their_way_count_for_those_that_wait() -> None:
 def test_one_in_eight_is_one_that_has_waited_for_long_unless_it_is_of_no_worth() -> None:
     policy = Goodput(COSTS, tpot_slo_s=2 * STEP_S)
     full = loaded(policy, 1.5)
-    for weight, expected in ((1.0, 2), (0.0, 0)):
+    for weight, expected in ((1.0, 3), (0.0, 0)):
         num_turns = 0
         for number in range(2 * TURN + 1):
             one = arrival(100, now_s=LATE_S, ttft_s=-LATE_S)._replace(tpot_slo_s=policy.tpot_slo_s, weight=weight)
@@ -303,6 +310,34 @@ def test_one_in_eight_is_one_that_has_waited_for_long_unless_it_is_of_no_worth()
                 policy.placed(one, choice)
             placed(policy, arrival(number), P0, D0)
         assert num_turns == expected
+
+
+def test_what_has_waited_for_long_has_a_turn_though_nothing_else_moves() -> None:
+    policy = Goodput(COSTS, tpot_slo_s=2 * STEP_S)
+    full = loaded(policy, 1.5)
+    policy.decoding(1000, 0.0, 1, D1)
+    turns_s = []
+    for now_s in range(4 * round(LATE_S)):
+        one = arrival(100 + now_s, now_s=now_s, ttft_s=-now_s)._replace(tpot_slo_s=policy.tpot_slo_s)
+        choice = policy.prefill(one._replace(queued_s=0.0), [P0, full])
+        assert choice is not None
+        if not choice.waits:
+            turns_s.append(now_s)
+            policy.placed(one._replace(queued_s=0.0), choice)
+    assert turns_s == [LATE_S, 2 * LATE_S, 3 * LATE_S]
+
+
+def test_a_resumed_answer_is_due_at_once_and_never_late() -> None:
+    policy = Goodput(COSTS)
+    for number in range(20):
+        placed(policy, arrival(number, 1000, ttft_s=COST.prefill_s(1000, 0)), P0, D0)
+    queue = P0._replace(num_waiting_tokens=20_000)
+    resumed = arrival(30, 4000)._replace(wanted_s=inf)
+    assert placed(policy, resumed, queue, D0).is_late, "it costs more than it is worth"
+    choice = placed(policy, resumed._replace(request_id=31, is_resumed=True), queue, D0)
+    assert not choice.is_late
+    assert choice.due_s == -inf
+    assert choice.ttft_s == predict_ttft_s(P0, 4000, 0, COST)
 
 
 def test_what_earns_nothing_waits_for_room_rather_than_harm_others() -> None:
