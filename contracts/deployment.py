@@ -241,8 +241,8 @@ class RouterConfig:
     policy: Policy = DEFAULT_POLICY
     """Chooses the workers of each request: ``goodput``, ``least-time``, or a baseline to compare with."""
     max_silence_seconds: Annotated[float, Rule(lambda value: 1 <= value <= 86400, "seconds from 1 to 86400")] = 600.0
-    """Seconds without a token, from arrival to token 0 or between two tokens, after which a request gets a 504. An answer
-    that goes on has no limit but its ``max_tokens``."""
+    """Seconds without a token, from arrival to token 0 or between two tokens, after which a request gets a 504. An
+    answer that goes on has no limit but its ``max_tokens``."""
     max_queued_requests: Annotated[int, between(1, 2**20)] = 1024
     """Upper limit of unfinished answers (a request for n counts n times); further requests get a 429. With API keys or
     tiers, a tenant may have as many in each as are free."""

@@ -259,9 +259,11 @@ def emulated_config(model_path: Path, role: WorkerRole, **fields: object) -> Wor
 
 
 def hand_off(prefill: RouterClient, decode: RouterClient, request: GenerationRequest) -> list[int]:
-    """Run a request through both phases and return its answer. The prefill worker must emit token 0."""
+    """Run a request through both phases and return its answer. The prefill worker must emit token 0, and hands a
+    request off that may have more."""
     prefill.submit(replace(request, handoff=True))
-    decode.prepare(request, prefill.wait_for_source(request.request_id))
+    if len(request.emitted_tokens) + 1 < request.sampling.max_tokens:
+        decode.prepare(request, prefill.wait_for_source(request.request_id))
     first = prefill.wait_for_tokens(request.request_id, 1)
     if prefill.tokens[request.request_id][0].finish:
         return first
