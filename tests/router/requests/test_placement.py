@@ -80,3 +80,21 @@ def test_room_and_whole_pairs_come_first(policy: str) -> None:
     assert decoder(chooser, DECODES[:1], "decode-0") == "decode-0"
     assert chooser.decode(arrival(), [], set(), "") is None
     assert chooser.prefill(arrival(), PREFILLS) is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("workers", [PREFILLS, DECODES], ids=["prefill", "decode"])
+def test_idle_workers_fill_their_caches_evenly(policy: str, workers: list[WorkerSnapshot]) -> None:
+    """Prompts that no worker caches, one after the other."""
+    chooser = placement(policy, COSTS, tpot_slo_s=1e-4)
+    cached: dict[str, set[bytes]] = {one.worker_id: set() for one in workers}
+    for number in range(30):
+        idle = [one._replace(cached_blocks=cached[one.worker_id]) for one in workers]
+        if workers is PREFILLS:
+            choice = chooser.prefill(arrival()._replace(request_id=number), [*idle, DECODES[0]])
+            assert choice is not None
+            chosen = choice.worker_id
+        else:
+            chosen = decoder(chooser, idle)
+        cached[chosen] |= {b"%d-%d" % (number, index) for index in range(5)}
+    assert all(45 <= len(blocks) <= 55 for blocks in cached.values())
