@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +17,13 @@ import psutil
 from pdserve.deploy.cluster.folder import admin_headers
 
 DEADLINE_S = 120.0
+CLI = (sys.executable, "-m", "pdserve.deploy.cli")
 Result = TypeVar("Result")
 
 
 def pdserve(*arguments: str, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run one command of the CLI to its end."""
-    command = [sys.executable, "-m", "pdserve.deploy.cli", *arguments]
+    command = [*CLI, *arguments]
     env = {**os.environ, "COLUMNS": "120", **environment}
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env, check=False)
 
@@ -44,12 +45,20 @@ def _get(url: str) -> httpx.Response:
 class UpProcess:
     """``pdserve up`` as a child process of the test."""
 
-    def __init__(self, log_path: Path, *arguments: str, **environment: str) -> None:
-        command = [sys.executable, "-m", "pdserve.deploy.cli", "up", "--port", "0", *arguments]
+    def __init__(
+        self,
+        log_path: Path,
+        *arguments: str,
+        program: Sequence[str] = CLI,
+        folder: Path | None = None,
+        **environment: str,
+    ) -> None:
+        command = [*program, "up", "--port", "0", *arguments]
         self._log_path = log_path
+        env = {**os.environ, **environment}
         with log_path.open("w") as log:
             self.process = psutil.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment}, start_new_session=True
+                command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=folder, start_new_session=True
             )
         self.family: set[psutil.Process] = set()
 
@@ -99,9 +108,10 @@ class UpProcess:
         return [process for process in self.family if _runs(process)]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal and wait for the end; returns the exit code."""
-        self.members("")
-        self.process.send_signal(number)
+        """Send a signal, unless it has ended already, and wait for the end; returns the exit code."""
+        if self.process.poll() is None:
+            self.members("")
+            self.process.send_signal(number)
         return int(self.process.wait(DEADLINE_S))
 
 
