@@ -10,9 +10,10 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 _LITERAL = "\U0010ffff"
 """Stands around text of a special token that is only text. Not a character, so no text has it."""
+
+_SEARCHED_CHARS = 1 << 16
+"""Searched at a time: a search lets no other thread run."""
 
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 """Byte that is not a character, as sentencepiece writes it."""
@@ -72,8 +76,9 @@ class ChatTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(token for token, content in added.items() if content.special)
-        special_texts = sorted((each.content for each in added.values() if each.special), key=len, reverse=True)
-        self._special_text = re.compile("|".join(map(re.escape, special_texts)) or "(?!)")
+        special_texts = {each.content for each in added.values() if each.special} - {""}
+        self._special_text = re.compile(_any_of(special_texts) if special_texts else "(?!)")
+        self._longest_special_text = max(map(len, special_texts), default=1)
         self._bytes_of_token: dict[int, bytes] = {}
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
         decoders = _decoder_types(tokenizer)
@@ -143,7 +148,7 @@ class ChatTokenizer:
             if isinstance(value, str):
                 if _LITERAL in value or END_MARK in value:
                     raise ValueError("a message has U+10FFFE or U+10FFFF, which are not characters; remove them")
-                return self._special_text.sub(rf"{_LITERAL}\g<0>{_LITERAL}", value)
+                return "".join(self._marked_pieces(value))
             if isinstance(value, Mapping):
                 return {str(marked(key)): marked(each) for key, each in value.items()}
             if isinstance(value, list):
@@ -151,6 +156,21 @@ class ChatTokenizer:
             return value
 
         return {key: each if key == "role" else marked(each) for key, each in value.items()}
+
+    def _marked_pieces(self, text: str) -> Iterator[str]:
+        """Yield the text in pieces, with special tokens marked as text. Other threads run between pieces."""
+        done = 0
+        for end in range(_SEARCHED_CHARS, len(text) + _SEARCHED_CHARS, _SEARCHED_CHARS):
+            pieces = []
+            # One that begins before `end` is seen whole
+            for match in self._special_text.finditer(text, done, end + self._longest_special_text - 1):
+                if match.start() >= end:
+                    break
+                pieces += [text[done : match.start()], _LITERAL, match[0], _LITERAL]
+                done = match.end()
+            pieces.append(text[done:end])
+            done = max(done, end)
+            yield "".join(pieces)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
         """Token ids of a text; optionally with the special tokens that the tokenizer adds around it.
@@ -178,11 +198,23 @@ class ChatTokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
     def _encode_marked(self, text: str, most_tokens: int | None) -> list[int]:
+        """
+        Raises:
+            TooLongError: the beginning of the text has more than ``most_tokens``.
+        """
         tokens: list[int] = []
-        for index, part in enumerate(text.split(_LITERAL)):
+        start = 0
+        ends = chain((mark.start() for mark in re.finditer(_LITERAL, text)), [len(text)])
+        for index, end in enumerate(ends):
             tokenizer = self._literal_tokenizer if index % 2 else self._tokenizer
             left = None if most_tokens is None else most_tokens - len(tokens)
-            tokens += self._encode(part, add_special_tokens=False, most_tokens=left, tokenizer=tokenizer)
+            try:
+                tokens += self._encode(text[start:end], add_special_tokens=False, most_tokens=left, tokenizer=tokenizer)
+            except TooLongError as error:
+                raise TooLongError(len(tokens) + error.num_tokens) from None
+            if most_tokens is not None and len(tokens) > most_tokens:  # of many short parts
+                raise TooLongError(len(tokens))
+            start = end + 1
         return tokens
 
     @cached_property
@@ -260,6 +292,18 @@ class ChatTokenizer:
             assert most_tokens is not None
             # As much as should be too long by a little, if the rest is like the beginning
             length = max(2 * length, length * most_tokens // max(len(encoding), 1) * 9 // 8)
+
+
+def _any_of(texts: Collection[str]) -> str:
+    """Pattern of the longest of these texts that begins at a character. Texts may share long beginnings: each character
+    is compared once for all of them."""
+    parts = []
+    for _, group in groupby(sorted(filter(None, texts)), key=lambda text: text[0]):
+        alike = list(group)
+        beginning = os.path.commonprefix(alike)  # noqa: RUF071 - character by character
+        ends = {text[len(beginning) :] for text in alike}
+        parts.append(re.escape(beginning) + (_any_of(ends) if len(ends) > 1 else ""))
+    return f"(?:{'|'.join(parts)}){'?' if '' in texts else ''}"
 
 
 def _decoder_types(tokenizer: Tokenizer) -> set[str]:

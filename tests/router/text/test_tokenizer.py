@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from pdserve.model.weights import random_checkpoint
+from pdserve.router.text import tokenizer as tokenizer_module
+from pdserve.router.text.chat_template import ChatTemplate
 from pdserve.router.text.tokenizer import MAX_INLINE_CHARS, ChatTokenizer, TooLongError
 from tests.router.small_tokenizers import (
     BOS,
@@ -54,6 +60,33 @@ def test_special_tokens_in_a_message_are_text(tmp_path: Path, text: str) -> None
     assert (tokens.count(BOS_ID), tokens.count(EOS_ID)) == (1, 0)
     assert f"[user] {text}\n" in tokenizer.decode(tokens)
     assert BOS_ID in asyncio.run(tokenizer.encode(BOS, add_special_tokens=False)), "a prompt may have them"
+
+
+def with_special_texts(texts: list[str]) -> ChatTokenizer:
+    """A tokenizer whose template is the content of the only message."""
+    tokenizer = Tokenizer(models.WordLevel({"x": 0}, "x"))
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
+    return ChatTokenizer(tokenizer, ChatTemplate("{{ messages[0].content }}", {}), tokenizer.get_vocab_size())
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=5), unique=True, max_size=6), st.text("ab", max_size=60))
+def test_the_longest_special_text_at_each_place_is_marked_wherever_a_search_ends(texts: list[str], text: str) -> None:
+    in_turn = "|".join(sorted(texts, key=len, reverse=True)) or "(?!)"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "_SEARCHED_CHARS", 7)
+        marked = with_special_texts(texts).chat_text([{"role": "user", "content": text}])
+    assert marked == re.sub(in_turn, "\U0010ffff\\g<0>\U0010ffff", text)
+
+
+@pytest.mark.parametrize("begun", ["<|", "<|reserved_special_token_24", "<|eot_id|>"])
+def test_texts_of_begun_special_tokens_are_searched_at_once(begun: str) -> None:
+    """Searches let no other thread run. Llama 3 has as many special tokens."""
+    names = ["begin_of_text", "end_of_text", "eot_id", *(f"reserved_special_token_{index}" for index in range(253))]
+    tokenizer = with_special_texts([f"<|{name}|>" for name in names])
+    message = {"role": "user", "content": begun * (2**19 // len(begun))}
+    before_s = time.thread_time()
+    tokenizer.chat_text([message])
+    assert time.thread_time() - before_s < 0.1
 
 
 def test_a_message_cannot_mark_text_itself(tmp_path: Path) -> None:
@@ -118,6 +151,20 @@ def test_texts_with_too_many_tokens_are_refused(tmp_path: Path) -> None:
     marked = tokenizer.chat_text([{"role": "user", "content": f"{EOS}{text}"}])
     with pytest.raises(TooLongError):
         asyncio.run(tokenizer.encode_chat(marked, most_tokens=100))
+
+
+@pytest.mark.parametrize("most_tokens", [1, 100])
+def test_a_chat_is_encoded_up_to_the_token_that_is_too_many(tmp_path: Path, most_tokens: int) -> None:
+    """However short the parts between quoted special tokens are."""
+    write_tokenizer(tmp_path)
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    quoted = f"{EOS}x"
+    chat = tokenizer.chat_text([{"role": "user", "content": quoted * 1_000}])
+    tokens = asyncio.run(tokenizer.encode_chat(chat))
+    assert asyncio.run(tokenizer.encode_chat(chat, most_tokens=len(tokens))) == tokens
+    with pytest.raises(TooLongError) as raised:
+        asyncio.run(tokenizer.encode_chat(chat, most_tokens=most_tokens))
+    assert most_tokens < raised.value.num_tokens <= most_tokens + len(f"[user] {quoted}")
 
 
 @pytest.mark.parametrize("text", ["Größe 東京 🙂", "in the a."])
