@@ -190,7 +190,10 @@ TRANSFER_FAILURES = Metric(
     "counter", "pdserve_kv_transfer_failures", "Failed pulls by stage and transport.", ("stage", "transport")
 )
 LINK_PULLS = Metric(
-    "counter", "pdserve_kv_link_pulls", "Pulls from a prefill worker, by result.", ("source", "worker", "result")
+    "counter",
+    "pdserve_kv_link_pulls",
+    "Pulls from a prefill worker by result: done, failed, ended (by token 0) or aborted (the request ended meanwhile).",
+    ("source", "worker", "result"),
 )
 LINK_BYTES = Metric("counter", "pdserve_kv_link_bytes", "Bytes of successful pulls.", ("source", "worker"))
 LINK_SECONDS = Metric("counter", "pdserve_kv_link_seconds", "Seconds of successful pulls.", ("source", "worker"))

@@ -39,7 +39,7 @@ from pdserve.engine.scheduling.interface import Event, PullResult
 from pdserve.engine.scheduling.sequence import Sequence, sum_blocks_missing
 from pdserve.engine.scheduling.table import AdmissionBudget, PlannedStep
 from pdserve.kv_transfer.block_pool import BlockPool
-from pdserve.kv_transfer.transports import REFUSED
+from pdserve.kv_transfer.transports import ABORTED, REFUSED
 from pdserve.prefill_worker.scheduler import DEFAULT_PARK_TIMEOUT_S, PrefillScheduler, deadline_message
 
 DEFAULT_PULL_TIMEOUT_S = 60.0
@@ -313,7 +313,8 @@ class DecodeScheduler:
         first = result.first_token
         failure = result.failure or _mismatch(result, sequence)
         if failure or first is None:
-            refusal = RefusalCode.SOURCE if result.failure_stage == REFUSED else RefusalCode.NONE
+            is_refused = result.failure_stage in (REFUSED, ABORTED)
+            refusal = RefusalCode.SOURCE if is_refused else RefusalCode.NONE
             self._table.events.append(
                 RequestEvent(sequence.key, RequestEventKind.KV_UNAVAILABLE, failure, refusal=refusal)
             )

@@ -9,7 +9,7 @@ from contextlib import suppress
 import grpc
 
 from pdserve.contracts.placement import TlsFiles
-from pdserve.kv_transfer.transports import REFUSED, PullError
+from pdserve.kv_transfer.transports import ABORTED, REFUSED, PullError
 from pdserve.proto.rpc import channel_options, open_channel
 from pdserve.proto.token_proof import ClientProof
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc
@@ -21,7 +21,6 @@ RELEASE_TIMEOUT_S = 2.0
 _REFUSALS = (
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.ABORTED,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.UNAUTHENTICATED,
 )
@@ -131,4 +130,7 @@ class PullStream:
 
 
 def _pull_error(error: grpc.aio.AioRpcError, stage: str) -> PullError:
-    return PullError(REFUSED if error.code() in _REFUSALS else stage, f"{error.code().name}: {error.details()}")
+    message = f"{error.code().name}: {error.details()}"
+    if error.code() is grpc.StatusCode.ABORTED:
+        return PullError(ABORTED, message)
+    return PullError(REFUSED if error.code() in _REFUSALS else stage, message)

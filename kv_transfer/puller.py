@@ -24,6 +24,7 @@ from pdserve.kv_transfer.pool_memory import PeerPools, PoolMemory
 from pdserve.kv_transfer.pull_stream import PullStream
 from pdserve.kv_transfer.transfer_client import TransferConfig
 from pdserve.kv_transfer.transports import (
+    ABORTED,
     REFUSED,
     GrantedBlock,
     MemfdReceiver,
@@ -85,7 +86,7 @@ class Puller:
     def _report(self, pull_id: int, task: asyncio.Task[transfer_pb2.PullDone]) -> None:
         del self._running[pull_id]
         if task.cancelled():
-            done = _failure(pull_id, "aborted", "the engine aborted the pull")
+            done = _failure(pull_id, ABORTED, "the engine aborted the pull")
         elif (error := task.exception()) is not None:
             _log.error("a pull ended with an unexpected error", exc_info=error)
             done = _failure(pull_id, "copy", f"unexpected {type(error).__name__}")

@@ -27,6 +27,8 @@ between its digest and its copy to or from the socket."""
 
 REFUSED = "refused"
 """Failure stage of a pull that no other decode worker could complete either."""
+ABORTED = "aborted"
+"""Failure stage of a pull of a request that has ended: the engine aborted it, or the source withdrew the prompt."""
 
 
 class PullError(Exception):

@@ -39,8 +39,10 @@ last token. Measured by workers: ``prefill_queue`` and ``decode_queue``, receipt
 reservation of blocks.
 """
 
-FAILURE_STAGES = ("connect", "refused", "grant", "copy", "verify", "aborted", "deadline")
-"""Values of the ``stage`` label: `PullDone.failure_stage`."""
+FAILURE_STAGES = ("connect", "refused", "grant", "copy", "verify", "deadline")
+"""Values of the ``stage`` label: `PullDone.failure_stage` of pulls that failed."""
+ABORTED = "aborted"
+"""`PullDone.failure_stage` of a pull whose request ended meanwhile, which is no failure."""
 NO_TRANSPORT = "none"
 """``transport`` of a pull that failed before one was chosen."""
 
@@ -269,12 +271,16 @@ class RouterMetrics(DispatchObserver):
             if len(self.transports) >= MAX_LINKS:
                 link = "other", "other"
             self.transports[link] = ""
-        done, failed = self.link_pulls.labels(*link, "done"), self.link_pulls.labels(*link, "failed")
-        if report.failure_stage:
+        pulls = {result: self.link_pulls.labels(*link, result) for result in ("done", "ended", ABORTED, "failed")}
+        if report.failure_stage == ABORTED:
+            pulls[ABORTED].inc()
+        elif report.failure_stage:
             self.transfer_failures.labels(report.failure_stage, report.transport or NO_TRANSPORT).inc()
-            failed.inc()
+            pulls["failed"].inc()
+        elif report.ended_request:
+            pulls["ended"].inc()
         else:
-            done.inc()
+            pulls["done"].inc()
             self.transports[link] = report.transport
             self.link_bytes.labels(*link).inc(report.bytes)
             self.link_seconds.labels(*link).inc(report.seconds)

@@ -272,6 +272,7 @@ class WorkerService:
                     seconds=pull.seconds,
                     bytes=pull.num_bytes,
                     failure_stage=pull.failure_stage,
+                    ended_request=pull.first_token is not None and bool(pull.first_token.finish),
                     source=pull.source,
                 )
             if has_cache:

@@ -380,7 +380,9 @@ class PullDone(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     pull_id: _builtins.int
     failure_stage: _builtins.str
-    """Empty on success; else "connect", "refused", "grant", "copy", "verify", "aborted" or "deadline"."""
+    """Empty on success; else "connect", "refused", "grant", "copy", "verify" or "deadline", or "aborted" if the request has
+    ended meanwhile.
+    """
     message: _builtins.str
     num_tokens: _builtins.int
     transport: _builtins.str

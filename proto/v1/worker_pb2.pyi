@@ -912,6 +912,7 @@ class TransferReport(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     FAILURE_STAGE_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    ENDED_REQUEST_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     seconds: _builtins.float
     bytes: _builtins.int
@@ -919,6 +920,8 @@ class TransferReport(_message.Message):
     """empty on success"""
     source: _builtins.str
     """address of the prefill worker's transfer process"""
+    ended_request: _builtins.bool
+    """by token 0: nothing was left to pull"""
     def __init__(
         self,
         *,
@@ -927,10 +930,11 @@ class TransferReport(_message.Message):
         bytes: _builtins.int = ...,
         failure_stage: _builtins.str = ...,
         source: _builtins.str = ...,
+        ended_request: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "failure_stage", b"failure_stage", "seconds", b"seconds", "source", b"source", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "ended_request", b"ended_request", "failure_stage", b"failure_stage", "seconds", b"seconds", "source", b"source", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

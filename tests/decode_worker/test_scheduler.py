@@ -207,17 +207,14 @@ def test_a_request_that_ended_with_its_first_token_is_released() -> None:
     assert (pool.num_referenced, pool.num_cached) == (0, 0)
 
 
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_a_failed_pull_tells_a_refusal_of_the_source_from_a_broken_link(is_refused: bool) -> None:
+@pytest.mark.parametrize(("stage", "refusal"), [("refused", "SOURCE"), ("aborted", "SOURCE"), ("copy", "NONE")])
+def test_a_failed_pull_tells_a_refusal_of_the_source_from_a_broken_link(stage: str, refusal: str) -> None:
     scheduler = a_scheduler(BlockPool(64, BLOCK_SIZE))
     [pull] = start_pulls(scheduler, a_request(0, 10))
-    scheduler.pull_done(
-        PullResult(pull_id=pull.pull_id, failure="whatever it says", failure_stage="refused" if is_refused else "copy"),
-        0.0,
-    )
+    scheduler.pull_done(PullResult(pull_id=pull.pull_id, failure="whatever it says", failure_stage=stage), 0.0)
     [event] = scheduler.take_events()
     assert isinstance(event, RequestEvent)
-    assert event.refusal is (RefusalCode.SOURCE if is_refused else RefusalCode.NONE)
+    assert event.refusal is RefusalCode[refusal]
 
 
 @pytest.mark.parametrize("failure", ["copy: broken", ""])

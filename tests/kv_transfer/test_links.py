@@ -136,7 +136,7 @@ def test_what_arrives_of_an_abandoned_copy_is_not_written(source: DevicePeer, ta
         source.expect("lease_lost")
     else:
         source.send(withdraw=transfer_pb2.Withdraw(handle=handle))
-        done = target.expect_done("refused")
+        done = target.expect_done("aborted")
         assert "withdrew" in done.message
     fill(target)
     source.command("let_go")

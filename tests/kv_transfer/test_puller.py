@@ -191,7 +191,7 @@ def test_a_source_that_ends_the_pull_while_it_sends_says_why(target: Peer, pool:
 
     with _data_port(_data(pool)[:100]) as port, _source(serve) as address:
         target.pull(address, HANDLE, [8, 9])
-        assert "withdrew" in target.expect_done("refused").message
+        assert "withdrew" in target.expect_done("aborted").message
 
 
 def _unreachable_pool(opening: kv_pb2.PullOpen) -> kv_pb2.SourceMessage:

@@ -240,7 +240,7 @@ def test_withdraw_breaks_the_pull(source: Peer, target: Peer) -> None:
     source.expect("lease_opened")
     target.wait_for_block(1, source.block(44))
     source.withdraw(handle)
-    assert "withdrew" in target.expect_done("refused").message
+    assert "withdrew" in target.expect_done("aborted").message
     target.pull(source.process.address, handle, [1, 2])
     target.expect_done("refused")
     assert source.messages.empty()
@@ -267,7 +267,7 @@ def test_malformed_grants_of_the_engine_withdraw_the_prompt(source: Peer, target
     target.pull(source.process.address, handle, [1])
     source.expect("lease_opened")
     source.grant(handle, [1], first_index=5, final=False)
-    target.expect_done("refused")
+    target.expect_done("aborted")
 
 
 def test_a_wrong_cluster_token_is_refused(source: Peer) -> None:

@@ -108,6 +108,16 @@ def test_pulls_that_fail_are_counted_by_stage_and_transport() -> None:
     metrics.observe_transfer(worker_pb2.TransferReport(failure_stage="connect"), "prefill-0", "decode-0")
     assert sample(metrics, "pdserve_kv_transfer_failures_total", stage="connect", transport="none") == 1
     assert sample(metrics, "pdserve_kv_transfer_failures_total", stage="connect", transport="tcp") == 0
+    metrics.observe_transfer(worker_pb2.TransferReport(transport="memfd", ended_request=True, seconds=9.0), *link)
+    for _ in range(2):
+        metrics.observe_transfer(worker_pb2.TransferReport(transport="memfd", failure_stage="aborted"), *link)
+    counts = [
+        sample(metrics, "pdserve_kv_link_pulls_total", result=result, **labels)
+        for result in ("done", "ended", "aborted", "failed")
+    ]
+    assert counts == [1, 1, 2, 1]
+    assert sample(metrics, "pdserve_kv_transfer_seconds_count", transport="memfd") == 1
+    assert sample(metrics, "pdserve_kv_transfer_failures_total", stage="aborted", transport="memfd") is None
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from pdserve.contracts.request import (
     SamplingParams,
 )
 from pdserve.contracts.step import ModelLimits, StepOutput
-from pdserve.engine.scheduling.interface import PullResult
+from pdserve.engine.scheduling.interface import FirstToken, PullResult
 from pdserve.engine.worker.live_loop import Inbox
 from pdserve.engine.worker.loop import (
     AddRequest,
@@ -160,7 +160,11 @@ def test_a_frame_carries_the_load_the_step_and_the_pulls_of_its_report(loop_side
         router.wait_for(lambda: bool(router.frames), "the first frame")
         report = StepReport(
             load=SchedulerLoad(num_waiting=4),
-            pulls=[PullResult(pull_id=1, transport="memfd", seconds=0.5, num_bytes=99, failure_stage="copy")],
+            pulls=[
+                PullResult(pull_id=1, transport="memfd", seconds=0.5, num_bytes=99, failure_stage="copy"),
+                PullResult(pull_id=2, first_token=FirstToken(7, FinishReason.STOP)),
+                PullResult(pull_id=3, first_token=FirstToken(7)),
+            ],
             step=Step(1, 7, Prediction(True, 0.125, True), NO_HANDLE),
             step_s=0.25,
             prefill_correction=1.5,
@@ -180,8 +184,11 @@ def test_a_frame_carries_the_load_the_step_and_the_pulls_of_its_report(loop_side
             decode_correction=0.75,
             draining=True,
         )
-        transfer = worker_pb2.TransferReport(transport="memfd", seconds=0.5, bytes=99, failure_stage="copy")
-        assert list(frame.transfers) == [transfer]
+        assert list(frame.transfers) == [
+            worker_pb2.TransferReport(transport="memfd", seconds=0.5, bytes=99, failure_stage="copy"),
+            worker_pb2.TransferReport(ended_request=True),
+            worker_pb2.TransferReport(),
+        ]
         router.wait_for(lambda: len(router.frames) > 2, "a heartbeat")
         assert (router.frames[2].load.num_waiting, router.frames[2].load.step_tokens) == (4, 0)
 

@@ -257,6 +257,41 @@ def test_two_hundred_cancels_free_everything(checkpoint: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("end", ["with token 0", "by the client"])
+def test_pulls_of_requests_that_end_meanwhile_have_not_failed(checkpoint: Path, end: str) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            time_scales = {"prefill-0": 1.0, "decode-0": 0.0 if end == "with token 0" else 1e6}
+            workers = {
+                name: stack.enter_context(start_worker(checkpoint, name, scale)) for name, scale in time_scales.items()
+            }
+            rig = await stack.enter_async_context(running_rig(cluster_token=TOKEN))
+            await put_targets(rig, workers)
+            link = {"source": "prefill-0", "worker": "decode-0"}
+
+            def num_pulls(*results: str) -> float:
+                return sum(rig.sample("pdserve_kv_link_pulls_total", **link, result=result) for result in results)
+
+            for number in range(8):
+                (token,) = answer_to(checkpoint, prompt(number), 1)
+                stop = (token,) if end == "with token 0" else ()
+                sampling = SamplingParams(max_tokens=20, stop_token_ids=stop, ignore_eos=True)
+                spec = RequestSpec(prompt_tokens=tuple(prompt(number)), sampling=sampling, arrived_s=time.monotonic())
+                stream = rig.cluster.start(spec)
+                if stop:
+                    await read_all(stream)
+                else:
+                    await read_some(stream, 1)
+                    await until(lambda: rig.cluster.workers["decode-0"].load.num_blocks_referenced > 0)
+                    stream.cancel()
+                await until(lambda: not any(w.load.num_blocks_referenced for w in rig.cluster.workers.values()))
+            await until(lambda: num_pulls("ended", "aborted") > 0)
+            assert num_pulls("done", "failed") == 0
+            assert rig.metrics.transports == {("prefill-0", "decode-0"): ""}
+
+    asyncio.run(run())
+
+
 def test_a_chat_finds_its_earlier_answers(checkpoint: Path) -> None:
     """Only the decode worker caches them, so the next turns are prefilled there; another tenant's are not."""
 
