@@ -161,6 +161,10 @@ class Grammars:
                     failure, until_s = str(error), time.monotonic() + MAX_WAIT_S
                 except (ValueError, RuntimeError, ImportError) as error:
                     failure = str(error)
+                except Exception as error:  # a fault of ours or of the library ends this grammar alone
+                    _log.exception("a grammar was not compiled")
+                    failure = f"unexpected {type(error).__name__}: {error}"
+                    compiler.close()
                 with self._lock:
                     self._pending.discard(grammar)
                     if compiled is not None:

@@ -53,8 +53,10 @@ HELLO_TIMEOUT_S = 10.0
 MAX_UNPROVEN_SESSIONS = 64
 """Streams without a hello, each of which may hold a message of `_serve`'s limit. Further ones end the oldest."""
 MAX_ROUTER_ID_LENGTH = 128
-MAX_SNAPSHOT_HASHES = 65536
-"""Maximum number of block hashes in the first frame of a session: 1.2 MB. The router learns the rest from hits."""
+HASHES_PER_FRAME = 65536
+"""Block hashes in one of the first frames of a session, which say what is cached: 1.2 MB."""
+MAX_SNAPSHOT_HASHES = 8 * HASHES_PER_FRAME
+"""In all of these frames: 9.4 MB. Of more, the router misses those cached last until they are stored anew."""
 
 STOP_GRACE_S = 0.5
 """Time for queued messages to leave before the sessions are cut."""
@@ -97,8 +99,8 @@ class WorkerService:
         self._unproven = UnprovenCalls(MAX_UNPROVEN_SESSIONS, HELLO_TIMEOUT_S)
         self._load = worker_pb2.Load()
         """Load in the last report, without its step."""
-        self._cached_hashes: set[bytes] = set()
-        """Prefix cache contents according to the reports, for sessions that open later."""
+        self._cached_hashes: dict[bytes, None] = {}
+        """Prefix cache contents according to the reports, parents first, for sessions that open later."""
         self._address = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
@@ -194,9 +196,10 @@ class WorkerService:
             message = f"session epoch {hello.session_epoch} is not newer than this router's last"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message)
         session.send(worker_pb2.WorkerMessage(welcome=self._welcome))
-        known = itertools.islice(self._cached_hashes, MAX_SNAPSHOT_HASHES)
-        snapshot = worker_pb2.CacheEvents(cleared=True, stored=known)
-        session.send_frame(worker_pb2.StepFrame(load=self._load, cache=snapshot))
+        known = list(itertools.islice(self._cached_hashes, MAX_SNAPSHOT_HASHES))
+        for start in range(0, len(known) or 1, HASHES_PER_FRAME):
+            cache = worker_pb2.CacheEvents(cleared=not start, stored=known[start : start + HASHES_PER_FRAME])
+            session.send_frame(worker_pb2.StepFrame(load=self._load, cache=cache))
         return session
 
     async def _read(self, session: Session, requests: _RequestStream) -> None:
@@ -253,8 +256,9 @@ class WorkerService:
     def _queue_frames(self, report: StepReport) -> None:
         """Pack a report and queue it to the sessions it concerns."""
         self._load = _load_to_proto(report)
-        self._cached_hashes.update(report.cache.stored)
-        self._cached_hashes.difference_update(report.cache.evicted)
+        self._cached_hashes.update(dict.fromkeys(report.cache.stored))
+        for block_hash in report.cache.evicted:
+            self._cached_hashes.pop(block_hash, None)
         has_cache = bool(report.cache.stored or report.cache.evicted)
         frames = pack_frames(report.events)
         concerned = list(self._sessions.open) if report.is_for_all else list(frames)

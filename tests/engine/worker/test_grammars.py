@@ -110,6 +110,15 @@ def test_a_killed_compiler_is_started_again(worker: Compiled) -> None:
     assert accepts(worker.wait(Grammar(GrammarKind.REGEX, "b{3}")), "bbb")
 
 
+def test_an_error_that_nobody_expects_ends_its_grammar_alone(worker: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "find_spec", {"nothing": 0}.__getitem__)
+        broken = worker.wait(Grammar(GrammarKind.REGEX, "x{3}"))
+    assert broken == "unexpected KeyError: 'xgrammar'"
+    assert not isinstance(broken, Busy)
+    assert accepts(worker.wait(Grammar(GrammarKind.REGEX, "y{3}")), "yyy")
+
+
 def test_grammars_of_live_requests_are_kept_beyond_the_bound(worker: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     live = worker.wait(SCHEMA)
     other = Grammar(GrammarKind.REGEX, "c{4}")

@@ -25,6 +25,7 @@ from pdserve.contracts.request import (
 )
 from pdserve.contracts.step import ModelLimits, StepOutput
 from pdserve.engine.scheduling.interface import FirstToken, PullResult
+from pdserve.engine.worker import service as service_module
 from pdserve.engine.worker.live_loop import Inbox
 from pdserve.engine.worker.loop import (
     AddRequest,
@@ -364,7 +365,27 @@ def test_a_late_session_is_told_of_the_whole_prefix_cache(loop_side: LoopSide) -
         with RouterClient(loop_side.address, token="secret") as late:
             late.wait_for(lambda: bool(late.frames), "the first frame")
             assert late.frames[0].cache.cleared
-            assert sorted(late.frames[0].cache.stored) == [b"b", b"c"]
+            assert list(late.frames[0].cache.stored) == [b"b", b"c"]
+
+
+def test_a_late_session_is_told_of_a_large_prefix_cache_in_pieces_parents_first(
+    loop_side: LoopSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "HASHES_PER_FRAME", 100)
+    monkeypatch.setattr(service_module, "MAX_SNAPSHOT_HASHES", 250)
+    chain = [index.to_bytes(16, "little") for index in range(301)]
+    with RouterClient(loop_side.address, token="secret") as early:
+        early.wait_for(lambda: bool(early.frames), "the first frame")
+        for start in range(0, 301, 43):
+            stored = chain[start : start + 43]
+            loop_side.service.publish(StepReport(load=SchedulerLoad(), cache=CacheEvents(stored, [])))
+        loop_side.service.publish(StepReport(load=SchedulerLoad(), cache=CacheEvents([], [chain[-1], b"unknown"])))
+        early.wait_for(lambda: any(chain[-1] in frame.cache.evicted for frame in early.frames), "the cache events")
+        with RouterClient(loop_side.address, token="secret") as late:
+            late.wait_for(lambda: len(late.frames) >= 3, "the snapshot")
+            pieces = [frame.cache for frame in late.frames[:3]]
+            assert [piece.cleared for piece in pieces] == [True, False, False]
+            assert [block_hash for piece in pieces for block_hash in piece.stored] == chain[:250]
 
 
 class Cable:
