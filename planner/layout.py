@@ -6,7 +6,7 @@ counts; decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pdserve.contracts.placement import WorkerRole
@@ -16,6 +16,7 @@ from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import Hardware
 
 BFLOAT16 = Precision(dtype="bfloat16")
+_MOST_SHARED, _ROUNDING = 0.5, 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,8 @@ class Pool:
     max_batch_size: int = 256
     num_kv_blocks: int = 0
     """Per worker; 0 uses the free memory, by the cost model."""
+    memory_fraction: float = 0.9
+    """Share of a device's memory for a worker; workers of one device with at most half of it share devices."""
 
     @property
     def devices_per_worker(self) -> int:
@@ -60,7 +63,13 @@ class Pool:
 
     @property
     def num_devices(self) -> int:
+        """Without sharing."""
         return self.replicas * self.devices_per_worker
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its workers share devices with others, as `pdserve up` places them."""
+        return self.devices_per_worker == 1 and self.memory_fraction <= _MOST_SHARED
 
     def cost(self, model: PlannedModel) -> CostModel:
         """Cost model of one worker.
@@ -79,7 +88,10 @@ class Pool:
     def kv_blocks(self, model: PlannedModel, cost: CostModel) -> int:
         """KV blocks of each worker: ``num_kv_blocks``, or as many as fit; 0 if the weights do not fit."""
         return self.num_kv_blocks or cost.max_kv_blocks(
-            model.block_size, max_batch_tokens=self.max_batch_tokens, max_batch_size=self.max_batch_size
+            model.block_size,
+            self.memory_fraction,
+            max_batch_tokens=self.max_batch_tokens,
+            max_batch_size=self.max_batch_size,
         )
 
     def micro_batch_blocks(self, model: PlannedModel, cost: CostModel) -> int:
@@ -107,7 +119,7 @@ _ONE_HOST: Hosts = (0,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Either a prefill and a decode pool, or one pool of mixed workers (colocated serving)."""
+    """A pool of each phase, or mixed workers (colocated serving), alone or beside others, as in a deployment file."""
 
     prefill: Pool | None = None
     decode: Pool | None = None
@@ -116,8 +128,7 @@ class Layout:
     """Per worker of each pool, in the order of `pools`; empty: all on one host."""
 
     def __post_init__(self) -> None:
-        assert (self.prefill is None) == (self.decode is None), "prefill and decode pools come together"
-        assert self.prefill is not None or self.mixed is not None, "a layout needs workers"
+        assert self.mixed or (self.prefill and self.decode), "a layout needs workers for both phases"
         if self.hosts:
             assert [len(workers) for workers in self.hosts] == [pool.replicas for pool in self.pools]
 
@@ -134,7 +145,12 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
-        return sum(pool.num_devices for pool in self.pools)
+        shares: dict[str, list[float]] = {}
+        for pool in self.pools:
+            if pool.is_shared:
+                shares.setdefault(pool.hardware.name, []).extend([pool.memory_fraction] * pool.replicas)
+        whole = sum(pool.num_devices for pool in self.pools if not pool.is_shared)
+        return whole + sum(map(_num_shared, shares.values()))
 
     @property
     def worker_hosts(self) -> dict[WorkerRole, tuple[Hosts, ...]]:
@@ -149,7 +165,7 @@ class Layout:
     @property
     def spans_hosts(self) -> bool:
         """Whether KV may cross from one host to another."""
-        return self.num_hosts > 1 and not self.is_colocated
+        return self.num_hosts > 1 and len(list(self.pools)) > 1
 
     @property
     def is_colocated(self) -> bool:
@@ -158,6 +174,15 @@ class Layout:
     def __str__(self) -> str:
         """Such as ``2 x P(TP4) + 3 x D(TP2 PP2)``."""
         return " + ".join(_describe(pool) for pool in self.pools)
+
+
+def _num_shared(shares: Sequence[float]) -> int:
+    """Devices that hold all shares: first fit, the largest share first, as `pdserve up` counts them."""
+    rooms: list[float] = []
+    for share in sorted(shares, reverse=True):
+        index = next((index for index, room in enumerate(rooms) if room > share - _ROUNDING), len(rooms))
+        rooms[index:] = [(rooms[index] if index < len(rooms) else 1.0) - share, *rooms[index + 1 :]]
+    return len(rooms)
 
 
 _LETTERS = {WorkerRole.PREFILL: "P", WorkerRole.DECODE: "D", WorkerRole.MIXED: "M"}

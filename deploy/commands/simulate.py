@@ -22,6 +22,7 @@ from pdserve.deploy.config import (
     read_deployment,
     read_profile,
 )
+from pdserve.model.weights.demo_model import DEMO_MODEL
 
 if TYPE_CHECKING:
     from pdserve.planner.layout import Layout, PlannedModel
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
 DEFAULT_REQUESTS = 3000
 _TRAFFIC_HELP = "give --workload chat, --trace FILE, or --input-tokens and --output-tokens"
+_SHARED_NOTE = (
+    "Workers that share a GPU have their shares of its memory, but each step is timed as if it had the GPU to itself: "
+    "expect less while several of them compute."
+)
 Replicas = Annotated[int | None, typer.Option(min=1, help="Number of workers.", rich_help_panel=options.GPUS)]
 TensorParallel = Annotated[
     int | None, typer.Option(min=1, help="Tensor parallel degree per worker.", rich_help_panel=options.GPUS)
@@ -127,6 +132,8 @@ def simulate(
     options.check_writable(json)
     config = _deployment(file, is_colocated=colocated)
     path = str(model) if model is not None else None
+    if file is not None and not (path or config.model.path):
+        path = str(DEMO_MODEL)
     config = override(
         config,
         "model",
@@ -262,6 +269,8 @@ def _report(run: Run, json: Path | None) -> int:
         times = result.simulation.times
         longest = int((times.num_prompt_tokens + times.num_output_tokens).max())
         notes = (*notes, *extrapolations(run.model, run.layout, longest))
+        if any(pool.is_shared for pool in run.layout.pools):
+            notes = (*notes, _SHARED_NOTE)
     if json is None or str(json) != "-":
         print_run(result, options.console(), words, notes)
     if json is not None:

@@ -143,7 +143,7 @@ def running_layout(workers: Sequence[RunningWorker], device: Callable[[RunningWo
     """
     pools = {role: _pool(role, [each for each in workers if each.role is role], device) for role in WorkerRole}
     prefill, decode, mixed = pools[WorkerRole.PREFILL], pools[WorkerRole.DECODE], pools[WorkerRole.MIXED]
-    if (prefill is None) != (decode is None):
+    if mixed is None and (prefill is None or decode is None):
         absent = "prefill" if prefill is None else "decode"
         raise LiveError(f"no {absent} worker is up; wait until pdserve status reports that the cluster is ready")
     return Layout(prefill=prefill, decode=decode, mixed=mixed, hosts=_hosts(workers))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from math import ceil
 from typing import Any, NamedTuple
 
 import yaml
@@ -102,21 +103,24 @@ def layout_of(
             found[role.value] = _pool(role, phase, model, pools[role])
     layout = Layout(prefill=found.get("prefill"), decode=found.get("decode"), mixed=found.get("mixed"))
     usual = min(pool.hardware.devices_per_host for pool in layout.pools)
-    if not devices_per_host and layout.num_devices <= usual:
+    kinds = {pool.hardware.name: pool.hardware for pool in layout.pools}
+    if layout.num_devices <= (devices_per_host or usual) and (len(kinds) == 1 or not devices_per_host):
         return layout
     # A larger group has a host of its own: the cost model covers its network traffic.
     size = devices_per_host or max(usual, *(pool.tensor_parallel for pool in layout.pools))
-    kinds = {pool.hardware.name: pool.hardware for pool in layout.pools}
+    num_nodes = sum(pool.num_devices for pool in layout.pools)
     return placed(
-        layout, [Supply(hardware=kind, num_nodes=layout.num_devices, devices_per_node=size) for kind in kinds.values()]
+        layout, [Supply(hardware=kind, num_nodes=num_nodes, devices_per_node=size) for kind in kinds.values()]
     )
 
 
 def _pool(role: WorkerRole, phase: PhaseConfig, model: PlannedModel, devices: DevicePool) -> Pool:
     shared = {key: getattr(phase, key) for key in _SHARED_KEYS}
-    pool = Pool(role=role, hardware=devices.hardware, **shared)
+    pool = Pool(role=role, hardware=devices.hardware, memory_fraction=phase.gpu_memory_utilization, **shared)
     if not devices.kv_bytes:
-        return pool
+        # As workers size an automatic pool: no more than full batches of the longest sequences fill.
+        most = phase.max_batch_size * ceil(model.max_model_len / model.block_size)
+        return dataclasses.replace(pool, num_kv_blocks=min(pool.kv_blocks(model, pool.cost(model)), most))
     num_blocks = devices.kv_bytes // _block_bytes(pool, model)
     if num_blocks < 1:
         raise ValueError(f"{role.value}.kv_memory of {devices.kv_bytes} bytes holds no KV block: raise it, or say auto")

@@ -27,3 +27,15 @@ def test_blocks_are_those_given_or_as_many_as_fit_beside_the_largest_step() -> N
     assert replace(POOL, max_batch_tokens=16384).kv_blocks(MODEL, cost) < fitting
     assert replace(POOL, max_batch_size=2048).kv_blocks(MODEL, cost) < fitting
     assert replace(POOL, num_kv_blocks=7).kv_blocks(MODEL, cost) == 7
+
+
+def test_workers_with_small_shares_of_memory_share_devices() -> None:
+    shared = replace(POOL, tensor_parallel=1, pipeline_parallel=1, memory_fraction=0.45)
+    prefill = replace(shared, role=WorkerRole.PREFILL, replicas=1, memory_fraction=0.5)
+    cost = shared.cost(MODEL)
+    assert shared.kv_blocks(MODEL, cost) < replace(shared, memory_fraction=0.9).kv_blocks(MODEL, cost) / 2
+    # 0.5 + 0.45, 0.45 + 0.45
+    assert Layout(prefill=prefill, decode=shared).num_devices == 2
+    assert Layout(prefill=replace(prefill, hardware=hardware("h200")), decode=shared).num_devices == 3
+    assert Layout(prefill=replace(prefill, memory_fraction=0.51), decode=shared).num_devices == 3
+    assert replace(shared, tensor_parallel=2).is_shared is False

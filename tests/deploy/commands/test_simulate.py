@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
 
+from pdserve.contracts.deployment import POLICIES
+from pdserve.contracts.errors import ConfigError
+from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.cli import run
+from pdserve.deploy.config import parse_deployment
 from pdserve.model.cost.hardware_catalogue import ENGINES
 from tests.planner.test_planned_model import written
 
@@ -180,3 +186,81 @@ def test_an_engine_has_its_own_host_costs(
     assert theirs["steady_state"]["tpot_s"]["p50"] > 1.1 * ours["steady_state"]["tpot_s"]["p50"]
     assert run([*BASE, *options, "--engine", "triton"]) == 2
     assert "unknown engine 'triton'; use one of pdserve, vllm" in capsys.readouterr().err
+
+
+SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4}
+
+
+@st.composite
+def deployments(draw: st.DrawFn) -> dict[str, Any]:
+    """Deployments that `pdserve check` accepts: any pools, degrees, shares of GPUs, tiers and policies."""
+
+    def phase(name: str) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "replicas": draw(st.integers(0, 2)),
+            "tensor_parallel": draw(st.sampled_from((1, 2))),
+            "pipeline_parallel": draw(st.sampled_from((1, 2))),
+            "device": draw(st.sampled_from(("auto", "cuda"))),
+            "gpu_memory_utilization": draw(st.sampled_from((0.2, 0.45, 0.5, 0.9, 1.0))),
+            "kv_memory": draw(st.sampled_from(("auto", "64MiB"))),
+            "max_batch_tokens": draw(st.sampled_from((16, 2048))),
+            "max_batch_size": draw(st.sampled_from((1, 256))),
+        }
+        return values if name == "prefill" else {**values, "swap_memory": draw(st.sampled_from(("auto", 0, "1GiB")))}
+
+    slo: dict[str, Any] = {"ttft_seconds": draw(st.sampled_from((0.001, 0.25)))}
+    if draw(st.booleans()):
+        tier = {"ttft_seconds": 1.0, "tpot_seconds": 0.1, "when_hopeless": "refuse"}
+        slo |= {"when_hopeless": draw(st.sampled_from(("last", "refuse"))), "tiers": {"batch": tier}}
+    document = {
+        "model": {
+            "path": "small",
+            "dtype": "bfloat16",
+            "kv_dtype": draw(st.sampled_from(("auto", "int8"))),
+            "quantization": draw(st.sampled_from(("none", "int8"))),
+            "max_model_len": 1024,
+            "block_size": draw(st.sampled_from((1, 16, 100))),
+        },
+        "slo": slo,
+        "router": {"policy": draw(st.sampled_from(POLICIES)), "replicas": draw(st.sampled_from((1, 2)))},
+        **{name: phase(name) for name in ("prefill", "decode", "mixed")},
+    }
+    try:
+        parse_deployment(document)
+    except ConfigError:
+        assume(False)
+    return document
+
+
+@given(document=deployments())
+@example({"model": {"path": "small"}, "prefill": {"replicas": 0}, "mixed": {"replicas": 1}})
+@example({"model": {"path": "small"}, "decode": {"replicas": 0}, "mixed": {"replicas": 1}})
+@example({"mixed": {"replicas": 1}})
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_accepted_can_be_simulated(tmp_path: Path, document: dict[str, Any]) -> None:
+    written(tmp_path / "small", **SMALL)
+    file, result = tmp_path / "deployment.json", tmp_path / "result.json"
+    file.write_text(json.dumps(document))
+    command = ("simulate", str(file), "--gpu", "h100", "--requests", "12", "--rate", "20", "--json", str(result))
+    assert run([*command, "--input-tokens", "60", "--output-tokens", "5"]) == 0
+    layout = json.loads(result.read_text())["layout"]
+    assert {name for name in ("prefill", "decode", "mixed") if name in layout} == {
+        role.value for role in WorkerRole if parse_deployment(document).phase(role).replicas
+    }
+
+
+def test_workers_that_share_a_gpu_share_its_memory(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    def of_share(share: float) -> tuple[int, float, list[str]]:
+        file = Path(model).parent / "deployment.yaml"
+        each = f"{{gpu_memory_utilization: {share}}}"
+        file.write_text(f"model: {{path: {model}, dtype: bfloat16}}\nprefill: {each}\ndecode: {each}\n")
+        result = simulated(capsys, str(file), "--rate", "5", *SHORT)
+        return result["layout"]["num_devices"], result["steady_state"]["pools"][1]["kv_share"], result["notes"]
+
+    num_devices, kv_share, notes = of_share(0.45)
+    assert num_devices == 1
+    assert notes[-1].startswith("Workers that share a GPU have their shares of its memory, but each step is timed as")
+    num_alone, kv_share_alone, notes_alone = of_share(0.9)
+    assert num_alone == 2
+    assert kv_share > 2 * kv_share_alone
+    assert not notes_alone

@@ -202,6 +202,11 @@ def test_each_kind_of_device_is_on_the_hosts_that_have_it() -> None:
     ]
 
 
+def test_a_phase_may_be_served_by_mixed_workers_alone() -> None:
+    for role, text in (("prefill", "1 x P(TP1) + 1 x M(TP1)"), ("decode", "1 x D(TP1) + 1 x M(TP1)")):
+        assert str(running_layout(cluster(status_of("w", role), status_of("m", "mixed")), named)) == text
+
+
 def test_a_cluster_that_cannot_be_a_layout_is_refused() -> None:
     with pytest.raises(LiveError, match="no decode worker is up"):
         running_layout(cluster(status_of("p", "prefill")), named)

@@ -107,8 +107,10 @@ def test_a_layout_comes_back_from_its_deployment(layout: Layout) -> None:
 
 
 def test_memory_that_is_automatic_takes_what_fits() -> None:
-    layout = on_h100s(DeploymentConfig())
-    assert [pool.num_kv_blocks for pool in layout.pools] == [0, 0]
+    layout = on_h100s(DeploymentConfig(decode=PhaseConfig(max_batch_size=2)))
+    prefill, decode = layout.pools
+    assert prefill.num_kv_blocks == prefill.cost(MODEL).max_kv_blocks(MODEL.block_size) > 2 * 8192 // 16
+    assert decode.num_kv_blocks == 2 * 8192 // 16, "as workers: two sequences of 8,192 tokens need no more"
 
 
 def test_memory_that_holds_no_block_is_named() -> None:
