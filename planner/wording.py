@@ -27,10 +27,12 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def seconds(value: float) -> str:
-    """``250 ms``, ``1.2 s``."""
+    """``250 ms``, ``1.2 s``, ``2 h``."""
     if not isfinite(value):
         return number(value)
     amount, unit = (value, "s") if abs(value) >= 1 else (value * 1e3, "ms")
+    if abs(value) >= 3600:
+        amount, unit = value / 3600, "h"
     text = number(amount)
     return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
 

@@ -88,6 +88,7 @@ def plan(
     burstiness: options.BurstinessOption = None,
     max_tokens: options.MaxTokensOption = 0,
     lenient: options.LenientOption = False,
+    time_unit: options.TimeUnitOption = "auto",
     ttft: options.TtftOption = None,
     tpot: options.TpotOption = None,
     attainment: options.AttainmentOption = None,
@@ -219,7 +220,9 @@ def plan(
     traffic = options.traffic(
         named or workload or DEFAULT_WORKLOAD,
         max_model_len=planned.max_model_len,
+        model=model_config,
         lenient=lenient,
+        time_unit=time_unit,
         burstiness=burstiness,
         max_tokens=max_tokens,
     ).with_at_least(_MIN_TRAFFIC_REQUESTS)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
@@ -91,6 +91,10 @@ MaxTokensOption = Annotated[
 ]
 LenientOption = Annotated[
     bool, typer.Option("--lenient", help="Skip and count malformed lines of a trace.", rich_help_panel=WHAT)
+]
+TimeUnitOption = Annotated[
+    Literal["auto", "s", "ms"],
+    typer.Option("--trace-time-unit", help="Unit of a Mooncake trace's times.", rich_help_panel=WHAT),
 ]
 PolicyOption = Annotated[
     str | None,
@@ -176,17 +180,29 @@ def named_lengths(input_tokens: int | None, output_tokens: int | None) -> tuple[
 def traffic(
     named: str | tuple[int, int],
     *,
+    model: ModelConfig,
     max_model_len: int,
     lenient: bool = False,
+    time_unit: Literal["auto", "s", "ms"] = "auto",
     burstiness: float | None = None,
     max_tokens: int = 0,
 ) -> Traffic:
-    """Traffic of the preset or trace of that name, or of prompts and answers of constant length."""
+    """Traffic of the preset or trace of that name, or of prompts and answers of constant length.
+
+    Args:
+        model: as configured: its folder has the tokenizer of prompts that are given as text.
+        max_model_len: limit of the model as it is planned.
+    """
     from pdserve.planner.workload.traffic import fixed_traffic, named_traffic
 
     with usage():
         if isinstance(named, str):
-            found = named_traffic(named, max_model_len=max_model_len, lenient=lenient)
+            folder = Path(model.path)
+            tokenizer = (folder if folder.is_dir() else folder.parent) / "tokenizer.json"
+            reading = {"lenient": lenient, "time_unit": time_unit, "tokenizer": tokenizer}
+            found = named_traffic(named, max_model_len=max_model_len, **reading)
+            if not model.max_model_len:
+                found.check_lengths()
         else:
             found = fixed_traffic(*named, max_model_len=max_model_len)
         found = found.limited(max_tokens)

@@ -110,6 +110,7 @@ def simulate(
     burstiness: options.BurstinessOption = None,
     max_tokens: options.MaxTokensOption = 0,
     lenient: options.LenientOption = False,
+    time_unit: options.TimeUnitOption = "auto",
     requests: Annotated[
         int | None,
         typer.Option(
@@ -162,7 +163,13 @@ def simulate(
 
     planned = options.planned_model(config.model)
     traffic = options.traffic(
-        named, max_model_len=planned.max_model_len, lenient=lenient, burstiness=burstiness, max_tokens=max_tokens
+        named,
+        model=config.model,
+        max_model_len=planned.max_model_len,
+        lenient=lenient,
+        time_unit=time_unit,
+        burstiness=burstiness,
+        max_tokens=max_tokens,
     )
     usual = config.slo if file is not None else traffic.usual_slo
     num_requests = requests or traffic.max_requests or DEFAULT_REQUESTS
@@ -260,14 +267,15 @@ def _layout(config: DeploymentConfig, planned: PlannedModel, devices: _Devices) 
 def _report(run: Run, json: Path | None) -> int:
     from pdserve.planner.extrapolation import extrapolations
     from pdserve.planner.report.run_tables import print_run, run_json
+    from pdserve.planner.search.layouts import check_fits
     from pdserve.planner.simulate.simulated_run import carry_out
 
     with options.failure():
         words, notes = run.traffic.described()
+        longest = run.traffic.draw(run.num_requests, run.seed).longest
+        check_fits(run.layout, run.model, longest)
         with options.working(f"simulating {run.num_requests:,} requests"):
             result = carry_out(run)
-        times = result.simulation.times
-        longest = int((times.num_prompt_tokens + times.num_output_tokens).max())
         notes = (*notes, *extrapolations(run.model, run.layout, longest))
         if any(pool.is_shared for pool in run.layout.pools):
             notes = (*notes, _SHARED_NOTE)

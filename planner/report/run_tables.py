@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 
 import numpy as np
 from rich.console import Console
@@ -98,7 +99,10 @@ def _latencies(result: RunResult) -> Table:
 def _judgement(result: RunResult) -> Iterator[str]:
     at, target = result.attainment, result.run.slo.attainment
     low, high = at.interval
-    verdict = "met" if at.meets(target) else "missed"
+    verdict = "met"
+    if not at.meets(target):
+        ttft, tpot = (wording.seconds(each.percentile(ceil(100 * target))) for each in (at.ttft, at.tpot))
+        verdict = f"missed; {wording.share(target)} have a TTFT of {ttft} or less, and a TPOT of {tpot} or less"
     yield (
         f"Both objectives are met by {wording.share(at.share)} of requests ({wording.share(low)} to "
         f"{wording.share(high)} with 95 % confidence): the target of {wording.share(target)} is {verdict}."

@@ -20,9 +20,10 @@ def slo_infeasible(question: Question, estimator: Estimator, layouts: Sequence[L
     percent = 100 * question.slo.attainment
     ttft_s = min(estimator.idle_ttft_s(layout, percent) for layout in layouts)
     tpot_s = min(estimator.idle_tpot_s(layout, percent) for layout in layouts)
+    best = f"TTFT {seconds(ttft_s)}" + (f" and TPOT {seconds(tpot_s)}" if tpot_s else "")
     return InfeasibleSloError(
-        f"even an idle cluster does not meet {_slo_words(question)}: the best possible here is {seconds(ttft_s)} and "
-        f"{seconds(tpot_s)}; loosen the SLO, shorten the prompts, or plan for faster devices"
+        f"the SLO is out of reach: even an idle cluster does not meet {_slo_words(question)}, the best possible here "
+        f"is {best}; loosen the SLO, shorten the prompts, or plan for faster devices"
     )
 
 
@@ -32,8 +33,9 @@ def nothing_met(question: Question, simulated: Sequence[Entry]) -> InfeasibleSlo
     entry, point = max(seen, key=lambda each: each[1].share)
     surely = f", surely {share(point.of_further_run.low)}," if point.meets(question.slo.attainment) else ""
     return InfeasibleSloError(
-        f"no layout meets {_slo_words(question)} at any rate: the best was {share(point.share)}{surely} at "
-        f"{rate_words(point.rate)}, by {entry.layout}; loosen the SLO, or plan for faster devices"
+        f"the SLO is out of reach: no layout meets {_slo_words(question)} at any rate, the best was "
+        f"{share(point.share)}{surely} at {rate_words(point.rate)}, by {entry.layout}; loosen the SLO, "
+        "or plan for faster devices"
     )
 
 

@@ -178,15 +178,36 @@ def _room(num_nodes: int, devices_per_node: int, groups: tuple[int, ...], tensor
 def _remedy(question: Question) -> str:
     model, fleet = question.model, question.fleet
     have = " and ".join(f"{supply.num_devices} x {supply.hardware.name}" for supply in fleet)
-    name = model.name or "the model"
-    smallest = [found for supply in fleet if (found := smallest_worker(supply.hardware, model)) is not None]
-    what = f"{name} in {model.precision.dtype} and one sequence of {model.max_model_len} tokens do not fit {have}"
+    workers = _workers(question, WorkerRole.MIXED, _FIRST_CHUNK_TOKENS)
+    most_tokens = max((_most_tokens(worker.pool, model) for worker in workers), default=0) - 1
+    return _too_large(model, have, model.max_model_len, most_tokens, [supply.hardware for supply in fleet])
+
+
+def check_fits(layout: Layout, model: PlannedModel, longest: int) -> None:
+    """Raise FitsNowhereError if a worker of ``layout`` does not hold the weights and ``longest`` tokens of KV."""
+    for pool in layout.pools:
+        most_tokens = _most_tokens(pool, model)
+        if longest > most_tokens:
+            have = f"{pool.memory_fraction:.0%} of {pool.devices_per_worker} x {pool.hardware.name}"
+            raise FitsNowhereError(_too_large(model, have, longest, most_tokens, [pool.hardware]))
+
+
+def _most_tokens(pool: Pool, model: PlannedModel) -> int:
+    return pool.kv_blocks(model, pool.cost(model)) // pool.pipeline_parallel * model.block_size
+
+
+def _too_large(model: PlannedModel, have: str, longest: int, most_tokens: int, kinds: Iterable[Hardware]) -> str:
+    name = f"{model.name or 'the model'} in {model.precision.dtype}"
+    what = f"the weights of {name} do not fit {have}"
+    if most_tokens > 0:
+        what = f"the longest request, {longest} tokens, does not fit {have} beside {name}, but {most_tokens} tokens do"
+    smallest = [found for kind in kinds if (found := smallest_worker(kind, model)) is not None]
     if not smallest:
-        return f"{what}, nor any number of them: use larger devices, a smaller max_model_len, or int8 or int4 weights"
+        return f"{what}; no number of them holds both: use larger devices, a smaller max_model_len, or int4 weights"
     pool = min(smallest, key=lambda pool: pool.devices_per_worker)
     return (
-        f"{what}: the smallest worker that would hold them is TP{pool.tensor_parallel} PP{pool.pipeline_parallel}, "
-        f"{pool.devices_per_worker} x {pool.hardware.name}; add devices, or use int8 or int4 weights"
+        f"{what}; the smallest worker for both is TP{pool.tensor_parallel} PP{pool.pipeline_parallel}, "
+        f"{pool.devices_per_worker} x {pool.hardware.name}: add devices, or use int8 or int4 weights"
     )
 
 

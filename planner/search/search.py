@@ -44,7 +44,15 @@ from pdserve.planner.search.goodput import (
 )
 from pdserve.planner.search.infeasible import nothing_met, slo_infeasible, too_slow
 from pdserve.planner.search.layouts import Enumeration, dollars_per_hour, enumerate_layouts
-from pdserve.planner.search.plan import Candidate, Objective, Plan, Question, Screening
+from pdserve.planner.search.plan import (
+    Candidate,
+    InfeasibleRateError,
+    InfeasibleSloError,
+    Objective,
+    Plan,
+    Question,
+    Screening,
+)
 from pdserve.planner.search.process_pool import Job, ProcessPool
 from pdserve.planner.search.ranking import Entry, Ranking, best_of_kinds, of_both_kinds
 from pdserve.planner.search.sensitivity import SensitivityAnalysis
@@ -96,11 +104,15 @@ def find_plan(
         demand = Demand.of(drawn.at_rate(1.0), block_size=model.block_size, max_model_len=model.max_model_len)
         estimator = Estimator(model, demand, question.slo)
         search = _Search(question, estimator, pool, report)
-        search.weigh(enumeration)
-        search.screen()
-        search.finish()
+        shortened = f"Shortened to {model.max_model_len} tokens: {drawn.clamped}, of {_NUM_SAMPLED} requests."
+        notes = (shortened,) if str(drawn.clamped) else ()
+        try:
+            search.weigh(enumeration)
+            search.screen()
+            search.finish()
+        except (InfeasibleSloError, InfeasibleRateError) as error:
+            raise type(error)(". ".join((str(error), *notes))) from None
         candidates = search.candidates()
-    notes = (f"Shortened to {model.max_model_len} tokens: {drawn.clamped}.",) if str(drawn.clamped) else ()
     return Plan(
         question=question,
         candidates=candidates,

@@ -9,10 +9,12 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cached_property
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pdserve.planner.workload.requests import Segment
 from pdserve.planner.workload.trace import MAX_TOKENS, Trace, TraceBuilder, TraceRow
@@ -27,62 +29,127 @@ BURSTGPT_FIELDS = ("Timestamp", "Request tokens", "Response tokens")
 PLAIN_FIELDS = ("arrived_s", "prompt_tokens", "output_tokens")
 
 MOONCAKE_BLOCK_TOKENS = 512
-_MAX_CONTENT = 2**31 - 1
+TimeUnit = Literal["auto", "s", "ms"]
+_UNITS_S = {"s": 1.0, "ms": 1e-3}
 
 
-def read_mooncake(path: Path, *, lenient: bool = False) -> Trace:
-    """JSON lines of ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``.
+class FormatError(ValueError):
+    """A problem of the whole file, which no skipped line would solve."""
 
-    A hash id names a block of 512 tokens and all tokens before it: prompts with the same first ids share these blocks.
-    A prompt's last block may be partly filled, or have no id.
 
-    Source: kvcache-ai/Mooncake, FAST25-release/README.md.
+def read_mooncake(
+    path: Path,
+    *,
+    lenient: bool = False,
+    time_unit: TimeUnit = "auto",
+    tokenizer: Path | None = None,
+) -> Trace:
+    """JSON lines of ``timestamp``, ``input_length`` or ``text_input``, ``output_length`` and ``hash_ids``.
+
+    - A hash id names a block of tokens and all tokens before it: prompts with the same first ids share these blocks. A
+      prompt's last block may be partly filled, or have no id. Blocks have ``block_size`` tokens, or 512.
+    - Lines with one ``session_id`` are the turns of a conversation, which begins at ``timestamp``. Another turn is sent
+      ``delay`` after the answer before it. Its prompt is that conversation and ``input_length`` tokens, or, if its hash
+      ids begin as those of the first turn, these tokens alone.
+    - Lines with a ``chat_id`` are Bailian's: times are in seconds, blocks have 16 tokens, and each is a whole prompt.
+
+    Sources: kvcache-ai/Mooncake, FAST25-release/README.md; ai-dynamo/aiperf, docs/benchmark-modes/trace-replay.md;
+    alibaba-edu/qwen-bailian-usagetraces-anon, README.md.
+
+    Args:
+        time_unit: ``s`` or ``ms``, of ``timestamp`` and ``delay``; ``auto``: the format's, if the times look like it.
+        tokenizer: the model's tokenizer.json, for ``text_input``.
 
     Raises:
-        ValueError: a line is malformed, or there is no request.
+        ValueError: a line is malformed, there is no request, or the file mixes formats or needs an argument.
     """
-    return _read(_json_records(path), _MooncakeLines().row, TraceBuilder(path, lenient=lenient))
+    lines = _MooncakeLines(time_unit, tokenizer)
+    trace = _read(_json_records(path), lines.row, TraceBuilder(path, lenient=lenient))
+    return trace if lines.has_times else replace(trace, arrived_s=None)
 
 
 class _MooncakeLines:
-    """Tracks the blocks that earlier lines named."""
+    """Tracks the blocks that earlier lines named, and their conversations."""
 
-    def __init__(self) -> None:
-        self._blocks: dict[int, Segment] = {}
-        self._num_unnamed = 0
+    def __init__(self, time_unit: TimeUnit, tokenizer: Path | None) -> None:
+        self.has_times = True
+        self._unit_s = _UNITS_S.get(time_unit, 0.0)
+        self._tokenizer = tokenizer
+        self._contents: dict[object, int] = {}
+        """Number of each hash id, which may have 64 bits."""
+        self._blocks: dict[tuple[int, int], Segment] = {}
+        self._sessions: dict[str, tuple[int, int]] = {}
+        """Tokens of each conversation so far, and the content of its first block, or -1."""
+        self._is_bailian: bool | None = None
 
     def row(self, record: Record) -> TraceRow:
-        num_prompt_tokens = _count(record, "input_length")
-        return TraceRow(
-            _number(record, "timestamp") / 1e3,
-            num_prompt_tokens,
-            _count(record, "output_length"),
-            self._segments(record.get("hash_ids", ()), num_prompt_tokens),
-        )
+        is_bailian = "chat_id" in record
+        if self._is_bailian is None:
+            self._is_bailian, self.has_times = is_bailian, record.get("timestamp") is not None
+        elif is_bailian is not self._is_bailian:
+            raise FormatError("some lines have a chat_id, with times in s, and others have none: use a file for each")
+        session, think_s = "" if record.get("session_id") is None else str(record["session_id"]), 0.0
+        num_before, first = self._sessions.get(session, (0, -1))
+        arrived_s = self._seconds(record, "timestamp") if self.has_times and not num_before else 0.0
+        num_tokens, num_output_tokens = self._prompt_tokens(record), _count(record, "output_length")
+        segments = self._segments(record, num_tokens)
+        if num_before:
+            think_s = self._seconds(record, "delay")
+            if first < 0 or not segments or segments[0].content != first:
+                num_tokens += num_before
+            if num_tokens <= num_before or think_s < 0:
+                raise ValueError(f"the turn begins before its session's last one ends, with {num_before} tokens")
+        elif segments:
+            first = segments[0].content
+        if session and num_tokens and num_output_tokens:
+            self._sessions[session] = num_tokens + num_output_tokens, first
+        return TraceRow(arrived_s, num_tokens, num_output_tokens, segments, session, think_s)
 
-    def _segments(self, hash_ids: object, num_prompt_tokens: int) -> tuple[Segment, ...]:
+    def _seconds(self, record: Record, name: str) -> float:
+        value = _number(record, name)
+        if not self._unit_s and not self._is_bailian and isinstance(record[name], float):
+            raise FormatError(f"{name} is {value}, but Mooncake's are whole ms: say --trace-time-unit s or ms")
+        return value * (self._unit_s or (1.0 if self._is_bailian else 1e-3))
+
+    def _prompt_tokens(self, record: Record) -> int:
+        text = record.get("text_input")
+        return len(self._encode(text).ids) if isinstance(text, str) else _count(record, "input_length")
+
+    @cached_property
+    def _encode(self) -> Callable[[str], Any]:
+        from tokenizers import Tokenizer
+
+        try:
+            encode: Callable[[str], Any] = Tokenizer.from_file(str(self._tokenizer)).encode
+        except Exception as error:  # the library raises bare Exceptions
+            raise FormatError(
+                f"text_input needs the model's tokenizer.json ({error}): give --model its folder, or write input_length"
+            ) from error
+        return encode
+
+    def _segments(self, record: Record, num_prompt_tokens: int) -> tuple[Segment, ...]:
+        hash_ids, block_tokens = record.get("hash_ids"), 16 if self._is_bailian else MOONCAKE_BLOCK_TOKENS
         if not hash_ids:
             return ()
-        if not isinstance(hash_ids, list) or not all(
-            type(each) is int and 0 <= each <= _MAX_CONTENT for each in hash_ids
-        ):
-            raise ValueError(f"hash_ids are not a list of whole numbers from 0 to {_MAX_CONTENT}")
-        num_full, num_left = divmod(num_prompt_tokens, MOONCAKE_BLOCK_TOKENS)
+        if "block_size" in record:
+            block_tokens = max(1, _count(record, "block_size"))
+        if not isinstance(hash_ids, list) or not all(type(each) is int for each in hash_ids):
+            raise ValueError("hash_ids are not a list of whole numbers")
+        num_full, num_left = divmod(num_prompt_tokens, block_tokens)
         if len(hash_ids) not in (num_full, num_full + (num_left > 0)):
-            raise ValueError(f"{len(hash_ids)} hash_ids of 512 tokens do not name {num_prompt_tokens} prompt tokens")
-        segments = [self._block(each) for each in hash_ids[:num_full]]
-        if len(hash_ids) > num_full:
-            segments.append(Segment(hash_ids[num_full], num_left))
-        elif num_left:
-            self._num_unnamed += 1
-            segments.append(Segment(_MAX_CONTENT - self._num_unnamed, num_left))
+            raise ValueError(
+                f"{len(hash_ids)} hash_ids of {block_tokens} tokens do not name {num_prompt_tokens} prompt tokens: "
+                "write the block_size, if it is another"
+            )
+        segments = [self._block(each, block_tokens) for each in hash_ids[:num_full]]
+        if num_left:
+            last = hash_ids[num_full] if len(hash_ids) > num_full else object()
+            segments.append(self._block(last, num_left))
         return tuple(segments)
 
-    def _block(self, hash_id: int) -> Segment:
-        block = self._blocks.get(hash_id)
-        if block is None:
-            block = self._blocks[hash_id] = Segment(hash_id, MOONCAKE_BLOCK_TOKENS)
-        return block
+    def _block(self, hash_id: object, num_tokens: int) -> Segment:
+        content = self._contents.setdefault(hash_id, len(self._contents))
+        return self._blocks.setdefault((content, num_tokens), Segment(content, num_tokens))
 
 
 def read_azure(path: Path, *, lenient: bool = False) -> Trace:
@@ -145,6 +212,8 @@ def _read(
             if isinstance(record, ValueError):
                 raise record
             builder.add(row(record))
+        except FormatError as problem:
+            raise ValueError(f"{builder.path}:{line}: {problem}") from problem
         except ValueError as problem:
             builder.refuse(line, problem)
     return builder.build()

@@ -38,6 +38,8 @@ def recognise(path: Path) -> str:
     if line.startswith("["):
         return "sharegpt"
     names = _names(line)
+    if line.startswith("{") and {"input_length", "text_input"} & names and "output_length" in names:
+        return "mooncake"
     for name, (fields, _) in _OF_LINES.items():
         if names.issuperset(fields):
             return name
@@ -57,15 +59,23 @@ def _names(line: str) -> set[str]:
         return set()
 
 
-def read_trace(path: Path, *, lenient: bool = False) -> Trace:
+def read_trace(
+    path: Path, *, lenient: bool = False, time_unit: lines.TimeUnit = "auto", tokenizer: Path | None = None
+) -> Trace:
     """The trace in a file of any supported format.
 
     Args:
         lenient: skip lines that cannot be read, and count them.
+        time_unit: ``s``, ``ms`` or ``auto``, of Mooncake's times; those of other formats have one unit.
+        tokenizer: the model's tokenizer.json, for Mooncake's ``text_input``.
 
     Raises:
         ValueError: the format is unknown, a line is malformed (the message names file and line), or no request is left.
         OSError: the file cannot be read.
     """
     name = recognise(path)
+    if name == "mooncake":
+        return lines.read_mooncake(path, lenient=lenient, time_unit=time_unit, tokenizer=tokenizer)
+    if time_unit != "auto":
+        raise ValueError(f"{path}: the times of a {name} trace have one unit: leave out --trace-time-unit")
     return read_sharegpt(path, lenient=lenient) if name == "sharegpt" else _OF_LINES[name][1](path, lenient=lenient)

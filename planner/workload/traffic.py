@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner import wording
-from pdserve.planner.workload.arrivals import POISSON, RandomGaps, Recorded
+from pdserve.planner.workload.arrivals import RandomGaps, Recorded
 from pdserve.planner.workload.conversations import Conversations
 from pdserve.planner.workload.lengths import FixedLengths
 from pdserve.planner.workload.presets import PRESETS, preset
@@ -20,6 +21,7 @@ from pdserve.planner.workload.trace import Trace
 from pdserve.planner.workload.trace_reading import read_trace
 from pdserve.planner.workload.workload import Workload, WorkloadSample, trace_workload
 
+_MOST_SHORTENED = 0.1
 _NUM_LOOKED_AT = 2000
 """Requests drawn to describe a workload."""
 
@@ -69,6 +71,18 @@ class Traffic:
         """The same requests with this limit on answers, as in `SimulatedRequest`."""
         return dataclasses.replace(self, workload=dataclasses.replace(self.workload, max_tokens=max_tokens))
 
+    def check_lengths(self) -> None:
+        """Raise ValueError if more than a tenth of a trace's requests are longer than the model's limit."""
+        if self.trace is None:
+            return
+        num_tokens = self.trace.num_prompt_tokens + self.trace.num_output_tokens
+        num_longer, most = int((num_tokens > self.max_model_len).sum()), self.max_model_len
+        if num_longer > _MOST_SHORTENED * len(num_tokens):
+            raise ValueError(
+                f"{num_longer:,} of {len(num_tokens):,} requests are longer than {most} tokens, the longest has "
+                f"{num_tokens.max()}: give --max-model-len {num_tokens.max()} for all, or {most} to shorten them"
+            )
+
     def with_at_least(self, num_requests: int) -> Traffic:
         """This traffic or, if it is a trace with fewer requests, draws from the trace's lengths.
 
@@ -109,17 +123,17 @@ class Traffic:
     def _arrivals(self) -> str:
         arrivals = self.workload.arrivals
         if isinstance(arrivals, Recorded):
-            return f"in the pattern of the trace, which has {wording.rate(arrivals.requests_per_s)}"
+            return "in the pattern of the trace"
         assert isinstance(arrivals, RandomGaps)
         variation = arrivals.coefficient_of_variation
         return {0.0: "evenly spaced", 1.0: "Poisson arrivals"}.get(variation, f"gaps with a variation of {variation:g}")
 
 
-def named_traffic(name: str, *, max_model_len: int, lenient: bool = False) -> Traffic:
+def named_traffic(name: str, *, max_model_len: int, **reading: Any) -> Traffic:
     """The preset of that name, or the trace in the file at that path.
 
     Args:
-        lenient: skip lines of a trace that cannot be read, and count them.
+        reading: arguments of `read_trace`.
 
     Raises:
         ValueError: there is neither, or the file is not a trace; the message names the nearest preset or the line.
@@ -127,7 +141,7 @@ def named_traffic(name: str, *, max_model_len: int, lenient: bool = False) -> Tr
     path = Path(name).expanduser()
     if name in PRESETS or not (path.exists() or path.suffix or "/" in name):
         return Traffic(workload=preset(name), max_model_len=max_model_len)
-    return _of_trace(_read(path, lenient=lenient), max_model_len)
+    return _of_trace(_read(path, **reading), max_model_len)
 
 
 def fixed_traffic(num_prompt_tokens: int, num_output_tokens: int, *, max_model_len: int) -> Traffic:
@@ -146,18 +160,21 @@ def fixed_traffic(num_prompt_tokens: int, num_output_tokens: int, *, max_model_l
     return Traffic(workload=workload, max_model_len=max_model_len)
 
 
-def _read(path: Path, *, lenient: bool) -> Trace:
+def _read(path: Path, **reading: Any) -> Trace:
     try:
-        return read_trace(path, lenient=lenient)
+        return read_trace(path, **reading)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _of_trace(trace: Trace, max_model_len: int) -> Traffic:
-    has_times = trace.arrived_s is not None and trace.arrived_s[-1] > trace.arrived_s[0]
+    notes = trace.notes
+    if trace.arrived_s is not None and trace.rate:
+        span = wording.seconds(float(trace.arrived_s[-1]))
+        notes = (f"{trace.num_requests:,} requests, {wording.rate(trace.rate)} over {span}", *notes)
     return Traffic(
-        workload=trace_workload(trace, arrivals=None if has_times else POISSON),
+        workload=trace_workload(trace),
         max_model_len=max_model_len,
         trace=trace,
-        notes=tuple(f"Trace: {note}." for note in trace.notes),
+        notes=tuple(f"Trace: {note}." for note in notes),
     )

@@ -35,6 +35,11 @@ class WorkloadSample:
         """Includes every turn."""
         return sum(1 for conversation in self.conversations for _ in conversation.turns())
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and its answer."""
+        return max(each.num_prompt_tokens + each.num_output_tokens for it in self.conversations for each in it.turns())
+
     def at_rate(self, requests_per_s: float) -> list[SimulatedRequest]:
         """The requests to simulate, in order of arrival.
 
@@ -70,8 +75,12 @@ class Workload:
     """As in `SimulatedRequest`."""
 
     def recorded_requests_per_s(self, num_requests: int, seed: int = 0) -> float | None:
-        """The recorded rate of a draw; ``None`` if its times are not from a trace."""
-        return self.arrivals.stretch_per_s(num_requests, seed) if isinstance(self.arrivals, Recorded) else None
+        """The recorded rate of a draw, every turn counted; ``None`` if its times are not from a trace."""
+        if not isinstance(self.arrivals, Recorded):
+            return None
+        sample = self.draw(num_requests, seed)
+        num_drawn = len(sample.conversations)
+        return self.arrivals.stretch_per_s(num_drawn, seed) * sample.num_requests / num_drawn
 
     def draw(self, num_requests: int, seed: int = 0, *, max_model_len: int = 0) -> WorkloadSample:
         """Draw a sample; equal arguments give bit-identical samples.
@@ -104,10 +113,10 @@ def trace_workload(trace: Trace, *, arrivals: Arrivals | None = None) -> Workloa
     """A trace's requests in order, at its own times or at those of another arrival process.
 
     Args:
-        arrivals: by default the trace's own, or a Poisson process if it has no times.
+        arrivals: by default the trace's own, or a Poisson process if it has no times that differ.
     """
     if arrivals is None:
-        arrivals = POISSON if trace.arrived_s is None else Recorded(trace.arrived_s)
+        arrivals = POISSON if trace.arrived_s is None or not trace.rate else Recorded(trace.arrived_s)
     return Workload(name=trace.name, contents=TracePrompts(trace), arrivals=arrivals)
 
 

@@ -122,8 +122,22 @@ def test_workers_without_memory_are_counted_and_left_out() -> None:
 
 
 def test_a_model_that_fits_nowhere_names_the_smallest_worker_that_would() -> None:
-    with pytest.raises(FitsNowhereError, match=r"llama-3-70b .* do not fit 2 x h100-sxm: .* TP4 PP1, 4 x h100-sxm"):
-        enumerate_layouts(a_question(Supply(hardware=H100, devices_per_node=2), model=LLAMA_3_70B))
+    why = r"the weights of llama-3-70b in bfloat16 do not fit 1 x h100-sxm; .* TP4 PP1, 4 x h100-sxm"
+    with pytest.raises(FitsNowhereError, match=why):
+        enumerate_layouts(a_question(Supply(hardware=H100, devices_per_node=1), model=LLAMA_3_70B))
+
+
+def test_a_length_that_fits_nowhere_names_the_longest_that_would() -> None:
+    supply = Supply(hardware=H100, devices_per_node=1)
+    long = replace(LLAMA_3_8B, max_model_len=2**20)
+    with pytest.raises(
+        FitsNowhereError, match=r"the longest request, 1048576 tokens, does not fit 1 x h100-sxm"
+    ) as why:
+        enumerate_layouts(a_question(supply, model=long))
+    most = int(str(why.value).partition(", but ")[2].split()[0])
+    assert enumerate_layouts(a_question(supply, model=replace(long, max_model_len=most))).layouts
+    with pytest.raises(FitsNowhereError):
+        enumerate_layouts(a_question(supply, model=replace(long, max_model_len=most + 1)))
 
 
 def test_kv_of_float8_is_for_devices_that_read_it() -> None:

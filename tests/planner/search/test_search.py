@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from pdserve.planner.search.search import find_plan
 from pdserve.planner.search.sensitivity import _slowed
 from pdserve.planner.simulate.simulation import Simulation
 from pdserve.planner.wording import share
+from pdserve.planner.workload.presets import preset
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, UnitRateRequests
 
 WORKLOAD = PoissonWorkload(1500, 20)
@@ -153,6 +155,17 @@ def test_a_rate_beyond_the_fleet_names_what_it_can_serve() -> None:
         find_plan(a_question(Objective.FEWEST_DEVICES, rate=10 * a_plan().best.rate), WORKLOAD, num_processes=1)
 
 
+def test_an_impossible_slo_tells_of_shortened_requests_and_no_tpot_of_single_tokens() -> None:
+    slo = SloConfig(ttft_seconds=0.001, tpot_seconds=0.02)
+    long = preset("longbench-synthetic")
+    question = a_question(slo=slo)
+    with pytest.raises(InfeasibleSloError) as error:
+        find_plan(replace(question, model=replace(question.model, max_model_len=100)), long, num_processes=1)
+    text = str(error.value)
+    assert re.search(r"the best possible here is TTFT [\d.]+ ms; loosen", text)
+    assert text.endswith("Shortened to 100 tokens: 1000 prompts shortened, 998 answers shortened, of 1000 requests.")
+
+
 def test_an_impossible_slo_names_the_best_that_can_be_had() -> None:
     slo = SloConfig(ttft_seconds=0.001, tpot_seconds=0.02)
     with pytest.raises(InfeasibleSloError, match=r"idle cluster does not meet TTFT 1 ms .* the best possible"):
@@ -176,7 +189,7 @@ class OnlyShortRunsAreEasy(PoissonWorkload):
 @pytest.mark.parametrize("objective", [Objective.RATE, Objective.FEWEST_DEVICES])
 def test_an_slo_that_only_short_runs_meet_names_the_best_that_was_seen(objective: Objective) -> None:
     slo = SloConfig(ttft_seconds=0.1, tpot_seconds=0.02)
-    with pytest.raises(InfeasibleSloError, match=r"no layout meets TTFT 100 ms .* any rate: the best was \d\d"):
+    with pytest.raises(InfeasibleSloError, match=r"no layout meets TTFT 100 ms .* any rate, the best was \d\d"):
         find_plan(a_question(objective, rate=1.0, slo=slo), OnlyShortRunsAreEasy(1500, 20), num_processes=1)
 
 

@@ -102,15 +102,15 @@ def test_failed_requests_are_left_out_and_told(tmp_path: Path) -> None:
 def test_mooncake_s_blocks_are_segments(tmp_path: Path) -> None:
     trace = read(read_mooncake, tmp_path, MOONCAKE)
     assert trace.segments == [
-        (Segment(46, 512), Segment(47, 512), Segment(48, 76)),
-        (Segment(46, 512), Segment(47, 512)),
+        (Segment(0, 512), Segment(1, 512), Segment(2, 76)),
+        (Segment(0, 512), Segment(1, 512)),
     ]
 
 
 def test_a_last_block_without_an_id_is_shared_with_nobody(tmp_path: Path) -> None:
     line = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [7]}\n'
     first, second = read(read_mooncake, tmp_path, 2 * line).segments
-    assert first[0] == second[0] == Segment(7, 512)
+    assert first[0] == second[0] == Segment(0, 512)
     assert first[1].num_tokens == second[1].num_tokens == 88
     assert first[1].content != second[1].content
 
@@ -119,7 +119,7 @@ def test_blocks_are_optional(tmp_path: Path) -> None:
     bare = '{"timestamp": 0, "input_length": 10, "output_length": 5}\n'
     assert read(read_mooncake, tmp_path, 2 * bare).segments == []
     named = '{"timestamp": 1, "input_length": 10, "output_length": 5, "hash_ids": [7]}\n'
-    assert read(read_mooncake, tmp_path, bare + named + bare).segments == [(), (), (Segment(7, 10),)]
+    assert read(read_mooncake, tmp_path, bare + named + bare).segments == [(), (), (Segment(0, 10),)]
 
 
 def test_requests_are_put_in_order_of_arrival(tmp_path: Path) -> None:

@@ -53,18 +53,15 @@ def test_a_malformed_line_is_named_or_skipped_and_counted(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=rf"{file}:3: .*\(--lenient\)"):
         named_traffic(str(file), max_model_len=4096)
     traffic = named_traffic(str(file), max_model_len=4096, lenient=True)
-    _, (note,) = traffic.described()
+    _, (_, note) = traffic.described()
     assert note.startswith(f"Trace: 1 malformed skipped, the first is {file}:3:")
 
 
 def test_words_tell_lengths_arrivals_and_caches(tmp_path: Path) -> None:
     file = a_trace(tmp_path, "0,100,10", "1,200,20", "2.5,300,30")
     words, notes = named_traffic(str(file), max_model_len=4096).described()
-    assert words == (
-        "calls: prompts of 200 tokens and answers of 20 on average, in the pattern of the trace, which has "
-        "0.8 requests/s"
-    )
-    assert notes == ()
+    assert words == ("calls: prompts of 200 tokens and answers of 20 on average, in the pattern of the trace")
+    assert notes == ("Trace: 3 requests, 0.8 requests/s over 2.5 s.",)
     words, _ = named_traffic("agent", max_model_len=65536).described()
     assert "Poisson arrivals; up to 9" in words
     assert words.endswith("% of prompt tokens could come from a cache")
@@ -109,6 +106,7 @@ def test_a_short_trace_lends_its_lengths(tmp_path: Path) -> None:
     many = traffic.with_at_least(100)
     lengths = {(each.num_prompt_tokens, each.num_output_tokens) for each in many.draw(100, 0).conversations}
     assert lengths == {(100, 10), (200, 20), (300, 30)}
-    words, (note,) = many.described()
+    words, (read, note) = many.described()
+    assert read == "Trace: 3 requests, 0.8 requests/s over 2.5 s."
     assert "Poisson arrivals" in words
     assert note.startswith("The trace has 3 requests, too few to plan by")

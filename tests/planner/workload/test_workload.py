@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from time import process_time
 
@@ -13,7 +15,7 @@ from pdserve.planner.workload.conversations import Conversations, SystemPrompts,
 from pdserve.planner.workload.lengths import FixedLengths, LogNormalLengths
 from pdserve.planner.workload.requests import Clamped
 from pdserve.planner.workload.trace import Trace
-from pdserve.planner.workload.trace_lines import read_plain
+from pdserve.planner.workload.trace_lines import read_mooncake, read_plain
 from pdserve.planner.workload.workload import Workload, WorkloadSample, trace_workload
 from tests.planner.workload.test_conversations import turns_of
 
@@ -150,13 +152,7 @@ def test_a_trace_is_replayed_as_it_was_or_at_another_rate(tmp_path: Path) -> Non
 
 def test_times_and_lengths_of_a_stretch_belong_together(tmp_path: Path) -> None:
     trace = a_trace(tmp_path)
-    trace = Trace(
-        name="x",
-        arrived_s=np.cumsum(np.arange(20.0)),
-        num_prompt_tokens=trace.num_prompt_tokens,
-        num_output_tokens=trace.num_output_tokens,
-        segments=[],
-    )
+    trace = replace(trace, arrived_s=np.cumsum(np.arange(20.0)))
     starts = set()
     for seed in range(8):
         workload = trace_workload(trace)
@@ -180,3 +176,26 @@ def test_a_trace_has_no_more_than_it_has(tmp_path: Path) -> None:
         trace_workload(trace).draw(21)
     endless = Workload(name="lengths", contents=Conversations(lengths=trace.lengths()))
     assert endless.draw(500).num_requests == 500
+
+
+def test_conversations_of_a_trace_are_drawn_whole(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.jsonl"
+    lines = [
+        {"session_id": row, **time, "input_length": 10 + row, "output_length": 5}
+        for row in range(30)
+        for time in ({"timestamp": 100 * row}, {"delay": 40}, {"delay": 60})
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    workload = trace_workload(read_mooncake(path))
+    starts = set()
+    for seed in range(6):
+        sample = workload.draw(30, seed)
+        assert (len(sample.conversations), sample.num_requests) == (10, 30)
+        first, second, *_ = sample.at_rate(workload.recorded_requests_per_s(30, seed) or 0)
+        assert second.arrived_s == pytest.approx(0.1)
+        starts.add(first.num_prompt_tokens)
+        _, later, last = first.turns()
+        assert (later.arrived_s, last.arrived_s) == (0.04, 0.06)
+        assert last.num_prompt_tokens == 3 * first.num_prompt_tokens + 2 * 5
+    assert len(starts) > 2
+    assert workload.draw(90).num_requests == 90
