@@ -23,6 +23,7 @@ from pdserve.planner.report.serving_figures import serving_figures
 from pdserve.planner.search.goodput import highest_rate, surely_missed_rate
 from pdserve.planner.simulate.attainment import Attainment, Distribution, Interval, measure
 from pdserve.planner.simulate.simulation import Simulation
+from pdserve.planner.wording import number
 
 _STEP = 1.6
 """Ratio of the first two rates of a search."""
@@ -52,6 +53,8 @@ class SweepPoint:
     itl_ms: tuple[float, ...]
     phases_ms: dict[str, float]
     """Mean time of a request in each phase; empty if the server does not say."""
+    problems: tuple[str, ...] = ()
+    """Why its figures do not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +74,11 @@ class Sweep:
     """Highest measured rate that met the target; 0 if none did."""
     surely_met: float
     """Highest measured rate that met it with 95 % confidence; 0 if none did."""
-    surely_missed: float
-    """Rate at which it is missed with 95 % confidence, interpolated."""
+    surely_missed: float | None
+    """Rate at which it is missed with 95 % confidence, interpolated; ``None`` if it is at no measured rate."""
     points: tuple[SweepPoint, ...]
+    verdict: str = ""
+    """The goodput with its bounds in words, and why figures do not count, if some do not."""
 
 
 class Sweeper:
@@ -97,8 +102,12 @@ class Sweeper:
         self._load, self._slo, self._phases = load, slo, phases or dict
         self._report = report or (lambda _: None)
         self._points: dict[float, tuple[Attainment, SweepPoint]] = {}
-        self.problems: list[str] = []
+
+    @property
+    def problems(self) -> list[str]:
         """Reasons why figures do not count, with their rates."""
+        points = [point for _, point in self._points.values()]
+        return [f"at {point.rate:g}/s {problem}" for point in points for problem in point.problems]
 
     @property
     def num_points(self) -> int:
@@ -118,7 +127,14 @@ class Sweeper:
         in_order = [self._points[rate] for rate in sorted(self._points)]
         attained = [point for point, _ in in_order]
         goodput = max((point.rate for point in attained if point.meets(target)), default=0.0)
-        surely = (point.rate for point in attained if point.surely_meets(target))
+        surely_met = max((point.rate for point in attained if point.surely_meets(target)), default=0.0)
+        surely_missed = surely_missed_rate(attained, goodput, target)
+        is_bounded = any(point.surely_misses(target) for point in attained if point.rate > goodput)
+        is_missed = any(not point.meets(target) for point in attained if point.rate > goodput)
+        words = [f"{'' if is_missed else 'at least '}{number(goodput)}" if goodput else "no measured rate meets it"]
+        words += [f"surely {number(surely_met)}" if surely_met else "not sure"] if goodput else []
+        words += [f"surely not {number(surely_missed)}"] if is_bounded else []
+        words += [f"these figures do not count: {'; '.join(self.problems)}"] if self.problems else []
         return Sweep(
             label=label,
             url=url,
@@ -128,9 +144,10 @@ class Sweeper:
             tpot_ms=1e3 * self._slo.tpot_seconds,
             target=target,
             goodput=goodput,
-            surely_met=max(surely, default=0.0),
-            surely_missed=surely_missed_rate(attained, goodput, target),
+            surely_met=surely_met,
+            surely_missed=surely_missed if is_bounded else None,
             points=tuple(point for _, point in in_order),
+            verdict=", ".join(words),
         )
 
     def _measured(self, rate: float) -> Attainment:
@@ -143,7 +160,6 @@ class Sweeper:
             phases_ms = {name: 1e3 * (seconds - before.get(name, 0.0)) / num_done for name, seconds in after.items()}
             point = _point(found, attained, self._slo, phases_ms)
             self._points[rate] = (attained, point)
-            self.problems += [f"at {rate:g}/s {problem}" for problem in found.health.problems()]
             self._report(point)
         return self._points[rate][0]
 
@@ -151,7 +167,7 @@ class Sweeper:
 def sweep_csv(sweep: Sweep) -> str:
     """One line per rate."""
     written = StringIO()
-    rows = [_row(point) for point in sweep.points]
+    rows = [_row(point) | {"goodput": sweep.verdict} for point in sweep.points]
     writer = csv.DictWriter(written, list(dict.fromkeys(chain.from_iterable(rows))), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
@@ -165,6 +181,7 @@ def _row(point: SweepPoint) -> dict[str, Any]:
         "attainment_low": point.low,
         "attainment_high": point.high,
         "saturated": point.is_saturated,
+        "problems": "; ".join(point.problems),
         **point.figures,
         **{f"mean_{name}_phase_ms": round(value, 3) for name, value in point.phases_ms.items()},
     }
@@ -191,6 +208,7 @@ def _point(found: Measurement, attained: Attainment, slo: SloConfig, phases_ms: 
         tpot_ms=tuple(_finite_ms(attained.tpot)),
         itl_ms=tuple(_finite_ms(attained.itl)),
         phases_ms=phases_ms,
+        problems=tuple(found.health.problems()),
     )
 
 

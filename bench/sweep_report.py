@@ -42,7 +42,7 @@ def sweep_html(sweeps: Sequence[Sweep]) -> str:
     objectives = f"TTFT {first.ttft_ms:g} ms and TPOT {first.tpot_ms:g} ms for {wording.share(first.target)}"
     tiles = "".join(
         f"<div class=tile><b>{escape(wording.number(sweep.goodput))}</b>"
-        f"<span>requests/s: {escape(sweep.label)}, {escape(interval_words(sweep))}</span></div>"
+        f"<span>requests/s: {escape(sweep.label)}, {escape(sweep.verdict)}</span></div>"
         for sweep in sweeps
     )
     tables = "".join(
@@ -62,12 +62,6 @@ def sweep_html(sweeps: Sequence[Sweep]) -> str:
     return page(f"Goodput of {first.label}", body)
 
 
-def interval_words(sweep: Sweep) -> str:
-    """Bounds of the goodput."""
-    low = f"surely {wording.number(sweep.surely_met)}" if sweep.surely_met else "not sure of any rate"
-    return f"{low}, surely not {wording.number(sweep.surely_missed)}" if sweep.surely_missed > sweep.goodput else low
-
-
 def sweep_cells(point: SweepPoint) -> tuple[str, ...]:
     """One rate as a row: rate, attainment and its interval, good requests/s, latencies, throughput."""
 
@@ -82,7 +76,7 @@ def sweep_cells(point: SweepPoint) -> tuple[str, ...]:
         wording.number(_good(point)),
         *map(ms, ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms")),
         wording.number(point.figures["output_throughput"] or 0.0),
-        "saturated" if point.is_saturated else "",
+        "; ".join((*("saturated",) * point.is_saturated, *point.problems)),
     )
 
 

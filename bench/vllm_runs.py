@@ -18,7 +18,6 @@ from pdserve.bench.models import LLAMA_3_70B, MISTRAL_NEMO, QWEN_25_7B
 from pdserve.bench.script import csv_records
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.model.cost.engine import on_engine
 from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.planner.arrays import FloatArray
 from pdserve.planner.cost_fit import best_fit
@@ -127,7 +126,7 @@ class HostCosts:
 def check_runs(path: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Errors of each run's means by the catalogue, and by host costs fitted to the runs of other models; and the costs
     fitted to all runs."""
-    runs, catalogue = read_runs(path), on_engine(hardware("h100"), "vllm")
+    runs, catalogue = read_runs(path), hardware("h100")
     costs = HostCosts(runs, catalogue)
     found: list[dict[str, Any]] = []
     for run in runs:

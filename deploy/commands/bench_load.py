@@ -19,10 +19,12 @@ from rich.console import Console
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster.folder import admin_headers, api_key, find_cluster, running_clusters
+from pdserve.deploy.commands.plan_options import TimeUnitOption
 
 if TYPE_CHECKING:
     from pdserve.bench import load
     from pdserve.planner.workload.requests import SimulatedRequest
+    from pdserve.planner.workload.trace_lines import TimeUnit
     from pdserve.planner.workload.workload import Workload
 
 _FILE_DATASETS = ("sharegpt", "mooncake", "azure", "burstgpt", "plain", "custom")
@@ -59,7 +61,11 @@ RangeRatioOption = Annotated[
     float, typer.Option("--random-range-ratio", min=0.0, max=0.99, help="Lengths vary by this share, up and down.")
 ]
 BurstinessOption = Annotated[
-    float, typer.Option(min=1e-3, help="Shape of the gamma distribution of gaps: 1 is Poisson, less is bursty.")
+    float | None,
+    typer.Option(
+        min=1e-3,
+        help="Shape of the gamma distribution of gaps: 1 is Poisson, less is bursty. Default: 1, or the trace's.",
+    ),
 ]
 ConcurrencyOption = Annotated[int | None, typer.Option(min=1, help="Requests in flight at once.")]
 GoodputOption = Annotated[
@@ -83,7 +89,8 @@ def serve(
     request_rate: Annotated[
         float, typer.Option("--request-rate", "--rate", min=1e-6, help="Requests per second; inf sends all at once.")
     ] = 1.0,
-    burstiness: BurstinessOption = 1.0,
+    burstiness: BurstinessOption = None,
+    time_unit: TimeUnitOption = "auto",
     max_concurrency: ConcurrencyOption = None,
     goodput: GoodputOption = None,
     percentile_metrics: Annotated[str, typer.Option(help="Latencies to report, of ttft,tpot,itl,e2el.")] = (
@@ -111,7 +118,7 @@ def serve(
         objectives = _objectives(goodput, more_objectives)
         metrics = serving_report.parse_metrics(percentile_metrics)
         percentiles = serving_report.parse_percentiles(metric_percentiles)
-        traffic = _workload(dataset_name, dataset_path, (input_len, output_len, range_ratio), burstiness)
+        traffic = _workload(dataset_name, dataset_path, (input_len, output_len, range_ratio), burstiness, time_unit)
         target = _Target(url, traffic, num_prompts, seed, max_model_len, vocab_size, time_scale, max_concurrency)
     measured = target.load(request_rate)
     if not objectives:
@@ -120,7 +127,7 @@ def serve(
     result = {
         "date": started.strftime("%Y%m%d-%H%M%S"),
         "request_rate": request_rate if isfinite(request_rate) else "inf",
-        "burstiness": burstiness,
+        "burstiness": burstiness or 1.0,
         "max_concurrency": max_concurrency,
         **serving_report.serving_result(measured, objectives, metrics, percentiles),
     }
@@ -149,7 +156,8 @@ def sweep(
     tolerance: Annotated[
         float, typer.Option(min=0.005, max=1.0, help="Share by which the rates around the goodput may differ.")
     ] = 0.05,
-    burstiness: BurstinessOption = 1.0,
+    burstiness: BurstinessOption = None,
+    time_unit: TimeUnitOption = "auto",
     max_concurrency: ConcurrencyOption = None,
     goodput: GoodputOption = None,
     attainment: Annotated[float, typer.Option(min=0.01, max=0.9999, help="Share that should meet both.")] = 0.9,
@@ -172,10 +180,9 @@ def sweep(
     objectives. Writes JSON, CSV, and a page with charts.
     """
     from pdserve.bench.sweep import Sweep, Sweeper, SweepPoint, sweep_csv
-    from pdserve.bench.sweep_report import interval_words, sweep_cells, sweep_html
+    from pdserve.bench.sweep_report import sweep_cells, sweep_html
     from pdserve.contracts.codec import from_json, to_json
     from pdserve.deploy.commands.plan_options import check_writable
-    from pdserve.planner import wording
     from pdserve.planner.report.page import check_drawing
 
     started = datetime.now(UTC)
@@ -191,7 +198,7 @@ def sweep(
         objectives = _objectives(goodput, more_objectives)
         if "e2el" in objectives:
             raise ValueError("--goodput e2el: a sweep judges ttft and tpot; leave it out")
-        traffic = _workload(dataset_name, dataset_path, (input_len, output_len, range_ratio), burstiness)
+        traffic = _workload(dataset_name, dataset_path, (input_len, output_len, range_ratio), burstiness, time_unit)
         target = _Target(url, traffic, num_prompts, seed, max_model_len, vocab_size, time_scale, max_concurrency)
     usual = traffic.slo or SloConfig()
     slo = SloConfig(
@@ -219,7 +226,7 @@ def sweep(
     texts = (to_json(found) + "\n", sweep_csv(found), sweep_html([found, *earlier]))
     for file, text in zip(files, texts, strict=True):
         file.write_text(text)
-    typer.echo(f"Goodput: {wording.rate(found.goodput)} ({interval_words(found)})")
+    typer.echo(f"Goodput, requests/s: {found.verdict}")
     typer.echo(f"Written: {', '.join(map(str, files))}")
     if interruption is not None:
         raise interruption
@@ -352,12 +359,19 @@ def _rates(text: str) -> list[float]:
     return rates
 
 
-def _workload(name: str, path: Path | None, lengths: tuple[int, int, float], burstiness: float) -> Workload:
+def _workload(
+    name: str,
+    path: Path | None,
+    lengths: tuple[int, int, float],
+    burstiness: float | None = None,
+    time_unit: TimeUnit = "auto",
+) -> Workload:
     """Workload of the options.
 
     Args:
         lengths: prompt tokens, output tokens and the share by which they vary, if random.
-        burstiness: shape of the gamma distribution of the arrival gaps, as in vLLM.
+        burstiness: shape of the gamma distribution of the arrival gaps, as in vLLM; ``None`` keeps a trace's gaps.
+        time_unit: of `read_trace`.
 
     Raises:
         ValueError: unknown dataset, or a file that is not a trace.
@@ -374,12 +388,13 @@ def _workload(name: str, path: Path | None, lengths: tuple[int, int, float], bur
         if name not in ("", *_FILE_DATASETS):
             raise ValueError(f"--dataset-name {name} and --dataset-path exclude each other: leave one out")
         try:
-            return trace_workload(read_trace(path))
+            trace = read_trace(path, time_unit=time_unit)
+            return trace_workload(trace, arrivals=RandomGaps(burstiness**-0.5) if burstiness else None)
         except OSError as error:
             raise DeployError(f"cannot read {path}: {error.strerror}") from error
     if name in _FILE_DATASETS:
         raise ValueError(f"--dataset-name {name} needs its file: add --dataset-path")
-    gaps = RandomGaps(burstiness**-0.5)
+    gaps = RandomGaps((burstiness or 1.0) ** -0.5)
     if name not in ("", "random"):
         return replace(preset(name), arrivals=gaps)
     inputs, outputs, ratio = lengths

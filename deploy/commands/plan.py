@@ -62,7 +62,6 @@ def plan(
         ),
     ] = None,
     hardware_file: options.HardwareFileOption = None,
-    engine: options.EngineOption = "pdserve",
     price: Annotated[
         float | None,
         typer.Option(help="Price, dollars per GPU hour. Default: list price.", rich_help_panel=options.GPUS),
@@ -167,20 +166,10 @@ def plan(
     named = options.named_lengths(input_tokens, output_tokens)
     if named and workload:
         raise ConfigError("--workload and --input-tokens exclude each other: name one kind of traffic")
-    if live and (
-        named
-        or workload
-        or rate
-        or decode_gpu
-        or price
-        or objective
-        or burstiness is not None
-        or max_tokens
-        or engine != "pdserve"
-    ):
+    if live and (named or workload or rate or decode_gpu or price or objective or burstiness is not None or max_tokens):
         raise ConfigError(
-            f"traffic, GPUs and engine are those of {live}: leave out --workload, --burstiness, --max-tokens, --rate, "
-            "--objective, --decode-gpu, --engine and --price"
+            f"traffic and GPUs are those of {live}: leave out --workload, --burstiness, --max-tokens, --rate, "
+            "--objective, --decode-gpu and --price"
         )
     if price is not None and decode_gpu:
         raise ConfigError("--price is of one kind of GPU, and there are two: give their prices in a --hardware-file")
@@ -206,9 +195,9 @@ def plan(
     if not gpu:
         raise ConfigError("no GPU is named; give --gpu, such as --gpu h100-sxm")
     added = options.added_hardware(hardware_file)
-    kinds = [(options.device(gpu, added, engine), nodes)]
+    kinds = [(options.device(gpu, added), nodes)]
     if decode_gpu:
-        kinds.append((options.device(decode_gpu, added, engine), decode_nodes or nodes))
+        kinds.append((options.device(decode_gpu, added), decode_nodes or nodes))
         if kinds[0][0].name == kinds[1][0].name:
             raise ConfigError(
                 f"--decode-gpu is {kinds[0][0].name}, as --gpu is: leave it out, and count all in --nodes"

@@ -37,9 +37,6 @@ GpuOption = Annotated[
         metavar="KIND", help="GPU of every worker, such as h100-sxm; an unknown name lists all.", rich_help_panel=GPUS
     ),
 ]
-EngineOption = Annotated[
-    str, typer.Option(help="Engine with the host costs to predict: pdserve or vllm.", rich_help_panel=GPUS)
-]
 DecodeGpuOption = Annotated[
     str, typer.Option(metavar="KIND", help="GPU of decode workers. Default: --gpu.", rich_help_panel=GPUS)
 ]
@@ -77,7 +74,8 @@ AttainmentOption = Annotated[
 BurstinessOption = Annotated[
     float | None,
     typer.Option(
-        help="Coefficient of variation of interarrival times; 1: Poisson. Default: the workload's.",
+        min=1e-3,
+        help="Shape of the gamma distribution of gaps: 1 is Poisson, less is bursty. Default: the workload's.",
         rich_help_panel=WHAT,
     ),
 ]
@@ -160,12 +158,11 @@ def added_hardware(file: Path | None) -> Mapping[str, Hardware]:
         return read_hardware_file(file)
 
 
-def device(name: str, added: Mapping[str, Hardware], engine: str = "pdserve") -> Hardware:
-    from pdserve.model.cost.engine import on_engine
+def device(name: str, added: Mapping[str, Hardware]) -> Hardware:
     from pdserve.model.cost.hardware import hardware
 
     with usage():
-        return on_engine(hardware(name, added=added), engine)
+        return hardware(name, added=added)
 
 
 def named_lengths(input_tokens: int | None, output_tokens: int | None) -> tuple[int, int] | None:
@@ -206,7 +203,7 @@ def traffic(
         else:
             found = fixed_traffic(*named, max_model_len=max_model_len)
         found = found.limited(max_tokens)
-        return found if burstiness is None else found.bursty(burstiness)
+        return found if burstiness is None else found.bursty(burstiness**-0.5)
 
 
 class Objectives(NamedTuple):

@@ -77,7 +77,6 @@ def simulate(
     ] = None,
     decode_gpu: options.DecodeGpuOption = "",
     hardware_file: options.HardwareFileOption = None,
-    engine: options.EngineOption = "pdserve",
     dtype: options.DtypeOption = None,
     kv_dtype: options.KvDtypeOption = None,
     quantization: options.QuantizationOption = None,
@@ -175,7 +174,7 @@ def simulate(
     num_requests = requests or traffic.max_requests or DEFAULT_REQUESTS
     run = Run(
         model=planned,
-        layout=_layout(config, planned, _Devices(gpu, decode_gpu, hardware_file, engine, gpus_per_node or 0)),
+        layout=_layout(config, planned, _Devices(gpu, decode_gpu, hardware_file, gpus_per_node or 0)),
         traffic=traffic,
         slo=options.objectives(usual, options.Objectives(ttft, tpot, attainment)),
         num_requests=num_requests,
@@ -200,7 +199,6 @@ class _Devices(NamedTuple):
     gpu: str
     decode_gpu: str
     hardware_file: Path | None
-    engine: str
     gpus_per_node: int
 
 
@@ -254,8 +252,8 @@ def _layout(config: DeploymentConfig, planned: PlannedModel, devices: _Devices) 
     from pdserve.planner.report.deployment_file import DevicePool, layout_of
 
     added = {**read_profile(config), **options.added_hardware(devices.hardware_file)}
-    usual = options.device(devices.gpu, added, devices.engine)
-    decode = options.device(devices.decode_gpu, added, devices.engine) if devices.decode_gpu else usual
+    usual = options.device(devices.gpu, added)
+    decode = options.device(devices.decode_gpu, added) if devices.decode_gpu else usual
     pools = {
         role: DevicePool(decode if role is WorkerRole.DECODE else usual, config.phase(role).kv_memory_bytes)
         for role in WorkerRole

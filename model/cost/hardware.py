@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
 from pdserve.contracts.codec import ABOVE_ZERO, NotNegative, Positive, Rule, Share, between
+from pdserve.model.cost import hardware_catalogue as catalogue
 from pdserve.model.cost.curve import Curve
-from pdserve.model.cost.hardware_catalogue import ALIASES, DRIVER_NAMES, ENGINES, GPUS, KERNEL_TIMES, Gpu
+from pdserve.model.cost.hardware_catalogue import ALIASES, DRIVER_NAMES, GPUS, KERNEL_TIMES, Gpu
 
 Range = Annotated[
     tuple[int, int], Rule(lambda ends: 0 <= ends[0] <= ends[1], "the fewest and the most, as in [1, 512]")
@@ -132,7 +133,6 @@ def _gpu(row: Gpu) -> Hardware:
     """Build the device of a catalogue row."""
     rates = {"float32": row.float32_tflops, "bfloat16": row.half_tflops, "float16": row.half_tflops}
     rates |= {"float8": row.float8_tflops, "int8": row.int8_tops}
-    engine = ENGINES["pdserve"]
     is_pcie = row.link_gb_per_s <= row.host_gb_per_s
     return Hardware(
         name=row.name,
@@ -152,10 +152,10 @@ def _gpu(row: Gpu) -> Hardware:
         network_latency_s=_NETWORK_S,
         host_bandwidth=row.host_gb_per_s * 1e9,
         float8_efficiency=_FLOAT8_EFFICIENCY,
-        step_overhead_s=engine.step_overhead_s,
-        ranks_overhead_s=engine.ranks_overhead_s,
+        step_overhead_s=catalogue.STEP_OVERHEAD_S,
+        ranks_overhead_s=catalogue.RANKS_OVERHEAD_S,
         layer_overhead_s=row.kernels.layer_overhead_us * 1e-6,
-        row_overhead_s=engine.row_overhead_s,
+        row_overhead_s=catalogue.ROW_OVERHEAD_S,
         price_per_hour_usd=row.usd_per_hour,
         sources={
             **dict.fromkeys(("peak_flops", "memory_bytes", "memory_bandwidth", "host_bandwidth"), row.sheet),
@@ -170,7 +170,7 @@ def _gpu(row: Gpu) -> Hardware:
             "devices_per_host": "assumed: eight, as in most servers",
             "pipeline_depth": "of the executor",
             "float8_efficiency": f"as large products of three engines: {KERNEL_TIMES.format('H100 SXM')}",
-            **dict.fromkeys(("step_overhead_s", "ranks_overhead_s", "row_overhead_s"), engine.source),
+            **dict.fromkeys(("step_overhead_s", "ranks_overhead_s", "row_overhead_s"), catalogue.HOST_COSTS_SOURCE),
             "layer_launch_s": "assumed: none, with CUDA graphs",
             "price_per_hour_usd": row.price_source,
         },

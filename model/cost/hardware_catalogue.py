@@ -82,25 +82,12 @@ _OTHER = Kernels(
 )
 
 
-class EngineCosts(NamedTuple):
-    """Host costs of a serving engine on a GPU, with CUDA graphs: fields of `pdserve.model.cost.hardware.Hardware`."""
-
-    step_overhead_s: float
-    ranks_overhead_s: float
-    row_overhead_s: float
-    source: str
-
-
-_VLLM_FIT = (
-    "fitted on 2026-11-24 by pdserve.bench.cost_check to five open-loop runs of vLLM 0.15.1 on H100 (7B to 70B, 1 and "
-    "4 ranks) published by inference-sim"
+STEP_OVERHEAD_S, RANKS_OVERHEAD_S, ROW_OVERHEAD_S = 260e-6, 1000e-6, 11e-6
+"""Host costs with CUDA graphs: fields of `pdserve.model.cost.hardware.Hardware`."""
+HOST_COSTS_SOURCE = (
+    "not measured, since pdserve has not run on a GPU yet: vLLM's, fitted on 2026-11-24 by pdserve.bench.cost_check to "
+    "five open-loop runs of vLLM 0.15.1 on H100 (7B to 70B, 1 and 4 ranks) published by inference-sim"
 )
-ENGINES = {
-    "pdserve": EngineCosts(
-        260e-6, 1000e-6, 11e-6, f"not measured, since pdserve has not run on a GPU yet: vLLM's, {_VLLM_FIT}"
-    ),
-    "vllm": EngineCosts(260e-6, 1000e-6, 11e-6, _VLLM_FIT),
-}
 
 
 def _lambda(usd_per_hour: float, offer: str) -> tuple[float, str]:

@@ -126,7 +126,9 @@ class Traffic:
             return "in the pattern of the trace"
         assert isinstance(arrivals, RandomGaps)
         variation = arrivals.coefficient_of_variation
-        return {0.0: "evenly spaced", 1.0: "Poisson arrivals"}.get(variation, f"gaps with a variation of {variation:g}")
+        if not variation:
+            return "evenly spaced"
+        return "Poisson arrivals" if variation == 1 else f"gaps with a burstiness of {variation**-2:g}"
 
 
 def named_traffic(name: str, *, max_model_len: int, **reading: Any) -> Traffic:

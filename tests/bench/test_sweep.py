@@ -4,13 +4,14 @@ import csv
 import re
 from collections import Counter
 from dataclasses import replace
+from html import unescape
 
 import numpy as np
 import pytest
 
 from pdserve.bench.load import GeneratorHealth, Measurement
 from pdserve.bench.sweep import Sweep, Sweeper, SweepPoint, sweep_csv
-from pdserve.bench.sweep_report import PHASE_NAMES, interval_words, sweep_html
+from pdserve.bench.sweep_report import PHASE_NAMES, sweep_html
 from pdserve.contracts.codec import from_json, to_json
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner.simulate.simulation import RequestTimes
@@ -21,27 +22,29 @@ CAPACITY = 10.0
 NUM_REQUESTS = 400
 
 
-def a_queue(rate: float, *, cpu_share: float = 0.1) -> Measurement:
-    """One server that answers 10 requests/s, first come first served, at random arrivals."""
+def a_queue(
+    rate: float, *, cpu_share: float = 0.1, num_requests: int = NUM_REQUESTS, capacity: float = CAPACITY
+) -> Measurement:
+    """One server that answers ``capacity`` requests/s, first come first served, at random arrivals."""
     random = np.random.default_rng(3)
-    arrived_s = np.cumsum(random.exponential(1 / rate, NUM_REQUESTS))
-    first_s, free_s = np.zeros(NUM_REQUESTS), 0.0
+    arrived_s = np.cumsum(random.exponential(1 / rate, num_requests))
+    first_s, free_s = np.zeros(num_requests), 0.0
     for row, at_s in enumerate(arrived_s):
-        free_s = first_s[row] = max(free_s, at_s) + 1 / CAPACITY
-    ones = np.ones(NUM_REQUESTS, np.int64)
+        free_s = first_s[row] = max(free_s, at_s) + 1 / capacity
+    ones = np.ones(num_requests, np.int64)
     times = RequestTimes(
         arrived_s=arrived_s,
-        started_s=np.full(NUM_REQUESTS, np.nan),
+        started_s=np.full(num_requests, np.nan),
         first_token_s=first_s,
         second_token_s=first_s + 0.02,
         last_token_s=first_s + 0.1,
         num_prompt_tokens=10 * ones,
         num_cached_tokens=0 * ones,
         num_output_tokens=6 * ones,
-        is_rejected=np.zeros(NUM_REQUESTS, np.bool_),
+        is_rejected=np.zeros(num_requests, np.bool_),
     )
     health = GeneratorHealth(cpu_share=cpu_share, send_late_p99_s=0.0, send_late_max_s=0.0, loop_late_p99_s=0.0)
-    gap_s = np.full(5 * NUM_REQUESTS, 0.02)
+    gap_s = np.full(5 * num_requests, 0.02)
     return Measurement(times=times, gap_s=gap_s, errors=Counter(), ended_s=float(first_s[-1]) + 0.1, health=health)
 
 
@@ -68,6 +71,7 @@ def test_the_search_brackets_the_goodput() -> None:
     assert above <= 1.05 * found.goodput
     by_rate = {point.rate: point for point in found.points}
     assert by_rate[found.goodput].share >= 0.9 > by_rate[above].share
+    assert found.surely_missed is not None
     assert 0 < found.surely_met <= found.goodput < found.surely_missed
     assert 0.3 * CAPACITY < found.goodput < 0.9 * CAPACITY
 
@@ -86,7 +90,7 @@ def test_a_rate_that_is_asked_twice_is_measured_once() -> None:
 def test_no_rate_meets_the_objectives() -> None:
     found = a_sweep(20.0, 30.0)
     assert (found.goodput, found.surely_met) == (0, 0)
-    assert interval_words(found) == "not sure of any rate, surely not 20.0"
+    assert found.verdict == "no measured rate meets it, surely not 20.0"
 
 
 def test_phases_are_means_of_each_run() -> None:
@@ -103,6 +107,32 @@ def test_a_generator_that_was_too_busy_is_named_with_the_rate() -> None:
     sweeper = Sweeper(lambda rate: a_queue(rate, cpu_share=0.9), SLO)
     sweeper.rates([2.5])
     assert sweeper.problems == ["at 2.5/s the load generator used 90% of a core; lower the rate"]
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "cpu_share", "verdict"),
+    [
+        (10, 0.1, "at least 4.00, not sure"),
+        (
+            10,
+            0.9,
+            "at least 4.00, not sure, these figures do not count: at 4/s the load generator used 90% of a core; lower "
+            "the rate",
+        ),
+        (400, 0.1, "at least 4.00, surely 4.00"),
+    ],
+)
+def test_the_verdict_stands_in_every_file(num_requests: int, cpu_share: float, verdict: str) -> None:
+    sweeper = Sweeper(lambda rate: a_queue(rate, cpu_share=cpu_share, num_requests=num_requests, capacity=1e3), SLO)
+    sweeper.rates([4.0])
+    found = sweeper.result("pdserve", "", "", "")
+    assert found.verdict == verdict
+    assert (found.surely_met, found.surely_missed) == (4.0 if "surely 4" in verdict else 0.0, None)
+    (row,) = csv.DictReader(sweep_csv(found).splitlines())
+    assert row["goodput"] == verdict
+    assert ("90% of a core" in row["problems"]) == (cpu_share > 0.5)
+    assert verdict in to_json(found)
+    assert unescape(sweep_html([found])).count(verdict) == 1
 
 
 def test_json_reads_back() -> None:

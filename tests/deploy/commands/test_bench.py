@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from pdserve.bench import load
+from pdserve.contracts.deployment import ModelConfig
 from pdserve.contracts.errors import DeployError
-from pdserve.deploy.commands import bench, bench_load
+from pdserve.deploy.commands import bench, bench_load, plan_options
 from tests.bench.scripted_server import Script, scripted_server, token_events
 from tests.deploy.clusters import pdserve
 
@@ -75,11 +76,26 @@ def test_mistakes_are_named_before_anything_is_sent(options: tuple[str, ...], me
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
-def test_burstiness_is_the_shape_of_the_gaps(burstiness: float) -> None:
-    sample = bench_load._workload("random", None, (10, 5, 0.0), burstiness).draw(20_000, seed=1)
-    gaps_s = np.diff([request.arrived_s for request in sample.at_rate(2.0)])
-    assert gaps_s.mean() == pytest.approx(0.5, rel=0.05)
-    assert (gaps_s.mean() / gaps_s.std()) ** 2 == pytest.approx(burstiness, rel=0.1)
+def test_burstiness_is_the_shape_of_the_gaps_of_loads_and_of_simulations(burstiness: float) -> None:
+    simulated = plan_options.traffic((10, 5), model=ModelConfig(), max_model_len=100, burstiness=burstiness)
+    for workload in (bench_load._workload("random", None, (10, 5, 0.0), burstiness), simulated.workload):
+        sample = workload.draw(20_000, seed=1)
+        gaps_s = np.diff([request.arrived_s for request in sample.at_rate(2.0)])
+        assert gaps_s.mean() == pytest.approx(0.5, rel=0.05)
+        assert (gaps_s.mean() / gaps_s.std()) ** 2 == pytest.approx(burstiness, rel=0.1)
+
+
+def test_a_trace_keeps_its_gaps_unless_a_burstiness_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    times_s = (0.0, 1.0, 4.0, 5.0)
+    file.write_text("".join(f'{{"timestamp": {at}, "input_length": 9, "output_length": 5}}\n' for at in times_s))
+
+    def gaps(burstiness: float | None) -> list[float]:
+        workload = bench_load._workload("", file, (10, 5, 0.0), burstiness, "s")
+        return list(np.diff([each.arrived_s for each in workload.draw(4).at_rate(0.6)]))
+
+    assert gaps(None) == pytest.approx([1.0, 3.0, 1.0])
+    assert gaps(1.0) != pytest.approx([1.0, 3.0, 1.0])
 
 
 def test_random_lengths_vary_by_the_ratio() -> None:
@@ -122,7 +138,7 @@ def test_a_sweep_writes_json_csv_and_a_page(tmp_path: Path) -> None:
         again = ("--request-rates", "50", "--label", "b/c", "--compare", str(tmp_path / "first.json"))
         compared = pdserve("bench", "sweep", "--url", server.url, *options, *again)
     assert "Written: " in compared.stdout, compared.stderr
-    assert "Goodput: 50.0 requests/s" in run.stdout
+    assert "Goodput, requests/s: at least 50.0, not sure" in run.stdout
     assert [point["rate"] for point in json.loads((tmp_path / "first.json").read_text())["points"]] == [40, 50]
     assert len((tmp_path / "first.csv").read_text().splitlines()) == 3
     [page] = tmp_path.glob("pdserve-sweep-b-c-*.html")

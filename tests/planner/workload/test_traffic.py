@@ -73,7 +73,7 @@ def test_what_the_model_cuts_off_is_told() -> None:
     assert " prompts shortened" in notes[0]
 
 
-@pytest.mark.parametrize(("variation", "said"), [(0.0, "evenly spaced"), (2.0, "gaps with a variation of 2")])
+@pytest.mark.parametrize(("variation", "said"), [(0.0, "evenly spaced"), (2.0, "gaps with a burstiness of 0.25")])
 def test_arrivals_can_be_of_another_kind(variation: float, said: str) -> None:
     steady: Traffic = fixed_traffic(100, 10, max_model_len=4096)
     other = steady.bursty(variation)
