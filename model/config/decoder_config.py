@@ -6,8 +6,7 @@ would compute wrongly. Used by workers, the router and the planner. Never import
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from pdserve.contracts.step import ModelLimits
 from pdserve.model.config.families import FAMILIES, FULL, SLIDING, Family, find_family
 from pdserve.model.config.rope_config import RopeConfig, parse_ropes
 from pdserve.model.config.shape import ModelShape, positive_float, positive_int
+from pdserve.model.config.tokenizer_config import eos_token_id, read_json
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Names in config.json, and in `pdserve.kernels.operations.Gate`."""
@@ -51,6 +51,7 @@ class DecoderConfig:
     unit_offset_norms: bool = False
     """Norm weights are stored as their difference from 1."""
     eos_token_ids: tuple[int, ...] = ()
+    """All that end an answer: of generation_config.json, config.json and the tokenizer."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> DecoderConfig:
@@ -59,10 +60,13 @@ class DecoderConfig:
         Raises:
             ValueError: no readable config.json, or an unsupported model.
         """
-        generation_config = folder / "generation_config.json"
-        return parse_config(
-            _read_json(folder / "config.json"), _read_json(generation_config) if generation_config.exists() else {}
-        )
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                f"cannot read {folder / 'config.json'}: no such file; name a folder with a Hugging Face model"
+            )
+        config = parse_config(read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
+        eos = eos_token_id(folder)
+        return config if eos is None else replace(config, eos_token_ids=_unique((*config.eos_token_ids, eos)))
 
     def limits(self, max_model_len: int) -> ModelLimits:
         """Limits for schedulers; ``max_model_len`` 0 takes the checkpoint's own limit.
@@ -183,24 +187,15 @@ def _parse_softcap(values: Mapping[str, object], key: str) -> float:
 
 
 def _eos_token_ids(config: Mapping[str, object], generation_config: Mapping[str, object]) -> tuple[int, ...]:
-    given = generation_config.get("eos_token_id")
-    if given is None:
-        given = config.get("eos_token_id")
-    if given is None:
-        return ()
-    token_ids = given if isinstance(given, list) else [given]
-    if not all(isinstance(token_id, int) for token_id in token_ids):
-        raise ValueError(f"eos_token_id {given!r} is neither a token id nor a list of them")
-    return tuple(token_ids)
+    token_ids: list[int] = []
+    for each in (generation_config, config):
+        given = each.get("eos_token_id")
+        for end in given if isinstance(given, list) else () if given is None else (given,):
+            if not isinstance(end, int):
+                raise ValueError(f"eos_token_id {given!r} is neither a token id nor a list of them; download it again")
+            token_ids.append(end)
+    return _unique(token_ids)
 
 
-def _read_json(path: Path) -> Mapping[str, object]:
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}; name a folder with a Hugging Face model") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a JSON object; download it again")
-    return content
+def _unique(token_ids: Iterable[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(token_ids))

@@ -1,8 +1,8 @@
 """The rotary embedding of a checkpoint, read from config.json.
 
 Reads both spellings: ``rope_parameters`` (transformers 5; one object, or one per layer type), and ``rope_theta`` with
-``rope_scaling`` (before it). Used by `pdserve.model.config.decoder_config`; `pdserve.model.decoder.rope` computes the
-frequencies. Never imports torch.
+``rope_scaling`` (before it); beside each other they are merged, unless they contradict each other. Used by
+`pdserve.model.config.decoder_config`; `pdserve.model.decoder.rope` computes the frequencies. Never imports torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pdserve.model.config.families import FULL, SLIDING
 from pdserve.model.config.shape import positive_float, positive_int
@@ -70,9 +71,7 @@ def parse_ropes(values: Mapping[str, object]) -> dict[str, RopeConfig]:
     Raises:
         ValueError: an unsupported type or option, named; a missing or inconsistent number.
     """
-    given = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        raise ValueError("config.json: rope_parameters is not an object; download config.json again")
+    given = _merged(values)
     if any(layer_type in given for layer_type in (FULL, SLIDING)):
         local = {**values, "rope_theta": values.get("rope_local_base_freq", values.get("rope_theta"))}
         return {FULL: _parse_rope(values, given.get(FULL) or {}), SLIDING: _parse_rope(local, given.get(SLIDING) or {})}
@@ -80,6 +79,27 @@ def parse_ropes(values: Mapping[str, object]) -> dict[str, RopeConfig]:
     if values.get("rope_local_base_freq") is None:
         return {FULL: rope, SLIDING: rope}
     return {FULL: rope, SLIDING: RopeConfig(theta=positive_float(values, "rope_local_base_freq"))}
+
+
+def _merged(values: Mapping[str, object]) -> dict[str, Any]:
+    """Merge ``rope_scaling``, often pasted from a model card, into ``rope_parameters``; transformers would lose the
+    latter's ``rope_theta``."""
+    newer, older = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
+    if not isinstance(newer, dict) or not isinstance(older, dict):
+        raise ValueError("config.json: rope_parameters is not an object; download config.json again")
+    if "type" in older:
+        older = {"rope_type": older["type"], **{key: value for key, value in older.items() if key != "type"}}
+    for key in older.keys() & newer.keys():
+        if older[key] != newer[key] and newer[key] != "default":
+            raise ValueError(
+                f"config.json: rope_scaling has {key} {older[key]!r} and rope_parameters {newer[key]!r}; "
+                "remove one of them"
+            )
+    if older and any(layer_type in newer for layer_type in (FULL, SLIDING)) and older != newer:
+        raise ValueError(
+            "config.json: rope_scaling is set beside rope_parameters of each layer type; remove it, or write it there"
+        )
+    return {**newer, **older}
 
 
 def _parse_rope(values: Mapping[str, object], given: Mapping[str, object]) -> RopeConfig:

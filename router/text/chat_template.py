@@ -7,6 +7,7 @@ It runs in a jinja2 sandbox set up as in transformers.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from enum import Enum
@@ -41,6 +42,8 @@ class PromptEnd(Enum):
     """Inside the last message, which the answer continues."""
 
 
+_ASKS_FOR_NONE = re.compile(r"content\W{0,4}\s+is\s+(not\s+)?none", re.IGNORECASE)
+
 END_MARK = "\U0010fffe"
 """Stands at the end of the message that is continued. Not a character, so no text has it."""
 
@@ -48,10 +51,11 @@ END_MARK = "\U0010fffe"
 class ChatTemplate:
     """Compiled template."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], of_tools: str = "") -> None:
         """
         Args:
             special_tokens: text of the names available to the template, such as ``bos_token``.
+            of_tools: template of conversations with tools; empty if it is the same.
 
         Raises:
             ValueError: not a jinja2 template.
@@ -64,12 +68,14 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         try:
             self._template = environment.from_string(source)
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
-            """Names that the template reads."""
+            variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template does not compile: {error}; repair it or remove it") from error
         self.source = source
         self.special_tokens = special_tokens
+        self.for_tools: ChatTemplate = ChatTemplate(of_tools, special_tokens) if of_tools else self
+        self.variables: frozenset[str] = frozenset(variables | (self.for_tools.variables if of_tools else set()))
+        """Names that the template reads."""
 
     def render(
         self,
@@ -80,7 +86,7 @@ class ChatTemplate:
         end: PromptEnd = PromptEnd.ANSWER,
     ) -> str:
         """Render a conversation. A template that does not name the role ``developer`` gets ``system`` in its place, as
-        OpenAI defines it; it might drop the message.
+        OpenAI defines it; it might drop the message. One that does not ask whether a content is none gets "" for it.
 
         Args:
             tools: as OpenAI's API takes them.
@@ -89,19 +95,23 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the messages, or drops the one to continue.
         """
+        if tools and self.for_tools is not self:
+            return self.for_tools.render(messages, tools=tools, options=options, end=end)
+        if not _ASKS_FOR_NONE.search(self.source):
+            messages = [{**each, "content": ""} if each.get("content") is None else each for each in messages]
         if "developer" not in self.source:
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         if end is PromptEnd.LAST_MESSAGE:  # the mark also keeps templates from stripping white space before it
             *others, last = messages
-            messages = [*others, {**last, "content": f"{last['content']}{END_MARK}"}]
+            messages = [*others, {**last, "content": f"{last['content'] or ''}{END_MARK}"}]
         variables = {
             **self.special_tokens,
+            "documents": None,
             **(options or {}),
             "messages": messages,
+            "tools": tools or None,
             "add_generation_prompt": end is PromptEnd.ANSWER,
         }
-        if tools:
-            variables["tools"] = tools
         try:
             text = self._template.render(variables)
         except Exception as error:  # a template is code and its input comes from clients: anything can be raised

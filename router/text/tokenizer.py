@@ -17,8 +17,9 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
+from pdserve.model.config.tokenizer_config import read_json, read_tokenizer_config, special_tokens
 from pdserve.router.text.answer_text import ByteDetokenizer, Detokenizer
 from pdserve.router.text.chat_template import END_MARK, ChatTemplate, PromptEnd
 from pdserve.router.text.tool_calls import ToolFormat, tool_format
@@ -71,7 +72,7 @@ class ChatTokenizer:
         self.tool_format = None
         """None if the model's template knows no tools."""
         if template is not None and "tools" in template.variables:
-            self.tool_format = tools or tool_format(template.source)
+            self.tool_format = tools or tool_format(template.for_tools.source)
         self.vocab_size = vocab_size
         added = tokenizer.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
@@ -89,8 +90,7 @@ class ChatTokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, tools: ToolFormat | None = None) -> ChatTokenizer:
-        """Read ``tokenizer.json`` and, if present, ``tokenizer_config.json``, ``chat_template.jinja`` and
-        ``config.json``.
+        """Read ``tokenizer.json`` and, if present, the files beside it, as transformers' AutoTokenizer does.
 
         Raises:
             ValueError: the tokenizer is missing, or a file is broken.
@@ -105,9 +105,12 @@ class ChatTokenizer:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exceptions
             raise ValueError(f"{file} is not a tokenizer: {error}; download it again") from error
-        model_config = _read_json(folder / "config.json")
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        config, model_config = read_tokenizer_config(folder), read_json(folder / "config.json")
+        _add_tokens(tokenizer, config)
         vocab_size = model_config.get("vocab_size", model_config.get("text_config", {}).get("vocab_size"))
-        return cls(tokenizer, _read_template(folder), vocab_size or tokenizer.get_vocab_size(), tools)
+        return cls(tokenizer, _read_template(folder, config), vocab_size or tokenizer.get_vocab_size(), tools)
 
     @property
     def has_chat_template(self) -> bool:
@@ -319,35 +322,30 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """JSON object of a file; empty if the file does not exist."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}; download it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object; download it again")
-    return content
+def _add_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+    """Add the tokens that only the files beside tokenizer.json have, or flag otherwise, as AutoTokenizer does."""
+    listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+    tokenizer.add_tokens([AddedToken(**token) for _, token in listed])
+    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    texts = [token["content"] if isinstance(token, dict) else token for token in more]
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    wanted = dict.fromkeys([*special_tokens(config).values(), *texts])
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in wanted if text not in special])
 
 
-def _read_template(folder: Path) -> ChatTemplate | None:
-    config = _read_json(folder / "tokenizer_config.json")
-    file = folder / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-    if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        if "default" not in named:
-            raise ValueError(f"no chat template in {folder} is named default; name one of {list(named)} so")
-        source = named["default"]
-    if not isinstance(source, str | None):
-        raise ValueError(f"the chat template in {folder}/tokenizer_config.json is not text; download it again")
-    return ChatTemplate(source, _special_tokens(config)) if source else None
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """``bos_token`` and the like, given as text or as an object with the text in ``content``."""
-    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+def _read_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
+    """Chat template of the folder; files of their own come before tokenizer_config.json, as in transformers."""
+    paths = {"default": folder / "chat_template.jinja"}
+    paths |= {path.stem: path for path in folder.glob("additional_chat_templates/*.jinja")}
+    named: Any = {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}
+    named = named or config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template") or {}
+    if isinstance(named, list):
+        named = {entry.get("name"): entry.get("template") for entry in named if isinstance(entry, dict)}
+    if isinstance(named, str):
+        named = {"default": named}
+    if not named:
+        return None
+    source, of_tools = named.get("default"), named.get("tool_use", "")
+    if not isinstance(source, str) or not isinstance(of_tools, str):
+        raise ValueError(f"no chat template in {folder} is named default and a text; name one of {list(named)} so")
+    return ChatTemplate(source, special_tokens(config), of_tools)

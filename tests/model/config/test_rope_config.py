@@ -36,7 +36,7 @@ def test_both_spellings_say_the_same(scaling: dict[str, Any]) -> None:
     assert parse(rope_theta=5e5, rope_scaling=oldest) == newer
 
 
-def test_the_older_spelling_comes_first_as_it_does_in_transformers() -> None:
+def test_both_spellings_are_merged() -> None:
     both = parse(rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default"})
     assert both == RopeConfig(theta=10000.0, type="linear", factor=2.0)
 

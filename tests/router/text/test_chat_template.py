@@ -88,3 +88,22 @@ def test_the_reason_of_a_template_is_told() -> None:
 def test_a_broken_template_names_its_line() -> None:
     with pytest.raises(ValueError, match=r"does not compile.*repair"):
         ChatTemplate("{% for %}", {})
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{% for m in messages %}{{ '-' if m.content is none else m.content }}{% endfor %}", "a-"),
+        ("{% for m in messages %}{{ '-' if m['content'] is not none else '+' }}{% endfor %}", "-+"),
+        ("{% for m in messages %}[{{ m.content.strip() }}]{% endfor %}", "[a][]"),
+    ],
+)
+def test_a_content_that_is_null_is_none_where_the_template_asks(source: str, text: str) -> None:
+    messages: list[dict[str, object]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
+    assert ChatTemplate(source, {}).render(messages) == text
+
+
+def test_an_answer_may_continue_a_message_without_content() -> None:
+    template = ChatTemplate("{% for m in messages %}[{{ m.content }}]{% endfor %}", {})
+    messages: list[dict[str, object]] = [{"role": "assistant", "content": None}]
+    assert template.render(messages, end=PromptEnd.LAST_MESSAGE) == "["

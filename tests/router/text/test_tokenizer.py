@@ -205,7 +205,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json is not JSON"):
         ChatTokenizer.from_folder(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="no JSON object"):
+    with pytest.raises(ValueError, match="not a JSON object"):
         ChatTokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):

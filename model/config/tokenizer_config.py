@@ -1,0 +1,63 @@
+"""Special tokens of a checkpoint, as transformers' AutoTokenizer reads them from the files beside tokenizer.json.
+
+Used by the configuration, whose answers end with ``eos_token``, and by `pdserve.router.text.tokenizer`. Never imports
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """JSON object of a file; empty if the file does not exist.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}; download it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is not a JSON object; download it again")
+    return content
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, over which special_tokens_map.json goes unless it lists all added tokens itself."""
+    config = read_json(folder / "tokenizer_config.json")
+    return config if "added_tokens_decoder" in config else config | read_json(folder / "special_tokens_map.json")
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and the like, given as text or as an object with the text in ``content``."""
+    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def eos_token_id(folder: Path) -> int | None:
+    """Id of the tokenizer's end-of-sequence token; None without a tokenizer, or if it names no token."""
+    config = read_tokenizer_config(folder)
+    text = special_tokens(config).get("eos_token")
+    if text is None:
+        return None
+    tokenizer = read_json(folder / "tokenizer.json")
+    return next((number for number, token in _tokens(config, tokenizer) if token == text), None)
+
+
+def _tokens(config: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    """Ids and texts of tokens, added ones first."""
+    yield from ((token["id"], token["content"]) for token in tokenizer.get("added_tokens") or ())
+    yield from ((int(number), token["content"]) for number, token in config.get("added_tokens_decoder", {}).items())
+    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+    if isinstance(vocab, dict):
+        yield from ((number, token) for token, number in vocab.items())
+    else:
+        yield from ((number, token) for number, (token, _) in enumerate(vocab))

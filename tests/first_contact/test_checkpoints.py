@@ -1,0 +1,159 @@
+"""Folders as people have them: each is served as transformers reads it, or refused with the reason.
+
+A case is a file of ``checkpoints/``:
+
+- ``about``: what is odd in the folder.
+- ``files``: contents by name, over those of a plain folder. An object for ``config.json`` or ``tokenizer.json`` changes
+  the plain one, where null removes a key; null for a file leaves it out.
+- ``weights``: ``model_type`` of the random weights to write, whose logits are compared, too; its ``config.json`` is the
+  plain one. ``stored`` changes their names: a prefix by prefix of the name, or tensors of that name and shape beside.
+- ``instead``: ``files`` of the folder that transformers is asked about, where it reads the odd one wrongly.
+- ``refused``: pattern of the error at start. ``said``: pattern of the banner's line. ``name``: the served name.
+- ``prompt_with_tools``, ``sampling``: what transformers does not say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
+from pdserve.contracts.errors import DeployError
+from pdserve.deploy.checks.model import check_model
+from pdserve.deploy.launch import Launch
+from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.decoder.rope import inverse_frequencies
+from pdserve.router.text.tokenizer import ChatTokenizer
+from tests.router.small_tokenizers import BOS, EOS, byte_level_tokenizer
+
+CASES = sorted((Path(__file__).parent / "checkpoints").glob("*.json"))
+PLAIN_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 112,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "initializer_range": 0.2,
+}  # fmt: skip
+PLAIN_TEMPLATE = "{{ bos_token }}{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+PLAIN_FILES: dict[str, Any] = {
+    "config.json": {},
+    "tokenizer.json": {},
+    "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS},
+    "chat_template.jinja": PLAIN_TEMPLATE,
+}
+TEXTS = [
+    "Größe of the router",
+    f"a {EOS} b",
+    f"{BOS}a",
+    "  two  spaces decode code",
+    "time to first token " * 40,
+    "<|later|> x",
+]
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "What is the time?"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Größe? 🙂"}],
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def write_files(folder: Path, files: Mapping[str, Any]) -> None:
+    """Write a folder without weights."""
+    bases = {"config.json": PLAIN_CONFIG, "tokenizer.json": json.loads(byte_level_tokenizer().to_str())}
+    if (folder / "config.json").exists():
+        bases["config.json"] = json.loads((folder / "config.json").read_text())
+    for name, content in {**PLAIN_FILES, **files}.items():
+        if content is None:
+            continue
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        if name in bases:
+            content = {key: value for key, value in {**bases[name], **content}.items() if value is not None}
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+
+
+def write_case(folder: Path, case: Mapping[str, Any]) -> Path:
+    folder.mkdir(parents=True)
+    write_files(folder, case.get("files", {}))
+    return folder
+
+
+def read_case(path: Path) -> dict[str, Any]:
+    case: dict[str, Any] = json.loads(path.read_text())
+    assert case["about"]
+    return case
+
+
+def served_tokens(tokenizer: ChatTokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    return asyncio.run(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def as_cases(**wanted: bool) -> pytest.MarkDecorator:
+    """Every case whose file says, or does not say, the keys of ``wanted``."""
+    cases = [path for path in CASES if all((key in read_case(path)) is has for key, has in wanted.items())]
+    return pytest.mark.parametrize("case", [pytest.param(path, id=path.stem) for path in cases])
+
+
+@as_cases(refused=False)
+def test_the_tokenizer_is_that_of_transformers(case: Path, tmp_path: Path) -> None:
+    content = read_case(case)
+    folder = write_case(tmp_path / "served", content)
+    asked = write_case(tmp_path / "asked", {"files": content.get("instead", content.get("files", {}))})
+    ours, theirs = ChatTokenizer.from_folder(folder), AutoTokenizer.from_pretrained(asked)
+    for text in TEXTS:
+        for add_special_tokens in (True, False):
+            expected = theirs(text, add_special_tokens=add_special_tokens)["input_ids"]
+            assert served_tokens(ours, text, add_special_tokens) == expected, text
+    for messages in CHATS:
+        assert ours.has_chat_template is (theirs.chat_template is not None)
+        if theirs.chat_template is not None:
+            expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            assert ours.chat_text(messages) == expected
+            assert asyncio.run(ours.encode_chat(expected)) == theirs(expected, add_special_tokens=False)["input_ids"]
+    if "prompt_with_tools" in content:
+        expected = theirs.apply_chat_template(CHATS[0], tools=TOOLS, add_generation_prompt=True, tokenize=False)
+        assert ours.chat_text(CHATS[0], tools=TOOLS) == expected == content["prompt_with_tools"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@as_cases(refused=False)
+def test_the_model_is_configured_as_in_transformers(case: Path, tmp_path: Path) -> None:
+    content = read_case(case)
+    config = DecoderConfig.from_folder(write_case(tmp_path / "served", content))
+    asked = write_case(tmp_path / "asked", {"files": content.get("instead", content.get("files", {}))})
+    theirs = AutoConfig.from_pretrained(asked).get_text_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(theirs)
+    with torch.device("cpu"):
+        (rotary,) = [type(m)(theirs) for name, m in model.named_modules() if name.split(".")[-1] == "rotary_emb"]
+    types = getattr(theirs, "layer_types", None) or ["full_attention"] * theirs.num_hidden_layers
+    for layer, layer_type in zip(config.layers, types, strict=True):
+        prefix = f"{layer_type}_" if hasattr(rotary, f"{layer_type}_inv_freq") else ""
+        frequencies = inverse_frequencies(layer.rope, config.shape.head_dim)
+        torch.testing.assert_close(frequencies, getattr(rotary, f"{prefix}inv_freq"), rtol=1e-6, atol=0)
+        assert layer.rope.attention_factor == pytest.approx(getattr(rotary, f"{prefix}attention_scaling"))
+    # Where config.json has none, the default of transformers' class need not be a token of this tokenizer.
+    ends = [
+        json.loads((asked / "config.json").read_text()).get("eos_token_id"),
+        AutoTokenizer.from_pretrained(asked).eos_token_id,
+    ]
+    if (asked / "generation_config.json").exists():
+        ends.append(GenerationConfig.from_pretrained(asked).eos_token_id)
+    expected = {each for end in ends if end is not None for each in (end if isinstance(end, list) else [end])}
+    assert set(config.eos_token_ids) == expected
+    assert len(config.eos_token_ids) == len(expected)
+
+
+@as_cases(refused=True)
+def test_what_cannot_be_honoured_is_refused_at_start(case: Path, tmp_path: Path) -> None:
+    content = read_case(case)
+    folder = write_case(tmp_path / "served", content)
+    launch = Launch(config=DeploymentConfig(model=ModelConfig(path=str(folder))), emulate="h100-sxm")
+    with pytest.raises(DeployError, match=content["refused"]) as raised:
+        check_model(launch)
+    assert re.search(r"[;.] \w+", str(raised.value)), "no remedy"
