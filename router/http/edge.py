@@ -46,7 +46,7 @@ from pdserve.router.text.answer_text import StopStrings
 from pdserve.router.text.chat_template import PromptEnd
 from pdserve.router.text.reasoning import CLOSING, OPENING, ReasoningParser
 from pdserve.router.text.tokenizer import ChatTokenizer, TooLongError
-from pdserve.router.text.tool_calls import ToolCallParser
+from pdserve.router.text.xml_calls import call_parser
 
 Result = TypeVar("Result")
 
@@ -350,7 +350,7 @@ def _parts(reasoning: bool | None, tools: Tools | None) -> Callable[[], AnswerPa
     def new_parts() -> AnswerParts:
         return AnswerParts(
             None if reasoning is None else ReasoningParser(is_open=reasoning),
-            ToolCallParser(tools.style, new_call_id) if tools else None,
+            call_parser(tools.style, new_call_id, tools.offered) if tools else None,
             may_call_several=tools is None or tools.may_call_several,
         )
 

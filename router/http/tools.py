@@ -163,6 +163,13 @@ def _tag(style: ToolFormat, function: _Function, *, is_exact: bool) -> dict[str,
         message = f"the parameters of the tool {function.name} cannot be enforced: {error}"
         raise ApiError(400, message, param="tools") from error
     space = style.separator if style.opening else ""
+    if style.is_xml:
+        return {
+            "type": "tag",
+            "begin": f"{style.opening}\n<function={function.name}>\n",
+            "content": {"type": "json_schema", "json_schema": schema, "style": "qwen_xml", "max_whitespace_cnt": 1},
+            "end": f"\n</function>\n{style.closing}",
+        }
     return {
         "type": "tag",
         "begin": f'{style.opening}{space}{{"name": "{function.name}", "{style.arguments_key}": ',

@@ -72,8 +72,8 @@ class AnswerParts:
         if self._tools is not None:
             text, calls = self._tools.push(text)
             if end is not None:
-                rest, _ = self._tools.flush()
-                text += rest
+                rest, more_calls = self._tools.flush()
+                text, calls = text + rest, calls + more_calls
             if not self._may_call_several and self._tools.num_calls:
                 text, calls, end = "", [call for call in calls if call.number == 0], "tool_calls"
             elif end == "stop" and self._tools.num_calls:

@@ -1,7 +1,8 @@
 """Finds tool calls in the text of an answer, as it arrives.
 
 A model writes a call as JSON: between ``<tool_call>`` and ``</tool_call>`` (Hermes, Qwen), or as its whole answer
-(Llama 3). Arguments pass through as they were written. Text that is no call stays text, also what only began like one;
+(Llama 3); `pdserve.router.text.xml_calls` reads tags. Arguments pass through as they were written. A call whose last
+braces are missing ends at its closing tag. Text that is no call stays text, also what only began like one;
 white space around calls is dropped. The result does not depend on how the text was split.
 """
 
@@ -35,17 +36,24 @@ class ToolFormat:
     separator: str
     """Between calls that a grammar writes."""
     arguments_key: str
+    is_xml: bool = False
+    """A call is tags, not JSON."""
 
 
 HERMES = ToolFormat("<tool_call>", "</tool_call>", "\n", "arguments")
 LLAMA_3 = ToolFormat("", ";", "; ", "parameters")
-TOOL_FORMATS = {"hermes": HERMES, "llama3": LLAMA_3}
+QWEN_3_CODER = ToolFormat("<tool_call>", "</tool_call>", "\n", "", is_xml=True)
+TOOL_FORMATS = {"hermes": HERMES, "llama3": LLAMA_3, "qwen3_coder": QWEN_3_CODER}
+_HERMES_CALL = re.compile(r"""["']arguments\\?["']\s*:|<tool_call>[^<]*\btojson\b[^<]*</tool_call>""")
+"""JSON of a call in a template, written out or rendered."""
 
 
 def tool_format(template: str) -> ToolFormat | None:
     """Format that a chat template teaches; ``None`` if it is not known."""
+    if "<function=" in template and "<parameter=" in template:
+        return QWEN_3_CODER
     if HERMES.opening in template:
-        return HERMES
+        return HERMES if _HERMES_CALL.search(template) else None
     return LLAMA_3 if '"parameters": ' in template else None
 
 
@@ -61,7 +69,7 @@ class CallDelta(NamedTuple):
     """The next part of the JSON text."""
 
 
-class _State(Enum):
+class State(Enum):
     START = "start"
     """Nothing but white space so far."""
     TEXT = "text"
@@ -79,12 +87,15 @@ class _State(Enum):
 class _JsonScanner:
     """Finds the end of a JSON value that is an object."""
 
-    def __init__(self, depth: int = 0) -> None:
-        self._depth = depth
+    def __init__(self, closing: str, depth: int = 0) -> None:
+        self.depth = depth
+        """Braces and brackets that are open."""
+        self._closing = closing
         self._in_string = self._is_escaped = False
 
     def end(self, text: str, start: int) -> int:
-        """Scan on from ``start``; return the index after the closing brace, or -1."""
+        """Scan on from ``start``; return the index after the closing brace, or of the closing tag outside a string
+        before it, or -1. ``text`` must not end inside the tag."""
         for index in range(start, len(text)):
             char = text[index]
             if self._is_escaped:
@@ -94,11 +105,13 @@ class _JsonScanner:
                 self._in_string = char != '"'
             elif char == '"':
                 self._in_string = True
+            elif char == self._closing[0] and text.startswith(self._closing, index):
+                return index
             elif char in "{[":
-                self._depth += 1
+                self.depth += 1
             elif char in "}]":
-                self._depth -= 1
-                if self._depth <= 0:
+                self.depth -= 1
+                if self.depth <= 0:
                     return index + 1
         return -1
 
@@ -112,14 +125,14 @@ class ToolCallParser:
         """Calls that are complete."""
         self._style = style
         self._new_id = new_id
-        self._state = _State.START
+        self._state = State.START
         self._index = 0
         self._held = ""
         """Text that is not decided yet."""
         self._before = ""
         """White space and opening tag of the call that has begun, in case that it is none."""
         self._num_scanned = 0
-        self._scanner = _JsonScanner()
+        self._scanner = _JsonScanner(style.closing)
         self._text: list[str] = []
         self._calls: list[CallDelta] = []
 
@@ -135,13 +148,16 @@ class ToolCallParser:
         return self._take()
 
     def flush(self) -> tuple[str, list[CallDelta]]:
-        """End the answer: what is held is text, but for white space after a call."""
-        if self._state is _State.HEAD:
+        """End the answer: what is held is text, but for arguments, and white space after a call."""
+        if self._state is State.HEAD:
             self._text.append(self._before + self._held)
-        elif self._state is _State.BETWEEN:
+        elif self._state is State.ARGUMENTS and self._held and not self._style.is_xml:
+            self._calls.append(CallDelta(self._index - 1, "", "", self._held))
+        elif self._state is State.BETWEEN:
             self._text.append(self._held.lstrip())
-        elif self._state in (_State.START, _State.TEXT):
+        elif self._state in (State.START, State.TEXT):
             self._text.append(self._held)
+        self.num_calls += self._state is State.TAIL
         self._held = ""
         return self._take()
 
@@ -153,17 +169,17 @@ class ToolCallParser:
     def _advance(self) -> bool:
         """Decide some of the held text; return False once more is needed."""
         match self._state:
-            case _State.START | _State.BETWEEN:
+            case State.START | State.BETWEEN:
                 return self._begin()
-            case _State.CLOSING:
+            case State.CLOSING:
                 return self._read_closing()
-            case _State.TEXT:
+            case State.TEXT:
                 return self._pass_text()
-            case _State.HEAD:
+            case State.HEAD:
                 return self._read_head()
-            case _State.ARGUMENTS:
+            case State.ARGUMENTS:
                 return self._pass_arguments()
-            case _State.TAIL:
+            case State.TAIL:
                 return self._read_tail()
 
     def _begin(self) -> bool:
@@ -175,15 +191,15 @@ class ToolCallParser:
         if rest.startswith(opening):
             self._open(len(self._held) - len(rest))
         else:
-            self._held = self._held if self._state is _State.START else rest
-            self._state = _State.TEXT
+            self._held = self._held if self._state is State.START else rest
+            self._state = State.TEXT
         return True
 
     def _read_closing(self) -> bool:
         rest, closing = self._held.lstrip(), self._style.closing
         if closing.startswith(rest) and rest != closing:
             return False
-        self._held, self._state = rest.removeprefix(closing), _State.BETWEEN
+        self._held, self._state = rest.removeprefix(closing), State.BETWEEN
         return True
 
     def _pass_text(self) -> bool:
@@ -207,7 +223,7 @@ class ToolCallParser:
         """Begin a call whose opening tag follows ``num_space`` characters of white space."""
         num_before = num_space + len(self._style.opening)
         self._before, self._held = self._held[:num_before], self._held[num_before:]
-        self._state, self._num_scanned, self._scanner = _State.HEAD, 0, _JsonScanner()
+        self._state, self._num_scanned, self._scanner = State.HEAD, 0, _JsonScanner(self._style.closing)
 
     def _read_head(self) -> bool:
         start = _HEAD.match(self._held, 0, _MAX_HEAD_CHARS)
@@ -215,16 +231,17 @@ class ToolCallParser:
             self._calls.append(CallDelta(self._index, self._new_id(), name, ""))
             self._index += 1
             self._held = self._held[start.end() :]
-            self._scanner, self._state = _JsonScanner(), _State.ARGUMENTS
+            self._scanner, self._state = _JsonScanner(self._style.closing), State.ARGUMENTS
             return True
         rest = self._held.lstrip()
         if rest and rest[0] != "{":
             return self._give_up()
-        end = self._scanner.end(self._held, self._num_scanned)
-        self._num_scanned = len(self._held)
+        certain = self._certain()
+        end = self._scanner.end(certain, self._num_scanned)
+        self._num_scanned = len(certain)
         if end < 0:
             return False
-        call = _call_of(self._held[:end], self._index)
+        call = _call_of(self._held[:end] + "}" * self._scanner.depth, self._index)
         if call is None:
             return self._give_up()
         self._calls.append(call._replace(id=self._new_id()))
@@ -235,31 +252,38 @@ class ToolCallParser:
     def _give_up(self) -> bool:
         """What began like a call is text."""
         self._text.append(self._before)
-        self._state = _State.TEXT
+        self._state = State.TEXT
         return True
 
     def _pass_arguments(self) -> bool:
-        end = self._scanner.end(self._held, 0)
-        arguments = self._held if end < 0 else self._held[:end]
+        certain = self._certain()
+        end = self._scanner.end(certain, 0)
+        arguments = certain if end < 0 else certain[:end]
+        self._held = self._held[len(arguments) :]
+        arguments += "}" * self._scanner.depth if end >= 0 else ""
         if arguments:
             self._calls.append(CallDelta(self._index - 1, "", "", arguments))
-        self._held = self._held[len(arguments) :]
         if end < 0:
             return False
-        self._scanner, self._state = _JsonScanner(depth=1), _State.TAIL
+        self._scanner, self._state = _JsonScanner(self._style.closing, depth=1), State.TAIL
         return True
 
     def _read_tail(self) -> bool:
-        end = self._scanner.end(self._held, 0)
+        certain = self._certain()
+        end = self._scanner.end(certain, 0)
         if end < 0:
-            self._held = ""
+            self._held = self._held[len(certain) :]
             return False
         self._close(self._held[end:])
         return True
 
+    def _certain(self) -> str:
+        """What is held, less what may begin the closing tag."""
+        return self._held[: len(self._held) - num_held_chars(self._held, self._style.closing)]
+
     def _close(self, rest: str) -> None:
         self.num_calls += 1
-        self._held, self._state = rest, _State.CLOSING
+        self._held, self._state = rest, State.CLOSING
 
 
 def _text_of(literal: str) -> str:

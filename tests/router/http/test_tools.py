@@ -19,7 +19,8 @@ from pdserve.router.http.schema import ChatBody
 from pdserve.router.http.tools import template_options, tools_of
 from pdserve.router.text.chat_template import ChatTemplate
 from pdserve.router.text.tokenizer import ChatTokenizer
-from pdserve.router.text.tool_calls import HERMES, LLAMA_3, ToolCallParser, ToolFormat, tool_format
+from pdserve.router.text.tool_calls import HERMES, LLAMA_3, QWEN_3_CODER, ToolCallParser, ToolFormat, tool_format
+from pdserve.router.text.xml_calls import call_parser
 from tests.router.edge_server import MODEL, EdgeServer, running_edge
 from tests.vocabulary import LIMITS, compiled, demo_tokenizer
 
@@ -31,6 +32,7 @@ TEMPLATE = """{{ bos_token }}{% if tools %}[tools]
 {% endfor %}{% if add_generation_prompt %}[assistant] {% if enable_thinking is false %}<think></think>
 {% endif %}{% endif %}"""
 LLAMA_TEMPLATE = TEMPLATE.replace("<tool_call>", "").replace("</tool_call>", "").replace("arguments", "parameters")
+XML_TEMPLATE = TEMPLATE.replace('{"name": ..., "arguments": ...}', "<function=NAME><parameter=KEY>...</function>")
 
 WEATHER: Any = {
     "type": "function",
@@ -386,3 +388,37 @@ def test_strict_tools_are_exact_and_others_free() -> None:
         assert matcher.accept_string(text), text
     for text in (call("get_weather", "{}"), "<tool_call>f()"):
         assert not xgrammar.GrammarMatcher(compiled(grammar)).accept_string(text), text
+
+
+def test_forced_calls_of_tags_are_what_the_parser_reads() -> None:
+    def call(name: str, *values: str) -> str:
+        return f"<tool_call>\n<function={name}>\n{''.join(values)}\n</function>\n</tool_call>"
+
+    city, days = "<parameter=city>\nOslo\n</parameter>", "\n<parameter=days>\n2\n</parameter>"
+    required = grammar_of_tools(XML_TEMPLATE, tool_choice="required")
+    both = f"{call('get_weather', city, days)}\n{call('get_time')}"
+    for text in (call("get_weather", city, days), call("get_weather", city), both):
+        assert accepts(required, text), text
+    for text in ("", call("get_weather", days), call("get_weather", city, days.replace("2", "x")), call("f", city)):
+        assert not accepts(required, text), text
+    strict = grammar_of_tools(XML_TEMPLATE, tools=[{**WEATHER, "function": {**WEATHER["function"], "strict": True}}])
+    assert xgrammar.GrammarMatcher(compiled(strict)).accept_string(f"I look.\n{call('get_weather', city)} Done.")
+    assert not xgrammar.GrammarMatcher(compiled(strict)).accept_string(call("get_weather", days))
+
+    parser = call_parser(QWEN_3_CODER, lambda: "id", [WEATHER, TIME])
+    text, deltas = parser.push(both)
+    assert (text, parser.num_calls) == ("", 2)
+    assert json.loads("".join(delta.arguments for delta in deltas if delta.number == 0)) == json.loads(OSLO)
+    assert json.loads("".join(delta.arguments for delta in deltas if delta.number == 1)) == {}
+
+
+def test_calls_of_tags_arrive_as_json() -> None:
+    with running_edge(template=XML_TEMPLATE) as edge:
+        edge.say(
+            "I look.\n<tool_call>\n<function=get_weather>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
+        )
+        body = {"messages": ASKED, "tools": [WEATHER], "max_tokens": 400}
+        edge.generator.max_model_len = 4096
+        [choice] = httpx.post(f"{edge.url}/v1/chat/completions", json=body).json()["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "I look.")
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"days": 2}'}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.router.text.reasoning import ReasoningParser
-from pdserve.router.text.tool_calls import HERMES, LLAMA_3, ToolCallParser, ToolFormat, tool_format
+from pdserve.router.text.tool_calls import HERMES, LLAMA_3, QWEN_3_CODER, ToolCallParser, ToolFormat, tool_format
 
 
 class Call(NamedTuple):
@@ -60,6 +60,13 @@ ARGUMENTS = '{"a": [1, "}\\"{"]}'
         (f"<tool_call>{CALL}</tool_call> done", "done", [("f", ARGUMENTS)], 1),
         (f"<tool_call>{CALL}", "", [("f", ARGUMENTS)], 1),
         ('<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')], 0),
+        # Without their last braces
+        (f"<tool_call>{CALL[:-1]}\n</tool_call>\n<tool_call>{CALL}</tool_call> x", "x", [("f", ARGUMENTS)] * 2, 2),
+        (f"<tool_call>{CALL[:-2]}</tool_call> x", "x", [("f", ARGUMENTS)], 1),
+        ('<tool_call>{"arguments": {"a": 1}, "name": "f"</tool_call> x', "x", [("f", '{"a": 1}')], 1),
+        (f"<tool_call>{CALL[:-1]}", "", [("f", ARGUMENTS)], 1),
+        ('<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}', "", [("f", '{"a": "</tool_call>"}')], 1),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1 <', "", [("f", '{"a": 1 <')], 0),
         # Members in another order, or more of them
         ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')], 1),
         ('<tool_call>{"name": "f", "arguments": {"a": 1}, "x": {"y": 2}}</tool_call>', "", [("f", '{"a": 1}')], 1),
@@ -127,6 +134,10 @@ def test_a_long_answer_without_an_end_is_read_once() -> None:
 
 def test_formats_of_templates() -> None:
     assert tool_format("... <tool_call>\n{{ call | tojson }}\n</tool_call>") == HERMES
+    assert tool_format(r"""{{- '<tool_call>\n{\"name\": <name>, \"arguments\": <json>}\n</tool_call>' }}""") == HERMES
+    assert tool_format("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>") == QWEN_3_CODER
+    glm = "<tool_call>{{ call.name }}{% for k, v in call.arguments.items() %}<arg_key>{{ k }}</arg_key>{% endfor %}"
+    assert tool_format(glm) is None
     assert tool_format("""{{- '"parameters": ' }}""") == LLAMA_3
     assert tool_format("{{ messages }}") is None
 
