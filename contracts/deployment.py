@@ -99,6 +99,10 @@ class ModelConfig:
     """How the model writes tool calls: ``hermes`` (Qwen's, too), ``llama3`` or ``qwen3_coder`` (tags); ``auto`` takes
     what the chat template teaches."""
 
+    generation_config: Annotated[str, one_of("auto", "none")] = "auto"
+    """``auto``: temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens of the checkpoint's
+    generation_config.json, where it has them, are those of requests that do not say; ``none``: OpenAI's are."""
+
     @property
     def precision(self) -> Precision:
         return Precision(dtype=self.dtype, kv_dtype=self.kv_dtype, quantization=self.quantization)

@@ -197,6 +197,7 @@ def router_config(
         model_path=model.path,
         served_name=model.served_name or Path(model.path).resolve().name,
         tool_format=model.tool_format,
+        generation_config=model.generation_config,
         host=router.host,
         port=router.port,
         admin_host=router.admin_host,

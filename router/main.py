@@ -34,6 +34,7 @@ from pdserve.contracts.deployment import DEFAULT_TIER
 from pdserve.contracts.placement import WorkerRole
 from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.sampling_defaults import sampling_defaults
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware, slowed
 from pdserve.router.admin import create_admin_app
@@ -107,6 +108,7 @@ async def serve(config: RouterProcessConfig) -> int:
     # One: they would only wait for one another, and the event loop for all of them.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     tokenizer = ChatTokenizer.from_folder(Path(config.model_path), TOOL_FORMATS.get(config.tool_format))
+    defaults = sampling_defaults(Path(config.model_path)) if config.generation_config == "auto" else {}
     costs = build_cost_models(config)
     # From the token, so that a restarted router finds the blocks that workers have cached.
     cache_secret = config.cluster_token.encode() or secrets.token_bytes(32)
@@ -135,6 +137,7 @@ async def serve(config: RouterProcessConfig) -> int:
         overview=overview if config.page else None,
         served_name=config.served_name,
         metrics=metrics,
+        defaults=defaults,
         keys=keys,
         cors_origins=config.cors_origins,
         request_log=request_log,

@@ -20,6 +20,8 @@ class RouterProcessConfig:
     """Model name for clients."""
     tool_format: ToolFormatName = "auto"
     """How the model writes tool calls; ``auto`` if its chat template says."""
+    generation_config: str = "none"
+    """``auto``: the checkpoint's sampling is that of requests that do not say."""
     host: str = "127.0.0.1"
     port: int = 8000
     """Port of the API; 0 picks a free one."""

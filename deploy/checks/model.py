@@ -11,16 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pdserve.contracts.deployment import ModelConfig
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.deploy.launch import Launch, worker_configs
 from pdserve.engine.worker.backend import choose_backend
 from pdserve.engine.worker.pool_size import num_kv_blocks, num_swap_slots
 from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.sampling_defaults import sampling_defaults
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.files import check_weights
 from pdserve.router.text.tokenizer import ChatTokenizer
+from pdserve.router.text.tool_calls import TOOL_FORMATS
 
 
 def check_model(launch: Launch) -> str:
@@ -29,15 +32,18 @@ def check_model(launch: Launch) -> str:
     Raises:
         DeployError: the model cannot be served.
     """
-    folder = Path(launch.config.model.path)
+    settings = launch.config.model
+    folder = Path(settings.path)
     if not folder.is_dir():
         raise DeployError(
             f"no model folder at {folder}; give --model a folder with config.json, safetensors, tokenizer"
         )
     try:
         model = DecoderConfig.from_folder(folder)
-        tokenizer = ChatTokenizer.from_folder(folder)
-        model.limits(launch.config.model.max_model_len)
+        tokenizer = ChatTokenizer.from_folder(folder, TOOL_FORMATS.get(settings.tool_format))
+        if settings.generation_config == "auto":
+            sampling_defaults(folder)
+        model.limits(settings.max_model_len)
         if not launch.emulate:
             check_weights(folder, model.shape)
     except (ValueError, OSError) as error:
@@ -47,9 +53,31 @@ def check_model(launch: Launch) -> str:
         raise DeployError(f"the model in {folder} cannot be read: {cause}") from error
     if not launch.ray_address:
         check_memory(worker_configs(launch), model, launch.memory_bytes)
-    return "" if tokenizer.has_chat_template else NO_CHAT_TEMPLATE
+    template = tokenizer.template
+    if template is None:
+        return NO_CHAT_TEMPLATE
+    return UNKNOWN_TOOLS if "tools" in template.variables and tokenizer.tool_format is None else ""
 
 
+def model_rows(settings: ModelConfig) -> list[tuple[str, str]]:
+    """Rows of the banner: what the checkpoint decides about answers.
+
+    Raises:
+        ValueError: a file of the checkpoint is broken.
+    """
+    folder = Path(settings.path)
+    ends = ", ".join(map(str, DecoderConfig.from_folder(folder).eos_token_ids)) or "none, so they end at max_tokens"
+    rows = [("answers end", f"with tokens {ends}")]
+    if settings.generation_config == "auto" and (defaults := sampling_defaults(folder)):
+        given = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        rows.append(("sampling", f"{given} (generation_config.json; model.generation_config: none ignores it)"))
+    return rows
+
+
+UNKNOWN_TOOLS = (
+    "its chat template teaches tool calls in a form that is not known, so tools are refused; "
+    f"set model.tool_format if it is one of {', '.join(TOOL_FORMATS)}"
+)
 NO_CHAT_TEMPLATE = (
     "it has no chat template, so /v1/chat/completions is refused and /v1/completions serves; "
     "put a chat_template.jinja into its folder"

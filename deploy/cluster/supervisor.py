@@ -27,7 +27,7 @@ import psutil
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.checks import preflight
-from pdserve.deploy.checks.model import check_model
+from pdserve.deploy.checks.model import check_model, model_rows
 from pdserve.deploy.cluster.changes import Changes
 from pdserve.deploy.cluster.control import ControlPort
 from pdserve.deploy.cluster.fleet import Fleet
@@ -318,7 +318,10 @@ class Supervisor:
         self._is_ready = True
         self._leave_cores_to_workers()
         emulated = f", emulated on {self._launch.emulate}" if self._launch.emulate else ""
-        rows = [("model", f"{router.config.served_name} ({config.model.precision}){emulated}")]
+        rows = [
+            ("model", f"{router.config.served_name} ({config.model.precision}){emulated}"),
+            *model_rows(config.model),
+        ]
         for role, count in Counter(self._launch.roles).items():
             blocks = sum(num_blocks(worker) for worker in workers if worker["role"] == role.value)
             tokens = f"{blocks * config.model.block_size:,} tokens of KV cache"

@@ -6,7 +6,7 @@ Owns the routes. `pdserve.router.main` runs it under uvicorn. Metrics and contro
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
@@ -44,6 +44,7 @@ def create_app(
     *,
     served_name: str,
     metrics: RouterMetrics,
+    defaults: Mapping[str, float] | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     keys: KeyFile | None = None,
     cors_origins: Sequence[str] = (),
@@ -55,6 +56,7 @@ def create_app(
 
     Args:
         served_name: model name for clients.
+        defaults: `Edge.defaults`.
         max_body_bytes: larger request bodies are refused with 413.
         keys: every route but ``/live`` and the page's files needs one of these; None serves everybody.
         cors_origins: origins whose pages may call the API.
@@ -62,7 +64,7 @@ def create_app(
         tracer: gets the spans of each request; None emits none.
         overview: what the page at ``/`` shows; None serves no page.
     """
-    edge = Edge(cluster=cluster, tokenizer=tokenizer, served_name=served_name, metrics=metrics)
+    edge = Edge(cluster=cluster, tokenizer=tokenizer, served_name=served_name, metrics=metrics, defaults=defaults or {})
     app = FastAPI(title="pdserve", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     install_error_handlers(app)
     app.add_middleware(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from math import ceil
@@ -72,6 +72,8 @@ class Edge:
     tokenizer: ChatTokenizer
     served_name: str
     metrics: RouterMetrics
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    """Sampling parameters of requests that do not say, by name; ``max_new_tokens`` limits answers without a limit."""
 
     async def create_chat_completion(self, body: ChatBody, request: Request) -> Response:
         """Answer a conversation with the assistant's turn."""
@@ -81,6 +83,7 @@ class Edge:
 
     async def create_response(self, body: ResponsesBody, request: Request) -> Response:
         """Answer as the responses API does."""
+        self._fill(body)  # the response tells
         chat = await self._aside(request, body.as_chat)
         answer = await self._chat(chat, request)
         writer = ResponseWriter(body, answer, request.state.request_id, self.served_name)
@@ -164,6 +167,7 @@ class Edge:
     async def _admit(self, body: GenerationBody, request: Request) -> int:
         """Check the request as far as possible before reading the prompt; return the model's maximum length."""
         await self._aside(request, body.check)
+        self._fill(body)
         request.state.grammar = await self._aside(request, partial(grammar_of, body))
         check_token_ids("logit_bias", map(int, body.logit_bias or ()), self.tokenizer.vocab_size)
         check_token_ids("stop_token_ids", body.stop_token_ids or (), self.tokenizer.vocab_size)
@@ -183,6 +187,11 @@ class Edge:
         if caller is not None:
             _admit_caller(caller, body)
         return max_model_len
+
+    def _fill(self, body: GenerationBody | ResponsesBody) -> None:
+        for name, value in self.defaults.items():
+            if getattr(body, name, 0) is None:
+                setattr(body, name, value)
 
     def _tier(self, body: GenerationBody, caller: Caller | None) -> str:
         """Tier that the request names, or that of its key."""
@@ -242,13 +251,14 @@ class Edge:
             cache_salt = caller.cache_salt(salt)
         else:
             cache_salt = blake2b(salt.encode(), digest_size=SALT_BYTES).digest() if salt else b""
+        limits = (caller.key.max_tokens if caller else 0, int(self.defaults.get("max_new_tokens", 0)))
         return RequestSpec(
             prompt_tokens=tuple(prompt_tokens),
             sampling=sampling_params(
                 body,
                 len(prompt_tokens),
                 max_model_len,
-                most_tokens=caller.key.max_tokens if caller else 0,
+                most_tokens=min(filter(None, limits), default=0),
                 grammar=grammar,
             ),
             arrived_s=request.state.arrived_s,

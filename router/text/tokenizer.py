@@ -345,7 +345,8 @@ def _read_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | No
         named = {"default": named}
     if not named:
         return None
-    source, of_tools = named.get("default"), named.get("tool_use", "")
-    if not isinstance(source, str) or not isinstance(of_tools, str):
-        raise ValueError(f"no chat template in {folder} is named default and a text; name one of {list(named)} so")
-    return ChatTemplate(source, special_tokens(config), of_tools)
+    if not isinstance(named, dict) or not all(isinstance(source, str) for source in named.values()):
+        raise ValueError(f"the chat template in {folder}/tokenizer_config.json is not text; download it again")
+    if "default" not in named:
+        raise ValueError(f"no chat template in {folder} is named default; name one of {list(named)} so")
+    return ChatTemplate(named["default"], special_tokens(config), named.get("tool_use", ""))

@@ -101,6 +101,7 @@ def test_the_router_gets_its_model_limits_and_device() -> None:
     assert (config.hardware, config.precision.dtype) == ("cpu", "bfloat16")
     assert (config.precision.kv_dtype, config.precision.quantization) == ("int8", "int8")
     assert config.drain_timeout_s == 3.0
+    assert config.generation_config == "auto"
     assert config.cores_per_rank == 3
     assert config.cluster_token == "secret"
 

@@ -21,17 +21,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
 from pdserve.contracts.errors import DeployError
-from pdserve.deploy.checks.model import check_model
+from pdserve.deploy.checks.model import check_model, model_rows
 from pdserve.deploy.launch import Launch
 from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.sampling_defaults import sampling_defaults
 from pdserve.model.decoder.rope import inverse_frequencies
 from pdserve.router.text.tokenizer import ChatTokenizer
+from tests.router.edge_server import running_edge
 from tests.router.small_tokenizers import BOS, EOS, byte_level_tokenizer
 
 CASES = sorted((Path(__file__).parent / "checkpoints").glob("*.json"))
@@ -60,7 +63,7 @@ CHATS: list[list[dict[str, Any]]] = [
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Größe? 🙂"}],
 ]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 def write_files(folder: Path, files: Mapping[str, Any]) -> None:
@@ -147,6 +150,43 @@ def test_the_model_is_configured_as_in_transformers(case: Path, tmp_path: Path) 
     expected = {each for end in ends if end is not None for each in (end if isinstance(end, list) else [end])}
     assert set(config.eos_token_ids) == expected
     assert len(config.eos_token_ids) == len(expected)
+
+
+@as_cases(sampling=True)
+def test_requests_that_do_not_say_are_sampled_as_the_checkpoint_recommends(case: Path, tmp_path: Path) -> None:
+    content = read_case(case)
+    folder = write_case(tmp_path / "served", content)
+    defaults, theirs = sampling_defaults(folder), GenerationConfig.from_pretrained(folder)
+    assert defaults == content["sampling"]
+    assert defaults == {name: value for name in SAMPLING if (value := getattr(theirs, name)) is not None}
+    said = dict(model_rows(ModelConfig(path=str(folder)))).get("sampling", "")
+    assert all(f"{name} {value:g}" in said for name, value in defaults.items())
+    assert "sampling" not in dict(model_rows(ModelConfig(path=str(folder), generation_config="none")))
+    with running_edge(defaults=defaults) as edge:
+        for url, field in (("chat/completions", "messages"), ("responses", "input")):
+            body = {field: [{"role": "user", "content": "a"}], "top_p": 0.25}
+            answer = httpx.post(f"{edge.url}/v1/{url}", json=body).json()
+            sampling = edge.generator.last.sampling
+            assert answer.get("temperature", sampling.temperature) == sampling.temperature
+            assert sampling.top_p == 0.25, "the request says"
+            for name, value in {**defaults, "top_p": 0.25}.items():
+                assert getattr(sampling, "max_tokens" if name == "max_new_tokens" else name) == value, name
+
+
+def test_the_banner_lists_the_tokens_that_end_answers(tmp_path: Path) -> None:
+    folder = write_case(tmp_path / "served", {"files": {"config.json": {"eos_token_id": [7, 5]}}})
+    rows = dict(model_rows(ModelConfig(path=str(folder))))
+    assert rows["answers end"] == "with tokens 7, 5, 1"
+
+
+@pytest.mark.parametrize("case", ["tools_in_an_unknown_form", "plain"])
+def test_tools_in_an_unknown_form_are_said_at_start(case: str, tmp_path: Path) -> None:
+    folder = write_case(tmp_path / "served", read_case(Path(__file__).parent / "checkpoints" / f"{case}.json"))
+    named = {"auto": case != "plain", "hermes": False}
+    for tool_format, is_said in named.items():
+        model = ModelConfig(path=str(folder), tool_format=tool_format)
+        warning = check_model(Launch(config=DeploymentConfig(model=model), emulate="h100-sxm"))
+        assert ("set model.tool_format if it is one of" in warning) is is_said, warning
 
 
 @as_cases(refused=True)

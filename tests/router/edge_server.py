@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -279,6 +279,7 @@ def running_edge(
     cors_origins: Sequence[str] = (),
     log: Path | None = None,
     tracer: Tracer | None = None,
+    defaults: Mapping[str, float] | None = None,
 ) -> Iterator[EdgeServer]:
     """Serve a small tokenizer on a free loopback port until the block exits."""
     with TemporaryDirectory() as folder:
@@ -291,6 +292,7 @@ def running_edge(
         tokenizer,
         served_name=MODEL,
         metrics=metrics,
+        defaults=defaults,
         max_body_bytes=MAX_BODY_BYTES,
         keys=keys,
         cors_origins=cors_origins,

@@ -130,6 +130,23 @@ def test_serves_drains_and_exits(checkpoint: Path, worker: WorkerProcess) -> Non
         assert router.process.wait(10) == 0
 
 
+@pytest.mark.parametrize(("generation_config", "num_tokens"), [("auto", 3), ("none", 16)])
+def test_the_checkpoints_sampling_is_that_of_requests_that_do_not_say(
+    checkpoint: Path, worker: WorkerProcess, tmp_path: Path, generation_config: str, num_tokens: int
+) -> None:
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2, "max_new_tokens": 3}')
+    with running_router(tmp_path, generation_config=generation_config) as router:
+        router.put_targets(worker)
+        router.wait_until_ready()
+        answer = router.complete(8)
+        assert answer.json()["usage"]["completion_tokens"] == 8, "the request says"
+        answer = router.complete(8, max_tokens=None)
+        assert answer.json()["usage"]["completion_tokens"] == num_tokens
+
+
 def test_a_drain_is_bounded(checkpoint: Path, worker: WorkerProcess) -> None:
     with running_router(checkpoint, drain_timeout_s=0.3) as router:
         router.put_targets(worker)

@@ -81,7 +81,7 @@ def test_a_missing_file_is_named(checkpoint: Path, missing: str, said: str) -> N
         ("config.json", "{", "config.json is not JSON"),
         ("config.json", '{"architectures": ["MambaForCausalLM"]}', "['MambaForCausalLM'] is not supported"),
         ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer"),
-        ("tokenizer_config.json", "[]", "tokenizer_config.json holds no JSON object; download it again"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json is not a JSON object; download it again"),
         ("tokenizer_config.json", '{"chat_template": 3}', "is not text; download it again"),
         ("chat_template.jinja", "{% for %}", "the chat template does not compile"),
         ("model.safetensors", b"", "is cut short; download it again"),
@@ -225,7 +225,7 @@ def test_a_size_that_is_no_use_names_the_worker(model: DecoderConfig) -> None:
 
 
 def test_files_that_cause_other_errors_are_one_line_too(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(folder: Path) -> None:
+    def fail(folder: Path, tools: object) -> None:
         raise KeyError("type")
 
     monkeypatch.setattr("pdserve.router.text.tokenizer.ChatTokenizer.from_folder", fail)
