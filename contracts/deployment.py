@@ -94,7 +94,7 @@ class ModelConfig:
     profile: str = ""
     """Hardware file from `pdserve profile`, measured on the workers' devices; empty takes the catalogue's figures."""
     served_name: str = ""
-    """Name that clients use; empty takes the folder's name."""
+    """Name that clients use; empty takes the folder's name, or that of the repository in Hugging Face's cache."""
     tool_format: ToolFormatName = "auto"
     """How the model writes tool calls: ``hermes`` (Qwen's, too), ``llama3`` or ``qwen3_coder`` (tags); ``auto`` takes
     what the chat template teaches."""

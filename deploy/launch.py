@@ -179,6 +179,14 @@ def router_configs(
     ]
 
 
+def _folder_name(folder: Path) -> str:
+    """Name of a model's folder; of a snapshot in Hugging Face's cache, that of its repository."""
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return folder.name
+
+
 def router_config(
     launch: Launch, cluster_token: str = "", admin_token: str = "", hosts: Sequence[Launch] = ()
 ) -> RouterProcessConfig:
@@ -195,7 +203,7 @@ def router_config(
     ]
     return RouterProcessConfig(
         model_path=model.path,
-        served_name=model.served_name or Path(model.path).resolve().name,
+        served_name=model.served_name or _folder_name(Path(model.path).resolve()),
         tool_format=model.tool_format,
         generation_config=model.generation_config,
         host=router.host,

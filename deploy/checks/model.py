@@ -27,7 +27,7 @@ from pdserve.router.text.tool_calls import TOOL_FORMATS
 
 
 def check_model(launch: Launch) -> str:
-    """Return a warning about a model that can be served; empty if there is none.
+    """Return warnings about a model that can be served; empty if there are none.
 
     Raises:
         DeployError: the model cannot be served.
@@ -44,8 +44,9 @@ def check_model(launch: Launch) -> str:
         if settings.generation_config == "auto":
             sampling_defaults(folder)
         model.limits(settings.max_model_len)
-        if not launch.emulate:
-            check_weights(folder, model.shape)
+        warnings = [tokenizer.check_ids(model.shape.vocab_size)]
+        if not launch.emulate and (left_out := check_weights(folder, model.shape)):
+            warnings.append(f"weights that text does not need are left out: {left_out}")
     except (ValueError, OSError) as error:
         raise DeployError(" ".join(str(error).split())) from error
     except Exception as error:  # the files are the user's: any cause becomes one line
@@ -55,8 +56,10 @@ def check_model(launch: Launch) -> str:
         check_memory(worker_configs(launch), model, launch.memory_bytes)
     template = tokenizer.template
     if template is None:
-        return NO_CHAT_TEMPLATE
-    return UNKNOWN_TOOLS if "tools" in template.variables and tokenizer.tool_format is None else ""
+        warnings.append(NO_CHAT_TEMPLATE)
+    elif "tools" in template.variables and tokenizer.tool_format is None:
+        warnings.append(UNKNOWN_TOOLS)
+    return "; ".join(filter(None, warnings))
 
 
 def model_rows(settings: ModelConfig) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import ModelLimits
-from pdserve.model.config.families import FAMILIES, FULL, SLIDING, Family, find_family
+from pdserve.model.config.families import FAMILIES, FULL, SLIDING, Family, find_family, text_values
 from pdserve.model.config.rope_config import RopeConfig, parse_ropes
 from pdserve.model.config.shape import ModelShape, positive_float, positive_int
 from pdserve.model.config.tokenizer_config import eos_token_id, read_json
@@ -115,9 +115,15 @@ def parse_config(config: Mapping[str, object], generation_config: Mapping[str, o
             f"config.json: architectures {config.get('architectures')} is not supported; "
             f"serve a checkpoint of one of {', '.join(FAMILIES)}"
         )
-    values = {**family.defaults, **config}
+    values = text_values(config, family)
+    text_type = values.get("model_type") if "text_config" in config else family.text_type
+    if family.text_type and text_type not in (None, family.text_type):
+        raise ValueError(
+            f"config.json: model_type {text_type!r} of text_config is not supported; "
+            f"serve a checkpoint with {family.text_type!r}"
+        )
     for key in ("quantization_config", *family.refused):
-        if values.get(key):
+        if values.get(key) or config.get(key):
             raise ValueError(f"config.json: {key} is set, and is not supported; serve a checkpoint without it")
     shape = ModelShape.from_hf_config(config)
     _check_heads(shape)
@@ -188,7 +194,8 @@ def _parse_softcap(values: Mapping[str, object], key: str) -> float:
 
 def _eos_token_ids(config: Mapping[str, object], generation_config: Mapping[str, object]) -> tuple[int, ...]:
     token_ids: list[int] = []
-    for each in (generation_config, config):
+    text_config = config.get("text_config")
+    for each in (generation_config, config, text_config if isinstance(text_config, Mapping) else {}):
         given = each.get("eos_token_id")
         for end in given if isinstance(given, list) else () if given is None else (given,):
             if not isinstance(end, int):

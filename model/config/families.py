@@ -66,6 +66,8 @@ class Family:
     """The MLP has a gate; otherwise it has two matrices."""
     has_biases: bool = False
     """Every projection and norm has a bias."""
+    text_type: str = ""
+    """``model_type`` of the language model of a multimodal one, in its ``text_config``; other ones are refused."""
     extra_positions: int | None = None
     """Rows of the learned position table beyond ``max_position_embeddings``; None without such a table."""
 
@@ -94,32 +96,44 @@ _GEMMA_2 = Family(
     unit_offset_norms=True,
     scaled_embeddings=True,
 )
+_GEMMA_3 = replace(
+    _GEMMA_2,
+    defaults={
+        **_GEMMA_2.defaults,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+    },
+    # transformers reads attn_logit_softcapping and does not use it; no published checkpoint sets it.
+    refused=(*_GEMMA_2.refused, "attn_logit_softcapping"),
+    qk_norm=True,
+)
+_GEMMA_3_TEXT = {"num_attention_heads": 8, "vocab_size": 262208, "max_position_embeddings": 131072}
+_MISTRAL = Family(
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096}, refused=("layer_types",), layer_types=_all_sliding
+)
+_QWEN_2 = Family(defaults=_QWEN_DEFAULTS, layer_types=_upper_sliding, qkv_bias=True)
+_QWEN_3 = Family(defaults={**_QWEN_DEFAULTS, "head_dim": 128}, layer_types=_upper_sliding, qk_norm=True)
 FAMILIES = {
     "LlamaForCausalLM": Family(refused=("layer_types",)),
-    "MistralForCausalLM": Family(
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096}, refused=("layer_types",), layer_types=_all_sliding
-    ),
-    "Qwen2ForCausalLM": Family(defaults=_QWEN_DEFAULTS, layer_types=_upper_sliding, qkv_bias=True),
-    "Qwen3ForCausalLM": Family(defaults={**_QWEN_DEFAULTS, "head_dim": 128}, layer_types=_upper_sliding, qk_norm=True),
+    "MistralForCausalLM": _MISTRAL,
+    "Qwen2ForCausalLM": _QWEN_2,
+    "Qwen3ForCausalLM": _QWEN_3,
     "Gemma2ForCausalLM": _GEMMA_2,
-    "Gemma3ForCausalLM": replace(
-        _GEMMA_2,
-        defaults={
-            **_GEMMA_2.defaults,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "sliding_window_pattern": 6,
-            "rope_theta": 1_000_000.0,
-            "rope_local_base_freq": 10_000.0,
-        },
-        # transformers reads attn_logit_softcapping and does not use it; no published checkpoint sets it.
-        refused=(*_GEMMA_2.refused, "attn_logit_softcapping"),
-        qk_norm=True,
+    "Gemma3ForCausalLM": _GEMMA_3,
+    "Gemma3ForConditionalGeneration": replace(
+        _GEMMA_3, defaults={**_GEMMA_3.defaults, **_GEMMA_3_TEXT}, text_type="gemma3_text"
     ),
+    "Mistral3ForConditionalGeneration": replace(_MISTRAL, text_type="mistral"),
+    # Of text alone, the three positions of a token are one, and mrope is plain rope (Wang et al. 2024, Qwen2-VL).
+    "Qwen2VLForConditionalGeneration": replace(_QWEN_2, text_type="qwen2_vl_text"),
+    "Qwen2_5_VLForConditionalGeneration": replace(_QWEN_2, text_type="qwen2_5_vl_text"),
+    "Qwen3VLForConditionalGeneration": replace(_QWEN_3, text_type="qwen3_vl_text"),
 }
-"""Architectures that can be served, by their name in config.json."""
+"""Architectures that can be served, by their name in config.json; of multimodal ones, the language model."""
 
-_GEMMA_3_TEXT = {"num_attention_heads": 8, "vocab_size": 262208}
 PLANNED_FAMILIES = {
     "OPTForCausalLM": Family(
         defaults={"tie_word_embeddings": True, "do_layer_norm_before": True},
@@ -129,9 +143,6 @@ PLANNED_FAMILIES = {
         extra_positions=2,
     ),
     "GemmaForCausalLM": Family(defaults={"head_dim": 256, "tie_word_embeddings": True}),
-    "Gemma3ForConditionalGeneration": replace(
-        FAMILIES["Gemma3ForCausalLM"], defaults={**FAMILIES["Gemma3ForCausalLM"].defaults, **_GEMMA_3_TEXT}
-    ),
     "MixtralForCausalLM": Family(defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}),
     "Qwen2MoeForCausalLM": Family(
         defaults={"num_experts": 60, "num_experts_per_tok": 4},
@@ -146,6 +157,14 @@ PLANNED_FAMILIES = {
     "Phi3ForCausalLM": Family(),
 }
 """Architectures that can be planned for but not served yet."""
+
+
+def text_values(config: Mapping[str, object], family: Family) -> dict[str, object]:
+    """Values of config.json over the family's defaults; of a multimodal model, those of its language model."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return {**family.defaults, **config}
+    return {**family.defaults, **text, **{key: config[key] for key in ("tie_word_embeddings",) if key in config}}
 
 
 def find_family(config: Mapping[str, object], families: Mapping[str, Family]) -> Family | None:

@@ -108,6 +108,7 @@ def _parse_rope(values: Mapping[str, object], given: Mapping[str, object]) -> Ro
         raise ValueError("config.json: rope_parameters of a layer type is not an object; download config.json again")
     rope = {**{key: values[key] for key in ("rope_theta", "partial_rotary_factor") if key in values}, **given}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_type = "default" if rope_type == "mrope" else rope_type  # of text alone they are the same
     if rope_type not in _TYPES:
         raise ValueError(
             f"config.json: rope type {rope_type!r} is not supported; serve a checkpoint with one of {', '.join(_TYPES)}"

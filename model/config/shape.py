@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from pdserve.model.config.families import FAMILIES, PLANNED_FAMILIES, Family, find_family
+from pdserve.model.config.families import FAMILIES, PLANNED_FAMILIES, Family, find_family, text_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,7 @@ class ModelShape:
             ValueError: a required number is missing or not a positive integer, or no formula here counts the layers.
         """
         family = find_family(config, {**FAMILIES, **PLANNED_FAMILIES}) or Family()
-        text_config = config.get("text_config")
-        values = {**family.defaults, **(text_config if isinstance(text_config, Mapping) else config)}
+        values = text_values(config, family)
         values |= {key: values.get(name) for key, name in family.renamed.items()}
         _refuse_others(values)
         hidden_size, num_heads = positive_int(values, "hidden_size"), positive_int(values, "num_attention_heads")

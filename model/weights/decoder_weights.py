@@ -28,7 +28,7 @@ from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.config.sharding import Place, shard_of
 from pdserve.model.weights.bytes import weight_bytes
-from pdserve.model.weights.files import check_weights, norm_names, shard_paths
+from pdserve.model.weights.files import check_weights, norm_names, shard_paths, text_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ class Checkpoint:
         self._dtype = dtype
         with ExitStack() as stack:
             files = [stack.enter_context(_open(path)) for path in shard_paths(folder)]
-            self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+            self._stored = {text_name(name): (file, name) for file in files for name in file.keys()}  # noqa: SIM118
             self._open_files = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -187,10 +187,10 @@ class Checkpoint:
             rows: of each tensor; by default all.
         """
         if rows:
-            slices = [self._file_of[name].get_slice(name) for name in names]
+            slices = [file.get_slice(name) for file, name in map(self._stored.__getitem__, names)]
             parts = [part[some.start : some.stop] for part, some in zip(slices, rows, strict=True)]
         else:
-            parts = [self._file_of[name].get_tensor(name) for name in names]
+            parts = [file.get_tensor(name) for file, name in map(self._stored.__getitem__, names)]
         whole = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=self._dtype)
         return torch.cat(parts, out=whole)
 

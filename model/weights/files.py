@@ -6,6 +6,8 @@ Called before a worker starts and by the readers of weights. Never imports torch
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +15,10 @@ from pdserve.model.config.shape import ModelShape
 
 _INDEX_NAME = "model.safetensors.index.json"
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+_LEFT_OUT = re.compile(
+    r"(model\.)?(?P<part>vision_tower|multi_modal_projector|visual|mtp\w*)\..+|.+\.(?P<kind>[kv]_scale|inv_freq)"
+)
+"""Tensors that text does not need: encoders of images, drafts of further tokens, scales of a KV cache in 8 bits."""
 _MAX_PROBLEMS = 8
 """Upper limit of tensors named in one message."""
 _MAX_HEADER_BYTES = 100 * 10**6
@@ -65,8 +71,8 @@ def _parse_tensors(text: bytes) -> dict[str, StoredTensor]:
     return tensors
 
 
-def check_weights(folder: Path, shape: ModelShape) -> None:
-    """Check the weights of a checkpoint of ``shape`` without reading them.
+def check_weights(folder: Path, shape: ModelShape) -> str:
+    """Check the weights of a checkpoint of ``shape`` without reading them; return which are known and left out.
 
     Raises:
         ValueError: weights are missing, pickled, damaged or of another model; the message names up to 8 missing,
@@ -74,12 +80,13 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
     """
     stored: dict[str, StoredTensor] = {}
     for shard in shard_paths(folder):
-        stored |= read_header(shard)
+        stored |= {text_name(name): tensor for name, tensor in read_header(shard).items()}
     wanted = tensor_shapes(shape)
     problems = [f"missing {name}" for name in wanted if name not in stored]
     ignored = {"lm_head.weight"} if shape.tie_word_embeddings else set()
     unexpected = sorted(stored.keys() - wanted - ignored)
-    problems += [f"unexpected {name}" for name in unexpected if not name.endswith("rotary_emb.inv_freq")]
+    left_out = {name: found for name in unexpected if (found := _LEFT_OUT.fullmatch(name))}
+    problems += [f"unexpected {name}" for name in unexpected if name not in left_out]
     for name, tensor in stored.items():
         if name not in wanted:
             continue
@@ -94,6 +101,16 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
             f"{folder}: weights do not match config.json: {'; '.join(problems[:_MAX_PROBLEMS])}{more}. "
             "Take config.json and weights from one and the same checkpoint"
         )
+    kinds = Counter(found["part"] or f"*.{found['kind']}" for found in left_out.values() if found["kind"] != "inv_freq")
+    return ", ".join(f"{number} of {kind}" for kind, number in kinds.items())
+
+
+def text_name(name: str) -> str:
+    """Name of a tensor in a checkpoint of the language model alone: multimodal ones put a prefix before it."""
+    for prefix, of_text in (("model.language_model.", "model."), ("language_model.", "")):
+        if name.startswith(prefix):
+            return of_text + name.removeprefix(prefix)
+    return name
 
 
 def shard_paths(folder: Path) -> list[Path]:

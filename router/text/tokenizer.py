@@ -112,6 +112,24 @@ class ChatTokenizer:
         vocab_size = model_config.get("vocab_size", model_config.get("text_config", {}).get("vocab_size"))
         return cls(tokenizer, _read_template(folder, config), vocab_size or tokenizer.get_vocab_size(), tools)
 
+    def check_ids(self, num_rows: int) -> str:
+        """Return a warning about ids that the model's embedding of ``num_rows`` rows lacks; empty if it has all.
+
+        Raises:
+            ValueError: it lacks one that every prompt has.
+        """
+        highest = max(self._tokenizer.get_vocab().values(), default=0)
+        if highest < num_rows:
+            return ""
+        try:
+            text = self.chat_text([{"role": "user", "content": "a"}])
+        except ValueError:
+            text = ""
+        said = f"its tokenizer has ids up to {highest}, and the embedding is of {num_rows} rows (vocab_size)"
+        if max(self._encode(text, add_special_tokens=True), default=0) >= num_rows:
+            raise ValueError(f"{said}; take tokenizer, config.json and weights from one and the same checkpoint")
+        return f"{said}: prompts with an id beyond are refused"
+
     @property
     def has_chat_template(self) -> bool:
         return self.template is not None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from pdserve.contracts.codec import from_json
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.deploy.config import parse_deployment
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
@@ -104,6 +106,25 @@ def test_the_router_gets_its_model_limits_and_device() -> None:
     assert config.generation_config == "auto"
     assert config.cores_per_rank == 3
     assert config.cluster_token == "secret"
+
+
+def test_a_model_is_called_by_its_repository_or_its_folder(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "c1899de289a04d12100db370d81485cdf75e47ca"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "current").symlink_to(snapshot)
+    old, other = tmp_path / "models--gpt2" / "snapshots" / "1", tmp_path / "snapshots" / "7"
+    names = {
+        snapshot: "Qwen/Qwen3-0.6B",
+        tmp_path / "current": "Qwen/Qwen3-0.6B",
+        old: "gpt2",
+        other: "7",
+        tmp_path / "models--a--b": "models--a--b",
+    }
+    for folder, name in names.items():
+        launch = Launch(config=DeploymentConfig(model=ModelConfig(path=str(folder))))
+        assert router_config(launch).served_name == name
+    named = ModelConfig(path=str(snapshot), served_name="mine")
+    assert router_config(Launch(config=DeploymentConfig(model=named))).served_name == "mine"
 
 
 def test_the_router_of_an_emulated_cluster_predicts_the_time_that_steps_really_take() -> None:

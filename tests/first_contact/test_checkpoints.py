@@ -5,11 +5,12 @@ A case is a file of ``checkpoints/``:
 - ``about``: what is odd in the folder.
 - ``files``: contents by name, over those of a plain folder. An object for ``config.json`` or ``tokenizer.json`` changes
   the plain one, where null removes a key; null for a file leaves it out.
-- ``weights``: ``model_type`` of the random weights to write, whose logits are compared, too; its ``config.json`` is the
-  plain one. ``stored`` changes their names: a prefix by prefix of the name, or tensors of that name and shape beside.
+- ``weights``: options of the random model that transformers writes, and whose logits are compared; ``files`` change
+  what it wrote. ``renamed``: prefixes of tensors' names by the prefixes that transformers writes; ``beside``: shapes of
+  further tensors.
 - ``instead``: ``files`` of the folder that transformers is asked about, where it reads the odd one wrongly.
-- ``refused``: pattern of the error at start. ``said``: pattern of the banner's line. ``name``: the served name.
-- ``prompt_with_tools``, ``sampling``: what transformers does not say.
+- ``refused``, ``said``: pattern of the error, or of the warning, at start.
+- ``prompt_with_tools``, ``sampling``: what is right, beside what transformers says.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
 from pdserve.contracts.errors import DeployError
@@ -34,6 +42,7 @@ from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.sampling_defaults import sampling_defaults
 from pdserve.model.decoder.rope import inverse_frequencies
 from pdserve.router.text.tokenizer import ChatTokenizer
+from tests.model.decoder.test_decoder import TABLE, TOKENS, PagedDecoder
 from tests.router.edge_server import running_edge
 from tests.router.small_tokenizers import BOS, EOS, byte_level_tokenizer
 
@@ -86,6 +95,27 @@ def write_case(folder: Path, case: Mapping[str, Any]) -> Path:
     return folder
 
 
+def write_weights(folder: Path, case: Mapping[str, Any], tokens: list[int]) -> torch.Tensor:
+    """Write a folder with weights; return the logits of ``tokens`` that transformers computes from them."""
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(**case["weights"])
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = kind.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    model.save_pretrained(folder)
+    write_files(folder, case.get("files", {}))
+    tensors = load_file(folder / "model.safetensors")
+    for old, new in case.get("renamed", {}).items():
+        tensors = {new + name.removeprefix(old) if name.startswith(old) else name: tensors[name] for name in tensors}
+    tensors |= {name: torch.ones(shape) for name, shape in case.get("beside", {}).items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return logits
+
+
 def read_case(path: Path) -> dict[str, Any]:
     case: dict[str, Any] = json.loads(path.read_text())
     assert case["about"]
@@ -102,7 +132,7 @@ def as_cases(**wanted: bool) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", [pytest.param(path, id=path.stem) for path in cases])
 
 
-@as_cases(refused=False)
+@as_cases(refused=False, weights=False)
 def test_the_tokenizer_is_that_of_transformers(case: Path, tmp_path: Path) -> None:
     content = read_case(case)
     folder = write_case(tmp_path / "served", content)
@@ -124,7 +154,7 @@ def test_the_tokenizer_is_that_of_transformers(case: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore")
-@as_cases(refused=False)
+@as_cases(refused=False, weights=False)
 def test_the_model_is_configured_as_in_transformers(case: Path, tmp_path: Path) -> None:
     content = read_case(case)
     config = DecoderConfig.from_folder(write_case(tmp_path / "served", content))
@@ -150,6 +180,17 @@ def test_the_model_is_configured_as_in_transformers(case: Path, tmp_path: Path) 
     expected = {each for end in ends if end is not None for each in (end if isinstance(end, list) else [end])}
     assert set(config.eos_token_ids) == expected
     assert len(config.eos_token_ids) == len(expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@as_cases(refused=False, weights=True)
+def test_the_logits_are_those_of_transformers(case: Path, tmp_path: Path) -> None:
+    content = read_case(case)
+    expected = write_weights(tmp_path, content, TOKENS)
+    logits = PagedDecoder(tmp_path, torch.float32).logits((TOKENS, 0, TABLE))
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+    warning = check_model(Launch(config=DeploymentConfig(model=ModelConfig(path=str(tmp_path)))))
+    assert re.fullmatch(content.get("said", ""), warning), warning
 
 
 @as_cases(sampling=True)
@@ -192,8 +233,13 @@ def test_tools_in_an_unknown_form_are_said_at_start(case: str, tmp_path: Path) -
 @as_cases(refused=True)
 def test_what_cannot_be_honoured_is_refused_at_start(case: Path, tmp_path: Path) -> None:
     content = read_case(case)
-    folder = write_case(tmp_path / "served", content)
-    launch = Launch(config=DeploymentConfig(model=ModelConfig(path=str(folder))), emulate="h100-sxm")
+    folder, emulate = tmp_path / "served", "h100-sxm"
+    if "weights" in content:
+        write_weights(folder, content, TOKENS)
+        emulate = ""
+    else:
+        write_case(folder, content)
+    launch = Launch(config=DeploymentConfig(model=ModelConfig(path=str(folder))), emulate=emulate)
     with pytest.raises(DeployError, match=content["refused"]) as raised:
         check_model(launch)
     assert re.search(r"[;.] \w+", str(raised.value)), "no remedy"
