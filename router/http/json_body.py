@@ -7,7 +7,9 @@ objects is bounded while a body arrives, and large bodies are read in a thread, 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import gc
+import re
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -30,6 +32,12 @@ MAX_VALUES = 2**20
 
 _PIECE_BYTES = 2**16
 
+_PAIR = rb"\\u[dD][89abAB]..\\u[dD][c-fC-F].."
+_LONE_SURROGATE = re.compile(
+    rb"(?!%b)\\u([dD][89a-fA-F]..)|(?:[^\\]+|\\[^u]|\\u(?![dD][89a-fA-F])|%b){1,1000}+" % (_PAIR, _PAIR), re.DOTALL
+)
+"""Half of a surrogate pair, in group 1, or what is none: no more than other threads can wait for."""
+
 _decode = msgspec.json.Decoder().decode
 
 
@@ -49,6 +57,10 @@ class JsonRoute(APIRoute):
             if content_type != "application/json":
                 shown = content_type[:MAX_NAME_CHARS] or "none"
                 raise ApiError(415, f"send the request with Content-Type: application/json; it was {shown}")
+            encoding = request.headers.get("content-encoding", "identity").strip().lower()
+            if encoding != "identity":
+                message = f"send the request without Content-Encoding; it was {encoding[:MAX_NAME_CHARS]}"
+                raise ApiError(415, message, headers={"Accept-Encoding": "identity"})
             if request.state.caller is not None:
                 request.state.caller.check_left()
             return await handle(_JsonRequest(request, model))
@@ -75,7 +87,7 @@ class _JsonRequest(Request):
         return bytes(self._data[:1])
 
     async def json(self) -> Any:
-        data, self._data = self._data, bytearray()
+        data, self._data = self._data.removeprefix(codecs.BOM_UTF8), bytearray()
         self.state.num_body_bytes = len(data)
         if len(data) <= LARGE_BYTES:
             return read_body(data, self._model)
@@ -99,7 +111,7 @@ def read_body(data: bytes | bytearray, model: type[BaseModel]) -> BaseModel:
         ApiError: it is not JSON, or not of the model.
     """
     try:
-        return model.model_validate(_decode(data))
+        return model.model_validate(decoded(data))
     except UnicodeDecodeError:
         raise ApiError(400, "the request body is not UTF-8") from None
     except msgspec.DecodeError as error:
@@ -108,6 +120,23 @@ def read_body(data: bytes | bytearray, model: type[BaseModel]) -> BaseModel:
         raise ApiError(400, "the request body is nested too deeply") from None
     except ValidationError as error:
         raise refusal_of(error) from None
+
+
+def decoded(data: bytes | bytearray) -> Any:
+    """Decode JSON. Half of a surrogate pair, as clients send that cut texts in 16-bit characters, becomes U+FFFD.
+
+    Raises:
+        msgspec.DecodeError: it is not JSON.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    try:
+        return _decode(data)
+    except msgspec.DecodeError:
+        mended = bytearray(data)
+        for match in _LONE_SURROGATE.finditer(data):
+            if match[1]:
+                mended[match.start(1) : match.end(1)] = b"fffd"
+        return _decode(mended)
 
 
 def refusal_of(error: ValidationError) -> ApiError:

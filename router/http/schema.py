@@ -41,12 +41,12 @@ _MAX_TOKEN_ID = 2**32 - 1
 
 def _as_list(value: object) -> object:
     if isinstance(value, str):
-        return [value]
+        value = [value]
     if not isinstance(value, list):
         raise PydanticCustomError("stop", "Input should be a string or a list of strings")
     if len(value) > MAX_STOP_STRINGS:
         raise PydanticCustomError("stop", f"There may be {MAX_STOP_STRINGS} stop strings at most")
-    return value
+    return [each for each in value if each != ""]  # which some clients send for none
 
 
 def _joined_text(value: object) -> object:

@@ -342,8 +342,7 @@ def test_bodies_of_too_many_parts_are_refused_while_they_arrive(edge: EdgeServer
         (b'{"prompt": "x", "temperature": NaN}', "not JSON"),
         (b'{"prompt": "x", "colour": -Infinity}', "not JSON"),
         (b'{"prompt": "x", "temperature": 1e400}', "not JSON: Number out of range"),
-        (b'{"prompt": "\\ud800"}', "not JSON"),
-        (b'{"prompt": "x", "colour": "\\ud800"}', "not JSON"),
+        (b'{"prompt": "\\ud8', "not JSON"),
         (json.dumps({"prompt": "x", **{str(n): n for n in range(MAX_MEMBERS)}}).encode(), "There may be 256 members"),
     ],
 )
@@ -416,7 +415,6 @@ def test_an_answer_may_take_longer_than_a_body(
         ("max_tokens", True),
         ("stop", 3),
         ("stop", ["x"] * 17),
-        ("stop", [""]),
         ("stop_token_ids", [-1]),
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),

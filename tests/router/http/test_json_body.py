@@ -139,3 +139,14 @@ def test_what_is_counted_is_what_would_be_built(value: object, ensure_ascii: boo
             with pytest.raises(ApiError):
                 count(data, piece_bytes)
             patch.setattr(json_body, name, number)
+
+
+PARTS = st.sampled_from(["\\ud83d", "\\uDE00", "\\ud83d\\ude00", "\\\\", "ud83d", '\\"', "\\u00e9", "\\n", "é", "a"])
+
+
+@given(st.lists(PARTS, max_size=8).map("".join))
+def test_half_of_a_surrogate_pair_is_the_replacement_character(text: str) -> None:
+    """Python's decoder keeps such halves."""
+    data = f'["{text}", {{"{text}": "{text}"}}]'.encode()
+    whole = "".join("\ufffd" if "\ud800" <= char <= "\udfff" else char for char in json.loads(f'"{text}"'))
+    assert json_body.decoded(data) == [whole, {whole: whole}]
