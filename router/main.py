@@ -41,7 +41,7 @@ from pdserve.router.admin import create_admin_app
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.app import create_app
 from pdserve.router.http.keys import KeyFile
-from pdserve.router.http.protocol import BoundedHttpProtocol
+from pdserve.router.http.protocol import MAX_CONNECTIONS, BoundedHttpProtocol
 from pdserve.router.http.request_log import RequestLog
 from pdserve.router.log_format import configure_log
 from pdserve.router.metrics import RouterMetrics
@@ -143,8 +143,9 @@ async def serve(config: RouterProcessConfig) -> int:
         request_log=request_log,
         tracer=tracer,
     )
+    max_connections = max(MAX_CONNECTIONS, 2 * config.max_queued_requests)  # clients keep some without a request
     servers = [
-        (_server(app, config.tls_certificate, config.tls_key), public),
+        (_server(app, config.tls_certificate, config.tls_key, max_connections), public),
         (_server(create_admin_app(cluster, config, costs, overview)), admin),
     ]
     gc.collect()
@@ -242,7 +243,9 @@ class _QuietServer(uvicorn.Server):
         yield
 
 
-def _server(app: FastAPI, certificate: str = "", key: str = "") -> uvicorn.Server:
+def _server(
+    app: FastAPI, certificate: str = "", key: str = "", max_connections: int = MAX_CONNECTIONS
+) -> uvicorn.Server:
     return _QuietServer(
         uvicorn.Config(
             app,
@@ -253,6 +256,7 @@ def _server(app: FastAPI, certificate: str = "", key: str = "") -> uvicorn.Serve
             access_log=False,
             ssl_certfile=certificate or None,
             ssl_keyfile=key or None,
+            limit_concurrency=max_connections,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )

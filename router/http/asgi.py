@@ -119,6 +119,8 @@ _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """Id that a client may choose for its request."""
 
 
+_SLASHES = re.compile("/{2,}")
+
 OPEN_PATHS = frozenset({"/live", *PAGE_PATHS})
 """Paths that never need a key: the page's files are the same for everybody, and ask for one."""
 
@@ -153,9 +155,11 @@ class EdgeMiddleware:
             await self._app(scope, receive, send)
             return
         sent = Headers(scope=scope)
+        scope["path"] = _SLASHES.sub("/", scope["path"]).rstrip("/") or "/"  # of base URLs joined with paths
         wanted_id = sent.get("x-request-id", "")
         request_id = wanted_id if _CLIENT_ID.fullmatch(wanted_id) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
+        is_beyond_limit = state.get("is_beyond_limit", False)
         arrived_s = time.monotonic()
         entry = RequestEntry(request_id, scope["path"], arrived_s)
         memory = Share(self._memory)
@@ -170,10 +174,13 @@ class EdgeMiddleware:
                 headers["X-Request-Id"] = request_id
                 if state["caller"] is not None:
                     headers.update(state["caller"].rate_headers())
-                self._metrics.responded(getattr(scope.get("route"), "path", "other"), message["status"])
+                route = "connections" if is_beyond_limit else getattr(scope.get("route"), "path", "other")
+                self._metrics.responded(route, message["status"])
             await send(message)
 
         try:
+            if is_beyond_limit:
+                raise ApiError(503, "the router has as many connections as it takes; try again", headers=_FULL)
             if self._keys is not None and scope["path"] not in OPEN_PATHS:
                 state["caller"] = _caller(self._keys, sent)
             if scope["method"] == "POST":

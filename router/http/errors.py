@@ -98,7 +98,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_LEFT)
     if isinstance(error, HTTPException) and not isinstance(error, ApiError):
         if error.status_code == 404:
-            error.detail = f"there is no route {request.method} {request.url.path}"
+            error.detail = f"there is no route {request.method} {request.url.path}; base URLs of clients end with /v1"
         elif error.status_code == 405:
             error.detail = f"{request.url.path} does not take {request.method}"
     return api_error(error).response()

@@ -1,7 +1,8 @@
 """Uvicorn's HTTP/1.1 protocol with limits on everything outside a request's body.
 
 Without them, a client could send headers for ever, before or after the body, and have all of them buffered, or send
-none and keep the connection.
+none and keep the connection. Offers of another protocol are ignored, and a client that has sent its request may close
+its sending half.
 
 `pdserve.router.main` configures uvicorn to create one per connection. `pdserve.router.http.asgi` bounds the body.
 """
@@ -9,7 +10,9 @@ none and keep the connection.
 from __future__ import annotations
 
 import asyncio
+import socket
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 2**10
@@ -19,9 +22,14 @@ framing and trailers."""
 HEAD_TIMEOUT_S = 30.0
 """Seconds from the first byte of a request, or from the connection for its first one, to the end of its headers."""
 
+LEFT_POLL_S = 0.1
+"""Seconds between looks at a connection whose client sends no more."""
+LOOKS_PER_SIGN = 100
 
 MAX_CONNECTIONS = 4096
-"""Open at once; others are closed as they come."""
+"""Open at once, unless uvicorn's ``limit_concurrency`` says otherwise. The requests of some more are refused."""
+MAX_REFUSED = 256
+"""Connections whose requests are refused; others are closed as they come."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -33,10 +41,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Bytes received since the last such step."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if len(self.connections) >= MAX_CONNECTIONS:
+        num_beyond = len(self.connections) - (self.config.limit_concurrency or MAX_CONNECTIONS)
+        if num_beyond >= MAX_REFUSED:
             self.transport = transport  # which `connection_lost` closes
             transport.abort()
             return
+        self.limit_concurrency = None  # uvicorn would refuse the requests of earlier connections, too
+        self.app_state = {**self.app_state, "is_beyond_limit": num_beyond >= 0}
         super().connection_made(transport)
         self._await_head()
 
@@ -47,8 +58,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._num_steps += 1
+        if self.parser.should_upgrade():
+            return  # `_ignore_upgrade` reads the head again
         self._forget_head()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def on_body(self, body: bytes) -> None:
         self._num_steps += 1
@@ -56,10 +73,61 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         num_steps = self._num_steps
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError as error:
+            self.send_400_response(f"This port takes HTTP/1.1 by {self.scheme}://, and this is not: {error}.")
         self._num_bare_bytes = self._num_bare_bytes + len(data) if self._num_steps == num_steps else 0
         if self._num_bare_bytes > MAX_HEAD_BYTES:
             self._refuse()
+
+    def _parse(self, data: bytes) -> None:
+        """Parse what arrived. An offer of another protocol, such as h2c of Java's clients, is ignored (RFC 9110, 7.8):
+        the parser takes all after the head for that protocol, so a new one reads it behind a head without the offer.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            if method == b"CONNECT":
+                raise httptools.HttpParserError("It is no proxy") from None
+            headers = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+            head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(headers))
+            self.parser = httptools.HttpRequestParser(self)
+            self._parse(head + data[offer.args[0] :])
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether to answer on: only a client that has sent a whole request may have closed just its sending half.
+        One that has left resets the connection once anything reaches it. HTTP/1.0 has no interim responses, and TLS no
+        halves."""
+        cycle = self.cycle
+        if (
+            cycle is None
+            or cycle.more_body
+            or cycle.response_complete
+            or self.scheme == "https"
+            or cycle.scope["http_version"] == "1.0"
+        ):
+            return False
+        cycle.keep_alive = False
+        self.loop.call_later(LEFT_POLL_S, self._watch)
+        return True
+
+    def _watch(self, num_looks: int = 0) -> None:
+        """Close the connection once it has been reset, which nobody else notices before the next write; write what
+        a client ignores, so that one that has left resets it."""
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if num_looks % LOOKS_PER_SIGN == 0 and not self.pipeline and not self.cycle.response_complete:
+            if not self.cycle.response_started:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            elif self.cycle.chunked_encoding:  # a stream of events, which take comments
+                self.transport.write(b"3\r\n:\n\n\r\n")
+        self.loop.call_later(LEFT_POLL_S, self._watch, num_looks + 1)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.router.http import protocol
-from tests.router.edge_server import EdgeServer, running_edge
+from tests.router.edge_server import EdgeServer, running_edge, stuck_after
 
 LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n"
 
@@ -127,19 +127,52 @@ def test_requests_in_one_piece_are_no_large_head(edge: EdgeServer) -> None:
         assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
 
 
-def test_connections_beyond_the_limit_are_closed(
+def test_connections_beyond_the_limit_are_refused(
     edge: EdgeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Those of before are served, and far more are closed."""
+    edge.metrics.responses.clear()
     with connect(edge) as first:
         first.sendall(LIVE + b"\r\n")
         assert read_answer(first).startswith(b"HTTP/1.1 200 ")
         monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 1)
+        monkeypatch.setattr(protocol, "MAX_REFUSED", 1)
         with connect(edge) as second:
-            assert read_to_end(second) == b""
+            second.sendall(LIVE)
+            with connect(edge) as third:
+                assert read_to_end(third) == b""
+            second.sendall(b"\r\n")
+            answer = read_to_end(second)
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: 1\r\n" in answer.lower()
         first.sendall(LIVE + b"\r\n")
         assert read_answer(first).startswith(b"HTTP/1.1 200 ")
+    assert edge.metrics.responses == [("/live", 200), ("connections", 503), ("/live", 200)]
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     monkeypatch.undo()
-    with connect(edge) as third:
-        third.sendall(LIVE + b"\r\n")
-        assert read_answer(third).startswith(b"HTTP/1.1 200 ")
+    with connect(edge) as fourth:
+        fourth.sendall(LIVE + b"\r\n")
+        assert read_answer(fourth).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sign"), [([], b"HTTP/1.1 100 Continue\r\n\r\n"), ([50], b"\r\n3\r\n:\n\n\r\n")], ids=["before", "amid"]
+)
+def test_a_client_that_sends_no_more_and_then_leaves_is_noticed(
+    edge: EdgeServer, monkeypatch: pytest.MonkeyPatch, tokens: list[int], sign: bytes
+) -> None:
+    """Before its answer and in the middle of it: interim responses and comments tell whether it is still there."""
+    monkeypatch.setattr(protocol, "LOOKS_PER_SIGN", 2)
+    edge.generator.script = stuck_after(tokens)
+    edge.generator.started.clear()
+    content = b'{"prompt": "x", "stream": true}'
+    with connect(edge) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n%b" % (len(content), content))
+        assert edge.generator.started.wait(5)
+        received = connection.recv(10_000) if tokens else b""
+        connection.shutdown(socket.SHUT_WR)
+        while not received.endswith(sign):
+            received += connection.recv(10_000)
+        assert not edge.generator.last.cancelled.wait(0.3)
+    assert edge.generator.last.cancelled.wait(1)
