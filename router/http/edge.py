@@ -56,6 +56,8 @@ PIECE_TOKENS = 64
 SALT_BYTES = 32
 TOKEN_BYTES = 40
 """Memory of a prompt's token."""
+SHOWN_BYTES = 256
+"""Of each entry about it in an answer that shows the prompt."""
 MAX_TOKENIZED_CHARS = 2**20
 """Longest text for ``/tokenize``."""
 
@@ -237,7 +239,8 @@ class Edge:
         if not prompt_tokens:
             raise ApiError(400, "the prompt is empty; it needs one token at least", param=body.prompt_field)
         check_token_ids(body.prompt_field, prompt_tokens, self.tokenizer.vocab_size)
-        request.state.memory.take(len(prompt_tokens) * TOKEN_BYTES)
+        num_shown = body.num_choices * (2 + body.num_prompt_logprobs) if body.shows_prompt else 0
+        request.state.memory.take(len(prompt_tokens) * (TOKEN_BYTES + num_shown * SHOWN_BYTES))
         caller: Caller | None = request.state.caller
         salt = body.cache_salt or ""
         grammar: Grammar | None = request.state.grammar
@@ -333,7 +336,8 @@ class Edge:
             async for batch in deltas:
                 for delta in batch:
                     timer.token(delta.choice)
-                    writer.add(delta)
+                    num_bytes = await off_loop(delta.num_echoed, partial(writer.add, delta))
+                    request.state.memory.take(num_bytes)
         timer.finished([answer.journey for answer in answers])
         return Response(await writer.whole(), media_type="application/json")
 

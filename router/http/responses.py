@@ -16,6 +16,7 @@ from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
 from pdserve.router.http.json_body import refusal_of
 from pdserve.router.http.schema import MAX_MESSAGES, Body, ChatBody
 from pdserve.router.http.unsupported_fields import RESPONSES, RESPONSES_REASONING, check_extra_fields
+from pdserve.router.http.writer import CHAR_BYTES, DELTA_BYTES
 from pdserve.router.text.answer import Answer, TextDelta
 from pdserve.router.text.tool_calls import CallDelta
 
@@ -181,8 +182,9 @@ class ResponseWriter:
             for event in self._advance(delta)
         )
 
-    def add(self, delta: TextDelta) -> None:
+    def add(self, delta: TextDelta) -> int:
         self._advance(delta)
+        return DELTA_BYTES + CHAR_BYTES * (len(delta.text) + len(delta.reasoning))
 
     async def whole(self) -> bytes:
         return _encode(self._response())

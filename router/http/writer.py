@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -25,6 +25,11 @@ DONE = b"data: [DONE]\n\n"
 
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON lacks; the same value as in vLLM."""
+
+DELTA_BYTES = 256
+"""Memory of a token's text in a whole answer, apart from its characters."""
+CHAR_BYTES = 8
+"""Of a character, in the answer's JSON, too."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -70,8 +75,10 @@ class AnswerWriter:
         self._texts: list[list[str]] = [[] for _ in range(body.num_answers)]
         self._reasoning: dict[int, list[str]] = {}
         self._calls: dict[int, list[CallDelta]] = {}
-        self._tokens: list[list[AnswerToken]] = [[] for _ in range(body.num_answers)]
-        self._num_echoed = [0] * body.num_answers
+        self._lists: list[dict[str, bytearray]] = [{} for _ in range(body.num_answers)]
+        """JSON of what lists each token, by name, without the bracket at its end."""
+        self._shown_prompts: dict[Answer, msgspec.Raw] = {}
+        self._num_listed = 0
         self._ends: list[AnswerEnd | None] = [None] * body.num_answers
 
     # Streams
@@ -104,9 +111,7 @@ class AnswerWriter:
         return self._before_text[delta.choice] + _encode(delta.text) + after + tail
 
     def _shown(self, delta: TextDelta) -> tuple[bytes, bytes]:
-        ids = b""
-        if self._body.return_token_ids:
-            ids = b',"token_ids":%b' % _encode([token.token for token in delta.tokens[delta.num_echoed :]])
+        ids = b',"token_ids":%b' % _encode(_token_ids(delta)) if self._body.return_token_ids else b""
         return _encode(self._logprobs(delta.tokens)), ids
 
     def _ending(self, choice: int, end: AnswerEnd) -> bytes:
@@ -127,7 +132,9 @@ class AnswerWriter:
 
     # Whole answers
 
-    def add(self, delta: TextDelta) -> None:
+    def add(self, delta: TextDelta) -> int:
+        """Keep a token; return the bytes of memory that it takes to the end. What lists tokens is kept as JSON, a small
+        part of the objects that it is made of."""
         choice = delta.choice
         if delta.text:
             self._texts[choice].append(delta.text)
@@ -135,20 +142,35 @@ class AnswerWriter:
             self._reasoning.setdefault(choice, []).append(delta.reasoning)
         if delta.calls:
             self._calls.setdefault(choice, []).extend(delta.calls)
-        if self.shows_tokens:
-            self._tokens[choice] += delta.tokens
-            self._num_echoed[choice] += delta.num_echoed
         self._ends[choice] = delta.end
+        num_chars = len(delta.text) + len(delta.reasoning) + sum(len(call.arguments) for call in delta.calls)
+        num_bytes = DELTA_BYTES + CHAR_BYTES * num_chars
+        if self.shows_tokens:
+            lists = self._logprobs(delta.tokens) or {}
+            if self._body.return_token_ids:
+                lists["token_ids"] = _token_ids(delta)
+            for name, values in lists.items():
+                if values:
+                    kept = self._lists[choice].setdefault(name, bytearray())
+                    data = _encode(values)[1:-1]
+                    kept += b",%b" % data if kept else b"[%b" % data
+                    num_bytes += 4 * len(data)  # the answer is another copy, and its buffer grows in steps
+            self._num_listed += len(delta.tokens)
+        return num_bytes
 
     async def whole(self) -> bytes:
         num_prompt_logprobs = sum(len(answer.prompt_logprobs) for answer in self._answers)
-        num_shown = sum(map(len, self._tokens)) + num_prompt_logprobs * self._body.num_choices
-        return await off_loop(num_shown, self._whole)
+        return await off_loop(self._num_listed + num_prompt_logprobs * self._body.num_choices, self._whole)
 
     def _whole(self) -> bytes:
         members = self._prompt_members(self._answers[0]) if self._is_chat else {}
         choices = [self._choice(index) for index in range(self._body.num_answers)]
         return _encode(self._envelope | {"choices": choices, "usage": usage(self._answers)} | members)
+
+    def _list(self, choice: int, name: str) -> msgspec.Raw:
+        kept = self._lists[choice].setdefault(name, bytearray(b"["))
+        kept += b"]"
+        return msgspec.Raw(kept)
 
     def _choice(self, index: int) -> dict[str, Any]:
         text = "".join(self._texts[index])
@@ -157,14 +179,16 @@ class AnswerWriter:
             message["reasoning_content"] = "".join(self._reasoning[index])
         if index in self._calls:
             message |= {"content": text or None, "tool_calls": _whole_calls(self._calls[index])}
+        logprobs = self._logprobs(())
         choice: dict[str, Any] = {
             "index": index,
             **({"message": message} if self._is_chat else {"text": text}),
-            "logprobs": self._logprobs(self._tokens[index]),
+            "logprobs": logprobs
+            and {name: None if values is None else self._list(index, name) for name, values in logprobs.items()},
             "finish_reason": self._ends[index],
         }
         if self._body.return_token_ids:
-            choice["token_ids"] = [token.token for token in self._tokens[index][self._num_echoed[index] :]]
+            choice["token_ids"] = self._list(index, "token_ids")
         if not self._is_chat:
             choice |= self._prompt_members(self._answers[index // self._body.num_choices])
         return choice
@@ -172,9 +196,12 @@ class AnswerWriter:
     def _prompt_members(self, answer: Answer) -> dict[str, Any]:
         members: dict[str, Any] = {"prompt_token_ids": answer.prompt_tokens} if self._body.return_token_ids else {}
         if self._body.prompt_logprobs is not None:
-            members["prompt_logprobs"] = prompt_logprobs(
-                self._tokenizer, answer.prompt_tokens, answer.prompt_logprobs, self._body.prompt_logprobs
-            )
+            if answer not in self._shown_prompts:
+                entries = prompt_logprobs(
+                    self._tokenizer, answer.prompt_tokens, answer.prompt_logprobs, self._body.prompt_logprobs
+                )
+                self._shown_prompts[answer] = msgspec.Raw(b"[%b]" % b",".join(map(_encode, entries)))
+            members["prompt_logprobs"] = self._shown_prompts[answer]
         return members
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
@@ -183,6 +210,10 @@ class AnswerWriter:
         if self._is_chat:
             return chat_logprobs(self._tokenizer, tokens)
         return completion_logprobs(self._tokenizer, tokens, self._body.num_logprobs)
+
+
+def _token_ids(delta: TextDelta) -> list[int]:
+    return [token.token for token in delta.tokens[delta.num_echoed :]]
 
 
 def _call_delta(call: CallDelta) -> dict[str, Any]:
@@ -237,7 +268,7 @@ def completion_logprobs(
 
 def prompt_logprobs(
     tokenizer: ChatTokenizer, prompt_tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], num_alternatives: int
-) -> list[dict[str, Any] | None]:
+) -> Iterator[dict[str, Any] | None]:
     """``prompt_logprobs``: entries by token id for every prompt token, null for the first. The rank of a prompt token
     outside the alternatives is null."""
 
@@ -248,7 +279,9 @@ def prompt_logprobs(
             for other, (rank, logprob) in ({token: (None, at_token.logprob)} | ranked).items()
         }
 
-    return [None, *(entry(token, at_token) for token, at_token in zip(prompt_tokens[1:], logprobs, strict=True))]
+    yield None
+    for token, at_token in zip(prompt_tokens[1:], logprobs, strict=True):
+        yield entry(token, at_token)
 
 
 MAX_INLINE_TOKENS = 256
