@@ -121,8 +121,8 @@ _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 _SLASHES = re.compile("/{2,}")
 
-OPEN_PATHS = frozenset({"/live", *PAGE_PATHS})
-"""Paths that never need a key: the page's files are the same for everybody, and ask for one."""
+OPEN_PATHS = frozenset({"/live", "/metrics", *PAGE_PATHS})
+"""Paths that never need a key: metrics, where there are any, and the page's files, which ask for one."""
 
 
 class EdgeMiddleware:
@@ -193,10 +193,10 @@ class EdgeMiddleware:
             await api_error(error).response()(scope, receive, send_noted)
         finally:
             memory.release()
+            final = CLIENT_LEFT if status is None else status
             if state["caller"] is not None:
                 entry.tenant = state["caller"].key.tenant
-                state["caller"].close()
-            final = CLIENT_LEFT if status is None else status
+                state["caller"].close(is_refused=final >= 400 and final != CLIENT_LEFT)
             is_good = entry.is_good(final)
             if is_good is not None:
                 self._metrics.tenant_served(entry.tenant, is_good=is_good)

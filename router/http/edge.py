@@ -6,8 +6,9 @@ The former differ in how they read a prompt; `pdserve.router.http.writer` writes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -60,6 +61,8 @@ SHOWN_BYTES = 256
 """Of each entry about it in an answer that shows the prompt."""
 MAX_TOKENIZED_CHARS = 2**20
 """Longest text for ``/tokenize``."""
+TOKENIZER_TURN_S = 10.0
+"""Seconds that a request for the tokenizer alone waits for its turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +77,12 @@ class Edge:
     tokenizer: ChatTokenizer
     served_name: str
     metrics: RouterMetrics
+    keep_alive_s: float
+    """Seconds between comments of a stream before token 0; 0 for none."""
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Sampling parameters of requests that do not say, by name; ``max_new_tokens`` limits answers without a limit."""
+    tokenizer_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the request that has the tokenizer's turn."""
 
     async def create_chat_completion(self, body: ChatBody, request: Request) -> Response:
         """Answer a conversation with the assistant's turn."""
@@ -127,17 +134,18 @@ class Edge:
         """Token ids of a prompt, or of a chat as the model would be asked it."""
         body.check()
         self._check_model(body.model)
-        if body.messages is not None:
-            text = await self._aside(request, partial(self._chat_text, body, body.tools or ()))
-        else:
-            text = body.prompt or ""
-        if len(text) > MAX_TOKENIZED_CHARS:
-            message = f"the text has {len(text)} characters; send {MAX_TOKENIZED_CHARS} at a time"
-            raise ApiError(400, message, param="prompt" if body.messages is None else "messages")
-        if body.messages is not None:
-            tokens = await self.tokenizer.encode_chat(text)
-        else:
-            tokens = await self.tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
+        async with self._tokenizer_turn(request):
+            if body.messages is not None:
+                text = await self._aside(request, partial(self._chat_text, body, body.tools or ()))
+            else:
+                text = body.prompt or ""
+            if len(text) > MAX_TOKENIZED_CHARS:
+                message = f"the text has {len(text)} characters; send {MAX_TOKENIZED_CHARS} at a time"
+                raise ApiError(400, message, param="prompt" if body.messages is None else "messages")
+            if body.messages is not None:
+                tokens = await self.tokenizer.encode_chat(text)
+            else:
+                tokens = await self.tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
         texts = None
         if body.return_token_strs:
             texts = await off_loop(len(tokens), lambda: list(map(self.tokenizer.token_text, tokens)))
@@ -156,11 +164,34 @@ class Edge:
         source = None if template is None else template.source
         return JSONResponse({**special_tokens, "chat_template": source})
 
-    async def detokenize(self, body: DetokenizeBody) -> JSONResponse:
+    async def detokenize(self, body: DetokenizeBody, request: Request) -> JSONResponse:
         """Text of token ids, special tokens included."""
         self._check_model(body.model)
         check_token_ids("tokens", body.tokens, self.tokenizer.vocab_size)
-        return JSONResponse({"prompt": await off_loop(len(body.tokens), partial(self.tokenizer.decode, body.tokens))})
+        async with self._tokenizer_turn(request):
+            text = await off_loop(len(body.tokens), partial(self.tokenizer.decode, body.tokens))
+        return JSONResponse({"prompt": text})
+
+    @asynccontextmanager
+    async def _tokenizer_turn(self, request: Request) -> AsyncIterator[None]:
+        """Turn of a request for the tokenizer alone, counted to its key like others. They go one at a time, so that a
+        prompt waits for one at most.
+
+        Raises:
+            ApiError: the key has nothing left, or others take too long.
+        """
+        if request.state.caller is not None:
+            request.state.caller.check_left()
+            request.state.caller.begin(1)
+        try:
+            async with asyncio.timeout(TOKENIZER_TURN_S):
+                await self.tokenizer_lock.acquire()
+        except TimeoutError:
+            raise ApiError(429, "others keep the tokenizer busy; try again", headers={"Retry-After": "1"}) from None
+        try:
+            yield
+        finally:
+            self.tokenizer_lock.release()
 
     async def _aside(self, request: Request, work: Callable[[], Result]) -> Result:
         """Return ``work()``, run in a thread if the body is large."""
@@ -249,7 +280,7 @@ class Edge:
                 limit = caller.key.grammars_per_minute
                 message = f"this API key may request {limit} new structures a minute; wait {wait_s:.1f} s"
                 raise ApiError(429, message, headers={"Retry-After": str(ceil(wait_s))})
-            caller.spend(tokens=len(prompt_tokens))
+            caller.spend_prompt(len(prompt_tokens))
             grammar = grammar and caller.owned(grammar)
             cache_salt = caller.cache_salt(salt)
         else:
@@ -331,7 +362,8 @@ class Edge:
         timer = TokenTimer(self.metrics, request.state.arrived_s, request.state.request_id, tier=request.state.tier)
         request.state.entry.answering(answers, timer)
         if body.stream:
-            return EventStream(answers, writer, timer, shows_workers="x-show-workers" in request.headers)
+            shows_workers = "x-show-workers" in request.headers
+            return EventStream(answers, writer, timer, keep_alive_s=self.keep_alive_s, shows_workers=shows_workers)
         async with cancel_on_disconnect(request.receive), aclosing(deltas_of(answers)) as deltas:
             async for batch in deltas:
                 for delta in batch:
@@ -383,7 +415,7 @@ def _admit_caller(caller: Caller, body: GenerationBody) -> None:
     if key.max_tokens and (body.token_limit or 0) > key.max_tokens:
         message = f"this API key allows answers of {key.max_tokens} tokens; lower {body.limit_field}"
         raise ApiError(400, message, param=body.limit_field)
-    if key.max_in_flight and body.num_answers > key.max_in_flight:
-        raise ApiError(400, f"this API key allows {key.max_in_flight} answers at once; ask for fewer")
+    if caller.max_answers and body.num_answers > caller.max_answers:
+        raise ApiError(400, f"this API key allows {caller.max_answers} answers at once; ask for fewer")
     caller.check_left(body.num_answers)
     caller.begin(body.num_answers)

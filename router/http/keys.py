@@ -54,7 +54,8 @@ class ApiKey:
     """Tokens of one answer; also the default of requests that set none."""
     requests_per_minute: _Limit = 0
     tokens_per_minute: _Limit = 0
-    """Of prompts and answers. What a request takes is known at its end, so a minute may be overspent once."""
+    """Of prompts and answers. What a request takes is known at its end, so a minute may be overspent; as much again, at
+    most, is then held back."""
     grammars_per_minute: _Limit = 0
     """Structures that the key has not requested lately; each takes a worker up to a second to compile."""
     tiers: tuple[str, ...] = ()
@@ -134,7 +135,8 @@ RATE_HEADERS = tuple(
 
 
 class Budget:
-    """What a key may spend in a minute: a bucket that starts full and refills steadily. It may be overdrawn."""
+    """What a key may spend in a minute: a bucket that starts full and refills steadily. It may be overdrawn by a
+    minute's."""
 
     def __init__(self, per_minute: int, now_s: float) -> None:
         self.per_minute = per_minute
@@ -151,7 +153,7 @@ class Budget:
         return max(amount - self.left(now_s), 0.0) * 60 / self.per_minute
 
     def spend(self, amount: float, now_s: float) -> None:
-        self._left = self.left(now_s) - amount
+        self._left = max(self.left(now_s) - amount, -self.per_minute)
 
 
 class KeyFile:
@@ -195,12 +197,13 @@ class KeyFile:
         key = self._keys.get(key_id, self._nobody)
         if not key.matches(secret):
             return None
-        key = self._limited(key)
+        max_answers, key = key.max_in_flight, self._limited(key)
         limits = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
         budgets = {of: self._budget(key.id, of, limit) for of, limit in limits.items() if limit}
         of_grammars = key.grammars_per_minute and self._budget(key.id, "grammars", key.grammars_per_minute)
         known = self._grammars.setdefault(key.id, OrderedDict())
-        return Caller(key, self._cache_secret, self._in_flight, budgets, GrammarLimit(of_grammars or None, known))
+        grammars = GrammarLimit(of_grammars or None, known)
+        return Caller(key, max_answers, self._cache_secret, self._in_flight, budgets, grammars)
 
     def _limited(self, key: ApiKey) -> ApiKey:
         """``key`` with this router's share of its limits."""
@@ -268,12 +271,15 @@ class Caller:
     def __init__(
         self,
         key: ApiKey,
+        max_answers: int,
         cache_secret: bytes,
         in_flight: Counter[str],
         budgets: Mapping[str, Budget],
         grammars: GrammarLimit,
     ) -> None:
         self.key = key
+        self.max_answers = max_answers
+        """`ApiKey.max_in_flight` of all routers together: one request may have as many, if it is alone at this one."""
         self.grammars = grammars
         self._budgets = budgets
         """Of ``requests`` and ``tokens``, as far as they are limited."""
@@ -281,6 +287,7 @@ class Caller:
         self._in_flight = in_flight
         """Answers by id of key."""
         self._num_answers = 0
+        self._num_prompt_tokens = 0
         self.num_answered: Callable[[], int] = lambda: 0
         """Returns the tokens of the request's answers, which `close` takes from the budget."""
 
@@ -295,7 +302,7 @@ class Caller:
             if wait_s := budget.seconds_until(1, now_s):
                 message = f"this API key has spent its {of} of this minute; wait {wait_s:.1f} s"
                 raise ApiError(429, message, headers={"Retry-After": str(ceil(wait_s))})
-        limit = self.key.max_in_flight
+        limit = self.key.max_in_flight and max(self.key.max_in_flight, num_answers)
         if limit and self._in_flight[self.key.id] + num_answers > limit:
             message = f"this API key has {limit} answers in flight at most; wait for the end of one"
             raise ApiError(429, message, headers={"Retry-After": "1"})
@@ -305,6 +312,11 @@ class Caller:
         for of, amount in (("requests", requests), ("tokens", tokens)):
             if amount and of in self._budgets:
                 self._budgets[of].spend(amount, now_s)
+
+    def spend_prompt(self, num_tokens: int) -> None:
+        """Take a prompt's tokens, until `close` says that the request was refused."""
+        self._num_prompt_tokens += num_tokens
+        self.spend(tokens=num_tokens)
 
     def rate_headers(self) -> dict[str, str]:
         """Headers about what is left, with OpenAI's names."""
@@ -322,8 +334,9 @@ class Caller:
         self._in_flight[self.key.id] += num_answers
         self.spend(requests=1)
 
-    def close(self) -> None:
-        self.spend(tokens=self.num_answered())
+    def close(self, *, is_refused: bool = False) -> None:
+        num_answered = self.num_answered()
+        self.spend(tokens=-self._num_prompt_tokens if is_refused and not num_answered else num_answered)
         self._in_flight[self.key.id] -= self._num_answers
         self._num_answers = 0
         if not self._in_flight[self.key.id]:

@@ -139,6 +139,10 @@ def _response_format(wanted: object) -> dict[str, object] | None:
     return wanted
 
 
+def _line(event: Mapping[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event))
+
+
 class ResponseWriter:
     """Writes the answer to one request: `events` for a stream, else `add` and `whole`."""
 
@@ -176,11 +180,13 @@ class ResponseWriter:
 
     def events(self, batch: Sequence[TextDelta]) -> bytes:
         """Events of tokens that arrived together, including those that open and end the response."""
-        return b"".join(
-            b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event))
-            for delta in batch
-            for event in self._advance(delta)
-        )
+        return b"".join(_line(event) for delta in batch for event in self._advance(delta))
+
+    def failure(self, error: ApiError) -> bytes:
+        """Event that ends a stream early."""
+        code = error.code or "server_error"  # names of the API's own
+        self._envelope |= {"status": "failed", "error": {"code": code, "message": error.detail}}
+        return _line(self._event("response.failed", response=self._response()))
 
     def add(self, delta: TextDelta) -> int:
         self._advance(delta)

@@ -1,12 +1,13 @@
 """Streamed answers: one server-sent event per token, and one write for tokens that arrive together.
 
 The status is sent with token 0, or after 10 s without one: an earlier failure is an ordinary HTTP error. A later
-failure is one event with an OpenAI error object, after which the stream ends without ``[DONE]``.
+failure is one event, after which the stream ends without ``[DONE]``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -18,9 +19,9 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from pdserve.router.http.asgi import cancel_on_disconnect
-from pdserve.router.http.errors import api_error
+from pdserve.router.http.errors import ApiError, api_error
 from pdserve.router.http.token_timer import TokenTimer
-from pdserve.router.http.writer import event, off_loop
+from pdserve.router.http.writer import off_loop
 from pdserve.router.text.answer import Answer, TextDelta, deltas_of
 
 WRITE_TIMEOUT_S = 60.0
@@ -28,12 +29,16 @@ WRITE_TIMEOUT_S = 60.0
 
 
 WAITING_S = 10.0
-"""Seconds between comments before token 0, so that proxies do not cut the connection."""
+"""Default of the seconds between comments before token 0, so that proxies do not cut the connection."""
 
 
 class EventWriter(Protocol):
     def events(self, batch: Sequence[TextDelta]) -> bytes:
         """Events of tokens that arrived together, including those that open and end the stream."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """Event that ends a stream early."""
         ...
 
 
@@ -44,9 +49,20 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(
-        self, answers: Sequence[Answer], writer: EventWriter, timer: TokenTimer, *, shows_workers: bool = False
+        self,
+        answers: Sequence[Answer],
+        writer: EventWriter,
+        timer: TokenTimer,
+        *,
+        keep_alive_s: float,
+        shows_workers: bool = False,
     ) -> None:
-        """``shows_workers``: end with a comment that names the workers."""
+        """
+        Args:
+            keep_alive_s: seconds between comments before token 0; 0 for none.
+            shows_workers: end with a comment that names the workers.
+        """
+        self._keep_alive_s = keep_alive_s or math.inf
         self._answers = answers
         self._has_echo = any(answer.has_echo for answer in answers)
         self._writer = writer
@@ -93,7 +109,7 @@ class EventStream(StreamingResponse):
             await _end(waiting)
             if not self._is_started:
                 raise
-            last = event(api_error(error).body())
+            last = self._writer.failure(api_error(error))
         finally:
             waiting.cancel()
         await self._write(last, more_body=False)
@@ -101,7 +117,7 @@ class EventStream(StreamingResponse):
     async def _wait(self, send: Send) -> None:
         """Write comments until token 0 arrives."""
         while True:
-            await asyncio.sleep(WAITING_S)
+            await asyncio.sleep(self._keep_alive_s)
             await self._start(send)
             await self._write(b": waiting\n\n")
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pdserve.contracts.step import TokenLogprobs
+from pdserve.router.http.errors import ApiError
 from pdserve.router.http.schema import ChatBody, GenerationBody
 from pdserve.router.text.answer import Answer, AnswerEnd, AnswerToken, TextDelta, usage
 from pdserve.router.text.tokenizer import ChatTokenizer
@@ -86,6 +87,10 @@ class AnswerWriter:
     def events(self, batch: Sequence[TextDelta]) -> bytes:
         """Events of tokens that arrived together, including those that open and end choices and the stream."""
         return b"".join([self._events(delta) for delta in batch])
+
+    def failure(self, error: ApiError) -> bytes:
+        """Event that ends a stream early: an OpenAI error object."""
+        return event(error.body())
 
     def _events(self, delta: TextDelta) -> bytes:
         data = b""

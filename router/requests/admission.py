@@ -40,10 +40,11 @@ class Admission:
         if self.is_draining:
             self._observer.refused(tier)
             raise GenerationError(503, "the router is draining", retry_after_s=MIN_RETRY_AFTER_S)
-        max_in_flight = self._replicas.share(self._settings.max_in_flight)
-        if num_choices > max_in_flight:
-            message = f"{num_choices} choices are more than this router takes at once: {max_in_flight}"
+        if num_choices > self._settings.max_in_flight:
+            message = f"{num_choices} choices are more than are taken at once: {self._settings.max_in_flight}"
             raise GenerationError(400, message)
+        # One that is more than this router's share has it for itself
+        max_in_flight = max(self._replicas.share(self._settings.max_in_flight), num_choices)
         num_in_flight = self.num_in_flight
         num_free, num_held = max_in_flight - num_in_flight, self._num_choices[tenant, tier]
         message = ""

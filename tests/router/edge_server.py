@@ -23,6 +23,7 @@ from pdserve.router.http.app import create_app
 from pdserve.router.http.keys import KeyFile
 from pdserve.router.http.protocol import BoundedHttpProtocol
 from pdserve.router.http.request_log import RequestLog
+from pdserve.router.http.sse import WAITING_S
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.plain_histogram import PlainSeries
 from pdserve.router.requests.journey import Journey, Span
@@ -114,6 +115,8 @@ class ScriptedGenerator(Cluster):
     def __init__(self) -> None:
         self.script: Script = saying([], FinishReason.STOP)
         self.refusal: GenerationError | None = None
+        self.start_refusal: GenerationError | None = None
+        """Of requests that were not refused before."""
         self.generations: list[ScriptedGeneration] = []
         self.started = threading.Event()
 
@@ -126,8 +129,8 @@ class ScriptedGenerator(Cluster):
 
     def start(self, spec: RequestSpec, *, has_room: bool = False) -> ScriptedGeneration:
         assert spec.arrived_s > 0
-        if self.refusal is not None:
-            raise self.refusal
+        if self.refusal or self.start_refusal:
+            raise self.refusal or self.start_refusal  # type: ignore[misc]
         generation = ScriptedGeneration(
             list(spec.prompt_tokens), spec.sampling, spec.cache_salt, self.script, spec.num_choices, spec.tier
         )
@@ -280,6 +283,8 @@ def running_edge(
     log: Path | None = None,
     tracer: Tracer | None = None,
     defaults: Mapping[str, float] | None = None,
+    keep_alive_s: float = WAITING_S,
+    api_metrics: bool = False,
 ) -> Iterator[EdgeServer]:
     """Serve a small tokenizer on a free loopback port until the block exits."""
     with TemporaryDirectory() as folder:
@@ -298,6 +303,8 @@ def running_edge(
         cors_origins=cors_origins,
         request_log=request_log,
         tracer=tracer,
+        keep_alive_s=keep_alive_s,
+        api_metrics=api_metrics,
     )
     config = uvicorn.Config(app, http=BoundedHttpProtocol, host="127.0.0.1", port=0, log_level="error", lifespan="off")
     server = uvicorn.Server(config)

@@ -6,7 +6,10 @@ import asyncio
 import json
 import re
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -116,21 +119,34 @@ def waiting_first(script: Script) -> Script:
     return wait_first
 
 
-def test_a_stream_that_waits_says_so_and_an_error_after_that_is_an_event(
-    edge: EdgeServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pdserve.router.http.sse.WAITING_S", 0.1)
+def test_a_stream_that_waits_says_so_and_an_error_after_that_is_an_event() -> None:
     body = {"messages": MESSAGES, "stream": True}
-    at_once_text = http.post(CHAT, json=body, headers={"X-Request-Id": "mine"}).text
-    edge.generator.script = waiting_first(edge.generator.script)
-    comments, _, rest = http.post(CHAT, json=body, headers={"X-Request-Id": "mine"}).text.rpartition(": waiting\n\n")
-    assert comments.replace(": waiting\n\n", "") == ""
-    created = re.compile(r'"created":\d+')
-    assert created.sub("", rest) == created.sub("", at_once_text)
-    edge.generator.script = waiting_first(failing_after([], GenerationError(503, "lost")))
-    answer = http.post(CHAT, json=body)
-    assert answer.status_code == 200
-    assert json.loads(events(answer)[-1])["error"]["message"] == "lost"
+    with running_edge(keep_alive_s=0.1) as edge, httpx.Client(base_url=edge.url) as http:
+        edge.say("ab", FinishReason.LENGTH)
+        at_once_text = http.post(CHAT, json=body, headers={"X-Request-Id": "mine"}).text
+        edge.generator.script = waiting_first(edge.generator.script)
+        said = http.post(CHAT, json=body, headers={"X-Request-Id": "mine"}).text
+        comments, _, rest = said.rpartition(": waiting\n\n")
+        assert comments.replace(": waiting\n\n", "") == ""
+        created = re.compile(r'"created":\d+')
+        assert created.sub("", rest) == created.sub("", at_once_text)
+        edge.generator.script = waiting_first(failing_after([], GenerationError(503, "lost")))
+        answer = http.post(CHAT, json=body)
+        assert answer.status_code == 200
+        assert json.loads(events(answer)[-1])["error"]["message"] == "lost"
+
+
+def test_a_stream_waits_in_silence_by_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.router.http.sse.WAITING_S", 0.1)
+    with running_edge(keep_alive_s=0) as edge:
+        edge.say("ab")
+        edge.generator.script = waiting_first(edge.generator.script)
+        answer = httpx.post(f"{edge.url}{CHAT}", json={"messages": MESSAGES, "stream": True})
+        lines = [line for line in answer.text.splitlines() if line]
+        assert lines.pop() == "data: [DONE]"
+        assert all(json.loads(line.removeprefix("data: ")) for line in lines)
+        edge.generator.script = failing_after([], GenerationError(503, "lost"))
+        assert httpx.post(f"{edge.url}{CHAT}", json={"messages": MESSAGES, "stream": True}).status_code == 503
 
 
 @pytest.mark.parametrize(("route", "prompt"), [(CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "x"})])
@@ -285,6 +301,33 @@ def test_bodies_for_the_tokenizer_are_checked(
     edge: EdgeServer, http: httpx.Client, route: str, body: dict[str, Any], param: str
 ) -> None:
     assert error_of(http.post(route, json=body))["param"] == param
+
+
+def test_requests_for_the_tokenizer_wait_for_one_another_and_delay_no_prompt(
+    edge: EdgeServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, encode, num_begun = threading.Event(), edge.tokenizer.encode, 0
+
+    async def slow_encode(text: str, **options: Any) -> list[int]:
+        nonlocal num_begun
+        num_begun += text == "slow"
+        if text == "slow":
+            await asyncio.to_thread(may_end.wait, 20)
+        return await encode(text, **options)
+
+    monkeypatch.setattr(edge.tokenizer, "encode", slow_encode)
+    monkeypatch.setattr("pdserve.router.http.edge.TOKENIZER_TURN_S", 0.2)
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(httpx.post, f"{edge.url}/tokenize", json={"prompt": "slow"}, timeout=20)
+        while not num_begun:
+            time.sleep(0.01)
+        refused = http.post("/tokenize", json={"prompt": "slow"})
+        assert (refused.status_code, refused.headers["retry-after"], num_begun) == (429, "1", 1)
+        assert http.post("/detokenize", json={"tokens": [50]}).status_code == 429
+        assert http.post(COMPLETIONS, json={"prompt": "x"}).status_code == 200
+        may_end.set()
+        assert first.result().status_code == 200
+    assert http.post("/tokenize", json={"prompt": "slow"}).status_code == 200
 
 
 def test_unknown_routes_and_methods(edge: EdgeServer, http: httpx.Client) -> None:

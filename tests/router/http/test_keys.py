@@ -18,7 +18,7 @@ from pdserve.contracts.errors import ConfigError
 from pdserve.router.http.errors import ApiError
 from pdserve.router.http.keys import Budget, KeyFile, add_key, read_keys
 from pdserve.router.replicas import Replicas
-from pdserve.router.requests.request import RequestSpec
+from pdserve.router.requests.request import GenerationError, RequestSpec
 from tests.router.edge_server import (
     MODEL,
     EdgeServer,
@@ -84,7 +84,7 @@ def test_every_route_but_live_needs_a_key(server: KeyedServer) -> None:
         for method, path in every_route:
             for header in wrong if path == "/v1/models" else wrong[:1]:
                 answer = client.request(method, path, headers=[(b"Authorization", header.encode())])
-                assert answer.status_code == (200 if path == "/live" else 401), (method, path, header)
+                assert answer.status_code == (200 if path.startswith("/live") else 401), (method, path, header)
         refusal = client.get("/v1/models")
         assert refusal.headers["www-authenticate"] == "Bearer"
         assert refusal.headers["x-request-id"]
@@ -282,6 +282,8 @@ def test_a_budget_refills_steadily_and_can_be_overdrawn() -> None:
     assert budget.left(110.5) == 10.5
     budget.spend(40.5, now_s=110.5)
     assert budget.seconds_until(1, 110.5) == 31
+    budget.spend(1000, now_s=110.5)
+    assert budget.seconds_until(1, 110.5) == 61, "nobody waits longer than a minute for the first"
     assert budget.left(1000.0) == 60, "no more than a minute's is kept"
 
 
@@ -322,7 +324,13 @@ def test_routers_share_the_limits_of_a_key(tmp_path: Path) -> None:
     assert list(share().values()) == [2, 3, 4, 1]
     caller = keys.caller(text)
     assert caller is not None
-    caller.spend(requests=3)
+    caller.check_left(4)  # more than a share, which one alone may have
+    caller.begin(1)
+    caller.check_left(1)
+    with pytest.raises(ApiError, match="in flight"):
+        caller.check_left(4)
+    caller.close()
+    caller.spend(requests=2)
     replicas.put([9000])
     assert share() == limits
     with pytest.raises(ApiError, match="spent its requests"):  # also when another router ends
@@ -370,6 +378,35 @@ def test_tokens_of_a_minute_count_prompts_and_answers(server: KeyedServer, strea
     assert third.status_code == 429
     assert "spent its tokens of this minute" in third.json()["error"]["message"]
     assert third.headers["x-ratelimit-remaining-tokens"] == "0"
+
+
+def test_refused_requests_are_not_charged(server: KeyedServer) -> None:
+    key = add_key(server.path, "team-b", tokens_per_minute=600)
+    server.edge.generator.start_refusal = GenerationError(429, "full")
+    for fields in ({}, {"stream": True}, {"min_tokens": 5}):
+        answer = server.post(key, prompt=[7] * 100, **fields)
+        assert answer.status_code == (400 if "min_tokens" in fields else 429)
+    server.edge.generator.start_refusal = None
+    answer = server.post(key, max_tokens=1)
+    num_prompt = len(server.edge.generator.last.prompt_tokens)
+    assert answer.headers["x-ratelimit-remaining-tokens"] == str(600 - num_prompt)
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [50]})])
+def test_requests_for_the_tokenizer_are_limited(server: KeyedServer, path: str, body: dict[str, object]) -> None:
+    headers = {"Authorization": f"Bearer {add_key(server.path, 'team-b', requests_per_minute=2)}"}
+    answers = [httpx.post(server.edge.url + path, json=body, headers=headers) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+
+
+def test_metrics_need_no_key_by_choice(tmp_path: Path) -> None:
+    add_key(tmp_path / "keys.jsonl", "team-a")
+    keys = KeyFile(tmp_path / "keys.jsonl", SECRET)
+    with running_edge(keys, api_metrics=True) as edge:
+        assert "\npdserve_ttft_seconds_count 0.0\n" in httpx.get(f"{edge.url}/metrics").text
+        assert httpx.get(f"{edge.url}/v1/models").status_code == 401
+    with running_edge(keys) as edge:
+        assert httpx.get(f"{edge.url}/metrics").status_code == 404
 
 
 def test_pages_of_allowed_origins_may_call(tmp_path: Path) -> None:

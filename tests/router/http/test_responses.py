@@ -13,7 +13,8 @@ import pydantic
 import pytest
 
 from pdserve.contracts.request import FinishReason
-from tests.router.edge_server import MODEL, EdgeServer, at_once, running_edge
+from pdserve.router.requests.request import GenerationError
+from tests.router.edge_server import MODEL, EdgeServer, at_once, failing_after, running_edge
 from tests.router.http.test_tools import TEMPLATE, WEATHER, rendered
 
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
@@ -88,6 +89,17 @@ def test_a_call_and_its_output_go_round(server: EdgeServer, client: openai.OpenA
         {"role": "tool", "content": "rain"},
     ]
     assert prompt_of(server) == rendered(TEMPLATE, expected, [WEATHER])
+
+
+def test_a_failure_on_the_way_is_the_last_event(server: EdgeServer, client: openai.OpenAI) -> None:
+    server.generator.script = failing_after([50], GenerationError(504, "too late"))
+    with client.responses.create(model=MODEL, input="x", stream=True) as stream:
+        events: list[Any] = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-2].type == "response.output_text.delta"
+    last = events[-1]
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert (last.response.error.code, last.response.error.message) == ("server_error", "too late")
 
 
 def test_a_stream_builds_what_the_whole_answer_is(server: EdgeServer, client: openai.OpenAI) -> None:
