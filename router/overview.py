@@ -134,6 +134,7 @@ class Overview:
             "at_s": self._samples[-1].time_s,
             "window_s": window.seconds,
             "requests_per_s": window.rate("num_accepted"),
+            "ended_per_s": window.rate("num_asked"),
             "good_per_s": window.rate("num_good"),
             "tokens_per_s": window.rate("num_tokens"),
             "attainment": window.attainment,

@@ -36,8 +36,8 @@ def draw(overview: dict[str, Any], status: dict[str, Any]) -> RenderableType:
     last, objective = overview["last"], overview["objective"]
     rates = (
         f"{overview['state']}: {overview['in_flight']} in flight, {overview['queued']} queued; "
-        f"{last['requests_per_s']:.1f} requests/s, {last['good_per_s']:.1f} good requests/s, "
-        f"{last['tokens_per_s']:,.0f} tokens/s"
+        f"last {last['window_s']:.0f} s: {last['requests_per_s']:.1f} requests/s arrived, "
+        f"{last['ended_per_s']:.1f} ended, {last['good_per_s']:.1f} of them good, {last['tokens_per_s']:,.0f} tokens/s"
     )
     if overview["num_routers"] > 1:
         rates += f"\nrequests of one of {overview['num_routers']} routers: {', '.join(status['routers'])}"

@@ -72,6 +72,7 @@ def test_goodput_and_attainment_count_failures() -> None:
         found = last(overview)
         assert found["misses"] == [("tpot", "decode", 2), ("ttft", "queue", 1)]
         assert (found["good_per_s"], found["tokens_per_s"], found["attainment"]) == (3.5, 250, 0.7)
+        assert found["good_per_s"] == found["attainment"] * found["ended_per_s"], "of the same requests"
         overview.sample(2.0 + WINDOW_S + 2)
         assert last(overview)["attainment"] is None
         assert overview.now()["long"]["attainment"] == 0.7

@@ -71,23 +71,27 @@ function draw({ now, points: added }) {
   showState(now.state + part, now.state === "ready");
   drawFigures(now);
   drawWorkers(now);
-  for (const name of ["ttft", "tpot"]) drawLatency(name, now.last[`${name}_s`], now.objective[`${name}_s`]);
+  for (const name of ["ttft", "tpot"]) drawLatency(name, now.last, now.objective[`${name}_s`]);
   const failures = [...now.failures].reverse().map((each) =>
     element("li", {}, element("time", { textContent: new Date(each.time * 1e3).toLocaleTimeString() }),
       ` ${each.text}${each.times > 1 ? ` (${each.times} times)` : ""}`));
   byId("failures").replaceChildren(...(failures.length ? failures : [element("li", { textContent: "none" })]));
 }
 
+const over = (window) => `last ${Math.round(window.window_s)} s`;
+
 function drawFigures({ last, long, objective, in_flight, queued }) {
   const isMissed = (value) => value !== null && value < objective.attainment;
   const most = last.misses.slice(0, 2).map(([name, cause]) => `${name.toUpperCase()} by ${cause.replace("_", " ")}`);
   const causes = most.length ? `; most misses: ${most.join(", ")}` : "";
+  const minutes = Math.ceil(long.window_s / 60);
   const figures = [
-    ["Good requests", `${rate(last.good_per_s)}/s`, `of ${rate(last.requests_per_s)}/s; good: within both objectives`],
-    ["Within both", share(last.attainment), `objective ${share(objective.attainment)}${causes}`, isMissed(last.attainment)],
-    [`Within both, ${Math.ceil(long.window_s / 60)} min`, share(long.attainment), "of a quarter of an hour at most", isMissed(long.attainment)],
-    ["Output", `${rate(last.tokens_per_s)}/s`, "tokens"],
-    ["In flight", in_flight, `${queued} wait in the router`],
+    ["Good requests", `${rate(last.good_per_s)}/s`, `${over(last)}, of ${rate(last.ended_per_s)}/s that ended; good: within both objectives`],
+    ["Arrivals", `${rate(last.requests_per_s)}/s`, over(last)],
+    ["Within both", share(last.attainment), `${over(last)}, of what ended; objective ${share(objective.attainment)}${causes}`, isMissed(last.attainment)],
+    ["Within both", share(long.attainment), `last ${minutes} min, a quarter of an hour at most`, isMissed(long.attainment)],
+    ["Output", `${rate(last.tokens_per_s)}/s`, `tokens, ${over(last)}`],
+    ["In flight", in_flight, `now; ${queued} wait in the router`],
   ];
   byId("figures").replaceChildren(...figures.map(([name, value, note, isBad]) =>
     element("div", {}, element("dt", { textContent: name }),
@@ -141,10 +145,11 @@ function card(worker) {
   return element("li", { className: worker.state === "up" ? "" : "down", title: worker.host }, name, queues.join(", "), meter, facts);
 }
 
-function drawLatency(name, quantiles, objective) {
+function drawLatency(name, last, objective) {
+  const quantiles = last[`${name}_s`];
   const [p50, p90, p99] = quantiles ?? [];
-  const text = quantiles ? `p50 ${milliseconds(p50)}, p90 ${milliseconds(p90)}, p99 ${milliseconds(p99)};` : "no requests in the last minute;";
-  byId(`${name}-text`).textContent = `${text} objective ${milliseconds(objective)}`;
+  const text = quantiles ? `p50 ${milliseconds(p50)}, p90 ${milliseconds(p90)}, p99 ${milliseconds(p99)}` : "no requests";
+  byId(`${name}-text`).textContent = `${over(last)}: ${text}; objective ${milliseconds(objective)}`;
   const measured = points.filter((point) => point[`${name}_s`]);
   const end = points.length ? points[points.length - 1].at_s : 0;
   const top = 1.15 * Math.max(objective, ...measured.map((point) => point[`${name}_s`][1]));

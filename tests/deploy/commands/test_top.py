@@ -12,6 +12,7 @@ from pdserve.deploy.commands.top import draw
 LAST: dict[str, Any] = {
     "window_s": 58.7,
     "requests_per_s": 4.0,
+    "ended_per_s": 5.0,
     "good_per_s": 3.5,
     "tokens_per_s": 1250.0,
     "attainment": 0.7,
@@ -37,7 +38,8 @@ def text_of(overview: dict[str, Any], **styles: bool) -> str:
 
 def test_figures_are_beside_their_objectives() -> None:
     shown = text_of(OVERVIEW)
-    assert "ready: 3 in flight, 1 queued; 4.0 requests/s, 3.5 good requests/s, 1,250 tokens/s" in shown
+    assert "ready: 3 in flight, 1 queued; last 59 s: 4.0 requests/s arrived, 5.0 ended, 3.5 of them good" in shown
+    assert "1,250 tokens/s" in shown
     lines = [line.split() for line in shown.splitlines()]
     assert ["last", "59", "s", "p50", "p90", "p99", "objective"] in lines
     assert ["TTFT", "11.2", "ms", "150.0", "ms", "210.0", "ms", "200.0", "ms"] in lines

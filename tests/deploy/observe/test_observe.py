@@ -62,6 +62,9 @@ def panels() -> Iterator[Panel]:
 
 def expressions() -> Iterator[str]:
     yield from recording_rules().values()
+    for block in re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "observe.md").read_text(), re.DOTALL):
+        for group in yaml.safe_load(block)["groups"]:
+            yield from (rule["expr"] for rule in group["rules"])
     for alert in ALERTS:
         yield from (alert.expr, alert.query)
     for panel in panels():
