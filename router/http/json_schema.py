@@ -26,6 +26,8 @@ _OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
 _BROKEN_FORMATS = ("json-pointer", "relative-json-pointer")
 """Enforced by rules that let quotes and control characters into the string."""
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_CONTENTS = frozenset({"const", "enum", "items", "prefixItems", "properties"})
+"""More is lost without these than without what would stand alone."""
 _LISTS_OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAPS_OF_SCHEMAS = ("$defs", "definitions", "patternProperties", "properties")
 _SCHEMAS = ("additionalProperties", "items", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
@@ -38,6 +40,11 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 class SchemaError(ValueError):
     """A schema that cannot be enforced; the text names the place and the remedy."""
+
+    def __init__(self, message: str, *keywords: str) -> None:
+        """``keywords``: those without which the schema is free of this fault."""
+        super().__init__(message)
+        self.keywords = keywords
 
 
 def check_json_schema(schema: object, place: str = "#", depth: int = 0) -> None:
@@ -52,13 +59,7 @@ def check_json_schema(schema: object, place: str = "#", depth: int = 0) -> None:
         raise SchemaError(f"{place} should be a schema: an object, true or false")
     if depth > MAX_DEPTH:
         raise SchemaError(f"{place} is nested more than {MAX_DEPTH} schemas deep; flatten it")
-    if schema.get("format") in _BROKEN_FORMATS:
-        raise SchemaError(f"{place} has the format {schema['format']}, which is not supported; leave it out")
-    for name in schema:
-        if name in _NEVER and schema[name] is not False:
-            raise SchemaError(f"{place} has {name}, which is not supported; leave it out")
-    _check_types(schema, place)
-    _check_together(schema, place)
+    _check_keywords(schema, place)
     for name in _LISTS_OF_SCHEMAS:
         for index, inner in enumerate(_list(schema, name, place)):
             check_json_schema(inner, f"{place}/{name}/{index}", depth + 1)
@@ -72,17 +73,54 @@ def check_json_schema(schema: object, place: str = "#", depth: int = 0) -> None:
         check_json_schema(inner, f"{place}/{name}", depth + 1)
 
 
+def enforceable(schema: object, depth: int = 0) -> object:
+    """A schema without the keywords that cannot be enforced, and with anything in place of what is no schema."""
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return schema if isinstance(schema, bool) else True
+    kept = dict(schema)
+    while True:
+        try:
+            _check_keywords(kept, "#")
+            break
+        except SchemaError as error:
+            for name in error.keywords:
+                del kept[name]
+    for name in kept.keys() & set(_LISTS_OF_SCHEMAS):
+        kept[name] = [enforceable(inner, depth + 1) for inner in kept[name]]
+    for name in kept.keys() & set(_MAPS_OF_SCHEMAS):
+        kept[name] = {key: enforceable(inner, depth + 1) for key, inner in kept[name].items()}
+    for name in kept.keys() & set(_SCHEMAS):
+        is_name = name == "propertyNames" and isinstance(kept[name], dict)
+        kept[name] = enforceable({"type": "string", **kept[name]} if is_name else kept[name], depth + 1)
+    return kept
+
+
+def _check_keywords(schema: dict[str, object], place: str) -> None:
+    """Check a schema, but not those inside it."""
+    if schema.get("format") in _BROKEN_FORMATS:
+        raise SchemaError(f"{place} has the format {schema['format']}, which is not supported; leave it out", "format")
+    for name in schema:
+        if name in _NEVER and schema[name] is not False:
+            raise SchemaError(f"{place} has {name}, which is not supported; leave it out", name)
+    for name in _LISTS_OF_SCHEMAS:
+        _list(schema, name, place)
+    for name in _MAPS_OF_SCHEMAS:
+        _map(schema, name, place)
+    _check_types(schema, place)
+    _check_together(schema, place)
+
+
 def _list(schema: dict[str, object], name: str, place: str) -> list[object]:
     value = schema.get(name, [])
     if not isinstance(value, list):
-        raise SchemaError(f"{place}/{name} should be a list")
+        raise SchemaError(f"{place}/{name} should be a list", name)
     return value
 
 
 def _map(schema: dict[str, object], name: str, place: str) -> dict[str, object]:
     value = schema.get(name, {})
     if not isinstance(value, dict):
-        raise SchemaError(f"{place}/{name} should be an object")
+        raise SchemaError(f"{place}/{name} should be an object", name)
     return value
 
 
@@ -91,15 +129,17 @@ def _check_types(schema: dict[str, object], place: str) -> None:
     named = schema.get("type")
     types = [name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)]
     if not set(types) <= _TYPES.keys() or ("type" in schema and not types):
-        raise SchemaError(f"{place}/type should be one of {', '.join(_TYPES)}, or a list of them")
+        raise SchemaError(f"{place}/type should be one of {', '.join(_TYPES)}, or a list of them", "type")
     for name in (*_OF_STRINGS, *_OF_NUMBERS):
         if name in schema and not types:
-            raise SchemaError(f"{place} has {name} and no type; add the type")
+            raise SchemaError(f"{place} has {name} and no type; add the type", name)
     if "multipleOf" in schema and types != ["integer"]:
-        raise SchemaError(f"{place} has multipleOf, which is supported for the type integer only; leave it out")
+        message = f"{place} has multipleOf, which is supported for the type integer only; leave it out"
+        raise SchemaError(message, "multipleOf")
     for value in [*_list(schema, "enum", place), *([schema["const"]] if "const" in schema else [])]:
         if types and not any(_has_type(value, one) for one in types):
-            raise SchemaError(f"{place} has the value {str(value)[:40]!r}, which is not of its type; leave it out")
+            message = f"{place} has the value {str(value)[:40]!r}, which is not of its type; leave it out"
+            raise SchemaError(message, "type")
 
 
 def _has_type(value: object, name: str) -> bool:
@@ -111,24 +151,29 @@ def _check_together(schema: dict[str, object], place: str) -> None:
     constraints = {name for name in schema if name not in _ANNOTATIONS}
     for name in _ALONE:
         if name in constraints and len(constraints) > 1:
-            ignored = ", ".join(sorted(constraints - {name}))
-            raise SchemaError(f"{place} has {ignored} beside {name}, which is not supported; move them into it")
+            ignored = sorted(constraints - {name})
+            message = f"{place} has {', '.join(ignored)} beside {name}, which is not supported; move them into it"
+            raise SchemaError(message, *([name] if constraints & _CONTENTS else ignored))
     if len(_list(schema, "allOf", place)) > 1:
-        raise SchemaError(f"{place}/allOf has several schemas, which is not supported; merge them")
+        raise SchemaError(f"{place}/allOf has several schemas, which is not supported; merge them", "allOf")
     reference = schema.get("$ref", "#")
     if not isinstance(reference, str) or not reference.startswith("#"):
-        raise SchemaError(f"{place}/$ref should refer to a part of this schema, such as #/$defs/name")
+        raise SchemaError(f"{place}/$ref should refer to a part of this schema, such as #/$defs/name", "$ref")
     for name in {"enum", "const"} & constraints:
-        if ignored := ", ".join(sorted(constraints - {"type", name})):
-            raise SchemaError(f"{place} has {ignored} beside {name}, which is not supported; leave it out")
+        if ignored := sorted(constraints - {"type", name}):
+            message = f"{place} has {', '.join(ignored)} beside {name}, which is not supported; leave it out"
+            raise SchemaError(message, *ignored)
     if len(constraints & {"pattern", "format"}) > 1 or (
         constraints & {"pattern", "format"} and constraints & {"minLength", "maxLength"}
     ):
-        both = ", ".join(sorted(constraints & set(_OF_STRINGS)))
-        raise SchemaError(f"{place} has {both} together, which is not supported; keep one of them")
+        both = sorted(constraints & set(_OF_STRINGS))
+        message = f"{place} has {', '.join(both)} together, which is not supported; keep one of them"
+        raise SchemaError(message, *(name for name in both if name != ("pattern" if "pattern" in both else "format")))
     if {"properties", "patternProperties"} <= constraints:
-        raise SchemaError(f"{place} has patternProperties beside properties, which is not supported; keep one of them")
+        message = f"{place} has patternProperties beside properties, which is not supported; keep one of them"
+        raise SchemaError(message, "patternProperties")
     required = _list(schema, "required", place)
     missing = [name for name in required if name not in _map(schema, "properties", place)]
     if missing:
-        raise SchemaError(f"{place}/required has {str(missing[0])[:64]!r}, which is not among the properties; add it")
+        message = f"{place}/required has {str(missing[0])[:64]!r}, which is not among the properties; add it"
+        raise SchemaError(message, "required")

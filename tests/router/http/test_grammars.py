@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from copy import deepcopy
 from typing import Any
 
 import jsonschema
@@ -15,10 +16,16 @@ import xgrammar
 from pdserve.contracts.request import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pdserve.router.http.errors import ApiError
 from pdserve.router.http.grammars import ANY_OBJECT, after_reasoning, grammar_of
-from pdserve.router.http.json_schema import SchemaError, check_json_schema
+from pdserve.router.http.json_schema import SchemaError, check_json_schema, enforceable
 from pdserve.router.http.schema import ChatBody
 from tests.vocabulary import LIMITS, compiled, demo_tokenizer
 
+ODD: list[Any] = [None, True, 3, "x", [], {}, ["a"], {"a": 1}, [{}], {"type": "string"}]
+KEYWORDS = [
+    "$defs", "$ref", "additionalProperties", "allOf", "anyOf", "const", "enum", "format", "if", "items", "maxLength",
+    "minimum", "multipleOf", "not", "oneOf", "pattern", "patternProperties", "prefixItems", "properties",
+    "propertyNames", "required", "type", "uniqueItems",
+]  # fmt: skip
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
@@ -148,6 +155,7 @@ def test_a_structure_begins_after_the_reasoning(wanted: dict[str, object], answe
 def test_a_schema_that_would_not_be_enforced_is_refused(schema: object, message: str) -> None:
     with pytest.raises(SchemaError, match=re.escape(message)):
         check_json_schema(schema)
+    check_json_schema(enforceable(schema))
 
 
 def test_a_deep_schema_is_refused() -> None:
@@ -156,6 +164,40 @@ def test_a_deep_schema_is_refused() -> None:
         schema = {"type": "array", "items": schema}
     with pytest.raises(SchemaError, match="nested more than 64 schemas deep"):
         check_json_schema(schema)
+    check_json_schema(enforceable(schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "rest"),
+    [
+        ({"type": "string", "pattern": "a", "format": "date", "maxLength": 3}, {"type": "string", "pattern": "a"}),
+        ({"type": "string", "format": "date", "maxLength": 3}, {"type": "string", "format": "date"}),
+        ({"type": "array", "items": {"not": {}}, "uniqueItems": True}, {"type": "array", "items": {}}),
+        ({"type": ["string", "null"], "anyOf": [{"if": {}}, {"minimum": 3}]}, {"anyOf": [{}, {}]}),
+        ({"type": "object", "properties": {"a": {"contains": 1}}, "anyOf": [{"required": ["a"]}]},
+         {"type": "object", "properties": {"a": {}}}),
+        ({"enum": ["a", None], "type": "string", "minLength": 1}, {"enum": ["a", None]}),
+        ({"propertyNames": {"pattern": "a"}}, {"propertyNames": {"type": "string", "pattern": "a"}}),
+        ({"$ref": "#/$defs/a", "nullable": True, "$defs": {"a": [3]}}, {"$ref": "#/$defs/a", "$defs": {"a": True}}),
+    ],
+)  # fmt: skip
+def test_what_is_left_of_a_schema_is_enforced(schema: object, rest: object) -> None:
+    assert enforceable(schema) == rest
+
+
+def test_what_is_left_of_any_schema_can_be_enforced() -> None:
+    rng = random.Random(7)
+    odd: list[Any] = [*ODD, *({name: value} for name in ("not", "if", "minimum", "$ref", "enum") for value in ODD)]
+    for _ in range(300):
+        schema = a_schema(rng)
+        for _ in range(rng.randrange(1, 4)):
+            at = schema
+            while inner := [value for value in at.values() if isinstance(value, dict) and value]:
+                if rng.random() < 0.4:
+                    break
+                at = rng.choice(inner)
+            at[rng.choice(KEYWORDS)] = deepcopy(rng.choice(odd))
+        check_json_schema(enforceable(schema))
 
 
 def a_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
