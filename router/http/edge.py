@@ -27,6 +27,7 @@ from pdserve.router.http.errors import ApiError
 from pdserve.router.http.grammars import after_reasoning, grammar_of
 from pdserve.router.http.json_body import LARGE_BYTES
 from pdserve.router.http.keys import Caller
+from pdserve.router.http.messages import forms_of
 from pdserve.router.http.responses import ResponsesBody, ResponseWriter
 from pdserve.router.http.sampling import check_prompt_length, check_token_ids, sampling_params
 from pdserve.router.http.schema import (
@@ -38,7 +39,7 @@ from pdserve.router.http.schema import (
 )
 from pdserve.router.http.sse import EventStream
 from pdserve.router.http.token_timer import TokenTimer
-from pdserve.router.http.tools import Tools, merged_grammar, new_call_id, template_options, tools_of
+from pdserve.router.http.tools import Tools, new_call_id, template_options, tools_of
 from pdserve.router.http.writer import AnswerWriter, off_loop
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.request import GenerationError, RequestSpec
@@ -93,16 +94,17 @@ class Edge:
     async def create_response(self, body: ResponsesBody, request: Request) -> Response:
         """Answer as the responses API does."""
         self._fill(body)  # the response tells
-        chat = await self._aside(request, body.as_chat)
-        answer = await self._chat(chat, request)
+        with body.naming_its_fields():
+            chat = await self._aside(request, body.as_chat)
+            answer = await self._chat(chat, request)
         writer = ResponseWriter(body, answer, request.state.request_id, self.served_name)
         return await self._respond(chat, request, [answer], writer)
 
     async def _chat(self, body: ChatBody, request: Request) -> Answer:
         max_model_len = await self._admit(body, request)
-        tools = await self._aside(request, partial(tools_of, body, self.tokenizer.tool_format))
+        tools = await self._aside(request, partial(tools_of, body, self.tokenizer.tool_format, request.state.grammar))
         if tools is not None:
-            request.state.grammar = merged_grammar(body, request.state.grammar, tools.grammar)
+            request.state.grammar = tools.grammar
         text = await self._aside(request, partial(self._chat_text, body, tools.offered if tools else ()))
         reasoning = self._reasoning(body, text)
         if request.state.grammar is not None and reasoning is not None:
@@ -246,12 +248,14 @@ class Edge:
 
     def _chat_text(self, body: ChatBody | TokenizeBody, tools: Sequence[Mapping[str, object]]) -> str:
         assert body.messages is not None
-        options = template_options(body, self.tokenizer.template)
-        try:
-            messages = [message.for_template() for message in body.messages]
-            return self.tokenizer.chat_text(messages, tools=tools, options=options, end=body.prompt_end)
-        except ValueError as error:
-            raise ApiError(400, str(error), param="messages") from error
+        template = self.tokenizer.template
+        options, refusals = template_options(body, template), list[ValueError]()
+        for messages in forms_of(body.messages, "" if template is None else template.source):
+            try:
+                return self.tokenizer.chat_text(messages, tools=tools, options=options, end=body.prompt_end)
+            except ValueError as error:
+                refusals.append(error)
+        raise ApiError(400, str(refusals[0]), param="messages") from refusals[0]
 
     def _reasoning(self, body: ChatBody, prompt: str) -> bool | None:
         """Whether an answer to the prompt begins inside reasoning; None if it has none."""

@@ -63,22 +63,25 @@ def after_reasoning(grammar: Grammar, *, is_open: bool) -> Grammar:
     Args:
         is_open: the reasoning has begun in the prompt, so the answer begins inside it.
     """
-    inner: object
-    match grammar.kind:
-        case GrammarKind.JSON_SCHEMA:
-            inner = {"type": "json_schema", "json_schema": json.loads(grammar.text), "max_whitespace_cnt": 1}
-        case GrammarKind.REGEX:
-            inner = {"type": "regex", "pattern": grammar.text}
-        case GrammarKind.EBNF:
-            inner = {"type": "grammar", "grammar": grammar.text}
-        case GrammarKind.STRUCTURAL_TAG:
-            inner = json.loads(grammar.text)["format"]
     thought = {"type": "tag", "begin": "" if is_open else OPENING, "content": {"type": "any_text"}, "end": CLOSING}
     space = {"type": "regex", "pattern": r"\n{0,2}"}
     begins = {"type": "sequence", "elements": [thought, space]}
-    elements = [begins if is_open else {"type": "optional", "content": begins}, inner]
+    elements = [begins if is_open else {"type": "optional", "content": begins}, structure_of(grammar)]
     tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
     return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
+
+
+def structure_of(grammar: Grammar) -> object:
+    """The grammar as part of a structural tag."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return {"type": "json_schema", "json_schema": json.loads(grammar.text), "max_whitespace_cnt": 1}
+        case GrammarKind.REGEX:
+            return {"type": "regex", "pattern": grammar.text}
+        case GrammarKind.EBNF:
+            return {"type": "grammar", "grammar": grammar.text}
+        case GrammarKind.STRUCTURAL_TAG:
+            return json.loads(grammar.text)["format"]
 
 
 def _of_response_format(wanted: Mapping[str, object]) -> Grammar | None:
@@ -86,8 +89,10 @@ def _of_response_format(wanted: Mapping[str, object]) -> Grammar | None:
     match wanted.get("type"):
         case "text":
             return None
-        case "json_object":
+        case "json_object" if wanted.get("schema") is None:
             return Grammar(GrammarKind.JSON_SCHEMA, ANY_OBJECT)
+        case "json_object":  # llama.cpp and others
+            return _of_schema(wanted["schema"], f"{field}.schema")
         case "json_schema":
             named = wanted.get("json_schema")
             if not isinstance(named, dict) or "schema" not in named:

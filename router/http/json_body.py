@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
 
@@ -29,6 +30,8 @@ MAX_STRINGS = 2**17
 """Names included."""
 MAX_VALUES = 2**20
 """Prompts of token ids may be that long."""
+MAX_MEMBERS = 256
+"""Most members of an object; both APIs have fewer than 100 fields."""
 
 _PIECE_BYTES = 2**16
 
@@ -39,6 +42,22 @@ _LONE_SURROGATE = re.compile(
 """Half of a surrogate pair, in group 1, or what is none: no more than other threads can wait for."""
 
 _decode = msgspec.json.Decoder().decode
+
+INTEGRAL = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+"""Of a field that is an integer: takes 16.0, too, as some languages write it."""
+
+
+class Body(BaseModel):
+    """Object of a request, in which null is a field that was left out."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_members(cls, value: object) -> object:
+        if isinstance(value, dict) and len(value) > MAX_MEMBERS:
+            raise PydanticCustomError("members", f"There may be {MAX_MEMBERS} members at most")
+        return value
 
 
 class JsonRoute(APIRoute):

@@ -5,130 +5,137 @@ Nothing is stored: a client sends the whole conversation each time, and ``previo
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import Field, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
-from pdserve.router.http.json_body import refusal_of
-from pdserve.router.http.schema import MAX_MESSAGES, Body, ChatBody
-from pdserve.router.http.unsupported_fields import RESPONSES, RESPONSES_REASONING, check_extra_fields
+from pdserve.router.http.json_body import Body, refusal_of
+from pdserve.router.http.messages import FREE_TEXT, MAX_MESSAGES, encrypted, messages_of
+from pdserve.router.http.schema import ChatBody, Tools
+from pdserve.router.http.unsupported_fields import RESPONSES, check_extra_fields, warn_once
 from pdserve.router.http.writer import CHAR_BYTES, DELTA_BYTES
 from pdserve.router.text.answer import Answer, TextDelta
 from pdserve.router.text.tool_calls import CallDelta
 
 _encode = msgspec.json.Encoder().encode
-_SAME_FIELDS = (
-    "model", "stream", "temperature", "top_p", "parallel_tool_calls", "chat_template_kwargs", "cache_salt", "seed",
-    "service_tier",
-)  # fmt: skip
-"""Fields that mean the same in a chat."""
-
-
-class Reasoning(Body):
-    effort: str | None = None
+_OTHER_FIELDS = frozenset({
+    "best_of", "logprobs", "max_completion_tokens", "max_tokens", "messages", "n", "prompt_logprobs",
+    "reasoning_effort", "response_format", "return_token_ids", "stream_options", "tool_choice", "tools",
+    "top_logprobs",
+})  # fmt: skip
+"""Fields of a chat that a response lacks, or has in another form."""
+_PLACES = {
+    "max_completion_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format", "response_format.json_schema": "text.format",
+}  # fmt: skip
+"""Field of a chat to that of a response."""
+_FREE_TEXT_ONLY = {"type": "object", "properties": {FREE_TEXT: {"type": "string"}}, "required": [FREE_TEXT]}
+_ARGUMENTS = {"function_call": "arguments", "custom_tool_call": "input"}
+"""Type of a call's item to the member with what the model wrote."""
+_LOGPROBS = "message.output_text.logprobs"
+_REASONING = "reasoning.encrypted_content"
 
 
 class ResponsesBody(Body):
-    """Body of ``POST /v1/responses``."""
+    """Body of ``POST /v1/responses``. Fields that a chat has, too, are checked as those of a chat."""
 
-    model: str | None = None
     input: str | Annotated[list[dict[str, object]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stream: bool | None = None
-    store: bool | None = None
-    """Nothing is stored, whatever it is."""
+    max_output_tokens: object = None
     text: dict[str, object] | None = None
     """``{"format": {...}}``: structure of the answer."""
-    tools: list[dict[str, object]] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, object] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
-    chat_template_kwargs: dict[str, object] | None = None
-    cache_salt: str | None = None
-    service_tier: str | None = None
+    reasoning: dict[str, object] | None = None
+    """``{"effort": "..."}``; the rest changes no answer."""
+    include: list[str] | None = None
+
+    _places: dict[str, str] = PrivateAttr(default_factory=lambda: dict(_PLACES))
+
+    @property
+    def custom_tools(self) -> frozenset[object]:
+        """Names of the tools that take any text."""
+        return frozenset(tool.get("name") for tool in self.tools or () if tool.get("type") == "custom")
 
     def as_chat(self) -> ChatBody:
         """The same request as a chat.
 
         Raises:
-            ApiError: it has what this server does not support.
+            ApiError: it has what this server does not support, named as in a chat.
         """
-        check_extra_fields(self.model_extra, RESPONSES)
-        reasoning = self.reasoning or Reasoning()
-        check_extra_fields(reasoning.model_extra, RESPONSES_REASONING, "reasoning.")
-        fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME_FIELDS}
+        extra = self.model_extra or {}
+        shared = ChatBody.model_fields.keys() - _OTHER_FIELDS
+        check_extra_fields({name: value for name, value in extra.items() if name not in shared}, RESPONSES)
+        if _LOGPROBS in (self.include or ()):
+            raise ApiError(400, f"include has {_LOGPROBS}, which is not supported; leave it out", param="include")
+        fields = {name: value for name, value in extra.items() if name in shared}
         fields["max_completion_tokens"] = self.max_output_tokens
-        fields["reasoning_effort"] = reasoning.effort
+        fields["reasoning_effort"] = (self.reasoning or {}).get("effort")
         fields["messages"] = self._messages()
         fields["response_format"] = _response_format((self.text or {}).get("format"))
-        if self.tools:
-            fields["tools"] = [_chat_tool(tool) for tool in self.tools]
+        fields["tools"] = self._chat_tools()
         fields["tool_choice"] = _chat_tool(self.tool_choice) if isinstance(self.tool_choice, dict) else self.tool_choice
         try:
             return ChatBody.model_validate(fields)
         except ValidationError as error:
-            refusal = refusal_of(error)
-            place = (refusal.param or "").replace("messages", "input", 1)
-            raise ApiError(400, refusal.detail.replace(refusal.param or "", place, 1), param=place) from error
+            raise refusal_of(error) from error
 
-    def _messages(self) -> list[dict[str, object]]:
-        messages: list[dict[str, object]] = []
-        if self.instructions:
-            messages.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            return [*messages, {"role": "user", "content": self.input}]
-        if not self.input:
+    @contextmanager
+    def naming_its_fields(self) -> Iterator[None]:
+        """Name fields in refusals as the client does, not as the chat that it became."""
+        try:
+            yield
+        except ApiError as error:
+            head, tail = error.param or "", ""
+            while head and head not in self._places:
+                head, _, last = head.rpartition(".")
+                tail = f".{last}{tail}"
+            if head and error.param:
+                place = self._places[head] + tail
+                if error.detail.startswith(error.param):
+                    error.detail = place + error.detail.removeprefix(error.param)
+                error.param = place
+            raise
+
+    def _messages(self) -> list[dict[str, Any]]:
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        if not items:
             raise ApiError(400, "input is empty; it needs one item at least", param="input")
-        for index, item in enumerate(self.input):
-            match item.get("type", "message"):
-                case "message":
-                    messages.append({"role": item.get("role"), "content": _chat_content(item.get("content"))})
-                case "function_call":
-                    function = {"name": item.get("name"), "arguments": item.get("arguments")}
-                    call = {"id": item.get("call_id"), "type": "function", "function": function}
-                    last = messages[-1] if messages else {}
-                    calls = last.setdefault("tool_calls", []) if last.get("role") == "assistant" else None
-                    if isinstance(calls, list):
-                        calls.append(call)
-                    else:
-                        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-                case "function_call_output":
-                    output = _chat_content(item.get("output"))
-                    messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-                case "reasoning":  # of an earlier answer; templates decide what the model sees again
-                    pass
-                case other:
-                    message = f"has the type {repr(other)[:MAX_NAME_CHARS]}, which is not supported; leave it out"
-                    raise ApiError(400, f"input.{index} {message}", param=f"input.{index}")
-        return messages
+        return messages_of(self.instructions, items, self._places)
+
+    def _chat_tools(self) -> list[dict[str, object]]:
+        """Tools that can be offered. Those that OpenAI runs, such as ``web_search``, are not."""
+        tools: list[dict[str, object]] = []
+        for index, tool in enumerate(self.tools or ()):
+            kind = tool.get("type")
+            if kind not in ("function", "custom") and isinstance(kind, str):
+                warn_once(f"tool type {kind[:MAX_NAME_CHARS]!r}", "not offered to the model")
+                continue
+            place = f"tools.{len(tools)}"
+            self._places |= {place: f"tools.{index}", f"{place}.function": f"tools.{index}"}
+            tools.append(_chat_tool(tool))
+        return tools
 
 
-def _chat_content(content: object) -> object:
-    """Content of a message with the parts of a chat's."""
-    if not isinstance(content, list):
-        return content
-    return [
-        {"type": "text", "text": part.get("text")}
-        if isinstance(part, dict) and part.get("type") in ("input_text", "output_text")
-        else part
-        for part in content
-    ]
-
-
-def _chat_tool(tool: Mapping[str, object]) -> dict[str, object]:
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, object]:
     """A tool or choice of one, whose members a chat has one level deeper."""
     function = {
         name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None
     }
-    return {"type": tool.get("type"), "function": function}
+    kind = tool.get("type")
+    if kind != "custom":
+        return {"type": kind, "function": function}
+    definition = tool.get("format")
+    if isinstance(definition, dict) and definition.get("definition"):
+        syntax = f"{FREE_TEXT} follows this {definition.get('syntax')} grammar:\n{definition['definition']}"
+        function["description"] = f"{function.get('description', '')}\n{syntax}".strip()
+    return {"type": "function", "function": function | {"parameters": _FREE_TEXT_ONLY}}
 
 
 def _response_format(wanted: object) -> dict[str, object] | None:
@@ -148,6 +155,9 @@ class ResponseWriter:
 
     def __init__(self, body: ResponsesBody, answer: Answer, request_id: str, model: str) -> None:
         self._answer = answer
+        self._custom_tools = body.custom_tools
+        self._keeps_reasoning = _REASONING in (body.include or ())
+        extra = body.model_extra or {}
         self._id = request_id
         self._items: list[dict[str, Any]] = []
         self._pieces: list[str] = []
@@ -165,15 +175,15 @@ class ResponseWriter:
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "metadata": (body.model_extra or {}).get("metadata") or {},
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "metadata": extra.get("metadata") or {},
+            "parallel_tool_calls": extra.get("parallel_tool_calls") is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": 1.0 if extra.get("temperature") is None else extra["temperature"],
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": 1.0 if extra.get("top_p") is None else extra["top_p"],
             "truncation": "disabled",
             "usage": None,
         }
@@ -210,7 +220,7 @@ class ResponseWriter:
             events += self._continue("message", delta.text)
         for call in delta.calls:
             if call.id:
-                events += self._open("function_call", call)
+                events += self._open("custom_tool_call" if call.name in self._custom_tools else "function_call", call)
             if call.arguments:
                 events += self._extend(call.arguments)
         if self._items and self._items[-1]["type"] == "reasoning":
@@ -232,7 +242,7 @@ class ResponseWriter:
 
     def _open(self, kind: str, call: CallDelta | None = None) -> list[dict[str, Any]]:
         events = self._close("completed")
-        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
+        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}[kind]
         item: dict[str, Any] = {"id": f"{prefix}_{self._id}_{len(self._items)}", "type": kind, "status": "in_progress"}
         if kind == "message":
             item |= {"role": "assistant", "content": []}
@@ -240,16 +250,18 @@ class ResponseWriter:
             item |= {"summary": [], "content": []}
         else:
             assert call is not None
-            item |= {"call_id": call.id, "name": call.name, "arguments": ""}
+            item |= {"call_id": call.id, "name": call.name, _ARGUMENTS[kind]: ""}
         self._items.append(item)
         self._pieces, self._is_open = [], True
         events.append(self._event("response.output_item.added", output_index=len(self._items) - 1, item={**item}))
-        if kind != "function_call":
+        if kind not in _ARGUMENTS:
             events.append(self._event("response.content_part.added", **self._place(), part=self._part("")))
         return events
 
     def _extend(self, text: str) -> list[dict[str, Any]]:
         self._pieces.append(text)
+        if self._items[-1]["type"] == "custom_tool_call":  # its text is inside JSON, which is not complete yet
+            return []
         kind = {
             "message": "output_text",
             "reasoning": "reasoning_text",
@@ -270,9 +282,15 @@ class ResponseWriter:
             item["arguments"] = text
             members = {**self._place(), "name": item["name"], "arguments": text}
             events.append(self._event("response.function_call_arguments.done", **members))
+        elif item["type"] == "custom_tool_call":
+            item["input"] = text = _free_text(text)
+            events.append(self._event("response.custom_tool_call_input.delta", **self._place(), delta=text))
+            events.append(self._event("response.custom_tool_call_input.done", **self._place(), input=text))
         else:
             part = self._part(text)
             item["content"] = [part]
+            if item["type"] == "reasoning" and self._keeps_reasoning:
+                item["encrypted_content"] = encrypted(text)
             more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
             events.append(self._event(f"response.{part['type']}.done", **self._place(), text=text, **more))
             events.append(self._event("response.content_part.done", **self._place(), part=part))
@@ -285,7 +303,7 @@ class ResponseWriter:
 
     def _place(self) -> dict[str, Any]:
         item = self._items[-1]
-        index = {} if item["type"] == "function_call" else {"content_index": 0}
+        index = {} if item["type"] in _ARGUMENTS else {"content_index": 0}
         return {"item_id": item["id"], "output_index": len(self._items) - 1, **index}
 
     def _finish(self, *, is_whole: bool) -> dict[str, Any]:
@@ -303,3 +321,13 @@ class ResponseWriter:
             },
         }
         return self._event(f"response.{status}", response=self._response())
+
+
+def _free_text(arguments: str) -> str:
+    """Text for a custom tool from the arguments of the function that it was offered as; all of them if the model did
+    not write what it was asked for."""
+    try:
+        text = json.loads(arguments)[FREE_TEXT]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return arguments
+    return text if isinstance(text, str) else arguments

@@ -6,17 +6,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -30,6 +26,8 @@ from pdserve.contracts.request import (
     REPETITION_PENALTIES,
 )
 from pdserve.router.http.errors import ApiError
+from pdserve.router.http.json_body import INTEGRAL, Body
+from pdserve.router.http.messages import Messages
 from pdserve.router.http.unsupported_fields import CHAT, CHAT_MESSAGE, COMPLETION, check_extra_fields
 from pdserve.router.text.chat_template import PromptEnd
 
@@ -47,22 +45,6 @@ def _as_list(value: object) -> object:
     if len(value) > MAX_STOP_STRINGS:
         raise PydanticCustomError("stop", f"There may be {MAX_STOP_STRINGS} stop strings at most")
     return [each for each in value if each != ""]  # which some clients send for none
-
-
-def _joined_text(value: object) -> object:
-    """Text of a message whose content is a string or a list of text parts."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise PydanticCustomError("content", "Input should be a string or a list of text parts")
-    texts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(kind) if kind in ("text", "refusal") else None
-        if not isinstance(text, str):
-            raise PydanticCustomError("content", 'Parts should be {"type": "text", "text": "..."}')
-        texts.append(text)
-    return "\n".join(texts)
 
 
 def _prompts(value: object) -> list[str | list[int]]:
@@ -99,8 +81,6 @@ def _biases(value: dict[str, float]) -> dict[str, float]:
     return value
 
 
-MessageText = Annotated[str, BeforeValidator(_joined_text, json_schema_input_type=str | list[dict[str, str]])]
-
 Prompts = Annotated[
     list[str | list[int]],
     PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
@@ -110,7 +90,7 @@ _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStringList = Annotated[list[_StopString], BeforeValidator(_as_list)]
 
 _TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
-TokenIds = Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
+TokenIds = Annotated[list[Annotated[_TokenId, INTEGRAL]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
 
 _TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 _Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
@@ -120,33 +100,18 @@ LogitBias = Annotated[dict[_TokenIdText, _Bias], BeforeValidator(_bounded_biases
 DEFAULT_COMPLETION_TOKENS = 16
 """Default ``max_tokens`` of a text completion, as at OpenAI."""
 
+NO_LIMIT = -1
+"""Value of ``max_tokens`` for all that the context leaves, as in llama.cpp and LM Studio."""
+
 MAX_DETOKENIZED = 2**17
 """Tokens of a request to ``/detokenize``."""
-MAX_MEMBERS = 256
-"""Most members of an object; both APIs have fewer than 100 fields."""
 MAX_TOOLS = 128
 """As at OpenAI."""
-MAX_MESSAGE_CALLS = 128
-"""Maximum tool calls in one message."""
-MAX_MESSAGES = 2**14
-"""Maximum messages in one chat. Each delays other requests, however short it is."""
-
-_NumLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+_NumLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), INTEGRAL]
+_NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES), INTEGRAL]
+_TokenLimit = Annotated[int, Field(ge=NO_LIMIT, lt=2**31), INTEGRAL]
 _RepetitionPenalty = Annotated[float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])]
 _OpenAiPenalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
-
-
-class Body(BaseModel):
-    """Object of a request, in which null is a field that was left out."""
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _count_members(cls, value: object) -> object:
-        if isinstance(value, dict) and len(value) > MAX_MEMBERS:
-            raise PydanticCustomError("members", f"There may be {MAX_MEMBERS} members at most")
-        return value
 
 
 class StreamOptions(Body):
@@ -165,20 +130,21 @@ class GenerationBody(Body):
     """Name of the field that holds the prompt."""
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    max_tokens: _TokenLimit | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31), INTEGRAL] | None = None
     """Tokens before which end-of-sequence tokens, stop tokens and stop strings are ignored (vLLM)."""
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: _NumChoices | None = None
+    best_of: _NumChoices | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), INTEGRAL] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: _RepetitionPenalty | None = None
     presence_penalty: _OpenAiPenalty | None = None
     frequency_penalty: _OpenAiPenalty | None = None
     logit_bias: LogitBias | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64), INTEGRAL] | None = None
+    """-1 is a new one for each request, as if left out."""
     stop: StopStringList | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
@@ -219,7 +185,7 @@ class GenerationBody(Body):
     def token_limit(self) -> int | None:
         """Requested maximum tokens of one answer; ``None`` if the request sets none."""
         limit: int | None = getattr(self, self.limit_field)
-        return limit
+        return None if limit == NO_LIMIT else limit
 
     @property
     def default_token_limit(self) -> int | None:
@@ -266,65 +232,6 @@ class GenerationBody(Body):
             raise ApiError(400, "prompt_logprobs are not available in a stream", param="prompt_logprobs")
 
 
-class CalledFunction(Body):
-    name: str
-    arguments: str
-    """JSON text."""
-
-
-class ToolCall(Body):
-    """Call in an assistant's message."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-    def for_template(self) -> dict[str, object]:
-        """Call as passed to the chat template: arguments as an object, unless they are none."""
-        try:
-            arguments = json.loads(self.function.arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            arguments = self.function.arguments
-        return {
-            "id": self.id or "",
-            "type": self.type,
-            "function": {"name": self.function.name, "arguments": arguments},
-        }
-
-
-class ChatMessage(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: MessageText
-    name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_MESSAGE_CALLS, fail_fast=True)] | None = None
-    """Of an assistant."""
-    tool_call_id: str | None = None
-    """Call that a tool's message answers."""
-    reasoning_content: str | None = None
-    """Of an assistant; templates that read it decide what of it the model sees again."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_content(cls, message: object) -> object:
-        """An assistant's message may have no text, as at OpenAI."""
-        if isinstance(message, dict) and message.get("role") == "assistant" and message.get("content") is None:
-            return {**message, "content": ""}
-        return message
-
-    def for_template(self) -> dict[str, object]:
-        """Message as passed to the chat template."""
-        message: dict[str, object] = {"role": self.role, "content": self.content}
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, name)) is not None:
-                message[name] = value
-        if self.tool_calls:
-            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        return message
-
-
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 Tools = Annotated[list[dict[str, object]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
@@ -333,7 +240,7 @@ class TemplatedBody(Body):
 
     chat_template_kwargs: dict[str, object] | None = None
     """Further variables of the chat template (vLLM)."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     add_generation_prompt: bool | None = None
     """False ends the prompt with the messages (vLLM)."""
     continue_final_message: bool | None = None
@@ -359,7 +266,7 @@ class ChatBody(GenerationBody, TemplatedBody):
     prompt_field = "messages"
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: _TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: _NumLogprobs | None = None
     tools: Tools | None = None
@@ -377,6 +284,9 @@ class ChatBody(GenerationBody, TemplatedBody):
 
     def check(self) -> None:
         super().check()
+        if self.token_limit == 0:
+            remedy = f"{self.limit_field} should be 1 at least, or -1 for no limit; or leave it out"
+            raise ApiError(400, remedy, param=self.limit_field)
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         check_extra_fields(self.model_extra, CHAT)
@@ -394,7 +304,7 @@ class CompletionBody(GenerationBody):
 
     prompt: Prompts
     """Prompts, answered as if each came in its own request; choices are numbered prompt by prompt."""
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    max_tokens: _TokenLimit | None = None
     echo: bool | None = None
     """Write the prompt before the answer, with its log probabilities if those of the answer are requested. With
     ``max_tokens`` 0, write only the prompt."""
@@ -406,7 +316,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def default_token_limit(self) -> int | None:
-        return DEFAULT_COMPLETION_TOKENS
+        return None if self.max_tokens == NO_LIMIT else DEFAULT_COMPLETION_TOKENS
 
     @property
     def num_logprobs(self) -> int:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from pdserve.contracts.request import Grammar, GrammarKind
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
-from pdserve.router.http.json_schema import SchemaError, check_json_schema
+from pdserve.router.http.grammars import structure_of
+from pdserve.router.http.json_schema import SchemaError, check_json_schema, enforceable
 from pdserve.router.http.schema import ChatBody, TemplatedBody
 from pdserve.router.text.chat_template import ChatTemplate
 from pdserve.router.text.tool_calls import ToolFormat
@@ -30,7 +31,7 @@ class Tools(NamedTuple):
     """As the client sent them, for the chat template."""
     style: ToolFormat
     grammar: Grammar | None
-    """Of the answer, if a call is forced or a tool is strict."""
+    """Of the answer, if a call is forced, a tool is strict, or the body requests a structure."""
     may_call_several: bool
 
 
@@ -40,14 +41,15 @@ class _Function(NamedTuple):
     is_strict: bool
 
 
-def tools_of(body: ChatBody, style: ToolFormat | None) -> Tools | None:
+def tools_of(body: ChatBody, style: ToolFormat | None, requested: Grammar | None = None) -> Tools | None:
     """Tools that the body offers; ``None`` if it offers none.
 
     Args:
         style: how the model writes calls; None if it is not known.
+        requested: structure of an answer that calls none.
 
     Raises:
-        ApiError: one is malformed, or ``style`` is None.
+        ApiError: one is malformed, ``style`` is None, or the body contradicts a forced call.
     """
     offered, choice = body.tools or [], body.tool_choice or "auto"
     functions = {}
@@ -63,23 +65,11 @@ def tools_of(body: ChatBody, style: ToolFormat | None) -> Tools | None:
         raise _refusal("tools", "have no known form in the model's chat template; leave them out")
     may_call_several = body.parallel_tool_calls is not False
     grammar = None
-    if forced or any(function.is_strict for function in functions.values()):
-        grammar = _grammar(style, forced or [*functions.values()], bool(forced), may_call_several)
-    return Tools(offered, style, grammar, may_call_several)
-
-
-def merged_grammar(body: ChatBody, requested: Grammar | None, of_tools: Grammar | None) -> Grammar | None:
-    """Grammar of an answer that may call tools.
-
-    Raises:
-        ApiError: the body requests another structure, or contradicts a forced call.
-    """
-    if requested is not None:
-        field = "response_format" if body.response_format is not None else "structured_outputs"
-        raise _refusal(field, "contradicts tools, whose calls have a form of their own; send one of them")
-    if of_tools is not None and body.ignore_eos:
+    if forced or requested is not None or any(function.is_strict for function in functions.values()):
+        grammar = _grammar(style, forced or [*functions.values()], bool(forced), may_call_several, requested)
+    if grammar is not None and body.ignore_eos:
         raise _refusal("ignore_eos", "contradicts forced and strict tools; leave it out")
-    return of_tools
+    return Tools(offered, style, grammar, may_call_several)
 
 
 def new_call_id() -> str:
@@ -87,8 +77,8 @@ def new_call_id() -> str:
 
 
 def template_options(body: TemplatedBody, template: ChatTemplate | None) -> Mapping[str, object]:
-    """Variables that a client sets in the chat template. ``reasoning_effort`` is one of them; templates that can only
-    turn reasoning off have ``enable_thinking`` instead.
+    """Variables that a client sets in the chat template. ``reasoning_effort`` is one of them where the template reads
+    it; templates that can only turn reasoning on and off have ``enable_thinking`` instead.
 
     Raises:
         ApiError: the template does not read one, or it is not the client's to set.
@@ -104,10 +94,10 @@ def template_options(body: TemplatedBody, template: ChatTemplate | None) -> Mapp
             return given
         case effort if "reasoning_effort" in known:
             return {"reasoning_effort": effort, **given}
-        case "none" if "enable_thinking" in known:
-            return {"enable_thinking": False, **given}
-        case effort:
-            raise _refusal("reasoning_effort", f"{effort} is unknown to the model's chat template; leave it out")
+        case effort if "enable_thinking" in known:
+            return {"enable_thinking": effort != "none", **given}
+        case _:  # a wish, which the model cannot follow
+            return given
 
 
 def _function(tool: object, place: str) -> _Function:
@@ -142,21 +132,33 @@ def _forced(choice: str | dict[str, object], functions: Mapping[str, _Function])
     return [functions[name]]
 
 
-def _grammar(style: ToolFormat, functions: Sequence[_Function], is_forced: bool, may_call_several: bool) -> Grammar:
-    """Grammar of an answer with calls of ``functions``, and with text around them unless a call is forced."""
+def _grammar(
+    style: ToolFormat,
+    functions: Sequence[_Function],
+    is_forced: bool,
+    may_call_several: bool,
+    requested: Grammar | None,
+) -> Grammar:
+    """Grammar of an answer with calls of ``functions``. Unless a call is forced, it may be a text of the requested
+    structure instead, or has any text around the calls if none is requested."""
     tags = [_tag(style, function, is_exact=is_forced or function.is_strict) for function in functions]
     layout: dict[str, object] = {"tags": tags, "stop_after_first": not may_call_several}
-    if is_forced:
+    if is_forced or requested is not None:
         layout |= {"type": "tags_with_separator", "separator": style.separator, "at_least_one": True}
+        if requested is not None and not is_forced:
+            layout = {"type": "or", "elements": [layout, structure_of(requested)]}
     elif style.opening:
         layout |= {"type": "triggered_tags", "triggers": [style.opening]}
     else:
         raise ApiError(400, "strict tools need tool_choice to be required with this model", param="tool_choice")
-    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", "format": layout}))
+    tag = {"type": "structural_tag", "format": layout}
+    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))
 
 
 def _tag(style: ToolFormat, function: _Function, *, is_exact: bool) -> dict[str, object]:
     schema = function.parameters if is_exact else _ANY_OBJECT
+    if not function.is_strict:
+        schema = enforceable(schema)
     try:
         check_json_schema(schema)
     except SchemaError as error:

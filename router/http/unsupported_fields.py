@@ -18,19 +18,17 @@ Neutral = Mapping[str, tuple[object, ...]]
 """Maps a field name to the values, besides null, that change nothing."""
 
 _BOTH: Neutral = {
-    "allowed_token_ids": ([],), "bad_words": ([],), "early_stopping": (False,), "ebnf": (), "guided_choice": (),
+    "allowed_token_ids": ([],), "bad_words": ([],), "ebnf": (), "ec_transfer_params": (), "guided_choice": (),
     "guided_grammar": (), "guided_json": (), "guided_regex": (), "json_schema": (), "kv_transfer_params": (),
-    "length_penalty": (1,), "logits_processors": ([],), "lora_path": (), "priority": (0,), "regex": (),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,), "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
+    "logits_processors": ([],), "logprob_token_ids": (), "lora_path": (), "moderation": (), "priority": (0,),
+    "regex": (), "repetition_detection": (), "return_prompt_text": (False,), "return_tokens_as_token_ids": (False,),
+    "truncate_prompt_tokens": (-1,), "use_beam_search": (False,), "vllm_xargs": ({},), "watermarking": (False,),
 }  # fmt: skip
 
 CHAT: Neutral = {
     **_BOTH,
     "add_special_tokens": (False,), "audio": (), "chat_template": (), "documents": ([],), "echo": (False,),
-    "function_call": ("none",), "functions": ([],), "mm_processor_kwargs": ({},), "modalities": (["text"],),
-    "prediction": (), "store": (False,), "verbosity": ("medium",), "web_search_options": (),
+    "function_call": ("none", "auto"), "functions": ([],), "modalities": (["text"],), "web_search_options": (),
 }  # fmt: skip
 
 COMPLETION: Neutral = {
@@ -41,19 +39,33 @@ COMPLETION: Neutral = {
 }  # fmt: skip
 
 RESPONSES: Neutral = {
-    "background": (False,), "context_management": ([],), "conversation": (), "include": ([],), "max_tool_calls": (),
-    "previous_response_id": (), "prompt": (), "stream_options": (), "top_logprobs": (0,), "truncation": ("disabled",),
+    **_BOTH,
+    "background": (False,), "conversation": (), "enable_response_messages": (False,), "max_completion_tokens": (),
+    "max_tokens": (), "messages": (), "n": (1,), "previous_input_messages": (), "previous_response": (),
+    "previous_response_id": (), "prompt": (), "response_format": (), "top_logprobs": (0,),
 }  # fmt: skip
-
-RESPONSES_REASONING: Neutral = {"generate_summary": ("auto",), "summary": ("auto",)}
 
 CHAT_MESSAGE: Neutral = {"audio": (), "function_call": ()}
 
+_REMEDIES: Mapping[str, str] = {
+    "conversation": "nothing is stored: send the whole conversation as input, and leave it out",
+    "functions": "send tools, and leave it out",
+    "max_tokens": "send max_output_tokens, and leave it out",
+    "messages": "send input, and leave it out",
+    "previous_response_id": "nothing is stored: send the whole conversation as input, and leave it out",
+    "response_format": "send text.format, and leave it out",
+}
+
 _LABELS = frozenset({
-    "annotations", "metadata", "parallel_tool_calls", "prompt_cache_key", "refusal", "safety_identifier",
-    "user",
+    "access_programs", "annotations", "context_management", "early_stopping", "image", "include_reasoning",
+    "length_penalty", "max_tool_calls", "media_io_kwargs", "metadata", "mm_processor_kwargs", "parallel_tool_calls",
+    "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "reasoning_details", "refusal", "request_id", "return_mm_kwargs", "return_token_offsets",
+    "routed_experts_prompt_start", "safety_identifier", "session_id", "spaces_between_special_tokens", "store",
+    "stream_interval", "stream_options", "thinking_token_budget", "truncation", "truncation_side", "user", "verbosity",
 })  # fmt: skip
-"""Fields that describe a request or its sender and change no answer."""
+"""Fields that describe a request or its sender, concern what a request cannot have here, or wish for what nobody can
+promise. They change no answer."""
 
 MAX_LOGGED_FIELDS = 1024
 """Maximum unknown fields logged over the life of the process: a client must not be able to fill a disk."""
@@ -74,17 +86,17 @@ def check_extra_fields(extra: Mapping[str, object] | None, neutral: Neutral, whe
         if name in neutral:
             if value is not None and value not in neutral[name]:
                 values = " or ".join(map(json.dumps, neutral[name]))
-                remedy = f"set it to {values}, or leave it out" if values else "leave it out"
+                remedy = f"set it to {values}, or leave it out" if values else _REMEDIES.get(name, "leave it out")
                 raise ApiError(400, f"{where}{name} is not supported; {remedy}", param=where + name)
         elif name not in _LABELS:
-            _warn_of(name[:MAX_NAME_CHARS])
+            warn_once(f"unknown field {name[:MAX_NAME_CHARS]!r}", "ignored")
 
 
-def _warn_of(name: str) -> None:
-    """Log once per name."""
+def warn_once(name: str, fate: str) -> None:
+    """Log once per name what becomes of a part of a request."""
     if name in _logged or len(_logged) >= MAX_LOGGED_FIELDS:
         return
     _logged.add(name)
-    logger.warning("a request has the unknown field %r; it is ignored", name)
+    logger.warning("a request has the %s; it is %s", name, fate)
     if len(_logged) == MAX_LOGGED_FIELDS:
         logger.warning("requests have had %d unknown fields; no more of them are named here", MAX_LOGGED_FIELDS)

@@ -99,7 +99,7 @@ class AnswerWriter:
             role = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
             data = self._chunk(b'{"index":%d,%b' % (delta.choice, role))
         if delta.reasoning:
-            data += self._delta_chunk(delta.choice, {"reasoning_content": delta.reasoning})
+            data += self._delta_chunk(delta.choice, _reasoning(delta.reasoning))
         if self.shows_tokens:
             data += self._text_chunk(delta, self._after_token_text % self._shown(delta))
         elif delta.text or (delta.end is None and not delta.reasoning and not delta.calls):
@@ -181,7 +181,7 @@ class AnswerWriter:
         text = "".join(self._texts[index])
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if index in self._reasoning:
-            message["reasoning_content"] = "".join(self._reasoning[index])
+            message |= _reasoning("".join(self._reasoning[index]))
         if index in self._calls:
             message |= {"content": text or None, "tool_calls": _whole_calls(self._calls[index])}
         logprobs = self._logprobs(())
@@ -219,6 +219,11 @@ class AnswerWriter:
 
 def _token_ids(delta: TextDelta) -> list[int]:
     return [token.token for token in delta.tokens[delta.num_echoed :]]
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Reasoning under both of the names that clients read: DeepSeek's, and that of vLLM and OpenRouter."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _call_delta(call: CallDelta) -> dict[str, Any]:

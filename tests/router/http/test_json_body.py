@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from pdserve.router.http import json_body
 from pdserve.router.http.errors import ApiError
-from pdserve.router.http.json_body import Structure, read_body
+from pdserve.router.http.json_body import Body, Structure, read_body
 from pdserve.router.http.responses import ResponsesBody
-from pdserve.router.http.schema import Body, ChatBody, CompletionBody, TokenizeBody
+from pdserve.router.http.schema import ChatBody, CompletionBody, TokenizeBody
 
 MODELS: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatBody,

@@ -224,13 +224,13 @@ def test_async_client_streams_many_at_once(edge: EdgeServer) -> None:
 def test_sampling_parameters_arrive(edge: EdgeServer, client: openai.OpenAI) -> None:
     edge.say("x")
     client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, temperature=0, top_p=0.5, seed=-1, max_completion_tokens=7, stop=["s"], n=1,
+        model=MODEL, messages=MESSAGES, temperature=0, top_p=0.5, seed=-2, max_completion_tokens=7, stop=["s"], n=1,
         presence_penalty=0, user="me", extra_body={"top_k": 5, "stop_token_ids": [9], "ignore_eos": True,
         "cache_salt": "mine"},
     )  # fmt: skip
     sampling = edge.generator.last.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0, 0.5, 5)
-    assert (sampling.seed, sampling.max_tokens) == (2**64 - 1, 7)
+    assert (sampling.seed, sampling.max_tokens) == (2**64 - 2, 7)
     assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.num_logprobs) == ((9,), True, -1)
     assert len(edge.generator.last.cache_salt) == 32
 

@@ -57,7 +57,8 @@ def test_the_newer_name_of_max_tokens_wins() -> None:
 
 
 def test_seeds_are_64_bits_and_minted_where_absent() -> None:
-    assert sampling_params(completion(seed=-1), 1, 10).seed == 2**64 - 1
+    assert sampling_params(completion(seed=-2), 1, 10).seed == 2**64 - 2
+    assert sampling_params(completion(seed=-1), 1, 10).seed != sampling_params(completion(seed=-1), 1, 10).seed
     assert sampling_params(completion(seed=2**64 - 1), 1, 10).seed == 2**64 - 1
     minted = {sampling_params(completion(), 1, 10).seed for _ in range(8)}
     assert len(minted) == 8

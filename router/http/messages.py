@@ -1,0 +1,221 @@
+"""Messages of a conversation: read from a chat or a response, and passed to the chat template in one form.
+
+Clients write the same message in many ways. `ChatMessage` and `messages_of` read all of them; `forms_of` has those in
+which a template may accept them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
+from pdserve.router.http.json_body import Body
+
+MAX_MESSAGE_CALLS = 128
+"""Maximum tool calls in one message."""
+MAX_MESSAGES = 2**14
+"""Maximum messages in one chat. Each delays other requests, however short it is."""
+
+_TEXTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
+"""Type of a part to the member that holds its text."""
+_SYSTEM = ("system", "developer")
+_BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
+"""First line of Claude Code's system text. It differs in each request, so that no prefix would be shared."""
+_ASKS_FOR_NONE = re.compile(r"content\W{0,4}\s+is\s+(not\s+)?none", re.IGNORECASE)
+_HOSTED_CALLS = frozenset({"code_interpreter_call", "file_search_call", "image_generation_call", "web_search_call"})
+"""Items of tools that another server ran."""
+
+FREE_TEXT = "input"
+"""Argument of a custom tool, which the model calls as a function, and of a call whose arguments are no JSON object."""
+
+Template = dict[str, object]
+"""Message as passed to the chat template."""
+
+
+def _joined_text(value: object) -> object:
+    """Text of a message whose content is a string or a list of text parts."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "Input should be a string or a list of text parts")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
+        if not isinstance(text, str):
+            raise PydanticCustomError("content", 'Parts should be {"type": "text", "text": "..."}')
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _arguments(value: object) -> dict[str, object]:
+    """Arguments of an earlier call as an object, whatever the model wrote: templates go through its members."""
+    if isinstance(value, str):
+        try:
+            read = json.loads(value or "null")
+        except (ValueError, RecursionError):
+            return {FREE_TEXT: value}
+        value = read if isinstance(read, dict | None) else {FREE_TEXT: value}
+    if not isinstance(value, dict | None):
+        raise PydanticCustomError("arguments", "Input should be JSON text or an object")
+    return value or {}
+
+
+MessageText = Annotated[str, BeforeValidator(_joined_text, json_schema_input_type=str | list[dict[str, str]])]
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: Annotated[object, PlainValidator(_arguments, json_schema_input_type=str | dict[str, object] | None)] = (
+        Field(default_factory=dict)
+    )
+    """JSON text, which may be empty, or an object."""
+
+
+class ToolCall(Body):
+    """Call in an assistant's message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> Template:
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id or "", "type": self.type, "function": function}
+
+
+class ChatMessage(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: MessageText
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_MESSAGE_CALLS, fail_fast=True)] | None = None
+    """Of an assistant."""
+    tool_call_id: str | None = None
+    """Call that a tool's message answers."""
+    reasoning_content: str | None = None
+    """Of an assistant; templates that read it decide what of it the model sees again."""
+    reasoning: str | None = None
+    """The same (OpenRouter, vLLM)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_content(cls, message: object) -> object:
+        """An assistant's message may have no text, as at OpenAI, and a tool may return nothing."""
+        if isinstance(message, dict) and message.get("role") in ("assistant", "tool") and not message.get("content"):
+            return {**message, "content": ""}
+        return message
+
+    def for_template(self) -> Template:
+        message: Template = {"role": self.role, "content": self.content}
+        if self.role in _SYSTEM and (billing := _BILLING.match(self.content)):
+            message["content"] = self.content[billing.end() :]
+        for name in ("name", "tool_call_id"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        if reasoning := self.reasoning_content or self.reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+            message["content"] = self.content or None
+        return message
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+def forms_of(messages: Sequence[ChatMessage], source: str) -> Iterator[list[Template]]:
+    """Forms of a conversation to try one after the other: as it was sent, with one leading system message of all, in
+    order, and with that text before the first user's, for templates that refuse the one before.
+
+    Args:
+        source: of the template. If it asks whether content is none, that of a message with calls alone is.
+    """
+    sent = [message.for_template() for message in messages]
+    if not _ASKS_FOR_NONE.search(source):
+        sent = [{**message, "content": message["content"] or ""} for message in sent]
+    yield sent
+    rest = [message for message in sent if message["role"] not in _SYSTEM]
+    if len(rest) == len(sent):
+        return
+    text = "\n\n".join(str(message["content"]) for message in sent if message["role"] in _SYSTEM)
+    yield [{"role": "system", "content": text}, *rest]
+    for index, message in enumerate(rest):
+        if message["role"] == "user":
+            yield [*rest[:index], {**message, "content": f"{text}\n\n{message['content']}"}, *rest[index + 1 :]]
+            return
+
+
+def messages_of(
+    instructions: str | None, items: Sequence[Mapping[str, Any]], places: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Messages of a chat with the input of a response.
+
+    Args:
+        places: gets the place in the input of each message and call, by its place among the messages.
+
+    Raises:
+        ApiError: an item has a type that is not supported.
+    """
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    message: dict[str, Any]
+    reasoning = ""
+    for index, item in enumerate(items):
+        place = f"input.{index}"
+        match item.get("type", "message"):
+            case "message":
+                message = {"role": item.get("role"), "content": item.get("content")}
+            case "function_call" | "custom_tool_call":
+                message = messages.pop() if messages and not reasoning else {}
+                if message.get("role") != "assistant":
+                    messages += [message] if message else []
+                    message = {"role": "assistant"}
+                calls = message.setdefault("tool_calls", [])
+                call_place = f"messages.{len(messages)}.tool_calls.{len(calls)}"
+                places |= {call_place: place, f"{call_place}.id": f"{place}.call_id", f"{call_place}.function": place}
+                arguments = item["arguments"] if "arguments" in item else {FREE_TEXT: item.get("input")}
+                function = {"name": item.get("name"), "arguments": arguments}
+                calls.append({"id": item.get("call_id"), "function": function})
+            case "function_call_output" | "custom_tool_call_output":
+                message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+                places[f"messages.{len(messages)}.content"] = f"{place}.output"
+            case "reasoning":
+                reasoning += _reasoning_of(item)
+                continue
+            case "item_reference" if str(item.get("id")).startswith("rs_"):
+                continue
+            case str(kind) if kind in _HOSTED_CALLS:
+                continue
+            case "item_reference":
+                refusal = f"{place} refers to an item, and nothing is stored; send the item itself, with store: false"
+                raise ApiError(400, refusal, param=place)
+            case other:
+                refusal = f"{place} has the type {repr(other)[:MAX_NAME_CHARS]}, which is not supported; leave it out"
+                raise ApiError(400, refusal, param=place)
+        if reasoning and message["role"] == "assistant":
+            message["reasoning"] = reasoning
+        reasoning = ""
+        places.setdefault(f"messages.{len(messages)}", place)
+        messages.append(message)
+    return messages
+
+
+def encrypted(reasoning: str) -> str:
+    """Reasoning for a client that keeps only what it cannot read. It is no secret: the client has the text, too."""
+    return b64encode(reasoning.encode()).decode()
+
+
+def _reasoning_of(item: Mapping[str, Any]) -> str:
+    """Text of a reasoning item; empty if another server encrypted it."""
+    parts = item.get("content") or item.get("summary") or []
+    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    try:
+        return "\n".join(texts) or b64decode(str(item.get("encrypted_content") or "")).decode()
+    except ValueError:
+        return ""
