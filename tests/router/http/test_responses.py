@@ -128,6 +128,30 @@ def test_a_stream_builds_what_the_whole_answer_is(server: EdgeServer, client: op
     assert final.usage == whole.usage
 
 
+PATCH: Any = {"type": "custom", "name": "apply_patch", "description": "Applies a patch."}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_with_free_text(server: EdgeServer, client: openai.OpenAI, streams: bool) -> None:
+    server.say('<tool_call>{"name": "apply_patch", "arguments": {"input": "+a\\n"}}</tool_call>')
+    choice: Any = {"type": "custom", "name": "apply_patch"}
+    if streams:
+        with client.responses.stream(model=MODEL, input="x", tools=[PATCH], tool_choice=choice) as stream:
+            events: list[Any] = list(stream)
+            response: Any = stream.get_final_response()
+        [delta] = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+        [done] = [event.input for event in events if event.type == "response.custom_tool_call_input.done"]
+        assert delta == done == "+a\n"
+    else:
+        response = client.responses.create(model=MODEL, input="x", tools=[PATCH], tool_choice=choice)
+    [call] = response.output
+    assert (call.type, call.name, call.input) == ("custom_tool_call", "apply_patch", "+a\n")
+    output: Any = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"}
+    history = [{"role": "user", "content": "x"}, call.model_dump(exclude_none=True), output]
+    client.responses.create(model=MODEL, input=history, tools=[PATCH])
+    assert '<tool_call>{"name": "apply_patch", "arguments": {"input": "+a\\n"}}</tool_call>' in prompt_of(server)
+
+
 def test_a_response_that_arrives_at_once_begins_empty(server: EdgeServer, client: openai.OpenAI) -> None:
     tokens = asyncio.run(server.tokenizer.encode("Oslo"))[1:]
     server.generator.script = at_once(tokens)

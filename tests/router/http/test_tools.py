@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 import xgrammar
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -100,6 +101,29 @@ def test_a_call_and_its_result_go_round(server: EdgeServer, client: openai.OpenA
         {"role": "tool", "content": "rain"},
     ]
     assert prompt_of(server) == rendered(TEMPLATE, expected, [WEATHER, TIME])
+
+
+class City(pydantic.BaseModel):
+    city: str
+
+
+@pytest.mark.parametrize("says", [CALL, '{"city": "Oslo"}'])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_or_a_parsed_answer(server: EdgeServer, client: openai.OpenAI, says: str, streams: bool) -> None:
+    server.say(says)
+    asked: Any = {"messages": ASKED, "tools": [openai.pydantic_function_tool(City, name="get_weather")]}
+    if streams:
+        with client.chat.completions.stream(model=MODEL, response_format=City, **asked) as stream:
+            answer = stream.until_done().get_final_completion()
+    else:
+        answer = client.chat.completions.parse(model=MODEL, response_format=City, **asked)
+    message = answer.choices[0].message
+    parsed = message.tool_calls[0].function.parsed_arguments if message.tool_calls else message.parsed
+    assert (bool(message.tool_calls), parsed) == (says is CALL, City(city="Oslo"))
+    grammar = server.generator.last.sampling.grammar
+    assert grammar is not None
+    assert accepts(grammar, says)
+    assert not accepts(grammar, "Oslo")
 
 
 def test_a_message_with_calls_alone_has_no_content(server: EdgeServer, client: openai.OpenAI) -> None:
