@@ -13,7 +13,7 @@ from typing import Annotated
 from pdserve.contracts.codec import NotNegative, Positive, Rule, Share, between, one_of
 from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.placement import DEVICE_SETTINGS, TRANSPORTS, TlsFiles, WorkerRole
-from pdserve.contracts.precision import Dtype, KvDtype, Precision, Quantization
+from pdserve.contracts.precision import DtypeSetting, KvDtype, Precision, Quantization
 
 MAX_DEGREE = 64
 """Largest degree of tensor or pipeline parallelism."""
@@ -81,8 +81,9 @@ class ModelConfig:
 
     path: str = ""
     """Folder with config.json, safetensors and tokenizer; empty serves the demo model."""
-    dtype: Dtype = "float32"
-    """``float32``, ``bfloat16`` or ``float16``: weights and activations."""
+    dtype: DtypeSetting = "auto"
+    """Weights and activations: ``float32``, ``bfloat16``, ``float16``, or ``auto``, which is the checkpoint's dtype, or
+    float32 on CPUs where the checkpoint's is slow."""
     kv_dtype: KvDtype = "auto"
     """``auto``, which is ``dtype``, ``int8`` or ``float8_e4m3fn``."""
     quantization: Quantization = "none"
@@ -105,6 +106,8 @@ class ModelConfig:
 
     @property
     def precision(self) -> Precision:
+        """Of a model whose ``dtype`` is no longer ``auto``: `pdserve.deploy.config.find_dtype`."""
+        assert self.dtype != "auto"
         return Precision(dtype=self.dtype, kv_dtype=self.kv_dtype, quantization=self.quantization)
 
 
@@ -166,7 +169,7 @@ class PhaseConfig:
     tensor_parallel: _Degree = 1
     pipeline_parallel: _Degree = 1
     device: Annotated[str, one_of(*DEVICE_SETTINGS)] = "auto"
-    """``cpu``, ``cuda``, or ``auto`` (GPUs, if Ray has enough for every worker that may use one)."""
+    """``cpu``, ``cuda``, or ``auto``: GPUs, shared by workers where they are too few, or the CPU where Ray has none."""
     gpu_memory_utilization: Share = 0.9
     """Share of a GPU's memory for weights, activations and an automatic KV pool together. Workers with 0.5 or less
     share GPUs."""

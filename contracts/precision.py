@@ -10,7 +10,10 @@ from pdserve.contracts.kv_layout import KV_DTYPE_SETTINGS
 
 QUANTIZATION_SETTINGS = ("none", "int8", "int4", "fp8")
 
-Dtype = Annotated[str, one_of("float32", "bfloat16", "float16")]
+DTYPES = ("float32", "bfloat16", "float16")
+
+Dtype = Annotated[str, one_of(*DTYPES)]
+DtypeSetting = Annotated[str, one_of("auto", *DTYPES)]
 KvDtype = Annotated[str, one_of(*KV_DTYPE_SETTINGS)]
 Quantization = Annotated[str, one_of(*QUANTIZATION_SETTINGS)]
 

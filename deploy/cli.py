@@ -24,7 +24,7 @@ from pdserve.deploy.cluster.folder import api_key, find_cluster, running_cluster
 from pdserve.deploy.commands import bench as bench_commands
 from pdserve.deploy.commands.plan import plan
 from pdserve.deploy.commands.simulate import simulate
-from pdserve.deploy.config import check_deployment, override, read_deployment, read_profile
+from pdserve.deploy.config import check_deployment, find_dtype, names_pools, override, read_deployment, read_profile
 
 if TYPE_CHECKING:
     from pdserve.deploy.launch import Launch
@@ -92,6 +92,7 @@ _RayAddress = Annotated[
     str,
     typer.Option(envvar="RAY_ADDRESS", metavar="HOST:PORT", help="Existing Ray cluster; auto: the one of this host."),
 ]
+_Emulate = Annotated[str, typer.Option(metavar="GPU", help="GPU to emulate (timing only), such as h100-sxm.")]
 _Hosts = Annotated[int, typer.Option(min=1, help="Hosts of the Ray cluster to wait for.")]
 
 
@@ -99,7 +100,7 @@ _Hosts = Annotated[int, typer.Option(min=1, help="Hosts of the Ray cluster to wa
 def up(
     file: _File = None,
     model: _Model = None,
-    emulate: Annotated[str, typer.Option(metavar="GPU", help="GPU to emulate (timing only), such as h100-sxm.")] = "",
+    emulate: _Emulate = "",
     time_scale: Annotated[float, typer.Option(min=1e-3, help="Real seconds per emulated second.")] = 1.0,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: _Port = None,
@@ -128,7 +129,7 @@ def up(
     config = read_deployment(file, use="emulate" if emulate else "serve") if file else DeploymentConfig()
     config = override(config, "router", host=host, port=port, log_format=log_format)
     replicas = {"prefill": prefill, "decode": decode, "mixed": mixed}
-    launch = _launch(config, model, replicas, ray_address, hosts, emulate)
+    launch = _launch(file, config, model, replicas, ray_address, hosts, emulate)
     try:
         return Supervisor(
             replace(launch, time_scale=time_scale, drain_timeout_s=drain_timeout), Progress(Console())
@@ -139,6 +140,7 @@ def up(
 
 
 def _launch(
+    file: Path | None,
     config: DeploymentConfig,
     model: Path | None,
     replicas: Mapping[str, int | None],
@@ -147,8 +149,9 @@ def _launch(
     emulate: str = "",
 ) -> Launch:
     from pdserve.deploy.checks.preflight import demo_model_folder
+    from pdserve.deploy.cluster.host_facts import slow_dtype_reason
     from pdserve.deploy.cluster.ray_cluster import current_ray_address
-    from pdserve.deploy.cluster.resources import installed_gpu
+    from pdserve.deploy.cluster.resources import installed_gpu, num_gpus
     from pdserve.deploy.launch import Launch
 
     if num_hosts > 1 and not ray_address:
@@ -161,20 +164,27 @@ def _launch(
         config = override(config, "model", path=str(demo_model_folder()))
     if ray_address == "auto" and not (ray_address := current_ray_address()):
         raise DeployError("no Ray runs on this host; start it with ray start, or give --ray-address HOST:PORT")
-    return Launch(
+    launch = Launch(
         config=config,
         devices=read_profile(config),
         emulate=emulate,
         gpu=installed_gpu(),
+        num_gpus=num_gpus(),
         ray_address=ray_address,
         num_hosts=num_hosts,
     )
+    is_on_cpus = not (emulate or any(map(launch.is_on_gpu, launch.roles)))
+    served, why = find_dtype(config.model, slow_dtype_reason if is_on_cpus else lambda dtype: "")
+    launch = replace(launch, config=replace(config, model=served), dtype_reason=why)
+    is_named = any(num is not None for num in replicas.values()) or (file is not None and names_pools(file))
+    return launch if ray_address else launch.fitted(is_layout_named=is_named)
 
 
 @app.command(epilog="Example: pdserve check deployment.yaml --model ./Llama-3.2-1B-Instruct")
 def check(
     file: _File = None,
     model: _Model = None,
+    emulate: _Emulate = "",
     port: _Port = None,
     prefill: _Prefill = None,
     decode: _Decode = None,
@@ -185,10 +195,10 @@ def check(
     """Check what pdserve up checks, and measure how KV moves between its workers; starts no cluster."""
     from pdserve.deploy.commands.check import check_cluster
 
-    config = read_deployment(file) if file else DeploymentConfig()
+    config = read_deployment(file, use="emulate" if emulate else "serve") if file else DeploymentConfig()
     config = override(config, "router", port=port)
     replicas = {"prefill": prefill, "decode": decode, "mixed": mixed}
-    return check_cluster(_launch(config, model, replicas, ray_address, hosts), Console())
+    return check_cluster(_launch(file, config, model, replicas, ray_address, hosts, emulate), Console())
 
 
 @app.command(epilog="Example: pdserve up --detach, and later: pdserve down")
@@ -241,7 +251,7 @@ def restart(
 @app.command(epilog="Example: pdserve profile --model ./Llama-3.2-1B-Instruct --dtype bfloat16 --cores 2 --cores 1")
 def profile(
     model: Annotated[Path, typer.Option(help="Model folder, or a config.json (random weights).")],
-    dtype: Annotated[str, typer.Option(help="Weights and activations: float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Weights and activations: auto, float32, bfloat16 or float16.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="KV cache: auto, int8 or float8_e4m3fn.")] = "auto",
     quantization: Annotated[str, typer.Option(help="Layer weights: none, int8 or int4.")] = "none",
     max_model_len: Annotated[int, typer.Option(min=0, help="Longest sequence, tokens; 0: the model's limit.")] = 0,

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 from pdserve.contracts.codec import from_plain, to_plain
-from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig
 from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.placement import TlsFiles, WorkerRole
+from pdserve.model.config.dtype import checkpoint_dtype
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.hardware_file import read_hardware_file
 from pdserve.planner.yaml_file import read_yaml
@@ -54,6 +56,11 @@ def read_deployment(path: Path, *, use: Use = "serve") -> DeploymentConfig:
     return config
 
 
+def names_pools(path: Path) -> bool:
+    """Whether the file at ``path``, which has been read before, has a section of workers."""
+    return any(role.value in read_yaml(path).lines for role in WorkerRole)
+
+
 def read_profile(config: DeploymentConfig) -> dict[str, Hardware]:
     """Devices of ``model.profile``, by name; none if it is empty.
 
@@ -64,6 +71,26 @@ def read_profile(config: DeploymentConfig) -> dict[str, Hardware]:
         return read_hardware_file(Path(config.model.profile)) if config.model.profile else {}
     except ConfigError as error:
         raise ConfigError(f"model.profile: {error}") from error
+
+
+def find_dtype(model: ModelConfig, slow_reason: Callable[[str], str] = lambda dtype: "") -> tuple[ModelConfig, str]:
+    """Replace a dtype that is ``auto`` by the checkpoint's, or by float32; returns the model and the reason.
+
+    Args:
+        slow_reason: why the workers compute slower in a dtype than in float32; empty if they do not.
+
+    Raises:
+        ConfigError: the checkpoint's dtype is not served.
+    """
+    if model.dtype != "auto":
+        return model, "model.dtype"
+    try:
+        dtype = checkpoint_dtype(Path(model.path))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if slow := slow_reason(dtype):
+        return dataclasses.replace(model, dtype="float32"), f"the checkpoint's is {dtype}, and {slow}"
+    return dataclasses.replace(model, dtype=dtype), "as the checkpoint"
 
 
 def parse_deployment(document: object, *, use: Use = "serve") -> DeploymentConfig:

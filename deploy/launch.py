@@ -6,13 +6,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pdserve.contracts.codec import to_json
-from pdserve.contracts.deployment import DeploymentConfig, parse_ports
+from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig, parse_ports
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.decode_worker.worker import DecodeWorker
 from pdserve.deploy.cluster.host_facts import LOOPBACK, HostFacts
-from pdserve.deploy.cluster.resources import CoreSplit, split_cores
+from pdserve.deploy.cluster.resources import CoreSplit, gpu_shares, split_cores
 from pdserve.kv_transfer.pool_memory import available_memory_bytes
 from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.prefill_worker.worker import PrefillWorker
@@ -36,6 +37,12 @@ class Launch:
     """GPU to emulate instead of computing; empty computes."""
     gpu: str = ""
     """Catalogue name of this host's GPUs; empty if there are none, or if the catalogue lacks their kind."""
+    num_gpus: float = 0
+    """GPUs of this host."""
+    dtype_reason: str = "model.dtype"
+    """Why ``model.dtype`` is as it is, for the banner."""
+    layout_reason: str = ""
+    """Why the workers are others than those of the default deployment; empty if they are not."""
     time_scale: float = 1.0
     """Real seconds per emulated second."""
     cores: tuple[int, ...] = field(default_factory=lambda: tuple(sorted(os.sched_getaffinity(0))))
@@ -77,7 +84,7 @@ class Launch:
     def is_on_gpu(self, role: WorkerRole) -> bool:
         """Whether a worker gets GPUs, if there are enough."""
         device = self.config.phase(role).device
-        return not self.emulate and (device == "cuda" or (device == "auto" and bool(self.gpu)))
+        return not self.emulate and (device == "cuda" or (device == "auto" and bool(self.gpu or self.num_gpus)))
 
     def predicted_device(self, role: WorkerRole, cores: Sequence[int]) -> Hardware | None:
         """Device of the predictions by worker and router: the worker's GPU if it may have one, else `device`. None
@@ -96,6 +103,36 @@ class Launch:
             address=facts.address,
             workers=tuple(workers),
         )
+
+    def fitted(self, *, is_layout_named: bool) -> Launch:
+        """This launch on the GPUs of this host, if there are any. One GPU gets one worker for both phases, unless the
+        user has named the workers.
+
+        Raises:
+            DeployError: the GPUs are too few.
+        """
+        if self.emulate or not self.num_gpus:
+            return self
+        launch = self
+        if self.num_gpus == 1 and not is_layout_named:
+            none = PhaseConfig(replicas=0)
+            config = replace(self.config, prefill=none, decode=none, mixed=PhaseConfig())
+            launch = replace(self, config=config, layout_reason="for both phases, because there is one GPU")
+        shares = gpu_shares(worker_configs(launch), self.num_gpus)
+        return launch.on_gpus(self.num_gpus, dict(zip(launch.roles, shares, strict=True)))
+
+    def on_gpus(self, num_gpus: float, shares: Mapping[WorkerRole, float]) -> Launch:
+        """This launch in a cluster with ``num_gpus``, of which each worker of a role has that share, or that many."""
+        phases: dict[str, Any] = {}
+        for role, share in shares.items():
+            phase = self.config.phase(role)
+            utilization = phase.gpu_memory_utilization
+            phases[role.value] = replace(
+                phase,
+                device=phase.device if share else "cpu",
+                gpu_memory_utilization=min(share, utilization) if 0 < share < 1 else utilization,
+            )
+        return replace(self, num_gpus=num_gpus, config=replace(self.config, **phases))
 
     @property
     def all_workers(self) -> tuple[tuple[WorkerRole, int], ...]:

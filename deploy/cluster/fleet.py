@@ -17,7 +17,7 @@ from pdserve.deploy.checks.preflight import check_cores, check_devices
 from pdserve.deploy.cluster.host_facts import LOOPBACK, check_network, host_facts
 from pdserve.deploy.cluster.hosts import Host, RayHost, WorkerNeeds, check_gpus, choose_hosts
 from pdserve.deploy.cluster.ray_cluster import RayCluster
-from pdserve.deploy.cluster.resources import gpu_shares, gpu_warning
+from pdserve.deploy.cluster.resources import gpu_shares
 from pdserve.deploy.cluster.supervised_process import ProcessState
 from pdserve.deploy.cluster.worker_process import WorkerProcess
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, worker_configs
@@ -35,8 +35,6 @@ class Fleet:
         """Empty until they are placed."""
         self.launches: list[Launch] = []
         """The part of the launch on each host, once the workers are placed."""
-        self.warning = ""
-        """What should be said of the placement."""
         self._ray = ray
         self._launch = launch
         self._cluster_token = cluster_token
@@ -120,7 +118,7 @@ class Fleet:
         if missing := [self._needs[name] for name, host in found.items() if host is None]:
             check_gpus(missing)
             return " and ".join(_missing(needs) for needs in missing)
-        self.warning = gpu_warning(configs, shares, num_gpus)
+        self._launch = launch.on_gpus(num_gpus, {needs.role: needs.gpu_share for needs in self._needs.values()})
         placed = {name: host for name, host in found.items() if host is not None}
         self._check_network(list(placed.values()))
         self._start_timeout_s = start_timeout_s
@@ -215,11 +213,7 @@ class Fleet:
 
     def _configs(self, launch: Launch, host: Host) -> dict[str, WorkerConfig]:
         configs = worker_configs(launch, self._cluster_token, f"{host.folder}/cores")
-        return {config.worker_id: self._on_device(config) for config in configs}
-
-    def _on_device(self, config: WorkerConfig) -> WorkerConfig:
-        has_gpu = bool(self._needs[config.worker_id].gpu_share)
-        return config if has_gpu else dataclasses.replace(config, device="cpu")
+        return {config.worker_id: config for config in configs}
 
 
 def _check_launch(host: Host, launch: Launch) -> None:

@@ -84,6 +84,24 @@ def slow_kernels_reason() -> str:
     return ""
 
 
+def slow_dtype_reason(dtype: str) -> str:
+    """Reason why this host's CPU computes much slower in ``dtype`` than in float32; empty if it does not. The compiled
+    kernels read weights of any dtype as floats; plain torch needs instructions for products of that dtype."""
+    flags = cpu_flags()
+    if dtype == "float32" or not flags:
+        return ""
+    if not slow_kernels_reason():
+        return "" if dtype == "bfloat16" or "f16c" in flags else f"this CPU converts no {dtype}"
+    needed = {"avx512_bf16", "amx_bf16"} if dtype == "bfloat16" else {"avx512_fp16"}
+    return "" if needed & flags else f"without compiled kernels this CPU is slow in {dtype}"
+
+
+def cpu_flags() -> set[str]:
+    """Features of this x86 CPU; empty for others."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return set(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
+
+
 def model_digest(folder: Path) -> str:
     """Digest of a model folder: names, sizes and texts of its files, and samples of its weights. Copies of a model are
     equal; two fine-tunes of one are not. Empty if there is no readable folder.

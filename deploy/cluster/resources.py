@@ -1,16 +1,17 @@
 """Divides this host's cores and GPUs among workers.
 
 Threads of two processes that wait for each other on shared cores slow both down, so workers get disjoint sets. Workers
-pin themselves; a worker without cores uses every core, with threads that wait passively. Pure except `installed_gpu`,
-which reads the driver's files.
+pin themselves; a worker without cores uses every core, with threads that wait passively. Pure except `installed_gpu`
+and `num_gpus`, which read the driver's files.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import inf, isclose
+from math import floor, inf, isclose
 from pathlib import Path
 
 from pdserve.contracts.errors import DeployError
@@ -60,7 +61,7 @@ def split_cores(cores: Sequence[int], roles: Sequence[WorkerRole], ranks: Sequen
 
 
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
-_MAX_SHARE = 0.5
+MAX_SHARE = 0.5
 """A worker that takes more of a GPU's memory than this gets the whole GPU."""
 
 
@@ -73,49 +74,41 @@ def installed_gpu(folder: Path = _DRIVER_FOLDER) -> str:
     return ""
 
 
+def num_gpus(folder: Path = _DRIVER_FOLDER) -> int:
+    """GPUs of this host that ``CUDA_VISIBLE_DEVICES`` shows."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = len(list(folder.glob("*/information")))
+    return found if shown is None else min(found, len([each for each in shown.split(",") if each.strip()]))
+
+
 def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float, num_gpus_of_host: float = inf) -> list[float]:
     """GPUs that each worker requests from Ray; 0 for a worker that computes on the CPU or emulates.
 
     Each rank of a worker with several gets a whole GPU. Another worker's share equals its share of the GPU's memory if
-    that is at most one half; otherwise it gets a whole GPU. Workers with ``device: auto`` get GPUs if there are enough
-    for all of them, and for each on one host.
+    that is at most one half; otherwise it gets a whole GPU. Where these are too few, workers with ``device: auto``
+    share them, each with as much memory as leaves room for all; without any, they compute on the CPU.
 
     Args:
         num_gpus: GPUs of the cluster.
         num_gpus_of_host: GPUs of the host with the most.
 
     Raises:
-        DeployError: too few GPUs for the workers with ``device: cuda``.
+        DeployError: too few GPUs, also when shared.
     """
-    shares = [_share(config) for config in configs]
-    automatic = [share for share, config in zip(shares, configs, strict=True) if config.device == "auto"]
-    if _num_gpus(shares) <= num_gpus and max(automatic, default=0.0) <= num_gpus_of_host:
-        return shares
-    shares = [share if config.device == "cuda" else 0.0 for share, config in zip(shares, configs, strict=True)]
-    if _num_gpus(shares) > num_gpus:
-        raise DeployError(
-            f"workers with device cuda take {_num_gpus(shares)} GPUs and Ray has {num_gpus:g}: use fewer of them, "
-            "lower their tensor_parallel or pipeline_parallel, lower their gpu_memory_utilization to share GPUs, or "
-            "set device to cpu"
-        )
-    return shares
-
-
-def gpu_warning(configs: Sequence[WorkerConfig], shares: Sequence[float], num_gpus: float) -> str:
-    """Warning about workers that compute on the CPU because GPUs are too few; empty without such workers.
-
-    Args:
-        shares: result of `gpu_shares`.
-    """
-    num_without = sum(
-        config.device == "auto" and not config.emulate and not share
-        for config, share in zip(configs, shares, strict=True)
-    )
-    if not num_without or not num_gpus:
-        return ""
-    return (
-        f"{num_gpus:g} of them do not hold all workers whose device is auto, and {num_without} of those compute on the "
-        f"CPU: lower gpu_memory_utilization to {_MAX_SHARE:g} or less to share GPUs"
+    asked = [_share(config) if num_gpus or config.device == "cuda" else 0.0 for config in configs]
+    for num_sharing in range(1, len(configs) + 1):
+        shares = [
+            min(share, floor(100 * config.gpu_memory_utilization / num_sharing) / 100)
+            if config.device == "auto" and num_sharing > 1 and share <= 1
+            else share
+            for config, share in zip(configs, asked, strict=True)
+        ]
+        if _num_gpus(shares) <= num_gpus and max(shares) <= num_gpus_of_host:
+            return shares
+    raise DeployError(
+        f"the workers take {_num_gpus(asked)} GPUs and Ray has {num_gpus:g}: use fewer workers, lower their "
+        "tensor_parallel or pipeline_parallel, lower their gpu_memory_utilization to share GPUs, or set device "
+        f"to cpu; a host has {min(num_gpus, num_gpus_of_host):g}"
     )
 
 
@@ -124,7 +117,7 @@ def _share(config: WorkerConfig) -> float:
         return 0.0
     if (num_ranks := config.tensor_parallel * config.pipeline_parallel) > 1:
         return float(num_ranks)
-    return config.gpu_memory_utilization if config.gpu_memory_utilization <= _MAX_SHARE else 1.0
+    return config.gpu_memory_utilization if config.gpu_memory_utilization <= MAX_SHARE else 1.0
 
 
 def _num_gpus(shares: Iterable[float]) -> int:

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import replace
@@ -27,7 +26,8 @@ import psutil
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.checks import preflight
-from pdserve.deploy.checks.model import check_model, model_rows
+from pdserve.deploy.checks.model import check_model
+from pdserve.deploy.cluster.banner import banner_rows
 from pdserve.deploy.cluster.changes import Changes
 from pdserve.deploy.cluster.control import ControlPort
 from pdserve.deploy.cluster.fleet import Fleet
@@ -41,7 +41,7 @@ from pdserve.deploy.cluster.router_process import RouterProcess
 from pdserve.deploy.cluster.supervised_process import ProcessState, SupervisedProcess
 from pdserve.deploy.cluster.worker_process import MIN_START_TIMEOUT_S, WorkerProcess
 from pdserve.deploy.commands.progress import Progress
-from pdserve.deploy.commands.status import fetch_status, num_blocks
+from pdserve.deploy.commands.status import fetch_status
 from pdserve.deploy.launch import Launch, router_configs
 from pdserve.kernels.cpu.build import is_built
 from pdserve.model.weights.demo_model import DEMO_MODEL
@@ -290,8 +290,6 @@ class Supervisor:
             self._waits_for = waits_for
             if waits_for:
                 self._progress.note("hosts", waits_for)
-        if self._fleet.warning:
-            self._progress.warn("gpus", self._fleet.warning)
         if self._workers and self._launch.ray_address:
             configs = router_configs(self._launch, self._cluster_token, self._admin_token, self._fleet.launches)
             for router, config in zip(self._routers, configs, strict=True):
@@ -317,16 +315,8 @@ class Supervisor:
         workers = fetch_status(router.admin_url)["workers"]
         self._is_ready = True
         self._leave_cores_to_workers()
-        emulated = f", emulated on {self._launch.emulate}" if self._launch.emulate else ""
-        rows = [
-            ("model", f"{router.config.served_name} ({config.model.precision}){emulated}"),
-            *model_rows(config.model),
-        ]
-        for role, count in Counter(self._launch.roles).items():
-            blocks = sum(num_blocks(worker) for worker in workers if worker["role"] == role.value)
-            tokens = f"{blocks * config.model.block_size:,} tokens of KV cache"
-            rows.append((role.value, f"{count} worker{'s' * (count > 1)}, {tokens}"))
-        rows += [("transport", config.kv_transfer.transport), ("API", f"{router.address}/v1")]
+        rows = banner_rows(self._fleet.launches[0], router.config.served_name, workers)
+        rows.append(("API", f"{router.address}/v1"))
         if config.router.page:
             rows.append(("page", f"{router.address}/"))
         rows.append(("admin", ", ".join(router.admin_url for router in self._routers)))

@@ -19,7 +19,7 @@ import typer
 
 from pdserve.contracts.deployment import POLICIES, DeploymentConfig, ModelConfig, SloConfig
 from pdserve.contracts.errors import ConfigError, DeployError
-from pdserve.deploy.config import check_deployment, override
+from pdserve.deploy.config import check_deployment, find_dtype, override
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +45,10 @@ HardwareFileOption = Annotated[
 ]
 DtypeOption = Annotated[
     str | None,
-    typer.Option(help="Weights and activations: float32, bfloat16 (default) or float16.", rich_help_panel=WHAT),
+    typer.Option(
+        help="Weights and activations: float32, bfloat16 (default), float16 or auto.",
+        rich_help_panel=WHAT,
+    ),
 ]
 KvDtypeOption = Annotated[
     str | None, typer.Option(help="KV cache: auto (the model's dtype), int8 or float8_e4m3fn.", rich_help_panel=WHAT)
@@ -139,6 +142,7 @@ def planned_model(config: ModelConfig) -> PlannedModel:
         raise ConfigError("no model is named; give --model a folder with a config.json, or the file itself")
     from pdserve.planner.planned_model import read_planned_model
 
+    config, _ = find_dtype(config)
     with failure():
         return read_planned_model(
             Path(config.path),

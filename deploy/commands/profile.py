@@ -22,7 +22,9 @@ from rich.table import Table
 from pdserve.contracts.deployment import ModelConfig
 from pdserve.contracts.errors import ConfigError, DeployError
 from pdserve.contracts.placement import WorkerRole
+from pdserve.deploy.cluster.host_facts import slow_dtype_reason
 from pdserve.deploy.cluster.resources import split_cores
+from pdserve.deploy.config import find_dtype
 from pdserve.kv_transfer.pool_memory import available_memory_bytes
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.cost.hardware import Hardware, hardware
@@ -71,9 +73,10 @@ def run_profile(request: ProfileRequest, console: Console) -> int:
             raise DeployError(f"cannot write {path}: there is no folder {path.parent}; make it, or name another file")
     devices = _other_devices(request.output)
     results = []
+    served, _ = find_dtype(request.model, slow_dtype_reason)
     for count in counts:
         budget_s = request.budget_s / len(counts)
-        model = _profiled_model(request.model, tuple(cores[:count]))
+        model = _profiled_model(served, tuple(cores[:count]))
         fit, measured = _profile(model, count, budget_s, console)
         devices[fit.hardware.name] = fit.hardware
         show(fit, measured, console)

@@ -27,9 +27,13 @@ _FLOAT8_CAPABILITY = (8, 9)
 """Compute capability of Ada, the first NVIDIA generation that converts float8."""
 
 
+_FIRST_CAPABILITY = (8, 0)
+"""That of Ampere, for which the kernels are written: older GPUs lack bfloat16."""
+
+
 def choose_device(config: WorkerConfig, rank: int = 0) -> torch.device:
     """Return a rank's device: its GPU, or the CPU that all share. Raises ValueError if the worker's setting is unknown,
-    the device absent, or the worker has more ranks than GPUs."""
+    the device absent or too old, or the worker has more ranks than GPUs."""
     setting = config.device
     if setting not in DEVICE_SETTINGS:
         raise ValueError(f"device {setting!r} is not supported: use one of {', '.join(DEVICE_SETTINGS)}")
@@ -47,6 +51,11 @@ def choose_device(config: WorkerConfig, rank: int = 0) -> torch.device:
             f"tensor_parallel is {config.tensor_parallel} and pipeline_parallel {config.pipeline_parallel}, and the "
             f"worker sees {num_gpus} GPUs: lower them, show the worker more in CUDA_VISIBLE_DEVICES, or set device to "
             "cpu"
+        )
+    if (capability := torch.cuda.get_device_capability(rank)) < _FIRST_CAPABILITY:
+        raise ValueError(
+            f"{torch.cuda.get_device_name(rank)} has compute capability {capability[0]}.{capability[1]}, and kernels "
+            "need 8.0: set device to cpu, or use another card"
         )
     return torch.device("cuda", rank)
 

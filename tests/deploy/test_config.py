@@ -91,7 +91,7 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("slo: {weight: -1}", "slo.weight is -1.0; write 0 or a number above it"),
         ("slo: {when_hopeless: drop}", "slo.when_hopeless is 'drop'; write one of last, refuse"),
         ("slo: {attainment: 90}", "slo.attainment is 90.0; write a share above 0 and up to 1: 0.9 for 90 %"),
-        ("model: {dtype: int4}", "model.dtype is 'int4'; write one of float32, bfloat16, float16"),
+        ("model: {dtype: int4}", "model.dtype is 'int4'; write one of auto, float32, bfloat16, float16"),
         ("model: {kv_dtype: fp8}", "model.kv_dtype is 'fp8'; write one of auto, int8, float8_e4m3fn"),
         ("model: {quantization: awq}", "model.quantization is 'awq'; write one of none, int8, int4, fp8"),
         ("model: {quantization: fp8}", "model.quantization is fp8, which can be planned, simulated and emulated"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pdserve.contracts.codec import from_json
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
-from pdserve.deploy.config import parse_deployment
+from pdserve.deploy.config import Use, parse_deployment
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
 from pdserve.model.cost.hardware import Hardware, hardware
 
@@ -31,12 +32,17 @@ BOARD = "/run/cores"
 EIGHT, FOUR = tuple(range(8)), tuple(range(4))
 
 
+def deployment(document: dict[str, Any], use: Use = "serve") -> DeploymentConfig:
+    """Parsed, with a dtype unless ``document`` has one."""
+    return parse_deployment({**document, "model": {"dtype": "float32", **document.get("model", {})}}, use=use)
+
+
 def device_of(config: WorkerConfig) -> Hardware:
     return from_json(Hardware, config.hardware, "a device")
 
 
 def test_each_worker_gets_its_phase_and_its_cores() -> None:
-    launch = Launch(config=parse_deployment(DOCUMENT), emulate="a100", time_scale=2.0, cores=EIGHT)
+    launch = Launch(config=deployment(DOCUMENT), emulate="a100", time_scale=2.0, cores=EIGHT)
     first, second, third = worker_configs(launch, "secret", BOARD)
     assert [config.worker_id for config in (first, second, third)] == ["prefill-0", "prefill-1", "decode-0"]
     assert (first.kv_memory_bytes, third.kv_memory_bytes) == (2**30, 0)
@@ -58,7 +64,7 @@ def test_each_worker_gets_its_phase_and_its_cores() -> None:
 
 def test_degrees_go_to_the_workers_and_the_router() -> None:
     degrees = {"prefill": {"pipeline_parallel": 2}, "decode": {"tensor_parallel": 4}}
-    wide = parse_deployment(degrees, use="emulate")
+    wide = deployment(degrees, use="emulate")
     launch = Launch(config=wide, emulate="a100", cores=EIGHT)
     configs = worker_configs(launch, "secret", BOARD)
     assert [config.tensor_parallel for config in configs] == [1, 4]
@@ -74,13 +80,13 @@ def test_degrees_go_to_the_workers_and_the_router() -> None:
 
 
 def test_workers_without_cores_of_their_own_lend_nothing() -> None:
-    launch = Launch(cores=(0,))
+    launch = Launch(config=deployment({}), cores=(0,))
     (first, second) = worker_configs(launch, "", BOARD)
     assert (first.core_board, second.core_board) == ("", "")
 
 
 def test_phases_that_lend_no_cores_take_none_either() -> None:
-    config = parse_deployment({"prefill": {"lend_cores": False}, "decode": {"replicas": 2}})
+    config = deployment({"prefill": {"lend_cores": False}, "decode": {"replicas": 2}})
     launch = Launch(config=config, cores=EIGHT)
     first, second, third = worker_configs(launch, "", BOARD)
     assert [config.core_board for config in (first, second, third)] == ["", BOARD, BOARD]
@@ -89,14 +95,14 @@ def test_phases_that_lend_no_cores_take_none_either() -> None:
 
 
 def test_transfers_run_anywhere_when_no_core_is_spare() -> None:
-    launch = Launch(cores=(0, 1))
+    launch = Launch(config=deployment({}), cores=(0, 1))
     assert launch.split.spare_cores == ()
     configs = worker_configs(launch, "", BOARD)
     assert [config.transfer_cpu_cores for config in configs] == [(0, 1), (0, 1)]
 
 
 def test_the_router_gets_its_model_limits_and_device() -> None:
-    launch = Launch(config=parse_deployment(DOCUMENT), drain_timeout_s=3.0, cores=EIGHT)
+    launch = Launch(config=deployment(DOCUMENT), drain_timeout_s=3.0, cores=EIGHT)
     config = router_config(launch, "secret")
     assert (config.served_name, config.port, config.max_queued_requests) == ("small", 1234, 5)
     assert config.policy == "round-robin"
@@ -128,14 +134,14 @@ def test_a_model_is_called_by_its_repository_or_its_folder(tmp_path: Path) -> No
 
 
 def test_the_router_of_an_emulated_cluster_predicts_the_time_that_steps_really_take() -> None:
-    launch = Launch(config=parse_deployment(DOCUMENT), emulate="h100-sxm", time_scale=4.0, cores=EIGHT)
+    launch = Launch(config=deployment(DOCUMENT), emulate="h100-sxm", time_scale=4.0, cores=EIGHT)
     config = router_config(launch, "secret")
     assert (config.hardware, config.time_scale) == ("h100-sxm", 4.0)
 
 
 def test_workers_and_the_router_get_measured_devices() -> None:
     devices = {f"cpu-{count}": replace(hardware("cpu", num_cores=count), name=f"cpu-{count}") for count in (1, 2, 3)}
-    launch = Launch(devices=devices, cores=FOUR)
+    launch = Launch(config=deployment({}), devices=devices, cores=FOUR)
     prefill, decode = worker_configs(launch)
     assert [device_of(config) for config in (prefill, decode)] == [devices["cpu-2"], devices["cpu-1"]]
     router = router_config(launch)
@@ -148,7 +154,7 @@ def test_workers_and_the_router_get_measured_devices() -> None:
 
 def test_workers_that_may_have_a_gpu_are_predicted_with_it_and_so_does_the_router() -> None:
     mixed_section = {"replicas": 1, "device": "cuda", "pipeline_parallel": 2}
-    config = parse_deployment({"decode": {"device": "cpu"}, "mixed": mixed_section})
+    config = deployment({"decode": {"device": "cpu"}, "mixed": mixed_section})
     launch = Launch(config=config, gpu="h200", cores=FOUR)
     prefill, decode, mixed = worker_configs(launch)
     assert device_of(prefill) == device_of(mixed) == hardware("h200")
@@ -160,7 +166,7 @@ def test_workers_that_may_have_a_gpu_are_predicted_with_it_and_so_does_the_route
 
 
 def test_without_a_profile_the_catalogue_is_asked() -> None:
-    launch = Launch(emulate="h100", cores=FOUR)
+    launch = Launch(config=deployment({}), emulate="h100", cores=FOUR)
     assert {config.hardware for config in worker_configs(launch)} == {""}
     assert router_config(launch).devices == {}
 

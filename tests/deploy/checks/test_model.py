@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.contracts.codec import to_json
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
@@ -16,11 +17,13 @@ from pdserve.contracts.precision import Precision
 from pdserve.deploy.checks.model import PROCESS_BYTES, check_memory, check_model, worker_memory
 from pdserve.deploy.launch import Launch
 from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.bytes import weight_bytes
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 
-LAUNCH = Launch()
-EMULATED = Launch(emulate="h100-sxm")
+MODEL = ModelConfig(dtype="float32")
+LAUNCH = Launch(config=DeploymentConfig(model=MODEL))
+EMULATED = replace(LAUNCH, emulate="h100-sxm")
 
 
 @pytest.fixture(scope="module")
@@ -129,13 +132,13 @@ def test_emulation_needs_no_weights_but_room_for_them(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("launch_emulate", ["", "h100-sxm"])
 def test_a_length_beyond_the_model_is_refused(whole: Path, launch_emulate: str) -> None:
-    config = DeploymentConfig(model=ModelConfig(max_model_len=100_000))
+    config = DeploymentConfig(model=replace(MODEL, max_model_len=100_000))
     assert "max_model_len 100000" in refusal(Launch(config=config, emulate=launch_emulate), whole)
 
 
 @pytest.mark.parametrize("launch_emulate", ["", "h100-sxm"])
 def test_a_pool_that_holds_no_sequence_is_refused(whole: Path, launch_emulate: str) -> None:
-    config = DeploymentConfig(decode=PhaseConfig(kv_memory="1KiB"))
+    config = DeploymentConfig(model=MODEL, decode=PhaseConfig(kv_memory="1KiB"))
     said = refusal(Launch(config=config, emulate=launch_emulate), whole)
     assert "decode-0: the KV pool of 0 blocks does not hold one sequence" in said
     assert "raise kv_memory to" in said
@@ -143,7 +146,7 @@ def test_a_pool_that_holds_no_sequence_is_refused(whole: Path, launch_emulate: s
 
 @pytest.mark.parametrize("launch_emulate", ["", "h100-sxm"])
 def test_degrees_that_do_not_divide_the_model_are_refused(whole: Path, launch_emulate: str) -> None:
-    config = DeploymentConfig(decode=PhaseConfig(pipeline_parallel=5))
+    config = DeploymentConfig(model=MODEL, decode=PhaseConfig(pipeline_parallel=5))
     said = refusal(Launch(config=config, emulate=launch_emulate), whole)
     assert said.startswith("decode-0: pipeline_parallel 5 does not divide ")
     assert said.endswith("layers; use a divisor")
@@ -212,6 +215,13 @@ def test_what_does_not_fit_is_refused_with_the_setting_to_change(
     fixed_bytes = len(workers) * (weight_bytes(model.shape, "float32", "none").total + PROCESS_BYTES)
     with pytest.raises(DeployError, match=said):
         check_memory(workers, model, fixed_bytes + spare)
+
+
+def test_a_share_of_a_gpu_without_room_for_kv_is_refused(model: DecoderConfig) -> None:
+    on_gpu = replace(a_worker(), device="cuda", hardware=to_json(hardware("l4")))
+    check_memory([on_gpu], model, 2**30)
+    with pytest.raises(DeployError, match=r"decode-0: 0\.05 of the memory of l4 holds no KV beside .* of weights; use"):
+        check_memory([replace(on_gpu, gpu_memory_utilization=0.05)], model, 2**30)
 
 
 def test_what_fits_passes(model: DecoderConfig) -> None:

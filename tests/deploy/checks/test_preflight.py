@@ -19,7 +19,8 @@ from pdserve.model.cost.hardware import hardware
 from pdserve.router.http.keys import add_key
 from tests.proto.test_tls import certificates
 
-LAUNCH = Launch()
+MODEL = ModelConfig(dtype="float32")
+LAUNCH = Launch(config=DeploymentConfig(model=MODEL))
 
 
 def test_the_file_limit_is_raised_to_what_the_system_allows() -> None:
@@ -100,13 +101,13 @@ def test_a_certificate_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 def test_emulation_is_of_a_known_gpu() -> None:
     preflight.check_devices(LAUNCH)
-    preflight.check_devices(Launch(emulate="h100-sxm"))
+    preflight.check_devices(replace(LAUNCH, emulate="h100-sxm"))
     with pytest.raises(DeployError, match="--emulate: unknown hardware 'h1000'; use one of h100"):
-        preflight.check_devices(Launch(emulate="h1000"))
+        preflight.check_devices(replace(LAUNCH, emulate="h1000"))
 
 
 def test_kv_of_float8_is_of_gpus_that_read_it() -> None:
-    config = DeploymentConfig(model=ModelConfig(kv_dtype="float8_e4m3fn"))
+    config = DeploymentConfig(model=replace(MODEL, kv_dtype="float8_e4m3fn"))
     for emulate in ("", "h100"):
         preflight.check_devices(Launch(config=config, emulate=emulate))
     with pytest.raises(DeployError, match="--emulate: a100-80gb-sxm has no float8; use kv_dtype int8"):
@@ -114,7 +115,7 @@ def test_kv_of_float8_is_of_gpus_that_read_it() -> None:
 
 
 def test_a_profile_has_the_workers_devices() -> None:
-    config = DeploymentConfig(model=ModelConfig(profile="hardware.yaml"), mixed=PhaseConfig())
+    config = DeploymentConfig(model=replace(MODEL, profile="hardware.yaml"), mixed=PhaseConfig())
     devices = {"cpu-2": hardware("cpu", num_cores=2), "mine": hardware("h100")}
     launch = Launch(config=config, devices=devices, cores=(0, 1))  # fewer than workers: each uses both
     preflight.check_devices(launch)

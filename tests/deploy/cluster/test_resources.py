@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
-from pdserve.deploy.cluster.resources import gpu_shares, gpu_warning, installed_gpu, split_cores
+from pdserve.deploy.cluster.resources import gpu_shares, installed_gpu, num_gpus, split_cores
 
 P, D, M = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.MIXED
 
@@ -88,29 +88,25 @@ def test_every_rank_takes_a_gpu() -> None:
         gpu_shares(configs, 6)
 
 
-def test_automatic_workers_take_gpus_all_or_none() -> None:
+def test_automatic_workers_share_gpus_that_are_too_few() -> None:
     configs = [worker("auto"), worker("cuda"), worker("auto")]
     assert gpu_shares(configs, 3) == [1.0, 1.0, 1.0]
-    assert gpu_shares(configs, 2) == [0.0, 1.0, 0.0]
-    assert gpu_shares([worker("auto")], 0) == [0.0]
+    assert gpu_shares(configs, 2) == [0.45, 1.0, 0.45]
+    assert gpu_shares([worker("auto")] * 3, 1) == [0.3, 0.3, 0.3]
+    assert gpu_shares([worker("auto", 0.45), worker("auto")], 1) == [0.22, 0.45]
+    with pytest.raises(DeployError, match="take 2 GPUs and Ray has 1"):
+        gpu_shares([worker("cuda"), worker("auto")], 1)
 
 
-def test_automatic_workers_whose_ranks_no_host_holds_take_no_gpus() -> None:
+def test_without_gpus_automatic_workers_compute_on_the_cpu() -> None:
+    assert gpu_shares([worker("auto"), worker("cpu")], 0) == [0.0, 0.0]
+
+
+def test_automatic_workers_whose_ranks_no_host_holds_are_refused() -> None:
     pair = replace(worker("auto"), pipeline_parallel=2)
     assert gpu_shares([pair], 2, 2) == [2.0]
-    assert gpu_shares([pair, worker("cuda")], 3, 1) == [0.0, 1.0]
-
-
-def test_a_warning_names_unused_gpus() -> None:
-    pair = [worker("auto"), worker("auto")]
-    text = (
-        "1 of them do not hold all workers whose device is auto, and 2 of those compute on the CPU: lower gpu_memory_u"
-    )
-    assert gpu_warning(pair, gpu_shares(pair, 1), 1).startswith(text)
-    assert gpu_warning(pair, gpu_shares(pair, 2), 2) == ""
-    assert gpu_warning(pair, gpu_shares(pair, 0), 0) == ""
-    others = [worker("cpu"), worker("auto", emulate="h100-sxm")]
-    assert gpu_warning(others, gpu_shares(others, 1), 1) == ""
+    with pytest.raises(DeployError, match=r"take 3 GPUs and Ray has 3: .* or set device to cpu; a host has 1"):
+        gpu_shares([pair, worker("cuda")], 3, 1)
 
 
 def test_emulated_workers_take_none() -> None:
@@ -136,6 +132,19 @@ def test_the_driver_says_which_gpu_is_here(tmp_path: Path) -> None:
         (tmp_path / number).mkdir()
         (tmp_path / number / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 18\nGPU UUID: \t GPU-1\n")
     assert installed_gpu(tmp_path) == "h100-sxm"
+
+
+@pytest.mark.parametrize(("shown", "count"), [(None, 2), ("", 0), ("1", 1), ("0,1,2", 2)])
+def test_only_visible_gpus_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str | None, count: int
+) -> None:
+    for number in ("0000:1b:00.0", "0000:43:00.0"):
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "information").write_text("Model: NVIDIA L4\n")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert num_gpus(tmp_path) == count
 
 
 def test_a_gpu_that_the_catalogue_does_not_have_is_none(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_tables_are_for_people_and_files_for_programs(capsys: pytest.CaptureFixt
         (["--gpu", "h100", "--rate", "nan"], 2, "--rate is nan; write requests per second"),
         (["--gpu", "h100", "--rate", "1", "--concurrency", "1"], 2, "--rate and --concurrency exclude each other"),
         (["--gpu", "h100", "--rate", "1", "--ttft", "0"], 2, "slo.ttft_seconds is 0.0; write a number above 0"),
-        (["--gpu", "h100", "--rate", "1", "--dtype", "fp8"], 2, "model.dtype is 'fp8'; write one of float32"),
+        (["--gpu", "h100", "--rate", "1", "--dtype", "fp8"], 2, "model.dtype is 'fp8'; write one of auto, float32"),
         (["--gpu", "h100", "--rate", "1", "--attainment", "90"], 2, "slo.attainment is 90.0; write a share"),
         (["--gpu", "h100", "--rate", "1", "--tensor-parallel", "2"], 2, "are of colocated workers: add --colocated"),
         (["--gpu", "h100", "--rate", "1", "--colocated", "--decode", "2"], 2, "there are no decode workers"),

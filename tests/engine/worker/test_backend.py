@@ -205,6 +205,7 @@ def test_a_pool_on_a_gpu_is_sized_by_what_is_free_there(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2 * 10**6, 2 * 10**6))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(backend, "available_memory_bytes", lambda: 10**9)
     told = replace(
         config,
@@ -236,6 +237,16 @@ def test_kv_of_float8_is_of_gpus_that_have_it(
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match="NVIDIA A100 has no float8: set kv_dtype to int8"):
         choose_backend(with_precision(config, kv_dtype="float8_e4m3fn"))
+
+
+def test_gpus_that_are_too_old_are_refused_by_name(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ValueError, match=r"Tesla T4 has compute capability 7\.5, .* set device to cpu, or use another"):
+        choose_backend(replace(config, device="auto"))
+    choose_backend(replace(config, device="cpu"))
 
 
 def test_pickles_are_named_before_anything_is_allocated(config: WorkerConfig, tmp_path: Path) -> None:
@@ -289,6 +300,7 @@ def test_two_gpus_hold_the_blocks_of_two(config: WorkerConfig, monkeypatch: pyte
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (7 * 10**5, 7 * 10**5))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     config = replace(config, max_batch_tokens=16, max_batch_size=100)
     chosen = choose_backend(replace(config, **{degree: 2}))  # type: ignore[arg-type]
     memory = chosen.cost.rank_memory(max_batch_tokens=16, max_batch_size=100)

@@ -1,0 +1,29 @@
+"""The dtype of a checkpoint, for which ``model.dtype: auto`` stands. Never imports torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pdserve.contracts.precision import DTYPES
+
+
+def checkpoint_dtype(path: Path) -> str:
+    """Dtype that the configuration of the checkpoint at ``path``, a folder or its config.json, names. float32 if it
+    names none or cannot be read, which who reads the rest of it reports.
+
+    Raises:
+        ValueError: it names a dtype that is not served.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_bytes())
+        found = [
+            each.get(key) for each in (config, config.get("text_config") or {}) for key in ("dtype", "torch_dtype")
+        ]
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return "float32"
+    dtype = next((str(name).removeprefix("torch.") for name in found if name), "float32")
+    if dtype not in DTYPES:
+        raise ValueError(f"{file}: dtype {dtype!r} is not served; set model.dtype to one of {', '.join(DTYPES)}")
+    return dtype
