@@ -1,8 +1,8 @@
 """The cluster as the HTTP edge and the admin port see it: its workers, and requests as streams of tokens.
 
 Owns the sessions with all targets, which the supervisor sets through the admin port, and the periodic work that the
-dispatch core has no clock for: the deadline sweep, the wait for a drain, and readiness, which requires a real round
-trip through both phases.
+dispatch core has no clock for: the deadline sweep, the wait for a drain, and readiness, which begins with a real round
+trip through both phases and lasts while requests would be served.
 """
 
 from __future__ import annotations
@@ -120,13 +120,15 @@ class Cluster:
         """Last known, of every whole worker that there ever was: one leaves the targets before it comes back."""
         self._model: worker_pb2.Welcome | None = None
         self._is_proven = False
-        """A round trip through both phases has succeeded since both were last up."""
+        """A round trip has succeeded since workers that serve whole requests were last lost."""
+        self._has_served = False
+        """A round trip through both phases has succeeded."""
         self._is_changing = asyncio.Lock()
 
     @property
     def is_ready(self) -> bool:
-        """Whether both phases have served a real round trip and accept work."""
-        return self._is_proven and not self.dispatcher.admission.is_draining and self._serves_both_phases()
+        """Whether a real round trip has succeeded, and a request sent now would be served."""
+        return self._is_proven and not self.dispatcher.admission.is_draining and self._serves()
 
     @property
     def max_model_len(self) -> int | None:
@@ -187,15 +189,16 @@ class Cluster:
             await asyncio.sleep(SWEEP_S)
 
     async def keep_proven(self) -> None:
-        """Send a probe request whenever both phases are up and unproven: at startup, and after the last worker of a
-        phase was lost. A probe generates two tokens: one from a prefill worker and, after a handoff, one from a decode
-        worker, or both from a mixed worker. Probes count in the metrics like any other request."""
+        """Send a probe request whenever workers would serve it and are unproven: at startup, once both phases are up,
+        and after a loss. A probe generates two tokens: one from a prefill worker and, after a handoff, one from a
+        decode worker, or both from one worker. Probes count in the metrics like any other request."""
         while True:
             await asyncio.sleep(PROBE_POLL_S)
-            if self._is_proven or self.dispatcher.admission.is_draining or not self._serves_both_phases():
+            if self._is_proven or self.dispatcher.admission.is_draining or not self._serves():
                 continue
             if await self.round_trip():
-                self._is_proven = self._serves_both_phases()
+                self._has_served = True
+                self._is_proven = self._serves()
             else:
                 await asyncio.sleep(PROBE_RETRY_S)
 
@@ -279,14 +282,13 @@ class Cluster:
         return whole_worker_id(next(ids, "unknown"))
 
     def worker_lost(self, worker: RemoteWorker) -> None:
-        """A worker's session broke; the cluster is unproven if that was the last worker of a phase."""
+        """A worker's session broke; the cluster is unproven if those left serve no requests."""
         self.dispatcher.worker_lost(worker)
-        self._is_proven &= self._serves_both_phases()
+        self._is_proven &= self._serves()
 
-    def _serves_both_phases(self) -> bool:
-        """Whether prefill and decode workers, or a mixed one, accept work now.
-
-        False for decode workers alone: they could serve by prefilling locally, but such a deployment is degraded.
-        """
+    def _serves(self) -> bool:
+        """Whether workers accept whole requests now: mixed ones, prefill and decode workers, or decode workers, which
+        then prefill too, but not before both phases have served: prefill workers may be about to start."""
         roles = {worker.role for worker in self.workers.values() if worker.takes_work}
-        return WorkerRole.MIXED in roles or {WorkerRole.PREFILL, WorkerRole.DECODE} <= roles
+        has_prefill = self._has_served or WorkerRole.PREFILL in roles
+        return WorkerRole.MIXED in roles or (has_prefill and WorkerRole.DECODE in roles)

@@ -171,6 +171,23 @@ async def test_ready_after_a_round_trip_and_again_after_a_loss(p: ScriptedWorker
         rig.dispatcher.fail_all("the test is over")
 
 
+@with_workers("prefill-0", "decode-0")
+async def test_ready_while_decode_workers_serve_without_prefill_workers(p: ScriptedWorker, d: ScriptedWorker) -> None:
+    async with running_rig() as rig, keeping_proven(rig):
+        await rig.up(p, d)
+        d.send_token(await hand_off(p, d), 1, 2, last=True)
+        await until(lambda: rig.cluster.is_ready)
+        await p.stop()
+        await until(lambda: len(rig.dispatcher.workers) == 1)
+        assert rig.cluster.is_ready
+        await d.stop()
+        await until(lambda: not rig.cluster.is_ready)
+        await d.start()
+        await until(lambda: len(d.hellos) == 2)
+        d.send_tokens(await d.next_submit(), [(0, 1), (1, 2)], last=True)
+        await until(lambda: rig.cluster.is_ready)
+
+
 @with_workers("mixed-0")
 async def test_a_round_trip_that_fails_does_not_prove(m: ScriptedWorker) -> None:
     async with running_rig() as rig, keeping_proven(rig):
