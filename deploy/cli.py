@@ -209,7 +209,7 @@ def down(
     """End a cluster of yours that runs on this machine."""
     from pdserve.deploy.commands.detach import stop_cluster
 
-    return stop_cluster(find_cluster(admin_url).pid, Console(), now=now)
+    return stop_cluster(find_cluster(admin_url, may_start=True).pid, Console(), now=now)
 
 
 _AdminUrl = Annotated[str, typer.Option(help="Admin address. Default: the only cluster on this machine.")]
@@ -342,7 +342,10 @@ def status(
     """Show the workers of a running cluster and their load."""
     from pdserve.deploy.commands.status import show_status
 
-    note = None if admin_url else find_cluster()
+    note = None if admin_url else find_cluster(may_start=True)
+    if note and not note.url:
+        typer.echo('{"ready": false, "starting": true}' if as_json else f"starting: process {note.pid}, {note.folder}")
+        return 1
     is_silent = note is not None and note.is_ray_silent
     return show_status(note.admin_url if note else admin_url, Console(), is_ray_silent=is_silent, as_json=as_json)
 

@@ -1,7 +1,8 @@
 """Folder of a running cluster: logs, Ray's files and the note from which `pdserve status` takes the addresses.
 
-``/tmp/pdserve-<uid>/<random>/``, readable by the user only and short enough for Ray's socket paths below it. The
-supervisor holds a lock on it while the cluster runs; the next cluster removes folders without a lock.
+``$TMPDIR/pdserve-<uid>/<random>/``, readable by the user only; ``/tmp`` without ``TMPDIR``. Where that is too long for
+Ray's socket paths, a link in ``/tmp`` leads to it. The supervisor holds a lock on it while the cluster runs; the next
+cluster removes folders without a lock.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from pathlib import Path
 from pdserve.contracts.codec import from_json, to_json
 from pdserve.contracts.errors import DeployError
 
+_ROOT = f"pdserve-{os.getuid()}"
 _LOCK = "lock"
 _NOTE = "cluster.json"
-_PARENT = Path("/tmp")
+_TMP = Path("/tmp")
+_PARENT = Path(os.environ.get("TMPDIR") or _TMP).absolute()
+_MAX_CHARS = 107 - len("/ray/r/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
+"""Longest path of a folder with Ray's sockets: the system allows them 107 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +37,9 @@ class ClusterNote:
 
     pid: int
     """Process id of the supervisor."""
-    url: str
-    admin_url: str
+    url: str = ""
+    """Empty while the cluster starts."""
+    admin_url: str = ""
     """That of the first router."""
     other_admin_urls: tuple[str, ...] = ()
     folder: str = ""
@@ -58,18 +64,32 @@ def cluster_folder(name: str = "") -> Iterator[Path]:
         with _locked(root):  # nobody looks for stale folders between the making of ours and its lock
             for folder in root.iterdir():
                 if folder.name != name and _is_stale(folder):
-                    shutil.rmtree(folder, ignore_errors=True)
+                    _remove(folder)
             path = root / name if name else Path(tempfile.mkdtemp(dir=root, prefix=""))
             path.mkdir(mode=0o700, exist_ok=True)
             lock = (path / _LOCK).open("w")
             fcntl.flock(lock, fcntl.LOCK_SH)
+        is_linked = not name and len(str(path)) > _MAX_CHARS
+        if is_linked:
+            _link(path).symlink_to(path)
     except OSError as error:
         raise _unusable(root, error) from error
     with lock:
         try:
-            yield path
+            yield _link(path) if is_linked else path
         finally:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def _link(folder: Path) -> Path:
+    """Short path to a folder."""
+    return _TMP / f"pdserve-{folder.name}"
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _link(folder).unlink()
 
 
 @contextmanager
@@ -90,10 +110,10 @@ def write_note(folder: Path, note: ClusterNote) -> None:
 
 
 def running_clusters() -> list[ClusterNote]:
-    """Notes of the user's running clusters, oldest first."""
-    root = _root()
+    """Notes of the user's running clusters, those that start included, oldest first; also of those without TMPDIR."""
+    roots = {_root(), *filter(_is_private, [_TMP / _ROOT])}
     notes = []
-    for folder in sorted(root.iterdir(), key=lambda folder: folder.stat().st_ctime):
+    for folder in sorted((each for root in roots for each in root.iterdir()), key=lambda each: each.stat().st_ctime):
         with contextlib.suppress(FileNotFoundError, ValueError):
             note = from_json(ClusterNote, (folder / _NOTE).read_text(), _NOTE)
             if not _is_stale(folder):
@@ -101,19 +121,28 @@ def running_clusters() -> list[ClusterNote]:
     return notes
 
 
-def find_cluster(admin_url: str = "") -> ClusterNote:
+def find_cluster(admin_url: str = "", *, may_start: bool = False) -> ClusterNote:
     """Find the user's running cluster, or the one at ``admin_url``.
+
+    Args:
+        may_start: one that does not serve yet will do.
 
     Raises:
         DeployError: no cluster runs, or several do.
     """
-    notes = [note for note in running_clusters() if admin_url.rstrip("/") in ("", note.admin_url)]
+    found = [note for note in running_clusters() if admin_url.rstrip("/") in ("", note.admin_url)]
+    notes = [note for note in found if note.url or may_start]
+    if found and not notes:
+        raise DeployError("your cluster is starting; try again when pdserve status shows that it is ready")
     if not notes and admin_url:
         raise DeployError(f"no cluster of yours runs here at {admin_url}; pdserve status finds it without the address")
     if not notes:
         raise DeployError("no cluster of yours runs here; start one with pdserve up, or give its address")
     if len(notes) > 1:
-        addresses = ", ".join(f"{note.url} (admin {note.admin_url})" for note in notes)
+        addresses = ", ".join(
+            f"{note.url} (admin {note.admin_url})" if note.url else f"one that starts (process {note.pid})"
+            for note in notes
+        )
         raise DeployError(f"{len(notes)} clusters run here; give the address of one: {addresses}")
     return notes[0]
 
@@ -153,16 +182,22 @@ def api_key() -> str:
 
 
 def _root() -> Path:
-    root = _PARENT / f"pdserve-{os.getuid()}"
+    root = _PARENT / _ROOT
     try:
         with contextlib.suppress(FileExistsError):
             root.mkdir(mode=0o700)
-        status = root.lstat()
     except OSError as error:
         raise _unusable(root, error) from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+    if not _is_private(root):
         raise DeployError(f"{root} is not a private folder of yours; remove it")
     return root
+
+
+def _is_private(root: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        status = root.lstat()
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    return False
 
 
 def _unusable(root: Path, error: OSError) -> DeployError:

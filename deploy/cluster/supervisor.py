@@ -90,6 +90,7 @@ class Supervisor:
         model_warning = check_model(launch)
         with cluster_folder() as self._folder:
             self._take_signals()
+            write_note(self._folder, ClusterNote(pid=os.getpid(), folder=str(self._folder)))
             token_file = launch.config.router.admin_token_file or self._folder / "admin_token"
             self._admin_token_file = Path(token_file).absolute()
             self._admin_token = make_admin_token(self._admin_token_file)

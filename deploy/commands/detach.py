@@ -75,7 +75,7 @@ def stop_cluster(process_id: int, console: Console, *, now: bool) -> int:
 
 
 def _serves(process_id: int) -> bool:
-    return any(note.pid == process_id for note in running_clusters())
+    return any(note.url and note.pid == process_id for note in running_clusters())
 
 
 def _relay(text: bytes, console: Console) -> None:

@@ -31,6 +31,8 @@ NOTE = ClusterNote(pid=1, url="http://127.0.0.1:8000", admin_url="http://127.0.0
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tmp_path.chmod(0o700)
     monkeypatch.setattr(folder_module, "_root", lambda: tmp_path)
+    monkeypatch.setattr(folder_module, "_TMP", tmp_path.parent)
+    monkeypatch.setattr(folder_module, "_MAX_CHARS", 4096)
     return tmp_path
 
 
@@ -63,6 +65,44 @@ def test_a_cluster_is_found_while_it_runs() -> None:
     assert not folder.exists()
 
 
+def test_a_cluster_that_starts_is_found_by_those_that_can_wait_or_end_it() -> None:
+    with cluster_folder() as folder:
+        starting = ClusterNote(pid=7, folder=str(folder))
+        write_note(folder, starting)
+        assert find_cluster(may_start=True) == starting
+        with pytest.raises(DeployError, match="your cluster is starting; try again when pdserve status"):
+            find_cluster()
+        with cluster_folder() as second:
+            write_note(second, NOTE)
+            assert find_cluster() == NOTE
+            with pytest.raises(DeployError, match=r"2 clusters .* one that starts \(process 7\)"):
+                find_cluster(may_start=True)
+
+
+def test_a_folder_too_deep_for_sockets_is_reached_by_a_link(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_module, "_MAX_CHARS", len(str(root)))
+    with cluster_folder() as folder:
+        assert folder.parent == root.parent
+        assert folder.resolve().parent == root
+        write_note(folder, NOTE)
+        assert find_cluster() == NOTE
+        (folder / "file").touch()
+    assert not list(root.iterdir())
+    assert not folder.is_symlink()
+
+
+@pytest.mark.parametrize("variable", ["", "TMPDIR"])
+def test_folders_are_in_the_temporary_folder(tmp_path: Path, variable: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
+    code = "from pdserve.deploy.cluster import folder; print(folder._PARENT)"
+    if variable:
+        environment[variable] = str(tmp_path)
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout.strip() == (str(tmp_path) if variable else "/tmp")
+
+
 def test_of_several_clusters_the_user_must_name_one() -> None:
     with cluster_folder() as first, cluster_folder() as second:
         write_note(first, NOTE)
@@ -77,6 +117,7 @@ import os
 from pathlib import Path
 from pdserve.deploy.cluster import folder
 folder._root = lambda: Path({str(root)!r})
+folder._MAX_CHARS = 4096
 with folder.cluster_folder() as path:
     folder.write_note(path, folder.ClusterNote(pid=os.getpid(), url="u", admin_url="a"))
     os.kill(os.getpid(), 9)
