@@ -65,7 +65,7 @@ def cluster_file(hosts: Hosts, *, is_emulated: bool) -> Path:
         "security": {"tls": {"ca": "tls/ca.pem", "certificate": "tls/host.pem", "key": "tls/host.key"}},
     }
     if not is_emulated:
-        deployment["router"] |= {"tls_certificate": "pdserve/tls/host.pem", "tls_key": "pdserve/tls/host.key"}
+        deployment["router"] |= {"tls_certificate": "tls/host.pem", "tls_key": "tls/host.key"}
     (folder / "deployment.yaml").write_text(json.dumps(deployment))
     run(REPO / "scripts/make-certificates", folder / "tls", *addresses.values(), stdout=subprocess.DEVNULL)
     token = folder / "auth_token"

@@ -26,6 +26,7 @@ _NAME = "the deployment file"
 Use = Literal["serve", "emulate", "simulate"]
 """Purpose of a deployment: emulation and simulation support more than serving."""
 
+_ROUTER_FILES = ("keys_file", "admin_token_file", "tls_certificate", "tls_key", "request_log")
 _ORIGIN = re.compile(r"\*|https?://[^/\s*]+")
 
 
@@ -43,15 +44,15 @@ def read_deployment(path: Path, *, use: Use = "serve") -> DeploymentConfig:
         config = parse_deployment(file.value, use=use)
     except ConfigError as error:
         raise file.error(error) from error
-    model_path, profile, keys_file = (
-        given and str(path.parent / Path(given).expanduser())
-        for given in (config.model.path, config.model.profile, config.router.keys_file)
-    )
-    config = override(override(config, "model", path=model_path, profile=profile), "router", keys_file=keys_file)
+
+    def from_folder(section: object, *names: str) -> dict[str, str]:
+        given = ((name, getattr(section, name)) for name in names)
+        return {name: value and str((path.parent / Path(value).expanduser()).absolute()) for name, value in given}
+
+    config = override(config, "model", **from_folder(config.model, "path", "profile"))
+    config = override(config, "router", **from_folder(config.router, *_ROUTER_FILES))
     if tls := config.security.tls:
-        tls = TlsFiles(
-            **{name: str((path.parent / Path(file).expanduser()).absolute()) for name, file in to_plain(tls).items()}
-        )
+        tls = TlsFiles(**from_folder(tls, *to_plain(tls)))
         config = dataclasses.replace(config, security=dataclasses.replace(config.security, tls=tls))
     return config
 

@@ -1,6 +1,6 @@
 """Reads YAML as plain values with the line of every key: the only reader of files that users write.
 
-Unlike in YAML 1.1, numbers such as 24e9 are numbers and dates are text. Rejects duplicate keys.
+Unlike in YAML 1.1, numbers such as 24e9 and 1e-2 are numbers and dates are text. Rejects duplicate keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ class _Loader(yaml.SafeLoader):
     }
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE]\d+$"), list("+-0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("+-.0123456789")
+)
 
 
 @dataclass(frozen=True, slots=True)

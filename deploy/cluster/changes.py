@@ -1,12 +1,13 @@
 """Changes to the workers of a running cluster: more of them, fewer, or each anew.
 
-A change is a generator that the supervisor advances in every turn of its loop; it yields what there is to say, or
-nothing while it waits. Workers that leave finish their requests first; those that are cut off by the time limit go on
-elsewhere, as after any loss.
+A change is a generator that the supervisor advances in every turn of its loop; it yields what there is to say, nothing
+while it waits, or `NO_HOST` while no host has room for a worker, when it may be given up. Workers that leave finish
+their requests first; those that are cut off by the time limit go on elsewhere, as after any loss.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pdserve.contracts.errors import DeployError
@@ -14,6 +15,10 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.cluster.fleet import Fleet
 from pdserve.deploy.cluster.supervised_process import ProcessState
 from pdserve.deploy.cluster.worker_process import WorkerProcess
+
+NO_HOST = "\0"
+PLACE_TIMEOUT_S = 60.0
+"""Time that a change waits for a host with room."""
 
 
 class Changes:
@@ -72,7 +77,7 @@ class Changes:
         worker = self._fleet.add_worker(role)
         try:
             yield from self._start(worker)
-        except DeployError:
+        except (DeployError, GeneratorExit):
             self._fleet.workers.remove(worker)
             raise
 
@@ -86,11 +91,14 @@ class Changes:
     def _start(self, worker: WorkerProcess) -> Iterator[str]:
         """Wait until the supervisor has started it."""
         yield f"{worker.name} starts"
-        num_failures = worker.num_failures
+        num_failures, deadline_s = worker.num_failures, time.monotonic() + PLACE_TIMEOUT_S
         while worker.state is not ProcessState.UP:
             if worker.num_failures > num_failures:
                 raise DeployError(f"{worker.name} did not start: {worker.failure}")
-            yield ""
+            is_placed = worker.state is ProcessState.STARTING
+            if not is_placed and time.monotonic() > deadline_s:
+                raise DeployError(f"no host has had room for {worker.name} for {PLACE_TIMEOUT_S:.0f} s; add a host")
+            yield "" if is_placed else NO_HOST
         yield f"{worker.name} is up at {worker.address}"
 
     def _finish(self, worker: WorkerProcess) -> Iterator[str]:

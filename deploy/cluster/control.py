@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from pdserve.contracts.errors import DeployError
+from pdserve.deploy.cluster.changes import NO_HOST
 
 _NAME = "control"
 _READ_TIMEOUT_S = 0.5
@@ -40,23 +42,36 @@ class ControlPort:
         if self._change is None:
             try:
                 self._client, _ = self._listener.accept()
+            except OSError:  # nobody is there, or no file is left for another client
+                return ""
+            try:
                 self._client.settimeout(_READ_TIMEOUT_S)
                 command = json.loads(self._client.makefile("rb").readline(_MAX_BYTES))
-            except BlockingIOError:
-                return ""
             except (OSError, ValueError):
                 self._finish("the command did not arrive")
                 return ""
             self._change = _begun(begin, command)
         try:
-            if said := next(self._change):
+            said = next(self._change)
+            if said == NO_HOST:
+                if self._has_left():
+                    self._change.close()
+                    self._finish("")
+                return ""
+            if said:
                 self._send({"say": said})
             return said
         except StopIteration:
             self._finish("")
         except DeployError as error:
             self._finish(str(error))
+        except Exception as error:  # the cluster outlives whatever a client sends
+            self._finish(f"it failed: {type(error).__name__}: {error}")
         return ""
+
+    def _has_left(self) -> bool:
+        """Whether the client, which sends nothing but its command, has closed its end."""
+        return bool(select.select([self._client], [], [], 0)[0])
 
     def close(self) -> None:
         if self._client is not None:

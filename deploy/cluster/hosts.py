@@ -33,6 +33,13 @@ _START_TIMEOUT_S = 60.0
 _GPU = "GPU"
 
 
+def _kill_worker(process_id: int) -> None:
+    """Kill a worker's process on this host, also one that is stopped; ignores any other process."""
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+        if psutil.Process(process_id).name().startswith("ray::"):
+            os.kill(process_id, signal.SIGKILL)
+
+
 class HostAgent:
     """Actor that speaks for a host. Holds a folder there, which its successor takes over if it ends."""
 
@@ -49,10 +56,7 @@ class HostAgent:
         return str(self._folder)
 
     def kill(self, process_id: int) -> None:
-        """Kill a worker's process, also one that is stopped; ignores any other process."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process(process_id).name().startswith("ray::"):
-                os.kill(process_id, signal.SIGKILL)
+        _kill_worker(process_id)
 
 
 class Host(SupervisedProcess):
@@ -85,8 +89,7 @@ class Host(SupervisedProcess):
 
     def kill(self, process_id: int) -> None:
         """Kill a worker's process without Ray's help where that is possible."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process_id, signal.SIGKILL)
+        _kill_worker(process_id)
 
     def log_path(self, process_id: int) -> Path | None:
         """Log of a live worker, if this process can read it."""

@@ -88,7 +88,10 @@ def run_profile(request: ProfileRequest, console: Console) -> int:
     except OSError as error:
         raise DeployError(f"cannot write {error.filename}: {error.strerror}; name another file") from error
     names = ", ".join(f"cpu-{count}" for count in counts)
-    console.print(f"\n{request.output} holds {names}. To predict with it, write into the deployment file:")
+    console.print(
+        f"\n{request.output} holds {names}, each a --gpu of pdserve simulate --hardware-file {request.output}."
+    )
+    console.print("To predict with it, write into the deployment file:")
     console.print(f"model: {{profile: {request.output}}}", highlight=False, soft_wrap=True)
     return 0
 

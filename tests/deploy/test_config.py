@@ -53,6 +53,33 @@ def test_a_profile_is_read_from_beside_the_file(tmp_path: Path) -> None:
     assert read_profile(DeploymentConfig()) == {}
 
 
+def test_every_file_is_found_from_the_deployment_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cluster"
+    folder.mkdir()
+    (folder / "deployment.yaml").write_text(
+        "model: {path: model, profile: sub/hardware.yaml}\n"
+        "router: {keys_file: keys, tls_certificate: c.pem, tls_key: /k.pem, request_log: log,\n"
+        "  admin_token_file: token}\n"
+        "security: {tls: {ca: ca.pem, certificate: h.pem, key: h.key}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = read_deployment(Path("cluster/deployment.yaml"))
+    router, tls = config.router, config.security.tls
+    assert tls
+    assert (config.model.path, config.model.profile) == (str(folder / "model"), str(folder / "sub/hardware.yaml"))
+    files = (router.keys_file, router.tls_certificate, router.request_log, router.admin_token_file)
+    assert files == tuple(str(folder / name) for name in ("keys", "c.pem", "log", "token"))
+    assert router.tls_key == "/k.pem"
+    assert (tls.ca, tls.certificate, tls.key) == tuple(str(folder / name) for name in ("ca.pem", "h.pem", "h.key"))
+
+
+@pytest.mark.parametrize("number", ["1e-2", "1E-2", "+1.0e-2", ".1e-1", "0.01", "1.e-2"])
+def test_numbers_are_written_as_people_do(tmp_path: Path, number: str) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_text(f"slo: {{tpot_seconds: {number}}}")
+    assert read_deployment(path).slo.tpot_seconds == 0.01
+
+
 def test_nothing_written_is_every_default(tmp_path: Path) -> None:
     path = tmp_path / "empty.yaml"
     path.write_text("")

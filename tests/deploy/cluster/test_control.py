@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from pdserve.contracts.errors import DeployError
+from pdserve.deploy.cluster.changes import NO_HOST
 from pdserve.deploy.cluster.control import ControlPort, send_command
 
 
@@ -20,9 +22,18 @@ def begin(command: dict[str, Any]) -> Iterator[str]:
     yield "begins"
     for _ in range(command.get("waits", 0)):
         yield ""
+    while "no_host" in command:
+        yield NO_HOST
+    if "breaks" in command:
+        raise TypeError("a number")
     if "fails" in command:
         raise DeployError("it failed")
     yield "ends"
+
+
+class TooManyFiles:
+    def accept(self) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
 
 
 @contextmanager
@@ -52,7 +63,12 @@ def test_what_a_change_says_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "shown", "error"), [({"refused": 1}, [], "not this"), ({"fails": 1}, ["begins"], "it failed")]
+    ("command", "shown", "error"),
+    [
+        ({"refused": 1}, [], "not this"),
+        ({"fails": 1}, ["begins"], "it failed"),
+        ({"breaks": 1}, ["begins"], "it failed: TypeError: a number"),
+    ],
 )
 def test_errors_come_back(command: dict[str, Any], shown: list[str], error: str, tmp_path: Path) -> None:
     found: list[str] = []
@@ -68,6 +84,29 @@ def test_commands_follow_each_other_and_outlive_their_client(tmp_path: Path) -> 
         first.close()  # type: ignore[attr-defined]
         assert list(send_command(tmp_path, {})) == ["begins", "ends"]
         assert said == ["begins", "ends"] * 2
+
+
+def test_a_change_without_a_host_is_given_up_when_its_client_leaves(tmp_path: Path) -> None:
+    with turning(tmp_path):
+        first = send_command(tmp_path, {"no_host": 1})
+        assert next(first) == "begins"
+        first.close()  # type: ignore[attr-defined]
+        assert list(send_command(tmp_path, {})) == ["begins", "ends"]
+
+
+def test_a_command_that_makes_no_sense_ends_nothing(tmp_path: Path) -> None:
+    with turning(tmp_path):
+        with pytest.raises(DeployError, match="it failed: AttributeError: "):
+            list(send_command(tmp_path, [1]))  # type: ignore[arg-type]
+        assert list(send_command(tmp_path, {})) == ["begins", "ends"]
+
+
+def test_a_client_that_cannot_be_accepted_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = ControlPort(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(port, "_listener", TooManyFiles())
+        assert port.turn(begin) == ""
+    port.close()
 
 
 def test_an_ended_cluster_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,3 +129,19 @@ def test_a_digest_tells_fine_tunes_of_one_model_apart(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{} ")
     assert len({"", zeros, ones, model_digest(tmp_path)}) == 4
     assert model_digest(tmp_path / "absent") == ""
+
+
+def test_only_a_process_of_ray_is_killed(tmp_path: Path) -> None:
+    sleep = shutil.copy(str(shutil.which("sleep")), tmp_path / "ray::Worker")
+    other = subprocess.Popen(["sleep", "60"])
+    named = subprocess.Popen([sleep, "60"])
+    try:
+        here = host(1)
+        here.kill(other.pid)
+        here.kill(named.pid)
+        assert named.wait(10) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        for process in (other, named):
+            process.kill()
+            process.wait()

@@ -1,0 +1,66 @@
+"""Changes to workers, one after another, and how they end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pdserve.contracts.errors import DeployError
+from pdserve.contracts.placement import WorkerRole
+from pdserve.deploy.cluster import changes as changes_module
+from pdserve.deploy.cluster.changes import NO_HOST, Changes
+from pdserve.deploy.cluster.supervised_process import ProcessState
+
+
+def worker(number: int, state: ProcessState) -> Any:
+    return SimpleNamespace(
+        name=f"decode-{number}", role=WorkerRole.DECODE, state=state, num_failures=0, failure="", address="a:1"
+    )
+
+
+class OneHost:
+    """Has a worker, and no room for another."""
+
+    def __init__(self) -> None:
+        self.workers = [worker(0, ProcessState.UP)]
+
+    def add_worker(self, role: WorkerRole) -> Any:
+        self.workers.append(worker(1, ProcessState.STOPPED))
+        return self.workers[1]
+
+
+def scaling(fleet: OneHost) -> Any:
+    return Changes(cast(Any, fleet), 1.0, lambda: None).scale({WorkerRole.DECODE: 2})
+
+
+def test_a_worker_that_finds_no_host_ends_the_change_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(changes_module.time, "monotonic", lambda: now_s[0])
+    fleet = OneHost()
+    change = scaling(fleet)
+    assert next(change) == "decode-1 starts"
+    assert next(change) == NO_HOST
+    now_s[0] = 61.0
+    with pytest.raises(DeployError, match="no host has had room for decode-1 for 60 s; add a host"):
+        next(change)
+    assert [each.name for each in fleet.workers] == ["decode-0"]
+
+
+def test_a_change_that_is_given_up_leaves_no_worker() -> None:
+    fleet = OneHost()
+    change = scaling(fleet)
+    assert [next(change), next(change)] == ["decode-1 starts", NO_HOST]
+    change.close()
+    assert [each.name for each in fleet.workers] == ["decode-0"]
+
+
+def test_a_worker_that_comes_up_ends_the_change() -> None:
+    fleet = OneHost()
+    change = scaling(fleet)
+    assert next(change) == "decode-1 starts"
+    fleet.workers[1].state = ProcessState.STARTING
+    assert next(change) == ""
+    fleet.workers[1].state = ProcessState.UP
+    assert list(change) == ["decode-1 is up at a:1"]
