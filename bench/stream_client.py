@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from pdserve.bench.server_tls import server_tls
+
 PATH = "/v1/completions"
 SPARE_CONNECTIONS = 4
 """Connections kept open ahead of the next requests, so that none waits for one."""
@@ -77,8 +79,8 @@ class StreamClient:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is no address of a server; write it like http://127.0.0.1:8000")
         self._host = parts.hostname
-        self._is_tls = parts.scheme == "https"
-        self._port = parts.port or (443 if self._is_tls else 80)
+        self._tls = server_tls(url)
+        self._port = parts.port or (443 if self._tls else 80)
         path = parts.path.rstrip("/").removesuffix("/v1") + PATH
         authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._head = (
@@ -144,7 +146,7 @@ class StreamClient:
 
     async def _connect(self) -> _Connection:
         _, protocol = await asyncio.get_running_loop().create_connection(
-            lambda: _Connection(self), self._host, self._port, ssl=self._is_tls or None
+            lambda: _Connection(self), self._host, self._port, ssl=self._tls
         )
         self._all.add(protocol)
         return protocol

@@ -177,10 +177,38 @@ def _check_size(size: int, layout: KvLayout) -> None:
         )
 
 
-def available_memory_bytes() -> int:
-    """Memory available without swapping, within the container's limit if there is one."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+_CGROUP_FILES = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Of versions 2 and 1, by controller: folder, and names of limit, use, and what of it the system gives back."""
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Memory available without swapping, within what the limits of this process's control groups leave, if there are
+    any.
+
+    Args:
+        root: of the file system.
+    """
+    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    limit_text = limit.read_text().strip() if limit.exists() else "max"
-    return available if limit_text == "max" else min(available, int(limit_text))
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            if controller in _CGROUP_FILES:
+                folder, *names = _CGROUP_FILES[controller]
+                group = Path(path.lstrip("/"))
+                for each in (group, *group.parents):  # those of the host are not seen from a container
+                    available = min(available, _left_bytes(root / "sys/fs/cgroup" / folder / each, *names) or available)
+    return available
+
+
+def _left_bytes(group: Path, limit: str, used: str, inactive: str) -> int | None:
+    """Memory that the limit of a control group leaves, at least 1 byte; ``None`` without a limit."""
+    try:
+        limit_text, used_bytes = (group / limit).read_text().strip(), int((group / used).read_text())
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return None if limit_text == "max" else max(1, int(limit_text) - used_bytes + int(statistics.get(inactive, 0)))

@@ -417,9 +417,12 @@ def _max_model_len(url: str) -> int:
     """
     import httpx
 
+    from pdserve.bench.server_tls import server_tls
+
     try:
         headers = {"Authorization": f"Bearer {key}"} if (key := api_key()) else {}
-        models = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False).json()["data"]
+        verify = server_tls(url) or False
+        models = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False, verify=verify).json()["data"]
         return int(models[0].get("max_model_len") or 0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DeployError(f"{url} does not answer: {error}") from error

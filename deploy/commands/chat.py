@@ -6,7 +6,6 @@ The server keeps no messages.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import time
 from collections.abc import Iterator
@@ -15,19 +14,13 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+from pdserve.bench.server_tls import server_tls
 from pdserve.contracts.errors import DeployError
 
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 600.0
 _NEW = "/new"
 _HELP = f"Ctrl-C stops an answer, {_NEW} starts a new conversation, Ctrl-D ends."
-
-
-def is_own(url: str) -> bool:
-    """Whether ``url`` is of this machine, whose certificate is for other names."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(httpx.URL(url).host).is_loopback
-    return False
 
 
 class Conversation:
@@ -38,7 +31,7 @@ class Conversation:
         timeout = httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.Client(
-            base_url=self._url, timeout=timeout, headers=headers, trust_env=False, verify=not is_own(url)
+            base_url=self._url, timeout=timeout, headers=headers, trust_env=False, verify=server_tls(url) or False
         )
         self._parameters = {"max_tokens": max_tokens, "temperature": temperature}
         self._console = console

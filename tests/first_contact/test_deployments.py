@@ -17,13 +17,14 @@ import pytest
 import yaml
 
 from pdserve.contracts.codec import from_plain
-from pdserve.contracts.deployment import DeploymentConfig, parse_bytes
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, parse_bytes
 from pdserve.contracts.errors import ConfigError, DeployError
 from pdserve.deploy import cli
 from pdserve.deploy.checks.model import check_model
 from pdserve.deploy.cluster import host_facts, resources
 from pdserve.deploy.cluster.banner import banner_rows
 from pdserve.deploy.cluster.fleet import Fleet
+from pdserve.deploy.commands.plan_options import planned_model
 from pdserve.deploy.config import read_deployment
 from pdserve.deploy.launch import Launch
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
@@ -108,6 +109,14 @@ def placed(case: Case, folder: Path, facts: dict[str, Any]) -> Fleet:
         host.facts = replace(host.facts, **facts)
     assert fleet.place_workers(1.0) == ""
     return fleet
+
+
+@pytest.mark.parametrize(("written", "dtype"), [("auto", "bfloat16"), ("float16", "float16")])
+def test_simulations_compute_in_what_is_served(folder: Path, written: str, dtype: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert planned_model(ModelConfig(path=str(folder), dtype=written)).precision.dtype == dtype
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.stem)
