@@ -177,7 +177,7 @@ def _launch(
     served, why = find_dtype(config.model, slow_dtype_reason if is_on_cpus else lambda dtype: "")
     launch = replace(launch, config=replace(config, model=served), dtype_reason=why)
     is_named = any(num is not None for num in replicas.values()) or (file is not None and names_pools(file))
-    return launch if ray_address else launch.fitted(is_layout_named=is_named)
+    return launch.fitted(is_layout_named=is_named) if launch.num_gpus and not ray_address else launch
 
 
 @app.command(epilog="Example: pdserve check deployment.yaml --model ./Llama-3.2-1B-Instruct")

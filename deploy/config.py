@@ -75,20 +75,15 @@ def read_profile(config: DeploymentConfig) -> dict[str, Hardware]:
 
 
 def find_dtype(model: ModelConfig, slow_reason: Callable[[str], str] = lambda dtype: "") -> tuple[ModelConfig, str]:
-    """Replace a dtype that is ``auto`` by the checkpoint's, or by float32; returns the model and the reason.
-
-    Args:
-        slow_reason: why the workers compute slower in a dtype than in float32; empty if they do not.
+    """Replace a dtype ``auto`` by the checkpoint's, or by float32 if ``slow_reason`` says why that is faster; returns
+    the model, and why it has its dtype.
 
     Raises:
         ConfigError: the checkpoint's dtype is not served.
     """
     if model.dtype != "auto":
         return model, "model.dtype"
-    try:
-        dtype = checkpoint_dtype(Path(model.path))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    dtype = checkpoint_dtype(Path(model.path))
     if slow := slow_reason(dtype):
         return dataclasses.replace(model, dtype="float32"), f"the checkpoint's is {dtype}, and {slow}"
     return dataclasses.replace(model, dtype=dtype), "as the checkpoint"

@@ -42,7 +42,7 @@ class Launch:
     dtype_reason: str = "model.dtype"
     """Why ``model.dtype`` is as it is, for the banner."""
     layout_reason: str = ""
-    """Why the workers are others than those of the default deployment; empty if they are not."""
+    """What the banner adds to the number of workers, if they are others than those of the deployment."""
     time_scale: float = 1.0
     """Real seconds per emulated second."""
     cores: tuple[int, ...] = field(default_factory=lambda: tuple(sorted(os.sched_getaffinity(0))))
@@ -105,19 +105,16 @@ class Launch:
         )
 
     def fitted(self, *, is_layout_named: bool) -> Launch:
-        """This launch on the GPUs of this host, if there are any. One GPU gets one worker for both phases, unless the
-        user has named the workers.
+        """This launch on the GPUs of this host. One GPU gets one worker for both phases, unless the user named others.
 
         Raises:
             DeployError: the GPUs are too few.
         """
-        if self.emulate or not self.num_gpus:
-            return self
         launch = self
-        if self.num_gpus == 1 and not is_layout_named:
+        if self.num_gpus == 1 and not (is_layout_named or self.emulate):
             none = PhaseConfig(replicas=0)
             config = replace(self.config, prefill=none, decode=none, mixed=PhaseConfig())
-            launch = replace(self, config=config, layout_reason="for both phases, because there is one GPU")
+            launch = replace(self, config=config, layout_reason=" for both phases, because there is one GPU")
         shares = gpu_shares(worker_configs(launch), self.num_gpus)
         return launch.on_gpus(self.num_gpus, dict(zip(launch.roles, shares, strict=True)))
 
@@ -126,12 +123,9 @@ class Launch:
         phases: dict[str, Any] = {}
         for role, share in shares.items():
             phase = self.config.phase(role)
-            utilization = phase.gpu_memory_utilization
-            phases[role.value] = replace(
-                phase,
-                device=phase.device if share else "cpu",
-                gpu_memory_utilization=min(share, utilization) if 0 < share < 1 else utilization,
-            )
+            device = phase.device if share else "cpu"
+            utilization = min(share, phase.gpu_memory_utilization) if share % 1 else phase.gpu_memory_utilization
+            phases[role.value] = replace(phase, device=device, gpu_memory_utilization=utilization)
         return replace(self, num_gpus=num_gpus, config=replace(self.config, **phases))
 
     @property

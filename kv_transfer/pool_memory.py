@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import re
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -185,8 +186,7 @@ _CGROUP_FILES = {
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Memory available without swapping, within what the limits of this process's control groups leave, if there are
-    any.
+    """Memory available without swapping, within what the limits of this process's control groups leave.
 
     Args:
         root: of the file system.
@@ -195,20 +195,19 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     available = int(fields["MemAvailable"].split()[0]) * 1024
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        for controller in controllers.split(","):
-            if controller in _CGROUP_FILES:
-                folder, *names = _CGROUP_FILES[controller]
-                group = Path(path.lstrip("/"))
-                for each in (group, *group.parents):  # those of the host are not seen from a container
-                    available = min(available, _left_bytes(root / "sys/fs/cgroup" / folder / each, *names) or available)
-    return available
+        for controller in _CGROUP_FILES.keys() & controllers.split(","):
+            folder, *names = _CGROUP_FILES[controller]
+            group = Path(path.lstrip("/"))
+            for each in (group, *group.parents):  # in a container those of the host are not seen
+                available = min(available, _left_bytes(root / "sys/fs/cgroup" / folder / each, *names))
+    return max(1, available)
 
 
-def _left_bytes(group: Path, limit: str, used: str, inactive: str) -> int | None:
-    """Memory that the limit of a control group leaves, at least 1 byte; ``None`` without a limit."""
+def _left_bytes(group: Path, limit: str, used: str, inactive: str) -> int:
+    """Memory that the limit of a control group leaves; endless without a limit."""
     try:
-        limit_text, used_bytes = (group / limit).read_text().strip(), int((group / used).read_text())
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except OSError:
-        return None
-    return None if limit_text == "max" else max(1, int(limit_text) - used_bytes + int(statistics.get(inactive, 0)))
+        used_bytes = int((group / used).read_text()) - int(statistics.get(inactive, 0))
+        return int((group / limit).read_text()) - used_bytes
+    except (OSError, ValueError):  # no such group, or ``max``
+        return sys.maxsize

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pdserve.contracts.codec import from_json
 from pdserve.contracts.deployment import ModelConfig
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerConfig
@@ -22,7 +21,7 @@ from pdserve.engine.worker.pool_size import num_kv_blocks, num_swap_slots
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.sampling_defaults import sampling_defaults
 from pdserve.model.cost.cost_model import CostModel
-from pdserve.model.cost.hardware import Hardware, hardware
+from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.files import check_weights
 from pdserve.router.text.tokenizer import ChatTokenizer
 from pdserve.router.text.tool_calls import TOOL_FORMATS
@@ -112,23 +111,8 @@ def worker_memory(config: WorkerConfig, model: DecoderConfig) -> WorkerMemory:
     needed_bytes = -(-limits.max_model_len // config.block_size) * config.pipeline_parallel * block_bytes
     num_blocks = num_kv_blocks(config, limits, block_bytes, needed_bytes)
     num_slots = num_swap_slots(config, 0, block_bytes, sys.maxsize)
-    if config.device == "cuda" and config.hardware:
-        _check_gpu_memory(config, model)
     weight_bytes = 0 if config.device == "cuda" else cost.weight_bytes
     return WorkerMemory(weight_bytes, num_blocks * block_bytes, num_slots * block_bytes)
-
-
-def _check_gpu_memory(config: WorkerConfig, model: DecoderConfig) -> None:
-    """Raise ValueError if the worker's share of its GPUs holds no KV beside the weights and activations."""
-    gpu = from_json(Hardware, config.hardware, "the worker's GPU")
-    cost = CostModel(model.shape, gpu, config.precision, config.tensor_parallel, config.pipeline_parallel)
-    sizes = {"max_batch_tokens": config.max_batch_tokens, "max_batch_size": config.max_batch_size}
-    if not cost.max_kv_blocks(config.block_size, config.gpu_memory_utilization, **sizes):
-        raise ValueError(
-            f"{config.gpu_memory_utilization:g} of the memory of {gpu.name} holds no KV beside "
-            f"{_size(cost.weight_bytes)} of weights; use fewer workers or more GPUs, raise tensor_parallel, or set "
-            "model.quantization"
-        )
 
 
 def check_host_memory(launch: Launch) -> None:

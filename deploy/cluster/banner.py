@@ -25,33 +25,31 @@ def banner_rows(launch: Launch, served_name: str, workers: Sequence[dict[str, An
     model = launch.config.model
     rows = [("model", f"{served_name} ({model.precision})"), *model_rows(model)]
     links: list[Links] = []
-    with contextlib.suppress(DeployError):  # of hosts between which there is no transport, and perhaps no link
+    with contextlib.suppress(DeployError):  # between hosts without a transport, and perhaps without a link
         links = find_links(launch)
     for role in WorkerRole:
-        mine = [worker for worker in workers if worker["role"] == role.value]
-        if not (count := launch.config.phase(role).replicas):
-            continue
-        words = [f"{count} worker{'s' * (count > 1)}{launch.layout_reason and f' {launch.layout_reason}'}"]
-        words.append(f"{sum(map(num_blocks, mine)) * model.block_size:,} tokens of KV cache")
-        words.append(_device(launch, role, any(str(worker["hardware"]).startswith("cpu") for worker in mine)))
-        words.append(f"{model.dtype} ({launch.dtype_reason})")
-        for link in links:
-            targets = [target for source, _, target in (pair.split() for pair in link.pairs) if source == role.value]
-            if targets:
-                words.append(f"KV to {' and '.join(targets)} by {link.transport} ({link.reason})")
-        rows.append((role.value, ", ".join(words)))
+        if count := launch.config.phase(role).replicas:
+            mine = [worker for worker in workers if worker["role"] == role.value]
+            tokens = sum(map(num_blocks, mine)) * model.block_size
+            words = [f"{count} worker{'s' * (count > 1)}{launch.layout_reason}, {tokens:,} tokens of KV cache"]
+            words += [_device(launch, role, mine), f"{model.dtype} ({launch.dtype_reason})"]
+            outgoing = [each for each in links if any(pair.startswith(role.value) for pair in each.pairs)]
+            words += [f"KV by {each.transport} ({each.reason})" for each in outgoing]
+            rows.append((role.value, ", ".join(words)))
     return rows
 
 
-def _device(launch: Launch, role: WorkerRole, computes_on_cpu: bool) -> str:
+def _device(launch: Launch, role: WorkerRole, workers: Sequence[dict[str, Any]]) -> str:
     phase = launch.config.phase(role)
     if launch.emulate:
         return f"{launch.emulate}, emulated"
     if not launch.is_on_gpu(role):
         return f"CPU ({f'{role.value}.device' if launch.num_gpus else 'Ray has no GPU'})"
-    if launch.gpu and computes_on_cpu:
+    if launch.gpu and any(str(worker["hardware"]).startswith("cpu") for worker in workers):
         return "CPU (torch sees no GPU: check nvidia-smi, or install a build of torch for CUDA)"
-    if (num_ranks := phase.tensor_parallel * phase.pipeline_parallel) > 1:
-        return f"{num_ranks} GPUs each"
-    share = phase.gpu_memory_utilization
-    return f"{share:g} of a GPU each (shared)" if share <= MAX_SHARE else "a GPU each"
+    num_ranks, share = phase.tensor_parallel * phase.pipeline_parallel, phase.gpu_memory_utilization
+    return (
+        f"{share:g} of a GPU each"
+        if num_ranks == 1 and share <= MAX_SHARE
+        else f"{num_ranks} GPU{'s' * (num_ranks > 1)} each"
+    )

@@ -10,7 +10,7 @@ import contextlib
 import json
 import select
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class ControlPort:
         self._listener.listen()
         self._listener.setblocking(False)
         self._client: socket.socket | None = None
-        self._change: Iterator[str] | None = None
+        self._change: Generator[str, None, None] | None = None
 
     def turn(self, begin: Begin) -> str:
         """Take a command, or the next step of the one in progress, whose client may have left; returns what was said.
@@ -71,6 +71,7 @@ class ControlPort:
 
     def _has_left(self) -> bool:
         """Whether the client, which sends nothing but its command, has closed its end."""
+        assert self._client is not None
         return bool(select.select([self._client], [], [], 0)[0])
 
     def close(self) -> None:
@@ -90,7 +91,7 @@ class ControlPort:
             self._client.sendall(json.dumps(line).encode() + b"\n")
 
 
-def _begun(begin: Begin, command: dict[str, Any]) -> Iterator[str]:
+def _begun(begin: Begin, command: dict[str, Any]) -> Generator[str, None, None]:
     yield from begin(command)
 
 

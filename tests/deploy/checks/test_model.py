@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.contracts.codec import to_json
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
@@ -17,7 +16,6 @@ from pdserve.contracts.precision import Precision
 from pdserve.deploy.checks.model import PROCESS_BYTES, check_memory, check_model, worker_memory
 from pdserve.deploy.launch import Launch
 from pdserve.model.config.decoder_config import DecoderConfig
-from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.bytes import weight_bytes
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 
@@ -215,13 +213,6 @@ def test_what_does_not_fit_is_refused_with_the_setting_to_change(
     fixed_bytes = len(workers) * (weight_bytes(model.shape, "float32", "none").total + PROCESS_BYTES)
     with pytest.raises(DeployError, match=said):
         check_memory(workers, model, fixed_bytes + spare)
-
-
-def test_a_share_of_a_gpu_without_room_for_kv_is_refused(model: DecoderConfig) -> None:
-    on_gpu = replace(a_worker(), device="cuda", hardware=to_json(hardware("l4")))
-    check_memory([on_gpu], model, 2**30)
-    with pytest.raises(DeployError, match=r"decode-0: 0\.05 of the memory of l4 holds no KV beside .* of weights; use"):
-        check_memory([replace(on_gpu, gpu_memory_utilization=0.05)], model, 2**30)
 
 
 def test_what_fits_passes(model: DecoderConfig) -> None:

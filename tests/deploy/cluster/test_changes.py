@@ -9,7 +9,6 @@ import pytest
 
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerRole
-from pdserve.deploy.cluster import changes as changes_module
 from pdserve.deploy.cluster.changes import NO_HOST, Changes
 from pdserve.deploy.cluster.supervised_process import ProcessState
 
@@ -37,7 +36,7 @@ def scaling(fleet: OneHost) -> Any:
 
 def test_a_worker_that_finds_no_host_ends_the_change_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
-    monkeypatch.setattr(changes_module.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
     fleet = OneHost()
     change = scaling(fleet)
     assert next(change) == "decode-1 starts"
