@@ -37,7 +37,7 @@ def prefill_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
         if kv_pool.scales is not None:
             return _FLOAT32_OVER_QUANTISED
         return AttentionTile(32, 32, 4, 2) if head_dim <= 64 else AttentionTile(16, 16, 4, 2)
-    if head_dim <= 64:
+    if head_dim <= 64 and kv_pool.scales is None:
         return AttentionTile(128, 64, 4, 3)
     if head_dim <= 128:
         return AttentionTile(128, 64, 8, 3)
@@ -47,10 +47,10 @@ def prefill_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
 def decode_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
     """Return the tile for `pdserve.kernels.triton.decode_attention`, which has few rows."""
     if q_TND.dtype == torch.float32:
-        return AttentionTile(16, 16, 4, 2) if kv_pool.scales is None else _FLOAT32_OVER_QUANTISED
+        return AttentionTile(16, 16, 4, 3) if kv_pool.scales is None else _FLOAT32_OVER_QUANTISED
     head_dim = kv_pool.shape.head_dim
     if kv_pool.scales is not None:
-        return AttentionTile(16, 32, 4, 4) if head_dim <= 128 else AttentionTile(16, 16, 4, 4)
+        return AttentionTile(16, 32, 4, 5) if head_dim <= 128 else AttentionTile(16, 16, 4, 4)
     return AttentionTile(16, 64, 4, 3) if head_dim <= 128 else AttentionTile(16, 32, 4, 3)
 
 
