@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pdserve.model.config.model_hash import model_hash
 from tests.model.checkpoints import write_checkpoint
@@ -35,10 +37,27 @@ def test_model_hash_sees_every_tensor(tmp_path: Path) -> None:
         entry["data_offsets"] for name, entry in json.loads(content[8 : 8 + header_bytes]).items() if name[0] != "_"
     ]
     for start, end in spans:
-        changed = content.copy()
-        changed[8 + header_bytes + (start + end) // 2] ^= 1
-        file.write_bytes(changed)
-        assert model_hash(folder) != first
+        for place in (start, (start + end) // 2, end - 1):
+            changed = content.copy()
+            changed[8 + header_bytes + place] ^= 1
+            file.write_bytes(changed)
+            assert model_hash(folder) != first
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_model_hash_sees_the_row_of_one_token_and_the_ends_of_a_large_tensor(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "model.safetensors"
+    weights = torch.zeros(4096, 256)
+    save_file({name: weights}, file)
+    hashes = {model_hash(tmp_path)}
+    rows = (0, 4095) if "proj" in name else (0, 1, 777, 2049, 4095)
+    for row in rows:
+        changed = weights.clone()
+        changed[row, -1 if row else 0] = 1.0
+        save_file({name: changed}, file)
+        hashes.add(model_hash(tmp_path))
+    assert len(hashes) == 1 + len(rows)
 
 
 def test_model_hash_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
