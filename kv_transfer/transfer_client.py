@@ -28,7 +28,7 @@ from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.resharding import KvShard
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, Shutdown, TransferToEngine
 
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 2.0
 SEND_TIMEOUT_S = 1
 """A transfer process that does not empty its pipe within this time is killed."""

@@ -55,6 +55,8 @@ if TYPE_CHECKING:  # they import torch
     from pdserve.model.decoder.ranks import Ranks
     from pdserve.model.executors.rank_model import RankModel
 
+MIN_RANK_WAIT_S = 30.0
+
 _log = logging.getLogger(__name__)
 
 
@@ -311,9 +313,11 @@ def _ranks(config: WorkerConfig, model: DecoderConfig, device: torch.device, sha
 
 
 def _longest_wait_s(config: WorkerConfig, cost: CostModel, layout: KvLayout) -> float:
-    """Seconds of a rank's wait for another after which a step hangs, whatever the step."""
+    """Seconds of a rank's wait for another after which a step hangs, whatever the step. One that has ended is found by
+    its pulse; the other may compile a kernel or load a library."""
     num_cached = layout.num_blocks * config.block_size
-    return stall_limit_s(cost.mixed_s(config.max_batch_tokens, num_cached, config.max_batch_size, num_cached))
+    step_s = cost.mixed_s(config.max_batch_tokens, num_cached, config.max_batch_size, num_cached)
+    return max(MIN_RANK_WAIT_S, stall_limit_s(step_s))
 
 
 def build_follower(

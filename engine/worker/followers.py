@@ -48,7 +48,7 @@ PULSE_S = 0.1
 """Interval between the leader's pulses, which a thread of every follower answers."""
 SILENCE_S = 2.0
 """A follower that answers no pulse for this long is lost."""
-START_SILENCE_S = 60.0
+START_SILENCE_S = 300.0
 """The same before it is ready: imports and the loading of weights hold up its thread for pulses."""
 COPY_TIMEOUT_S = 10.0
 """A follower that takes longer for an order to copy blocks is lost."""

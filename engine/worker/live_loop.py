@@ -168,8 +168,8 @@ class LiveLoop:
         """Turn until `Inbox.stop`.
 
         Raises:
-            RuntimeError: `Inbox.stop` reported a failure, the executor fails every step, or the transfer process does
-                not end a pull: it may still write to the blocks, so nobody else can have them.
+            RuntimeError: `Inbox.stop` reported a failure, the executor fails every step or has lost its GPU, or the
+                transfer process does not end a pull: it may still write to the blocks, so nobody else can have them.
         """
         wait = Wait.MESSAGE
         while (messages := self._inbox.take_all(self._idle_s() if wait is Wait.MESSAGE else 0.0)) is not None:
@@ -218,6 +218,8 @@ class LiveLoop:
             output = step.handle.result()
         except RuntimeError as error:
             _log.error("step %d failed: %s", step.step_id, error)
+            if type(error).__name__ == "AcceleratorError":  # torch's: no later call of this process succeeds
+                raise
             self._loop.step_failed(error, time.monotonic())
         else:
             self._loop.step_ended(output, time.monotonic())

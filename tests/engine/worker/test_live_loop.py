@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TypeGuard
 
 import pytest
+import torch
 
 from pdserve.contracts.events import (
     ClientEvent,
@@ -146,6 +147,7 @@ class FakeExecutor:
         self.max_waiting = 0
         self.fail_submit: set[int] = set()
         self.fail_result: set[int] = set()
+        self.error: type[RuntimeError] = RuntimeError
         self.may_finish = threading.Event()
         self.may_finish.set()
         self._num_taken = 0
@@ -162,7 +164,7 @@ class FakeExecutor:
         assert self.may_finish.wait(30)
         self._num_taken += 1
         if output.step_id in self.fail_result:
-            raise RuntimeError(f"step {output.step_id} broke")
+            raise self.error(f"step {output.step_id} broke")
         return output
 
     def close(self) -> None:
@@ -295,6 +297,16 @@ def test_an_executor_that_always_fails_ends_the_loop() -> None:
             wait_until(lambda: rig.scheduler.num_failed > request_id, "a failure")  # noqa: B023
         wait_until(lambda: rig.failure is not None, "the end of the loop")
     assert "in a row" in str(rig.failure)
+
+
+def test_a_lost_gpu_ends_the_loop_at_once() -> None:
+    rig = Rig()
+    rig.executor.fail_result = {1}
+    rig.executor.error = torch.AcceleratorError
+    with rig.running():
+        rig.add(1)
+        wait_until(lambda: rig.failure is not None, "the end of the loop")
+    assert rig.scheduler.num_failed == 0, "the request goes on elsewhere"
 
 
 def test_the_death_of_a_part_ends_the_loop() -> None:
