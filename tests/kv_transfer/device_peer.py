@@ -43,10 +43,13 @@ LAYOUT = KvLayout(
     num_blocks=32, num_kv_heads=2, num_layers=3, block_size=16, head_dim=64, dtype="float32", model_hash="model"
 )
 BATCH_SIZE = 4
-TIMEOUT_S = 30.0
+START_TIMEOUT_S = 200.0
+"""Many processes import torch at once beside other work."""
+TIMEOUT_S = 60.0
+HURRY_S = 1.5
+"""Silence after which engines in a hurry give each other up: not on a busy machine, unless a test waits for it."""
 _FOLLOWER = "tests.kv_transfer.device_rank"
 _FOLDER_PREFIX = "pdserve-peer-"
-BATCH_TIMEOUT_S = 1.5
 
 
 class GatedGenerations(Sequence[int]):
@@ -55,6 +58,7 @@ class GatedGenerations(Sequence[int]):
     def __init__(self, memory: PoolMemory, tell: Any) -> None:
         self._generations = memory.generations
         self._tell = tell
+        self._lock = threading.Lock()
         self.held = -1
         self.opened = threading.Event()
 
@@ -63,8 +67,10 @@ class GatedGenerations(Sequence[int]):
 
     def __getitem__(self, block_id: Any) -> Any:
         generation = self._generations[block_id]
-        if block_id == self.held:
-            self.held = -1
+        with self._lock:  # copies of several groups read the same blocks
+            is_held = block_id == self.held
+            self.held = -1 if is_held else self.held
+        if is_held:
             self._tell("held")
             assert self.opened.wait(TIMEOUT_S)
         return generation
@@ -116,7 +122,8 @@ class GatedIpcCopies(IpcCopies):
 def small_batches() -> Iterator[None]:
     with (
         patch.object(group_copies, "BUFFER_BYTES", BATCH_SIZE * LAYOUT.block_bytes),
-        patch.object(group_copies, "BATCH_TIMEOUT_S", BATCH_TIMEOUT_S),
+        patch.object(group_copies, "BATCH_TIMEOUT_S", TIMEOUT_S),
+        patch.object(followers, "SILENCE_S", TIMEOUT_S),
     ):
         yield
 
@@ -202,6 +209,8 @@ def _run(
                     generations.held = block_id
                 case "let_go", _:
                     generations.opened.set()
+                case "patience", seconds:
+                    group_copies.BATCH_TIMEOUT_S = followers.SILENCE_S = seconds
                 case "num_opened", _:
                     mappings = Path("/proc/self/maps").read_text().splitlines()
                     tell(sum(f"/{_FOLDER_PREFIX}" in line for line in mappings) - num_ranks)
@@ -238,7 +247,7 @@ class DevicePeer:
         self._messages: list[object] = []
         self.device = device or f"gloo {self.process.pid}"
         self.epoch = seed
-        self.address = str(self._receive())
+        self.address = str(self._receive(START_TIMEOUT_S))
 
     def close(self) -> None:
         with suppress(OSError):
@@ -256,8 +265,8 @@ class DevicePeer:
         (follower,) = [child for child in psutil.Process(self.process.pid).children() if _FOLLOWER in child.cmdline()]
         follower.send_signal(number)
 
-    def _receive(self) -> object:
-        assert self._pipe.poll(TIMEOUT_S), "nothing came"
+    def _receive(self, timeout_s: float = TIMEOUT_S) -> object:
+        assert self._pipe.poll(timeout_s), "nothing came"
         return self._pipe.recv()
 
     def command(self, name: str, argument: object = None) -> None:
@@ -282,6 +291,11 @@ class DevicePeer:
         received = transfer_pb2.TransferToEngine.FromString(message)
         assert received.WhichOneof("body") == kind, received
         return getattr(received, kind)
+
+    def expect_no_more(self) -> None:
+        """Check that no message has come that was not expected."""
+        self.ask("threads")
+        assert not self._messages
 
     def expect_nothing(self) -> None:
         """Check that no message comes soon."""

@@ -20,7 +20,7 @@ LAYOUT = KvLayout(
 )
 EPOCH = 0xFEED_FACE_CAFE_BEEF
 TOKEN = "secret of the cluster"
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 EVENT_GRACE_S = 0.2
 """Wait before checking that something did not happen."""
 
@@ -136,6 +136,12 @@ class Peer:
         while self.block(block_id) != content:
             assert time.monotonic() < deadline_s
             time.sleep(0.005)
+
+
+def quiet(peer: Peer) -> Iterator[Peer]:
+    """Yield a peer whose messages the test must all expect."""
+    yield peer
+    assert peer.messages.empty()
 
 
 @contextmanager

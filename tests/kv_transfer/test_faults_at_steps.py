@@ -226,27 +226,26 @@ def test_the_source_wakes() -> None:
 
 
 @pytest.mark.usefixtures("patience")
-def test_the_puller_wakes() -> None:
+@pytest.mark.parametrize("transport", ["memfd", "tcp"])
+def test_the_puller_wakes(transport: str) -> None:
     """Its prompts were withdrawn meanwhile, and their blocks have a new owner: what it reports as done was copied
     before."""
-    with _running("memfd", "tcp") as (source, *targets):
-        ended: list[dict[int, transfer_pb2.PullDone]] = [{}, {}]
-        handoffs = []
-        for target, dones in zip(targets, ended, strict=True):
-            handoffs.append(_at_every_step(source, target, dones))
-            os.kill(target.process.pid, signal.SIGSTOP)
-        for handoff in (handoff for of_target in handoffs for handoff in of_target):
+    with _running(transport) as (source, target):
+        dones: dict[int, transfer_pb2.PullDone] = {}
+        handoffs = _at_every_step(source, target, dones)
+        os.kill(target.process.pid, signal.SIGSTOP)
+        for handoff in handoffs:
             source.withdraw(handoff.handle)
         for block_id in range(LAYOUT.num_blocks):
             source.memory.generations[block_id] += 1
         source.memory.blocks[:] = bytes(LAYOUT.pool_bytes)
-        for target, dones, of_target in zip(targets, ended, handoffs, strict=True):
-            os.kill(target.process.pid, signal.SIGCONT)
-            of_target[0].pull(target)
-            _wait_for_dones(target, dones, *range(len(STEPS)))
-            stages = {handoff.step: dones[handoff.pull_id].failure_stage for handoff in of_target}
-            assert stages["offered"] == "refused"
-            assert stages["opened"] == stages["granted"] == "aborted"
-            assert stages["copying"] in {"", "copy", "verify", "aborted"}
-            assert stages["copied"] == stages["done"] == ""
-            assert all(handoff.has_arrived(target) for handoff in of_target if not stages[handoff.step])
+        os.kill(target.process.pid, signal.SIGCONT)
+        handoffs[0].pull(target)
+        _wait_for_dones(target, dones, *range(len(STEPS)))
+        stages = {handoff.step: dones[handoff.pull_id].failure_stage for handoff in handoffs}
+        assert stages["offered"] == "refused"
+        assert stages["opened"] in {"aborted", "refused"}
+        assert stages["granted"] == "aborted"
+        assert stages["copying"] in {"", "copy", "verify", "aborted"}
+        assert stages["copied"] == stages["done"] == ""
+        assert all(handoff.has_arrived(target) for handoff in handoffs if not stages[handoff.step])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 
 import pytest
 
@@ -13,20 +14,27 @@ from pdserve.kv_transfer.ipc_pulls import IpcSource
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.proto.v1 import kv_pb2, transfer_pb2
 from tests.kv_transfer.device_peer import LAYOUT, DevicePeer, device_peer
-from tests.kv_transfer.test_links import SOURCE_IDS, TARGET_IDS, check_nothing_is_written, fall_back, fill, hand_off
+from tests.kv_transfer.test_links import (
+    SOURCE_IDS,
+    TARGET_IDS,
+    check_nothing_is_written,
+    fall_back,
+    fill,
+    hand_off,
+    quiet,
+)
+from tests.shared import shared
 from tests.workers import wait_until
 
 
-@pytest.fixture(name="source", scope="module")
-def fixture_source() -> Iterator[DevicePeer]:
-    with device_peer(1, device="cuda_ipc") as peer:
-        yield peer
+@pytest.fixture(name="source")
+def fixture_source(request: pytest.FixtureRequest) -> Iterator[DevicePeer]:
+    yield from quiet(shared(request, partial(device_peer, 1, device="cuda_ipc")))
 
 
-@pytest.fixture(name="target", scope="module")
-def fixture_target() -> Iterator[DevicePeer]:
-    with device_peer(2, device="cuda_ipc") as peer:
-        yield peer
+@pytest.fixture(name="target")
+def fixture_target(request: pytest.FixtureRequest) -> Iterator[DevicePeer]:
+    yield from quiet(shared(request, partial(device_peer, 2, device="cuda_ipc")))
 
 
 @pytest.fixture(name="memory")
@@ -80,7 +88,7 @@ def test_a_source_that_is_killed_or_stops_fails_its_pulls_alone(source: DevicePe
         hand_off(other, target, "cuda_ipc")
         handle = other.offer(SOURCE_IDS[:3], is_complete=False)
         other.signal(signal.SIGSTOP)
-        target.pull(other, handle, TARGET_IDS, deadline_s=1.0)
+        target.pull(other, handle, TARGET_IDS, deadline_s=2.0)
         target.expect_done("deadline")
         other.signal(signal.SIGCONT)
         other.expect("lease_opened")

@@ -6,12 +6,14 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from pdserve.proto.v1 import transfer_pb2
-from tests.kv_transfer.device_peer import BATCH_SIZE, TIMEOUT_S, DevicePeer, device_peer
+from tests.kv_transfer.device_peer import BATCH_SIZE, HURRY_S, TIMEOUT_S, DevicePeer, device_peer
 from tests.kv_transfer.peer import EVENT_GRACE_S
+from tests.shared import shared
 from tests.workers import wait_until
 
 SOURCE_IDS = [3, 17, 4, 30, 9, 8, 21, 0, 12, 13]
@@ -20,16 +22,20 @@ TARGET_IDS = [1, 2, 31, 5, 6, 29, 7, 10, 11, 14]
 SENTINEL = 0xA5
 
 
-@pytest.fixture(name="source", scope="module")
-def fixture_source() -> Iterator[DevicePeer]:
-    with device_peer(1) as peer:
-        yield peer
+def quiet(peer: DevicePeer) -> Iterator[DevicePeer]:
+    """Yield a peer whose messages the test must all expect."""
+    yield peer
+    peer.expect_no_more()
 
 
-@pytest.fixture(name="target", scope="module")
-def fixture_target() -> Iterator[DevicePeer]:
-    with device_peer(2) as peer:
-        yield peer
+@pytest.fixture(name="source")
+def fixture_source(request: pytest.FixtureRequest) -> Iterator[DevicePeer]:
+    yield from quiet(shared(request, partial(device_peer, 1)))
+
+
+@pytest.fixture(name="target")
+def fixture_target(request: pytest.FixtureRequest) -> Iterator[DevicePeer]:
+    yield from quiet(shared(request, partial(device_peer, 2)))
 
 
 def hand_off(source: DevicePeer, target: DevicePeer, transport: str = "nccl") -> None:
@@ -162,9 +168,11 @@ def test_pulls_that_wait_for_their_turn_outlive_one_that_is_aborted(source: Devi
 def test_a_stopped_and_then_a_killed_source_fail_their_pulls_alone(source: DevicePeer, target: DevicePeer) -> None:
     with device_peer(3) as other:
         hand_off(other, target)
+        target.command("patience", HURRY_S)
         hold_second_batch(other, target)
         other.signal(signal.SIGSTOP)
         target.expect_done("copy")
+        target.command("patience", TIMEOUT_S)
         fill(target)
         other.signal(signal.SIGCONT)
         other.command("let_go")
@@ -202,11 +210,10 @@ def test_a_group_that_cannot_be_made_is_replaced_by_another_transport(target: De
         assert target.ask("threads") <= 2
 
 
-@pytest.fixture(name="ranks", scope="module")
-def fixture_ranks() -> Iterator[DevicePeer]:
+@pytest.fixture(name="ranks")
+def fixture_ranks(request: pytest.FixtureRequest) -> Iterator[DevicePeer]:
     """An engine of two ranks."""
-    with device_peer(9, num_ranks=2) as peer:
-        yield peer
+    yield from quiet(shared(request, partial(device_peer, 9, num_ranks=2)))
 
 
 def test_blocks_arrive_on_every_rank_and_from_every_rank(
@@ -253,6 +260,7 @@ def test_a_lost_rank_of_either_worker_fails_the_pull_alone(
         hand_off(source, third)
         hand_off(second, third)
         hold_second_batch(second, third)
+        second.command("patience", HURRY_S)
         second.signal_follower(number)
         third.expect_done("copy")
         fill(third)
@@ -260,6 +268,7 @@ def test_a_lost_rank_of_either_worker_fails_the_pull_alone(
         assert second.process.exitcode == 1
         check_nothing_is_written(third)
         handle = hold_second_batch(source, third)
+        third.command("patience", HURRY_S)
         third.signal_follower(number)
         source.expect("lease_lost")
         third.process.join(TIMEOUT_S)

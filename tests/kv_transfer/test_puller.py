@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import grpc
 import pytest
@@ -20,19 +21,18 @@ from pdserve.kv_transfer.pull_stream import PullStream
 from pdserve.kv_transfer.transports import PullError, trailer_struct
 from pdserve.proto.token_proof import ServerProof
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc
-from tests.kv_transfer.peer import LAYOUT, TOKEN, Peer, running_peer
+from tests.kv_transfer.peer import LAYOUT, TOKEN, Peer, quiet, running_peer
 from tests.kv_transfer.streams import answer_puller
+from tests.shared import shared
 
 Serve = Callable[[kv_pb2.PullOpen, grpc.ServicerContext], Iterator[kv_pb2.SourceMessage]]
 HANDLE = b"sixteen bytes .."
 NUM_BLOCKS = 2
 
 
-@pytest.fixture(name="target", scope="module")
-def fixture_target() -> Iterator[Peer]:
-    with running_peer(seed=5) as peer:
-        yield peer
-        assert peer.messages.empty()
+@pytest.fixture(name="target")
+def fixture_target(request: pytest.FixtureRequest) -> Iterator[Peer]:
+    yield from quiet(shared(request, partial(running_peer, seed=5)))
 
 
 @pytest.fixture(name="pool")

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -24,12 +25,12 @@ from pdserve.proto.token_proof import ClientProof
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc, transfer_pb2
 from tests.kv_transfer.peer import EPOCH, LAYOUT, TIMEOUT_S, TOKEN, Peer, running_peer
 from tests.kv_transfer.streams import MAGIC, receive_exactly, token_proof
+from tests.shared import shared
 
 
-@pytest.fixture(name="source", scope="module")
-def fixture_source() -> Iterator[Peer]:
-    with running_peer(seed=4) as peer:
-        yield peer
+@pytest.fixture(name="source")
+def fixture_source(request: pytest.FixtureRequest) -> Peer:
+    return shared(request, partial(running_peer, seed=4))
 
 
 def _opening(handle: bytes, transport: str = "tcp") -> kv_pb2.PullOpen:

@@ -6,36 +6,36 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pdserve.proto.v1 import transfer_pb2, worker_pb2
-from tests.kv_transfer.peer import EPOCH, EVENT_GRACE_S, LAYOUT, Peer, running_peer
+from tests.kv_transfer.peer import EPOCH, EVENT_GRACE_S, LAYOUT, Peer, quiet, running_peer
+from tests.shared import shared
 
 TRANSPORTS = ["memfd", "tcp"]
 
 
-@pytest.fixture(name="source", scope="module")
-def fixture_source() -> Iterator[Peer]:
-    with running_peer(seed=1) as peer:
-        yield peer
-        assert peer.messages.empty()
+@pytest.fixture(name="source")
+def fixture_source(request: pytest.FixtureRequest) -> Iterator[Peer]:
+    yield from quiet(shared(request, partial(running_peer, seed=1)))
 
 
-@pytest.fixture(name="targets", scope="module")
-def fixture_targets() -> Iterator[dict[str, Peer]]:
-    with ExitStack() as stack:
-        peers = {name: stack.enter_context(running_peer(seed=2, transport=name)) for name in TRANSPORTS}
-        yield peers
-        assert all(peer.messages.empty() for peer in peers.values())
+def target_of(request: pytest.FixtureRequest, transport: str) -> Peer:
+    return shared(request, partial(running_peer, seed=2, transport=transport), of=transport)
+
+
+@pytest.fixture(name="targets")
+def fixture_targets(request: pytest.FixtureRequest) -> dict[str, Peer]:
+    return {transport: target_of(request, transport) for transport in TRANSPORTS}
 
 
 @pytest.fixture(name="target", params=TRANSPORTS)
-def fixture_target(request: pytest.FixtureRequest, targets: dict[str, Peer]) -> Peer:
-    return targets[request.param]
+def fixture_target(request: pytest.FixtureRequest) -> Iterator[Peer]:
+    yield from quiet(target_of(request, request.param))
 
 
 def _expect_released(source: Peer, handle: bytes) -> None:
@@ -248,7 +248,7 @@ def test_withdraw_breaks_the_pull(source: Peer, target: Peer) -> None:
 
 def test_deadline(source: Peer, target: Peer) -> None:
     handle = source.offer()
-    target.pull(source.process.address, handle, [1], deadline_s=0.3)
+    target.pull(source.process.address, handle, [1], deadline_s=1.0)
     target.expect_done("deadline")
     _expect_lost(source, handle)
     source.withdraw(handle)

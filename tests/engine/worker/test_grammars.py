@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from queue import Queue
 from threading import Event
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from pdserve.contracts.request import Grammar, GrammarKind
 from pdserve.engine.worker import grammars as module
 from pdserve.engine.worker.grammars import Grammars
 from pdserve.engine.worker.loop import Busy
+from tests.shared import shared
 from tests.vocabulary import DEMO_FOLDER, LIMITS
 
 SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object", "properties": {"a": {"type": "integer"}}}')
@@ -37,7 +39,7 @@ class Compiled:
     def wait(self, grammar: Grammar) -> xgrammar.CompiledGrammar | str:
         found = self.grammars.find(grammar)
         if found is None:
-            assert self.ready.get(timeout=60) == grammar
+            assert self.ready.get(timeout=200) == grammar
             found = self.grammars.find(grammar)
         assert found is not None
         return found
@@ -55,12 +57,27 @@ def cmdline(process: psutil.Process) -> list[str]:
         return []
 
 
-@pytest.fixture(scope="module")
-def worker() -> Iterator[Compiled]:
+@pytest.fixture(scope="module", autouse=True)
+def patience() -> Iterator[None]:
+    """Time for the compiler on a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_MODULE", "tests.engine.worker.patient_grammar_compiler")
+        patch.setattr(module, "MAX_WALL_S", 120.0)
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        yield
+
+
+@pytest.fixture
+def worker(request: pytest.FixtureRequest) -> Compiled:
+    return shared(request, running)
+
+
+@contextmanager
+def running() -> Iterator[Compiled]:
     compiled = Compiled()
     yield compiled
     compiled.grammars.close()
-    deadline_s = time.monotonic() + 15
+    deadline_s = time.monotonic() + 60
     while compilers():
         assert time.monotonic() < deadline_s, "the compiler has not ended"
         time.sleep(0.05)

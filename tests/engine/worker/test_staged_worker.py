@@ -21,6 +21,7 @@ from pdserve.contracts.request import GenerationRequest
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.proto.v1 import worker_pb2
 from tests.engine.worker.test_worker import VOCAB_SIZE, a_request, oracle, real_model_config
+from tests.shared import shared
 from tests.workers import RouterClient, WorkerProcess, emulated_config, hand_off
 
 
@@ -67,12 +68,11 @@ def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def pair(checkpoint: Path, transport: str) -> Iterator[Pair]:
+@pytest.fixture
+def pair(request: pytest.FixtureRequest, checkpoint: Path, transport: str) -> Pair:
     """Small pools, so that blocks constantly move between sequences, pulls and host slots."""
     config = partial(emulated_config, checkpoint, num_kv_blocks=40, swap_memory_bytes=2**30, transport=transport)
-    with staged_pair(config) as pair:
-        yield pair
+    return shared(request, lambda: staged_pair(config), of=transport)
 
 
 def test_handoffs_with_and_without_cached_prefixes(pair: Pair, transport: str) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -24,6 +23,7 @@ from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParam
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.proto.v1 import worker_pb2
 from tests.expected_tokens import expected_tokens
+from tests.shared import shared
 from tests.workers import RouterClient, WorkerProcess, emulated_config, hand_off, wait_until
 
 VOCAB_SIZE = 512
@@ -51,10 +51,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.fixture(scope="module")
-def slow_mixed(checkpoint: Path) -> Iterator[WorkerProcess]:
-    with WorkerProcess(emulated_config(checkpoint, WorkerRole.MIXED, time_scale=SLOW)) as worker:
-        yield worker
+@pytest.fixture
+def slow_mixed(request: pytest.FixtureRequest, checkpoint: Path) -> WorkerProcess:
+    config = emulated_config(checkpoint, WorkerRole.MIXED, time_scale=SLOW)
+    return shared(request, lambda: WorkerProcess(config))
 
 
 def a_request(request_id: int, num_prompt: int = 40, max_tokens: int = 20, seed: int = 0) -> GenerationRequest:
