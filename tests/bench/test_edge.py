@@ -19,5 +19,5 @@ def test_first_tokens_are_timed_beside_streams() -> None:
         assert received.poll(60)
         ttft_s, share = first_tokens(f"http://127.0.0.1:{received.recv()}", pid, num_streams=2, seconds=0.5)
     assert len(ttft_s) > 3
-    assert all(0 < each < 1 for each in ttft_s.values())
+    assert all(0 < each < 30 for each in ttft_s.values())
     assert 0 < share < 1

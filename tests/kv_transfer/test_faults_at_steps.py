@@ -206,10 +206,11 @@ def test_the_source_wakes() -> None:
         ended: list[dict[int, transfer_pb2.PullDone]] = [{}, {}]
         handoffs = [_at_every_step(source, target, dones) for target, dones in zip(targets, ended, strict=True)]
         os.kill(source.process.pid, signal.SIGSTOP)
-        for target, dones, of_target in zip(targets, ended, handoffs, strict=True):
+        for target, of_target in zip(targets, handoffs, strict=True):
             of_target[0].pull(target)
             for pull_id in range(len(STEPS)):
                 target.abort(pull_id)
+        for target, dones, of_target in zip(targets, ended, handoffs, strict=True):
             _wait_for_dones(target, dones, *range(len(STEPS)))
             assert {dones[handoff.pull_id].failure_stage for handoff in of_target} <= {"", "aborted"}
             _check_nothing_is_written(target)

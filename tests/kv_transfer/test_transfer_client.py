@@ -99,7 +99,7 @@ def test_it_leaves_when_its_pipe_closes() -> None:
     with subprocess.Popen(command, pass_fds=(ours,), stderr=subprocess.PIPE) as process:
         os.close(ours)
         os.close(theirs)
-        assert process.wait(20) is not None
+        assert process.wait(60) is not None
 
 
 def test_ctrl_c_is_left_to_the_engine() -> None:
@@ -133,7 +133,7 @@ def test_close_kills_one_that_does_not_react(monkeypatch: pytest.MonkeyPatch) ->
         os.kill(pid, signal.SIGSTOP)
         closing = threading.Thread(target=peer.process.close, daemon=True)
         closing.start()
-        closing.join(5)
+        closing.join(30)
         is_closed = not closing.is_alive()
         if not is_closed:
             os.kill(pid, signal.SIGKILL)

@@ -16,7 +16,7 @@ from pdserve.proto.token_proof import ServerProof
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 HEARTBEAT_S = 0.05
 _epochs = itertools.count(1)
 

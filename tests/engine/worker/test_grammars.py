@@ -114,9 +114,7 @@ def test_what_was_compiled_apart_is_the_grammar(worker: Compiled, grammar: Gramm
 )
 def test_what_cannot_be_compiled_is_said_and_remembered(worker: Compiled, grammar: Grammar, reason: str) -> None:
     assert reason in str(worker.wait(grammar))
-    start_s = time.monotonic()
-    assert reason in str(worker.grammars.find(grammar))
-    assert time.monotonic() - start_s < 0.5
+    assert reason in str(worker.grammars.find(grammar)), "it is compiled again"
     assert accepts(worker.wait(SCHEMA), '{"a": 3}')
 
 

@@ -31,6 +31,8 @@ from tests.workers import WorkerProcess, emulated_config
 NUM_STREAMS = 16
 NUM_TOKENS = 150
 TOKEN = "secret"
+PATIENCE_S = 20.0
+"""Silence of a worker that is not lost, on a busy machine; the sessions of those that are killed break."""
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +50,14 @@ def start_worker(checkpoint: Path, worker_id: str, time_scale: float, num_stages
 async def running_cluster(
     checkpoint: Path, *names: str, time_scale: float = 0.0, num_stages: int = 1, slo: SloConfig = NO_OBJECTIVES
 ) -> AsyncIterator[tuple[Rig, dict[str, WorkerProcess]]]:
-    """Run a rig over worker processes; every KV block must be free within 2 s of exit."""
+    """Run a rig over worker processes; every KV block must be free soon after."""
     async with AsyncExitStack() as stack:
         workers = {name: stack.enter_context(start_worker(checkpoint, name, time_scale, num_stages)) for name in names}
-        rig = await stack.enter_async_context(running_rig(cluster_token=TOKEN, slo=slo))
+        rig = await stack.enter_async_context(running_rig(cluster_token=TOKEN, stall_timeout_s=PATIENCE_S, slo=slo))
         await put_targets(rig, workers)
         yield rig, workers
-        await until(lambda: rig.dispatcher.num_in_flight == 0, 2.0)
-        await until(lambda: not any(w.load.num_blocks_referenced for w in rig.cluster.workers.values()), 2.0)
+        await until(lambda: rig.dispatcher.num_in_flight == 0)
+        await until(lambda: not any(w.load.num_blocks_referenced for w in rig.cluster.workers.values()))
 
 
 async def put_targets(rig: Rig, workers: dict[str, WorkerProcess]) -> None:
@@ -190,7 +192,7 @@ def test_a_parked_prompt_is_not_prefilled_again(checkpoint: Path, pull: str) -> 
             workers = {
                 name: stack.enter_context(start_worker(checkpoint, name, scale)) for name, scale in time_scales.items()
             }
-            rig = await stack.enter_async_context(running_rig(cluster_token=TOKEN))
+            rig = await stack.enter_async_context(running_rig(cluster_token=TOKEN, stall_timeout_s=PATIENCE_S))
             await put_targets(rig, workers)
             victim = workers["decode-0"]
             if pull == "not begun":
@@ -207,9 +209,7 @@ def test_a_parked_prompt_is_not_prefilled_again(checkpoint: Path, pull: str) -> 
             assert rig.sample("pdserve_redispatches_total", reason="worker_lost") == 0
             assert rig.sample("pdserve_step_tokens_sum", role="prefill") == len(prompt(9))
             await put_targets(rig, {name: worker for name, worker in workers.items() if worker is not victim})
-            await until(
-                lambda: all(worker.load.num_blocks_referenced == 0 for worker in rig.cluster.workers.values()), 2.0
-            )
+            await until(lambda: all(worker.load.num_blocks_referenced == 0 for worker in rig.cluster.workers.values()))
 
     asyncio.run(run())
 
@@ -248,9 +248,7 @@ def test_two_hundred_cancels_free_everything(checkpoint: Path) -> None:
             outcomes = rig.dispatcher.outcomes
             assert outcomes[Outcome.CANCELLED] > 100, outcomes
             assert outcomes[Outcome.CANCELLED] + outcomes[Outcome.FINISHED] == 200
-            await until(
-                lambda: all(worker.load.num_blocks_referenced == 0 for worker in rig.cluster.workers.values()), 2.0
-            )
+            await until(lambda: all(worker.load.num_blocks_referenced == 0 for worker in rig.cluster.workers.values()))
             stream = rig.start(prompt(3), 20)
             assert await read_all(stream) == oracle(checkpoint, 3, 20)
 
@@ -265,7 +263,7 @@ def test_pulls_of_requests_that_end_meanwhile_have_not_failed(checkpoint: Path, 
             workers = {
                 name: stack.enter_context(start_worker(checkpoint, name, scale)) for name, scale in time_scales.items()
             }
-            rig = await stack.enter_async_context(running_rig(cluster_token=TOKEN))
+            rig = await stack.enter_async_context(running_rig(cluster_token=TOKEN, stall_timeout_s=PATIENCE_S))
             await put_targets(rig, workers)
             link = {"source": "prefill-0", "worker": "decode-0"}
 
