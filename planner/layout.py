@@ -6,8 +6,11 @@ counts; decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
@@ -16,7 +19,6 @@ from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import Hardware
 
 BFLOAT16 = Precision(dtype="bfloat16")
-_MOST_SHARED, _ROUNDING = 0.5, 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +69,9 @@ class Pool:
         return self.replicas * self.devices_per_worker
 
     @property
-    def is_shared(self) -> bool:
-        """Whether its workers share devices with others, as `pdserve up` places them."""
-        return self.devices_per_worker == 1 and self.memory_fraction <= _MOST_SHARED
+    def workers_per_device(self) -> int:
+        """Workers of this pool that share a device, if they are many enough."""
+        return int(1 / self.memory_fraction) if self.devices_per_worker == 1 else 1
 
     def cost(self, model: PlannedModel) -> CostModel:
         """Cost model of one worker.
@@ -145,12 +147,10 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
-        shares: dict[str, list[float]] = {}
+        taken: defaultdict[str, Fraction] = defaultdict(Fraction)
         for pool in self.pools:
-            if pool.is_shared:
-                shares.setdefault(pool.hardware.name, []).extend([pool.memory_fraction] * pool.replicas)
-        whole = sum(pool.num_devices for pool in self.pools if not pool.is_shared)
-        return whole + sum(map(_num_shared, shares.values()))
+            taken[pool.hardware.name] += Fraction(pool.num_devices, pool.workers_per_device)
+        return sum(map(ceil, taken.values()))
 
     @property
     def worker_hosts(self) -> dict[WorkerRole, tuple[Hosts, ...]]:
@@ -174,15 +174,6 @@ class Layout:
     def __str__(self) -> str:
         """Such as ``2 x P(TP4) + 3 x D(TP2 PP2)``."""
         return " + ".join(_describe(pool) for pool in self.pools)
-
-
-def _num_shared(shares: Sequence[float]) -> int:
-    """Devices that hold all shares: first fit, the largest share first, as `pdserve up` counts them."""
-    rooms: list[float] = []
-    for share in sorted(shares, reverse=True):
-        index = next((index for index, room in enumerate(rooms) if room > share - _ROUNDING), len(rooms))
-        rooms[index:] = [(rooms[index] if index < len(rooms) else 1.0) - share, *rooms[index + 1 :]]
-    return len(rooms)
 
 
 _LETTERS = {WorkerRole.PREFILL: "P", WorkerRole.DECODE: "D", WorkerRole.MIXED: "M"}

@@ -19,7 +19,7 @@ from rich.console import Console
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster.folder import admin_headers, api_key, find_cluster, running_clusters
-from pdserve.deploy.commands.plan_options import TimeUnitOption
+from pdserve.deploy.commands.plan_options import BurstinessOption, TimeUnitOption
 
 if TYPE_CHECKING:
     from pdserve.bench import load
@@ -59,13 +59,6 @@ OutputLenOption = Annotated[
 ]
 RangeRatioOption = Annotated[
     float, typer.Option("--random-range-ratio", min=0.0, max=0.99, help="Lengths vary by this share, up and down.")
-]
-BurstinessOption = Annotated[
-    float | None,
-    typer.Option(
-        min=1e-3,
-        help="Shape of the gamma distribution of gaps: 1 is Poisson, less is bursty. Default: 1, or the trace's.",
-    ),
 ]
 ConcurrencyOption = Annotated[int | None, typer.Option(min=1, help="Requests in flight at once.")]
 GoodputOption = Annotated[

@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
 DEFAULT_REQUESTS = 3000
 _TRAFFIC_HELP = "give --workload chat, --trace FILE, or --input-tokens and --output-tokens"
-_SHARED_NOTE = (
-    "Workers that share a GPU have their shares of its memory, but each step is timed as if it had the GPU to itself: "
-    "expect less while several of them compute."
-)
+_SHARED_NOTE = "Workers share GPUs: their memory is divided, but each step is timed as if it had the GPU to itself."
 Replicas = Annotated[int | None, typer.Option(min=1, help="Number of workers.", rich_help_panel=options.GPUS)]
 TensorParallel = Annotated[
     int | None, typer.Option(min=1, help="Tensor parallel degree per worker.", rich_help_panel=options.GPUS)
@@ -275,7 +272,7 @@ def _report(run: Run, json: Path | None) -> int:
         with options.working(f"simulating {run.num_requests:,} requests"):
             result = carry_out(run)
         notes = (*notes, *extrapolations(run.model, run.layout, longest))
-        if any(pool.is_shared for pool in run.layout.pools):
+        if any(pool.workers_per_device > 1 for pool in run.layout.pools):
             notes = (*notes, _SHARED_NOTE)
     if json is None or str(json) != "-":
         print_run(result, options.console(), words, notes)

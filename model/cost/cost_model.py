@@ -233,8 +233,9 @@ class CostModel:
 
     def transfer_s(self, num_tokens: int, *, same_host: bool) -> float:
         """Seconds to transfer the KV of ``num_tokens`` tokens to another worker; ranks transfer in parallel."""
-        bandwidth = self.hardware.link_bandwidth if same_host else self.hardware.network_bandwidth
-        return num_tokens * self.rank_kv_bytes_per_token / (bandwidth * self.hardware.link_efficiency)
+        hardware = self.hardware
+        bandwidth = (hardware.pair_bandwidth or hardware.link_bandwidth) if same_host else hardware.network_bandwidth
+        return num_tokens * self.rank_kv_bytes_per_token / (bandwidth * hardware.link_efficiency)
 
     def swap_s(self, num_tokens: int) -> float:
         """Seconds of a D2H or H2D copy of the KV of ``num_tokens`` tokens; ranks copy in parallel."""

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pdserve.contracts.codec import ABOVE_ZERO, NotNegative, Positive, Rule, Share, between
 from pdserve.model.cost import hardware_catalogue as catalogue
 from pdserve.model.cost.curve import Curve
-from pdserve.model.cost.hardware_catalogue import ALIASES, DRIVER_NAMES, GPUS, KERNEL_TIMES, Gpu
+from pdserve.model.cost.hardware_catalogue import ALIASES, DRIVER_NAMES, GPUS, KERNEL_TIMES, OTHER_PARTS, Gpu
 
 Range = Annotated[
     tuple[int, int], Rule(lambda ends: 0 <= ends[0] <= ends[1], "the fewest and the most, as in [1, 512]")
@@ -64,6 +64,8 @@ class Hardware:
     """Share of ``memory_bandwidth``, or of ``peak_flops`` where compute is the limit, that decode attention reaches."""
     link_bandwidth: Positive
     """Bytes per second, one direction, between a device and its host's other devices; sum over all links."""
+    pair_bandwidth: NotNegative = 0.0
+    """Part of ``link_bandwidth`` between one pair of devices, where no switch gives a pair all of it; 0: all of it."""
     link_latency_s: NotNegative
     """Fixed seconds of one all-reduce or message between devices of a host, on top of the transfer time."""
     link_efficiency: Share
@@ -145,6 +147,7 @@ def _gpu(row: Gpu) -> Hardware:
         memory_efficiency=row.kernels.memory,
         decode_attention_efficiency=row.kernels.decode_attention,
         link_bandwidth=row.link_gb_per_s * 1e9,
+        pair_bandwidth=row.pair_gb_per_s * 1e9,
         link_latency_s=_PCIE_S if is_pcie else _NVLINK_S,
         link_efficiency=_LINK_EFFICIENCY,
         all_reduce_efficiency=_LINK_EFFICIENCY if is_pcie else _NVLINK_ALL_REDUCE,
@@ -161,7 +164,7 @@ def _gpu(row: Gpu) -> Hardware:
             **dict.fromkeys(("peak_flops", "memory_bytes", "memory_bandwidth", "host_bandwidth"), row.sheet),
             **row.kernels.sources,
             "memory_reserve_bytes": f"{_ESTIMATE}: the CUDA context, buffers of NCCL, CUDA graphs",
-            "link_bandwidth": row.link,
+            **dict.fromkeys(("link_bandwidth", "pair_bandwidth"), row.link),
             "link_latency_s": _ESTIMATE if is_pcie else _NVLINK_SOURCE,
             "link_efficiency": f"{_ESTIMATE}: large messages between two devices",
             "all_reduce_efficiency": _ESTIMATE if is_pcie else _NVLINK_SOURCE,
@@ -224,6 +227,7 @@ def _cpu(num_cores: int) -> Hardware:
             "link_latency_s": _ESTIMATE,
             **dict.fromkeys(("link_efficiency", "all_reduce_efficiency"), "1: the bandwidth is what was measured"),
             "float8_efficiency": "no float8 units",
+            "pair_bandwidth": "as link_bandwidth",
             "network_bandwidth": "assumed: 10 Gb/s Ethernet",
             "network_latency_s": _ESTIMATE,
             "host_bandwidth": f"{_CPU_SOURCE}: copy of 256 MB by 1 thread",
@@ -244,8 +248,8 @@ HARDWARE_NAMES = tuple(sorted(("cpu", *GPUS)))
 
 
 def catalogue_name(driver_name: str) -> str:
-    """Name in the catalogue of a GPU with this driver name; empty for an unknown one and for a part of one (MIG)."""
-    if re.search(r"\bMIG\b", driver_name):
+    """Name in the catalogue of a GPU with this driver name; empty for an unknown one and for one that is less."""
+    if re.search(OTHER_PARTS, driver_name):
         return ""
     return next((name for words, name in DRIVER_NAMES if re.search(rf"\b{words}\b", driver_name)), "")
 

@@ -121,11 +121,13 @@ class Gpu(NamedTuple):
     kernels: Kernels
     usd_per_hour: float | None
     price_source: str
+    pair_gb_per_s: float = 0.0
+    """Part of the link figure between one pair of devices; 0 for all of it."""
 
 
 _NVLINK_3, _NVLINK_4 = "NVLink 600 GB/s, both directions together", "NVLink 900 GB/s, both directions together"
 _PCIE_4, _PCIE_5 = "PCIe Gen4 x16, 64 GB/s both directions together", "PCIe Gen5 x16, 128 GB/s both directions together"
-_BRIDGE = f"{_PCIE_5}; a bridge, where there is one, joins pairs only"
+_BRIDGE_4, _BRIDGE = (f"{pcie}; a bridge, where there is one, joins pairs only" for pcie in (_PCIE_4, _PCIE_5))
 _DGX_A100, _DGX_H100 = "DGX A100: one 200 Gb/s adapter per GPU", "DGX H100: one 400 Gb/s adapter per GPU"
 _ASSUMED = "assumed: one 100 Gb/s adapter for two GPUs"
 _AMD_LINKS = "Infinity Fabric: 7 links of 128 GB/s, both directions together; between one pair of devices 64 GB/s"
@@ -137,6 +139,10 @@ _ROWS = (
         "NVIDIA A100 data sheet, SXM", _AMPERE, *_lambda(1.99, "8x A100 SXM 40 GB")),
     Gpu("a100-80gb-sxm", 19.5, 312, 0, 624, 80, 2039, 300, _NVLINK_3, 32, 25, _DGX_A100,
         "NVIDIA A100 data sheet, SXM", _AMPERE, *_lambda(2.79, "8x A100 SXM 80 GB")),
+    Gpu("a100-40gb-pcie", 19.5, 312, 0, 624, 40, 1555, 32, _BRIDGE_4, 32, 6.25, _ASSUMED,
+        "NVIDIA A100 data sheet, PCIe", _AMPERE, *_NO_PRICE),
+    Gpu("a100-80gb-pcie", 19.5, 312, 0, 624, 80, 1935, 32, _BRIDGE_4, 32, 6.25, _ASSUMED,
+        "NVIDIA A100 data sheet, PCIe", _AMPERE, *_NO_PRICE),
     Gpu("h100-sxm", 67, 989, 1979, 1979, 80, 3350, 450, _NVLINK_4, 64, 50, _DGX_H100,
         "NVIDIA H100 data sheet, SXM", _HOPPER, *_lambda(3.99, "8x H100 SXM")),
     Gpu("h100-pcie", 51, 756, 1513, 1513, 80, 2000, 64, _BRIDGE, 64, 6.25, _ASSUMED,
@@ -147,6 +153,8 @@ _ROWS = (
     Gpu("h200", 67, 989, 1979, 1979, 141, 4800, 450, _NVLINK_4, 64, 50, _DGX_H100,
         "NVIDIA H200 data sheet, SXM", _HOPPER,
         4.59, "RunPod, runpod.io/pricing as read on 2026-10-07"),
+    Gpu("h200-nvl", 60, 835, 1671, 1671, 141, 4800, 64, _BRIDGE, 64, 6.25, _ASSUMED,
+        "NVIDIA H200 data sheet, NVL", _HOPPER, *_NO_PRICE),
     Gpu("b200", 75, 2250, 4500, 4500, 180, 8000, 900, "NVLink 1.8 TB/s, both directions together", 64, 50,
         "HGX B200: one 400 Gb/s adapter per GPU", "NVIDIA HGX B200 data sheet, an eighth of it", _HOPPER,
         *_lambda(6.69, "8x B200 SXM6")),
@@ -159,7 +167,8 @@ _ROWS = (
     Gpu("rtx-4090", 82.6, 165, 330, 661, 24, 1008, 32, f"{_PCIE_4}, through the host's memory", 32, 1.25,
         "assumed: 10 Gb/s Ethernet", "NVIDIA Ada architecture white paper, float32 accumulation", _OTHER, *_NO_PRICE),
     Gpu("mi300x", 163.4, 1307, 2615, 2615, 192, 5300, 448, _AMD_LINKS, 64, 50,
-        "assumed: one 400 Gb/s adapter per GPU", "AMD Instinct MI300X data sheet", _OTHER, *_NO_PRICE),
+        "assumed: one 400 Gb/s adapter per GPU", "AMD Instinct MI300X data sheet", _OTHER, *_NO_PRICE,
+        pair_gb_per_s=64),
 )
 # fmt: on
 GPUS = {row.name: row for row in _ROWS}
@@ -179,17 +188,21 @@ ALIASES = {
 """Other names of the catalogue's GPUs."""
 
 DRIVER_NAMES = (
+    ("H200 NVL", "h200-nvl"),
     ("H200", "h200"),
     ("H100 PCIe", "h100-pcie"),
     ("H100 NVL", "h100-nvl"),
     ("H100", "h100-sxm"),
     ("B200", "b200"),
     ("A100-SXM4-40GB", "a100-40gb-sxm"),
-    ("A100-PCIE-40GB", "a100-40gb-sxm"),
-    ("A100", "a100-80gb-sxm"),
+    ("A100-PCIE-40GB", "a100-40gb-pcie"),
+    ("A100 80GB PCIe", "a100-80gb-pcie"),
+    ("A100-SXM4?-80GB", "a100-80gb-sxm"),
     ("L40S", "l40s"),
     ("L4", "l4"),
     ("A10", "a10"),
     ("RTX 4090", "rtx-4090"),
 )
-"""(words in the driver's device name, such as ``NVIDIA H100 80GB HBM3``, catalogue name); the first match wins."""
+"""(pattern in the driver's device name, such as ``NVIDIA H100 80GB HBM3``, catalogue name); the first match wins."""
+OTHER_PARTS = r"\b(MIG|Laptop|Max-Q|RTX 4090 D)\b"
+"""Pattern of devices that are less than the one that their name begins with."""

@@ -239,9 +239,13 @@ class FitsNowhereError(ValueError):
     that would."""
 
 
-class InfeasibleSloError(ValueError):
+class InfeasibleError(ValueError):
+    """No layout answers the question."""
+
+
+class InfeasibleSloError(InfeasibleError):
     """Even an idle cluster misses the SLO; the message names the best possible latencies."""
 
 
-class InfeasibleRateError(ValueError):
+class InfeasibleRateError(InfeasibleError):
     """The fleet is too small for the required rate; the message names the rate that it serves."""

@@ -44,15 +44,7 @@ from pdserve.planner.search.goodput import (
 )
 from pdserve.planner.search.infeasible import nothing_met, slo_infeasible, too_slow
 from pdserve.planner.search.layouts import Enumeration, dollars_per_hour, enumerate_layouts
-from pdserve.planner.search.plan import (
-    Candidate,
-    InfeasibleRateError,
-    InfeasibleSloError,
-    Objective,
-    Plan,
-    Question,
-    Screening,
-)
+from pdserve.planner.search.plan import Candidate, InfeasibleError, Objective, Plan, Question, Screening
 from pdserve.planner.search.process_pool import Job, ProcessPool
 from pdserve.planner.search.ranking import Entry, Ranking, best_of_kinds, of_both_kinds
 from pdserve.planner.search.sensitivity import SensitivityAnalysis
@@ -110,7 +102,7 @@ def find_plan(
             search.weigh(enumeration)
             search.screen()
             search.finish()
-        except (InfeasibleSloError, InfeasibleRateError) as error:
+        except InfeasibleError as error:
             raise type(error)(". ".join((str(error), *notes))) from None
         candidates = search.candidates()
     return Plan(

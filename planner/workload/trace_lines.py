@@ -38,11 +38,7 @@ class FormatError(ValueError):
 
 
 def read_mooncake(
-    path: Path,
-    *,
-    lenient: bool = False,
-    time_unit: TimeUnit = "auto",
-    tokenizer: Path | None = None,
+    path: Path, *, lenient: bool = False, time_unit: TimeUnit = "auto", tokenizer: Path | None = None
 ) -> Trace:
     """JSON lines of ``timestamp``, ``input_length`` or ``text_input``, ``output_length`` and ``hash_ids``.
 

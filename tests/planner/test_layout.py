@@ -38,4 +38,4 @@ def test_workers_with_small_shares_of_memory_share_devices() -> None:
     assert Layout(prefill=prefill, decode=shared).num_devices == 2
     assert Layout(prefill=replace(prefill, hardware=hardware("h200")), decode=shared).num_devices == 3
     assert Layout(prefill=replace(prefill, memory_fraction=0.51), decode=shared).num_devices == 3
-    assert replace(shared, tensor_parallel=2).is_shared is False
+    assert replace(shared, tensor_parallel=2).workers_per_device == 1

@@ -248,7 +248,7 @@ def test_workers_that_share_a_gpu_share_its_memory(capsys: pytest.CaptureFixture
 
     num_devices, kv_share, notes = of_share(0.45)
     assert num_devices == 1
-    assert notes[-1].startswith("Workers that share a GPU have their shares of its memory, but each step is timed as")
+    assert notes[-1].startswith("Workers share GPUs: their memory is divided, but each step is timed as if")
     num_alone, kv_share_alone, notes_alone = of_share(0.9)
     assert num_alone == 2
     assert kv_share > 2 * kv_share_alone

@@ -67,6 +67,13 @@ def test_every_alias_names_a_device() -> None:
         ("NVIDIA L4", "l4"),
         ("NVIDIA A10", "a10"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb-pcie"),
+        ("NVIDIA A100-SXM-80GB", "a100-80gb-sxm"),
+        ("NVIDIA A100-SXM-64GB", ""),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", ""),
+        ("NVIDIA GeForce RTX 4090 D", ""),
         ("NVIDIA GH200 480GB", ""),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", ""),
         ("Tesla T4", ""),
@@ -146,3 +153,11 @@ def test_all_that_lasts_lasts_so_many_times_as_long(time_scale: float, tensor_pa
     for seconds in durations:
         assert seconds(slow) == pytest.approx(time_scale * seconds(real))
     assert slow.max_kv_blocks(16) == real.max_kv_blocks(16)
+
+
+def test_a_pull_between_two_devices_without_a_switch_has_one_of_their_links() -> None:
+    precision = Precision(dtype="bfloat16")
+    mi300x, h100 = (CostModel(SHAPE, hardware(name), precision) for name in ("mi300x", "h100-sxm"))
+    num_bytes = 8000 * h100.kv_bytes_per_token
+    assert mi300x.transfer_s(8000, same_host=True) == pytest.approx(num_bytes / (0.6 * 64e9))
+    assert h100.transfer_s(8000, same_host=True) == pytest.approx(num_bytes / (0.6 * 450e9))
