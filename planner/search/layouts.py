@@ -200,7 +200,10 @@ def _too_large(model: PlannedModel, have: str, longest: int, most_tokens: int, k
     name = f"{model.name or 'the model'} in {model.precision.dtype}"
     what = f"the weights of {name} do not fit {have}"
     if most_tokens > 0:
-        what = f"the longest request, {longest} tokens, does not fit {have} beside {name}, but {most_tokens} tokens do"
+        what = (
+            f"the longest request, {longest} tokens, does not fit {have} beside {name}, but --max-model-len "
+            f"{most_tokens} does"
+        )
     smallest = [found for kind in kinds if (found := smallest_worker(kind, model)) is not None]
     if not smallest:
         return f"{what}; no number of them holds both: use larger devices, a smaller max_model_len, or int4 weights"
