@@ -7,7 +7,7 @@ torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +49,8 @@ def eos_token_id(folder: Path) -> int | None:
     if text is None:
         return None
     tokenizer = read_json(folder / "tokenizer.json")
-    return next((number for number, token in _tokens(config, tokenizer) if token == text), None)
-
-
-def _tokens(config: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-    """Ids and texts of tokens, added ones first."""
-    yield from ((token["id"], token["content"]) for token in tokenizer.get("added_tokens") or ())
-    yield from ((int(number), token["content"]) for number, token in config.get("added_tokens_decoder", {}).items())
     vocab = (tokenizer.get("model") or {}).get("vocab") or {}
-    if isinstance(vocab, dict):
-        yield from ((number, token) for token, number in vocab.items())
-    else:
-        yield from ((number, token) for number, (token, _) in enumerate(vocab))
+    ids = dict(vocab) if isinstance(vocab, dict) else {piece: number for number, (piece, _) in enumerate(vocab)}
+    ids |= {token["content"]: int(number) for number, token in config.get("added_tokens_decoder", {}).items()}
+    ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+    return ids.get(text)

@@ -166,19 +166,15 @@ def _tag(style: ToolFormat, function: _Function, *, is_exact: bool) -> dict[str,
         raise ApiError(400, message, param="tools") from error
     space = style.separator if style.opening else ""
     if style.is_xml:
-        return {
-            "type": "tag",
-            "begin": f"{style.opening}\n<function={function.name}>\n",
-            "content": {"type": "json_schema", "json_schema": schema, "style": "qwen_xml", "max_whitespace_cnt": 1},
-            "end": f"\n</function>\n{style.closing}",
-        }
-    return {
-        "type": "tag",
-        "begin": f'{style.opening}{space}{{"name": "{function.name}", "{style.arguments_key}": ',
-        # With free white space, some models write nothing else.
-        "content": {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1},
-        "end": f"}}{space}{style.closing if style.opening else ''}",
-    }
+        begin, end = f"<function={function.name}>", f"</function>{space}{style.closing}"
+    else:
+        begin = f'{{"name": "{function.name}", "{style.arguments_key}": '
+        end = f"}}{space}{style.closing if style.opening else ''}"
+    # With free white space, some models write nothing else.
+    content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+    if style.is_xml:
+        content["style"] = "qwen_xml"
+    return {"type": "tag", "begin": f"{style.opening}{space}{begin}", "content": content, "end": end}
 
 
 def _refusal(field: str, message: str) -> ApiError:

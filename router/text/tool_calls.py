@@ -279,7 +279,8 @@ class ToolCallParser:
 
     def _certain(self) -> str:
         """What is held, less what may begin the closing tag."""
-        return self._held[: len(self._held) - num_held_chars(self._held, self._style.closing)]
+        num_held = num_held_chars(self._held, self._style.closing)
+        return self._held[: len(self._held) - num_held] if num_held else self._held
 
     def _close(self, rest: str) -> None:
         self.num_calls += 1

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 from pdserve.router.text.tool_calls import CallDelta, State, ToolCallParser, ToolFormat
 
-_FUNCTION = re.compile(r"\s*<function=(?P<name>[^<>\s]+)>")
-_FUNCTION_BEGUN = re.compile(r"\s*(<function=[^<>\s]*)?")
-_PARAMETER = re.compile(r"\s*<parameter=(?P<name>[^<>]+)>")
+_FUNCTION = re.compile(r"\s*<function=(?P<name>[^<>\s]{1,256})>")
+_FUNCTION_BEGUN = re.compile(r"\s*<function=[^<>\s]{0,256}")
+_PARAMETER = re.compile(r"\s*<parameter=(?P<name>[^<>]{1,256})>")
 _CALL_END = re.compile(r"\s*(</function>|(?=</tool_call>))")
-_VALUE_END = re.compile(r"\n?(</parameter>|(</function>\s*)?(?=</tool_call>))")
-_MAYBE_VALUE_END = re.compile(r"(\n?(</function>\s*)?(<[/a-z_]*)?)?\Z")
+_VALUE_END = re.compile(r"\n?(</parameter>|(</function>\s{0,8})?(?=</tool_call>))")
+_MAYBE_VALUE_END = re.compile(r"\n?(</function>\s{0,8})?(<[/a-z_]{0,12})?\Z")
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 def call_parser(
@@ -35,32 +36,32 @@ class XmlCallParser(ToolCallParser):
         super().__init__(style, new_id)
         functions = [tool.get("function") or tool for tool in offered]
         self._schemas = {each.get("name"): (each.get("parameters") or {}).get("properties") for each in functions}
-        self._properties: Mapping[str, Any] = {}
+        self._properties: object = None
         """Schemas of the parameters of the call that has begun."""
         self._num_parameters = 0
-        self._schema: object = None
-        """Of the parameter whose value is read."""
-        self._is_in_value = self._has_begun = False
+        self._types: Set[str] | None = None
+        """Of the value that is read."""
+        self._is_at_start = False
+        """Nothing of the value was read."""
 
     def _read_head(self) -> bool:
         if start := _FUNCTION.match(self._held):
             self._calls.append(CallDelta(self._index, self._new_id(), start["name"], ""))
             self._index += 1
             self._held, self._state, self._num_parameters = self._held[start.end() :], State.ARGUMENTS, 0
-            self._properties = self._schemas.get(start["name"]) or {}
+            self._properties = self._schemas.get(start["name"])
             return True
-        rest = self._held.lstrip()
-        if "<function=".startswith(rest) or _FUNCTION_BEGUN.fullmatch(self._held):
+        if "<function=".startswith(self._held.lstrip()) or _FUNCTION_BEGUN.fullmatch(self._held):
             return False
         return self._give_up()
 
     def _pass_arguments(self) -> bool:
-        if self._is_in_value:
-            return self._read_value()
+        if self._types is not None:
+            return self._read_value(self._types)
         if start := _PARAMETER.match(self._held):
             self._write(("{", ", ")[self._num_parameters > 0] + json.dumps(start["name"], ensure_ascii=False) + ": ")
-            self._schema = self._properties.get(start["name"])
-            self._is_in_value, self._has_begun = True, False
+            properties = self._properties if isinstance(self._properties, dict) else {}
+            self._types, self._is_at_start, self._num_scanned = _types(properties.get(start["name"])), True, 0
             self._num_parameters += 1
             self._held = self._held[start.end() :]
             return True
@@ -71,24 +72,28 @@ class XmlCallParser(ToolCallParser):
         self._held = self._held.lstrip()
         if any(tag.startswith(self._held[: len(tag)]) for tag in ("<parameter=", "</function>", self._style.closing)):
             return False
-        self._held = self._held[self._held.find("<", 1) :] if "<" in self._held[1:] else ""  # between tags is no value
+        _, opening, rest = self._held[1:].partition("<")  # text between tags is no value
+        self._held = opening + rest
         return True
 
-    def _read_value(self) -> bool:
+    def _read_value(self, types: Set[str]) -> bool:
         if not self._held:
             return False
-        is_text = _is_text(self._schema)
-        if not self._has_begun:
-            self._held, self._has_begun = self._held.removeprefix("\n"), True
-            self._write('"' * is_text)
-        if end := _VALUE_END.search(self._held):
+        is_text = types == {"string"}
+        if self._is_at_start:
+            self._held, self._is_at_start = self._held.removeprefix("\n"), False
+            self._write('"' if is_text else "")
+        if end := _VALUE_END.search(self._held, self._num_scanned):
             value = self._held[: end.start()]
-            self._write(_quoted(value) + '"' if is_text else _json_of(value, self._schema))
-            self._held, self._is_in_value = self._held[end.end() :], False
+            self._write(_quoted(value) + '"' if is_text else _json_of(value, types))
+            self._held, self._types = self._held[end.end() :], None
             return True
-        if is_text and (held := _MAYBE_VALUE_END.search(self._held)):
-            self._write(_quoted(self._held[: held.start()]))
-            self._held = self._held[held.start() :]
+        maybe_end = _MAYBE_VALUE_END.search(self._held, self._num_scanned)
+        assert maybe_end is not None
+        self._num_scanned = maybe_end.start()
+        if is_text:
+            self._write(_quoted(self._held[: self._num_scanned]))
+            self._held, self._num_scanned = self._held[self._num_scanned :], 0
         return False
 
     def _write(self, arguments: str) -> None:
@@ -101,33 +106,29 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _types(schema: object) -> set[str]:
-    """Types that a schema names; a value of any type may follow another schema than these."""
+def _types(schema: object) -> Set[str]:
+    """Types that a client's schema, of any form, allows; without a hint a string."""
     if not isinstance(schema, dict):
         return {"string"}
-    if options := schema.get("anyOf") or schema.get("oneOf"):
-        return set().union(*map(_types, options))
-    values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else []
-    given = schema.get("type") or [_JSON_TYPES.get(type(value), "string") for value in values]
-    return set(given if isinstance(given, list) else [given]) or ({"any"} if "$ref" in schema else {"string"})
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if isinstance(options, list):
+        return {name for option in options for name in _types(option)}
+    given = schema.get("type")
+    if given is None and isinstance(values := schema.get("enum"), list):
+        given = [_JSON_TYPES.get(type(value), "string") for value in values]
+    names = {str(name) for name in (given if isinstance(given, list) else [given]) if name}
+    return names or ({"any"} if "$ref" in schema else {"string"})
 
 
-def _is_text(schema: object) -> bool:
-    return _types(schema) == {"string"}
-
-
-def _json_of(text: str, schema: object) -> str:
-    """A value as JSON: as it was written if it is JSON of one of the schema's types, else a string."""
-    types, text = _types(schema), text.strip()
-    if text in ("True", "False", "None"):  # as Python writes them
-        text = {"True": "true", "False": "false", "None": "null"}[text]
+def _json_of(text: str, types: Set[str]) -> str:
+    """A value as JSON: as it was written if it is JSON of one of the types, else a string."""
+    written = _PYTHON.get(text.strip(), text.strip())
     try:
-        kind = _JSON_TYPES.get(type(json.loads(text, parse_constant=_refuse)), "string")
+        kind = _JSON_TYPES.get(type(json.loads(written, parse_constant=_refuse)), "string")
     except (ValueError, RecursionError):
         kind = "string"
-    is_number = kind == "integer" and "number" in types
-    is_json = kind in types or is_number or "string" not in types
-    return text if kind != "string" and is_json else json.dumps(text, ensure_ascii=False)
+    is_allowed = kind in types or (kind == "integer" and "number" in types) or "string" not in types
+    return written if kind != "string" and is_allowed else _quoted(text).join('""')
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -50,6 +50,7 @@ def test_the_last_line_of_the_banner_is_a_command_that_works(cluster: UpProcess)
     assert json.loads(run.stdout)["usage"]["completion_tokens"] > 0
     assert "tokens of KV cache" in cluster.banner("prefill")
     assert "tokens of KV cache" in cluster.banner("decode")
+    assert "with tokens 2" in cluster.banner("answers")
 
 
 def test_chat_streams_and_shows_the_speed(cluster: UpProcess) -> None:

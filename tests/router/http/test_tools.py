@@ -408,9 +408,9 @@ def test_strict_tools_are_exact_and_others_free() -> None:
 
 def test_forced_calls_of_tags_are_what_the_parser_reads() -> None:
     def call(name: str, *values: str) -> str:
-        return f"<tool_call>\n<function={name}>\n{''.join(values)}\n</function>\n</tool_call>"
+        return f"<tool_call>\n<function={name}>\n{''.join(values)}</function>\n</tool_call>"
 
-    city, days = "<parameter=city>\nOslo\n</parameter>", "\n<parameter=days>\n2\n</parameter>"
+    city, days = "<parameter=city>\nOslo\n</parameter>\n", "<parameter=days>\n2\n</parameter>\n"
     required = grammar_of_tools(XML_TEMPLATE, tool_choice="required")
     both = f"{call('get_weather', city, days)}\n{call('get_time')}"
     for text in (call("get_weather", city, days), call("get_weather", city), both):

@@ -24,6 +24,7 @@ PROPERTIES: dict[str, Any] = {
     "level": {"enum": [1, 2]},
     "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     "either": {"type": ["string", "integer"]},
+    "broken": {"anyOf": [{"type": [{}, 3]}, 4], "oneOf": 5},
     "other": {"$ref": "#/$defs/Other"},
 }
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": PROPERTIES}}}]
@@ -70,7 +71,9 @@ def call(**values: str) -> str:
         ("maybe", "null", None),
         ("maybe", "5", "5"),
         ("either", "5", 5),
-        ("either", "true", "true"),
+        ("either", "True", "True"),
+        ("either", " 5a ", " 5a "),
+        ("broken", "5", "5"),
         ("other", '{"a": 1}', {"a": 1}),
         ("other", "word", "word"),
         ("unknown", "5", "5"),
@@ -116,6 +119,19 @@ def test_a_long_text_is_passed_on_while_it_is_written() -> None:
     for piece in ("one\n", "two <b", ">"):
         _, deltas = parser.push(piece)
         assert deltas, piece
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"properties": []}, {"properties": {"text": None}}])
+def test_a_schema_of_any_form_will_do(parameters: object) -> None:
+    parser = call_parser(QWEN_3_CODER, lambda: "id", [{"function": {"name": "f", "parameters": parameters}}])
+    _, deltas = parser.push(call(text="5"))
+    assert "".join(delta.arguments for delta in deltas) == '{"text": "5"}'
+
+
+def test_a_long_value_is_read_once() -> None:
+    numbers = ", ".join(["1"] * 50_000)
+    _, [(_, arguments)], _ = parse([call(list=f"[{numbers}]")[:60], *call(list=f"[{numbers}]")[60:]])
+    assert arguments == f'{{"list": [{numbers}]}}'
 
 
 PARTS = [
