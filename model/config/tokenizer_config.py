@@ -30,9 +30,13 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, over which special_tokens_map.json goes unless it lists all added tokens itself."""
+    """tokenizer_config.json, over which special_tokens_map.json goes unless it lists all added tokens itself. Extra
+    tokens that have names stand beside ``bos_token``."""
     config = read_json(folder / "tokenizer_config.json")
-    return config if "added_tokens_decoder" in config else config | read_json(folder / "special_tokens_map.json")
+    if "added_tokens_decoder" not in config:
+        config |= read_json(folder / "special_tokens_map.json")
+    named = config.get("extra_special_tokens")
+    return {**config, **named, "extra_special_tokens": None} if isinstance(named, dict) else config
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
