@@ -226,9 +226,6 @@ class RouterConfig:
     """File with the admin token, made if it is absent; empty keeps a random token in the cluster's folder."""
     open_metrics: bool = False
     """Serve ``/metrics`` and ``/targets`` of the admin port without the token."""
-    api_metrics: bool = False
-    """Serve ``/metrics`` at the API's port, too, without a key, for tools that look for it there: everybody who reaches
-    the port sees the names of tenants and their load."""
     keep_alive_seconds: NotNegative = 10.0
     """Seconds between comments (``: waiting``) of a stream before token 0, so that proxies do not cut the connection; 0
     for none, for clients that read every line as JSON."""

@@ -55,12 +55,7 @@ class Metric:
 
 
 # Router
-REQUESTS = Metric(
-    "counter",
-    "pdserve_requests",
-    "HTTP requests by route and status code; connections are refused for their number.",
-    ("route", "code"),
-)
+REQUESTS = Metric("counter", "pdserve_requests", "HTTP requests by route and status code.", ("route", "code"))
 OUTCOMES = Metric("counter", "pdserve_request_outcomes", "Accepted requests by outcome.", ("outcome",))
 ACCEPTED = Metric("counter", "pdserve_requests_accepted", "Requests accepted for generation.")
 IN_FLIGHT = Metric("gauge", "pdserve_requests_in_flight", "Accepted requests without an outcome.")

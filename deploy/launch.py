@@ -243,7 +243,6 @@ def router_config(
         admin_port=router.admin_port,
         admin_token=admin_token,
         open_metrics=router.open_metrics,
-        api_metrics=router.api_metrics,
         keep_alive_s=router.keep_alive_seconds,
         keys_file=router.keys_file and str(Path(router.keys_file).absolute()),
         tls_certificate=router.tls_certificate and str(Path(router.tls_certificate).absolute()),

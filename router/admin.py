@@ -5,6 +5,7 @@ The supervisor puts the whole list of workers; Prometheus and `pdserve status` r
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import socket
@@ -14,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
+from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.cluster.remote_worker import RemoteWorker
-from pdserve.router.http.app import add_metrics_route
 from pdserve.router.overview import Overview
 from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.requests.policy import Costs
@@ -74,7 +75,13 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
             return refusal
         return await answer(request)
 
-    add_metrics_route(app, cluster.metrics)
+    @app.get("/metrics")
+    async def show_metrics(request: Request) -> Response:
+        """Metrics for Prometheus, with request ids as exemplars if it takes them. Written in a thread, because those of
+        many workers take longer than tokens may wait."""
+        write, content_type = choose_encoder(request.headers.get("accept", ""))
+        cluster.metrics.refresh()
+        return Response(await asyncio.to_thread(write, cluster.metrics.registry), media_type=content_type)
 
     @app.get("/targets")
     async def discover(request: Request) -> list[dict[str, Any]]:

@@ -142,7 +142,6 @@ async def serve(config: RouterProcessConfig) -> int:
         cors_origins=config.cors_origins,
         request_log=request_log,
         tracer=tracer,
-        api_metrics=config.api_metrics,
         keep_alive_s=config.keep_alive_s,
     )
     max_connections = max(MAX_CONNECTIONS, 2 * config.max_queued_requests)  # clients keep some without a request

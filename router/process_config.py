@@ -35,8 +35,6 @@ class RouterProcessConfig:
     """Bearer token that the admin port requires; empty requires none."""
     open_metrics: bool = False
     """Serve ``/metrics`` and ``/targets`` without the token."""
-    api_metrics: bool = False
-    """Serve ``/metrics`` at ``port``, too, without a key."""
     keep_alive_s: float = 10.0
     """Seconds between comments of a stream before token 0; 0 for none."""
     keys_file: str = ""

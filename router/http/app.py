@@ -5,16 +5,13 @@ Owns the routes. `pdserve.router.main` runs it under uvicorn. Metrics and contro
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
-from prometheus_client.exposition import choose_encoder
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import EdgeMiddleware
@@ -55,7 +52,6 @@ def create_app(
     request_log: RequestLog | None = None,
     tracer: Tracer | None = None,
     overview: Overview | None = None,
-    api_metrics: bool = False,
     keep_alive_s: float = WAITING_S,
 ) -> FastAPI:
     """Create the application for one model.
@@ -69,7 +65,6 @@ def create_app(
         request_log: gets a line for each request; None writes none.
         tracer: gets the spans of each request; None emits none.
         overview: what the page at ``/`` shows; None serves no page.
-        api_metrics: serve ``/metrics``.
         keep_alive_s: seconds between comments of a stream before token 0; 0 for none.
     """
     edge = Edge(
@@ -101,8 +96,6 @@ def create_app(
         )
     _add_openai_routes(app, edge)
     _add_status_routes(app, cluster)
-    if api_metrics:
-        add_metrics_route(app, metrics)
     if overview is not None:
         add_page_routes(app, overview, keys)
     return app
@@ -141,16 +134,6 @@ def _add_openai_routes(app: FastAPI, edge: Edge) -> None:
         if name != edge.served_name:
             raise ApiError(404, f"the model `{name}` does not exist", param="model", code="model_not_found")
         return JSONResponse(model_card())
-
-
-def add_metrics_route(app: FastAPI, metrics: RouterMetrics) -> None:
-    @app.get("/metrics")
-    async def show_metrics(request: Request) -> Response:
-        """Metrics for Prometheus, with request ids as exemplars if it takes them. Written in a thread, because those of
-        many workers take longer than tokens may wait."""
-        write, content_type = choose_encoder(request.headers.get("accept", ""))
-        metrics.refresh()
-        return Response(await asyncio.to_thread(write, metrics.registry), media_type=content_type)
 
 
 def _add_status_routes(app: FastAPI, cluster: Cluster) -> None:

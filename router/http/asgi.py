@@ -121,8 +121,8 @@ _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 _SLASHES = re.compile("/{2,}")
 
-OPEN_PATHS = frozenset({"/live", "/metrics", *PAGE_PATHS})
-"""Paths that never need a key: metrics, where there are any, and the page's files, which ask for one."""
+OPEN_PATHS = frozenset({"/live", *PAGE_PATHS})
+"""Paths that never need a key: the page's files are the same for everybody, and ask for one."""
 
 
 class EdgeMiddleware:

@@ -7,8 +7,8 @@ The former differ in how they read a prompt; `pdserve.router.http.writer` writes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -62,8 +62,8 @@ SHOWN_BYTES = 256
 """Of each entry about it in an answer that shows the prompt."""
 MAX_TOKENIZED_CHARS = 2**20
 """Longest text for ``/tokenize``."""
-TOKENIZER_TURN_S = 10.0
-"""Seconds that a request for the tokenizer alone waits for its turn."""
+TOKENIZER_S = 10.0
+"""Limit for a request for the tokenizer alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class Edge:
         """Token ids of a prompt, or of a chat as the model would be asked it."""
         body.check()
         self._check_model(body.model)
-        async with self._tokenizer_turn(request):
+        async with asyncio.timeout(TOKENIZER_S), self._tokenizer_turn(request):
             if body.messages is not None:
                 text = await self._aside(request, partial(self._chat_text, body, body.tools or ()))
             else:
@@ -170,30 +170,21 @@ class Edge:
         """Text of token ids, special tokens included."""
         self._check_model(body.model)
         check_token_ids("tokens", body.tokens, self.tokenizer.vocab_size)
-        async with self._tokenizer_turn(request):
+        async with asyncio.timeout(TOKENIZER_S), self._tokenizer_turn(request):
             text = await off_loop(len(body.tokens), partial(self.tokenizer.decode, body.tokens))
         return JSONResponse({"prompt": text})
 
-    @asynccontextmanager
-    async def _tokenizer_turn(self, request: Request) -> AsyncIterator[None]:
-        """Turn of a request for the tokenizer alone, counted to its key like others. They go one at a time, so that a
-        prompt waits for one at most.
+    def _tokenizer_turn(self, request: Request) -> asyncio.Lock:
+        """Count a request for the tokenizer alone to its key as others are; return what it holds meanwhile. They go one
+        at a time, so that a prompt waits for one at most.
 
         Raises:
-            ApiError: the key has nothing left, or others take too long.
+            ApiError: the key has nothing left.
         """
         if request.state.caller is not None:
             request.state.caller.check_left()
             request.state.caller.begin(1)
-        try:
-            async with asyncio.timeout(TOKENIZER_TURN_S):
-                await self.tokenizer_lock.acquire()
-        except TimeoutError:
-            raise ApiError(429, "others keep the tokenizer busy; try again", headers={"Retry-After": "1"}) from None
-        try:
-            yield
-        finally:
-            self.tokenizer_lock.release()
+        return self.tokenizer_lock
 
     async def _aside(self, request: Request, work: Callable[[], Result]) -> Result:
         """Return ``work()``, run in a thread if the body is large."""
@@ -367,7 +358,7 @@ class Edge:
         request.state.entry.answering(answers, timer)
         if body.stream:
             shows_workers = "x-show-workers" in request.headers
-            return EventStream(answers, writer, timer, keep_alive_s=self.keep_alive_s, shows_workers=shows_workers)
+            return EventStream(answers, writer, timer, self.keep_alive_s, shows_workers)
         async with cancel_on_disconnect(request.receive), aclosing(deltas_of(answers)) as deltas:
             async for batch in deltas:
                 for delta in batch:

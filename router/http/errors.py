@@ -77,6 +77,8 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(error.status, error.message, headers=_retry_headers(error))
         case RequestValidationError():
             return ApiError(400, "the request body must be a JSON object")  # it is empty
+        case TimeoutError():
+            return ApiError(503, "the router is too busy to answer in time; try again", headers={"Retry-After": "1"})
         case HTTPException():
             return ApiError(error.status_code, error.detail, headers=error.headers)
     logger.error("unexpected error in the HTTP edge", exc_info=error)

@@ -36,10 +36,11 @@ MAX_MEMBERS = 256
 _PIECE_BYTES = 2**16
 
 _PAIR = rb"\\u[dD][89abAB]..\\u[dD][c-fC-F].."
-_LONE_SURROGATE = re.compile(
-    rb"(?!%b)\\u([dD][89a-fA-F]..)|(?:[^\\]+|\\[^u]|\\u(?![dD][89a-fA-F])|%b){1,1000}+" % (_PAIR, _PAIR), re.DOTALL
+_HALVES = re.compile(
+    rb"((?:(?!%b)\\u[dD][89a-fA-F]..){1,1000}+)|(?:[^\\]+|\\[^u]|\\u(?![dD][89a-fA-F])|%b){1,1000}+" % (_PAIR, _PAIR),
+    re.DOTALL,
 )
-"""Half of a surrogate pair, in group 1, or what is none: no more than other threads can wait for."""
+"""Halves of surrogate pairs, in group 1, or what has none: no more than other threads can wait for."""
 
 _decode = msgspec.json.Decoder().decode
 
@@ -152,9 +153,9 @@ def decoded(data: bytes | bytearray) -> Any:
         return _decode(data)
     except msgspec.DecodeError:
         mended = bytearray(data)
-        for match in _LONE_SURROGATE.finditer(data):
+        for match in _HALVES.finditer(data):
             if match[1]:
-                mended[match.start(1) : match.end(1)] = b"fffd"
+                mended[match.start() : match.end()] = rb"\ufffd" * (len(match[1]) // 6)
         return _decode(mended)
 
 

@@ -302,8 +302,8 @@ class Caller:
             if wait_s := budget.seconds_until(1, now_s):
                 message = f"this API key has spent its {of} of this minute; wait {wait_s:.1f} s"
                 raise ApiError(429, message, headers={"Retry-After": str(ceil(wait_s))})
-        limit = self.key.max_in_flight and max(self.key.max_in_flight, num_answers)
-        if limit and self._in_flight[self.key.id] + num_answers > limit:
+        limit = max(self.key.max_in_flight, num_answers)
+        if self.key.max_in_flight and self._in_flight[self.key.id] + num_answers > limit:
             message = f"this API key has {limit} answers in flight at most; wait for the end of one"
             raise ApiError(429, message, headers={"Retry-After": "1"})
 

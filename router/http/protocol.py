@@ -59,7 +59,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._num_steps += 1
         if self.parser.should_upgrade():
-            return  # `_ignore_upgrade` reads the head again
+            return  # `_parse` reads the head again
         self._forget_head()
         super().on_headers_complete()
 
@@ -75,57 +75,53 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         num_steps = self._num_steps
         self._unset_keepalive_if_required()
         try:
-            self._parse(data)
+            self._parse(memoryview(data))
         except httptools.HttpParserError as error:
             self.send_400_response(f"This port takes HTTP/1.1 by {self.scheme}://, and this is not: {error}.")
         self._num_bare_bytes = self._num_bare_bytes + len(data) if self._num_steps == num_steps else 0
         if self._num_bare_bytes > MAX_HEAD_BYTES:
             self._refuse()
 
-    def _parse(self, data: bytes) -> None:
-        """Parse what arrived. An offer of another protocol, such as h2c of Java's clients, is ignored (RFC 9110, 7.8):
-        the parser takes all after the head for that protocol, so a new one reads it behind a head without the offer.
-        """
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as offer:
-            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
-            if method == b"CONNECT":
-                raise httptools.HttpParserError("It is no proxy") from None
-            headers = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
-            head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(headers))
-            self.parser = httptools.HttpRequestParser(self)
-            self._parse(head + data[offer.args[0] :])
+    def _parse(self, data: memoryview) -> None:
+        """Parse what arrived. Offers of another protocol, such as h2c of Java's clients, are ignored (RFC 9110, 7.8):
+        the parser takes all after the head for that protocol, so a new one gets it behind a head without the offer."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+                if method == b"CONNECT":
+                    raise httptools.HttpParserError("It is no proxy") from None
+                headers = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
+                head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, headers)
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.feed_data(head)
+                data = data[offer.args[0] :]
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether to answer on: only a client that has sent a whole request may have closed just its sending half.
-        One that has left resets the connection once anything reaches it. HTTP/1.0 has no interim responses, and TLS no
-        halves."""
-        cycle = self.cycle
-        if (
-            cycle is None
-            or cycle.more_body
-            or cycle.response_complete
-            or self.scheme == "https"
-            or cycle.scope["http_version"] == "1.0"
-        ):
+        """Whether to answer on: a client that has sent a whole request may have closed just its sending half. One that
+        has left resets the connection once anything reaches it. HTTP/1.0 has no interim responses, and TLS no halves.
+        """
+        is_answering = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        if not is_answering or self.scheme == "https" or self.cycle.scope["http_version"] == "1.0":
             return False
-        cycle.keep_alive = False
+        self.cycle.keep_alive = False
         self.loop.call_later(LEFT_POLL_S, self._watch)
         return True
 
     def _watch(self, num_looks: int = 0) -> None:
-        """Close the connection once it has been reset, which nobody else notices before the next write; write what
-        a client ignores, so that one that has left resets it."""
+        """Close a connection that has been reset, which nobody else notices before the next write; write what a client
+        ignores, so that one that has left resets it."""
         if self.transport.is_closing():
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
-        if num_looks % LOOKS_PER_SIGN == 0 and not self.pipeline and not self.cycle.response_complete:
+        if num_looks % LOOKS_PER_SIGN == 0 and not self.pipeline:
             if not self.cycle.response_started:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            elif self.cycle.chunked_encoding:  # a stream of events, which take comments
+            elif self.cycle.chunked_encoding and not self.cycle.response_complete:  # events, which take comments
                 self.transport.write(b"3\r\n:\n\n\r\n")
         self.loop.call_later(LEFT_POLL_S, self._watch, num_looks + 1)
 

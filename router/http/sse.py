@@ -53,15 +53,11 @@ class EventStream(StreamingResponse):
         answers: Sequence[Answer],
         writer: EventWriter,
         timer: TokenTimer,
-        *,
         keep_alive_s: float,
-        shows_workers: bool = False,
+        shows_workers: bool,
     ) -> None:
-        """
-        Args:
-            keep_alive_s: seconds between comments before token 0; 0 for none.
-            shows_workers: end with a comment that names the workers.
-        """
+        """``keep_alive_s``: seconds between comments before token 0; 0 for none. ``shows_workers``: end with a comment
+        that names the workers."""
         self._keep_alive_s = keep_alive_s or math.inf
         self._answers = answers
         self._has_echo = any(answer.has_echo for answer in answers)

@@ -26,7 +26,7 @@ DOCUMENT = {
     "decode": {"max_batch_size": 7, "device": "cuda", "gpu_memory_utilization": 0.5},
     "kv_transfer": {"transport": "tcp"},
     "ports": "20000-20099",
-    "router": {"port": 1234, "policy": "round-robin", "max_queued_requests": 5},
+    "router": {"port": 1234, "policy": "round-robin", "max_queued_requests": 5, "keep_alive_seconds": 0},
 }
 BOARD = "/run/cores"
 EIGHT, FOUR = tuple(range(8)), tuple(range(4))
@@ -104,7 +104,7 @@ def test_transfers_run_anywhere_when_no_core_is_spare() -> None:
 def test_the_router_gets_its_model_limits_and_device() -> None:
     launch = Launch(config=deployment(DOCUMENT), drain_timeout_s=3.0, cores=EIGHT)
     config = router_config(launch, "secret")
-    assert (config.served_name, config.port, config.max_queued_requests) == ("small", 1234, 5)
+    assert (config.served_name, config.port, config.max_queued_requests, config.keep_alive_s) == ("small", 1234, 5, 0)
     assert config.policy == "round-robin"
     assert (config.hardware, config.precision.dtype) == ("cpu", "bfloat16")
     assert (config.precision.kv_dtype, config.precision.quantization) == ("int8", "int8")

@@ -284,7 +284,6 @@ def running_edge(
     tracer: Tracer | None = None,
     defaults: Mapping[str, float] | None = None,
     keep_alive_s: float = WAITING_S,
-    api_metrics: bool = False,
 ) -> Iterator[EdgeServer]:
     """Serve a small tokenizer on a free loopback port until the block exits."""
     with TemporaryDirectory() as folder:
@@ -304,7 +303,6 @@ def running_edge(
         request_log=request_log,
         tracer=tracer,
         keep_alive_s=keep_alive_s,
-        api_metrics=api_metrics,
     )
     config = uvicorn.Config(app, http=BoundedHttpProtocol, host="127.0.0.1", port=0, log_level="error", lifespan="off")
     server = uvicorn.Server(config)

@@ -399,16 +399,6 @@ def test_requests_for_the_tokenizer_are_limited(server: KeyedServer, path: str, 
     assert [answer.status_code for answer in answers] == [200, 200, 429]
 
 
-def test_metrics_need_no_key_by_choice(tmp_path: Path) -> None:
-    add_key(tmp_path / "keys.jsonl", "team-a")
-    keys = KeyFile(tmp_path / "keys.jsonl", SECRET)
-    with running_edge(keys, api_metrics=True) as edge:
-        assert "\npdserve_ttft_seconds_count 0.0\n" in httpx.get(f"{edge.url}/metrics").text
-        assert httpx.get(f"{edge.url}/v1/models").status_code == 401
-    with running_edge(keys) as edge:
-        assert httpx.get(f"{edge.url}/metrics").status_code == 404
-
-
 def test_pages_of_allowed_origins_may_call(tmp_path: Path) -> None:
     path = tmp_path / "keys.jsonl"
     key = add_key(path, "team-a")
