@@ -243,9 +243,12 @@ class Edge:
         options, refusals = template_options(body, template), list[ValueError]()
         for messages in forms_of(body.messages, "" if template is None else template.source):
             try:
-                return self.tokenizer.chat_text(messages, tools=tools, options=options, end=body.prompt_end)
+                text = self.tokenizer.chat_text(messages, tools=tools, options=options, end=body.prompt_end)
             except ValueError as error:
                 refusals.append(error)
+            else:
+                # Arguments of calls are JSON of their own, which may have halves of surrogate pairs
+                return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         raise ApiError(400, str(refusals[0]), param="messages") from refusals[0]
 
     def _reasoning(self, body: ChatBody, prompt: str) -> bool | None:

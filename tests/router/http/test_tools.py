@@ -135,6 +135,17 @@ def test_a_message_with_calls_alone_has_no_content(server: EdgeServer, client: o
     assert "None" not in prompt_of(server)
 
 
+def test_half_of_a_surrogate_pair_in_arguments_is_the_replacement_character(
+    server: EdgeServer, client: openai.OpenAI
+) -> None:
+    server.say("Yes.")
+    function = {"name": "get_weather", "arguments": '{"city": "Oslo \\ud83d\\ude00 \\ud83d"}'}
+    call = {"id": "a", "type": "function", "function": function}
+    history: Any = [*ASKED, {"role": "assistant", "tool_calls": [call]}, *ASKED]
+    client.chat.completions.create(model=MODEL, messages=history, tools=[WEATHER])
+    assert "Oslo \U0001f600 \ufffd" in prompt_of(server)
+
+
 @pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH])
 def test_a_streamed_call(server: EdgeServer, client: openai.OpenAI, finish: FinishReason) -> None:
     server.say(f"I look. {CALL}\n{CALL}", finish)
