@@ -41,7 +41,7 @@ class Admission:
             self._observer.refused(tier)
             raise GenerationError(503, "the router is draining", retry_after_s=MIN_RETRY_AFTER_S)
         if num_choices > self._settings.max_in_flight:
-            message = f"{num_choices} choices are more than are taken at once: {self._settings.max_in_flight}"
+            message = f"{num_choices} choices are more than this router takes at once: {self._settings.max_in_flight}"
             raise GenerationError(400, message)
         # One that is more than this router's share has it for itself
         max_in_flight = max(self._replicas.share(self._settings.max_in_flight), num_choices)
