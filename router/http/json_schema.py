@@ -47,51 +47,50 @@ class SchemaError(ValueError):
         self.keywords = keywords
 
 
-def check_json_schema(schema: object, place: str = "#", depth: int = 0) -> None:
+def check_json_schema(schema: object) -> None:
     """Check a schema and those inside it.
 
     Raises:
         SchemaError: it is no schema, or some of it cannot be enforced.
     """
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, dict):
-        raise SchemaError(f"{place} should be a schema: an object, true or false")
-    if depth > MAX_DEPTH:
-        raise SchemaError(f"{place} is nested more than {MAX_DEPTH} schemas deep; flatten it")
-    _check_keywords(schema, place)
-    for name in _LISTS_OF_SCHEMAS:
-        for index, inner in enumerate(_list(schema, name, place)):
-            check_json_schema(inner, f"{place}/{name}/{index}", depth + 1)
-    for name in _MAPS_OF_SCHEMAS:
-        for key, inner in _map(schema, name, place).items():
-            check_json_schema(inner, f"{place}/{name}/{key}", depth + 1)
-    for name in _SCHEMAS:
-        inner = schema.get(name, True)
-        if name == "propertyNames" and isinstance(inner, dict):
-            inner = {"type": "string", **inner}
-        check_json_schema(inner, f"{place}/{name}", depth + 1)
+    _read(schema, "#", 0, drops=False)
 
 
-def enforceable(schema: object, depth: int = 0) -> object:
+def enforceable(schema: object) -> object:
     """A schema without the keywords that cannot be enforced, and with anything in place of what is no schema."""
+    return _read(schema, "#", 0, drops=True)
+
+
+def _read(schema: object, place: str, depth: int, *, drops: bool) -> object:
+    """The schema; what cannot be enforced is dropped, or raises `SchemaError`."""
+    if isinstance(schema, bool):
+        return schema
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
-        return schema if isinstance(schema, bool) else True
+        if drops:
+            return True
+        if isinstance(schema, dict):
+            raise SchemaError(f"{place} is nested more than {MAX_DEPTH} schemas deep; flatten it")
+        raise SchemaError(f"{place} should be a schema: an object, true or false")
     kept = dict(schema)
     while True:
         try:
-            _check_keywords(kept, "#")
+            _check_keywords(kept, place)
             break
         except SchemaError as error:
+            if not drops:
+                raise
             for name in error.keywords:
                 del kept[name]
-    for name in kept.keys() & set(_LISTS_OF_SCHEMAS):
-        kept[name] = [enforceable(inner, depth + 1) for inner in kept[name]]
-    for name in kept.keys() & set(_MAPS_OF_SCHEMAS):
-        kept[name] = {key: enforceable(inner, depth + 1) for key, inner in kept[name].items()}
-    for name in kept.keys() & set(_SCHEMAS):
+    for name in filter(kept.__contains__, _LISTS_OF_SCHEMAS):
+        inner = enumerate(kept[name])
+        kept[name] = [_read(each, f"{place}/{name}/{index}", depth + 1, drops=drops) for index, each in inner]
+    for name in filter(kept.__contains__, _MAPS_OF_SCHEMAS):
+        inner = kept[name].items()
+        kept[name] = {key: _read(each, f"{place}/{name}/{key}", depth + 1, drops=drops) for key, each in inner}
+    for name in filter(kept.__contains__, _SCHEMAS):
         is_name = name == "propertyNames" and isinstance(kept[name], dict)
-        kept[name] = enforceable({"type": "string", **kept[name]} if is_name else kept[name], depth + 1)
+        each = {"type": "string", **kept[name]} if is_name else kept[name]
+        kept[name] = _read(each, f"{place}/{name}", depth + 1, drops=drops)
     return kept
 
 
@@ -173,7 +172,7 @@ def _check_together(schema: dict[str, object], place: str) -> None:
         message = f"{place} has patternProperties beside properties, which is not supported; keep one of them"
         raise SchemaError(message, "patternProperties")
     required = _list(schema, "required", place)
-    missing = [name for name in required if name not in _map(schema, "properties", place)]
+    missing = [name for name in required if not isinstance(name, str) or name not in _map(schema, "properties", place)]
     if missing:
         message = f"{place}/required has {str(missing[0])[:64]!r}, which is not among the properties; add it"
         raise SchemaError(message, "required")

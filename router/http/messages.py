@@ -26,6 +26,7 @@ MAX_MESSAGES = 2**14
 _TEXTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
 """Type of a part to the member that holds its text."""
 _SYSTEM = ("system", "developer")
+_MAY_BE_EMPTY = ("assistant", "tool")
 _BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 """First line of Claude Code's system text. It differs in each request, so that no prefix would be shared."""
 _ASKS_FOR_NONE = re.compile(r"content\W{0,4}\s+is\s+(not\s+)?none", re.IGNORECASE)
@@ -34,9 +35,6 @@ _HOSTED_CALLS = frozenset({"code_interpreter_call", "file_search_call", "image_g
 
 FREE_TEXT = "input"
 """Argument of a custom tool, which the model calls as a function, and of a call whose arguments are no JSON object."""
-
-Template = dict[str, object]
-"""Message as passed to the chat template."""
 
 
 def _joined_text(value: object) -> object:
@@ -86,7 +84,7 @@ class ToolCall(Body):
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def for_template(self) -> Template:
+    def for_template(self) -> dict[str, object]:
         function = {"name": self.function.name, "arguments": self.function.arguments}
         return {"id": self.id or "", "type": self.type, "function": function}
 
@@ -108,12 +106,12 @@ class ChatMessage(Body):
     @classmethod
     def _fill_content(cls, message: object) -> object:
         """An assistant's message may have no text, as at OpenAI, and a tool may return nothing."""
-        if isinstance(message, dict) and message.get("role") in ("assistant", "tool") and not message.get("content"):
+        if isinstance(message, dict) and message.get("role") in _MAY_BE_EMPTY and message.get("content") is None:
             return {**message, "content": ""}
         return message
 
-    def for_template(self) -> Template:
-        message: Template = {"role": self.role, "content": self.content}
+    def for_template(self) -> dict[str, object]:
+        message: dict[str, object] = {"role": self.role, "content": self.content}
         if self.role in _SYSTEM and (billing := _BILLING.match(self.content)):
             message["content"] = self.content[billing.end() :]
         for name in ("name", "tool_call_id"):
@@ -130,7 +128,7 @@ class ChatMessage(Body):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-def forms_of(messages: Sequence[ChatMessage], source: str) -> Iterator[list[Template]]:
+def forms_of(messages: Sequence[ChatMessage], source: str) -> Iterator[list[dict[str, object]]]:
     """Forms of a conversation to try one after the other: as it was sent, with one leading system message of all, in
     order, and with that text before the first user's, for templates that refuse the one before.
 
@@ -179,7 +177,8 @@ def messages_of(
                 calls = message.setdefault("tool_calls", [])
                 call_place = f"messages.{len(messages)}.tool_calls.{len(calls)}"
                 places |= {call_place: place, f"{call_place}.id": f"{place}.call_id", f"{call_place}.function": place}
-                arguments = item["arguments"] if "arguments" in item else {FREE_TEXT: item.get("input")}
+                is_free = item["type"] == "custom_tool_call"
+                arguments = {FREE_TEXT: item.get("input")} if is_free else item.get("arguments")
                 function = {"name": item.get("name"), "arguments": arguments}
                 calls.append({"id": item.get("call_id"), "function": function})
             case "function_call_output" | "custom_tool_call_output":
@@ -213,9 +212,9 @@ def encrypted(reasoning: str) -> str:
 
 def _reasoning_of(item: Mapping[str, Any]) -> str:
     """Text of a reasoning item; empty if another server encrypted it."""
-    parts = item.get("content") or item.get("summary") or []
-    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    parts = item.get("content") or item.get("summary")
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     try:
-        return "\n".join(texts) or b64decode(str(item.get("encrypted_content") or "")).decode()
+        return "\n".join(map(str, texts)) or b64decode(str(item.get("encrypted_content") or "")).decode()
     except ValueError:
         return ""

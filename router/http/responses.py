@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import Field, PrivateAttr, ValidationError
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
 from pdserve.router.http.json_body import Body, refusal_of
@@ -42,16 +42,24 @@ _LOGPROBS = "message.output_text.logprobs"
 _REASONING = "reasoning.encrypted_content"
 
 
+def _items(value: object) -> object:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
 class ResponsesBody(Body):
     """Body of ``POST /v1/responses``. Fields that a chat has, too, are checked as those of a chat."""
 
-    input: str | Annotated[list[dict[str, object]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    input: Annotated[
+        list[dict[str, object]],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        BeforeValidator(_items, json_schema_input_type=str | list[dict[str, object]]),
+    ]
     instructions: str | None = None
     max_output_tokens: object = None
     text: dict[str, object] | None = None
     """``{"format": {...}}``: structure of the answer."""
     tools: Tools | None = None
-    tool_choice: str | dict[str, object] | None = None
+    tool_choice: object = None
     reasoning: dict[str, object] | None = None
     """``{"effort": "..."}``; the rest changes no answer."""
     include: list[str] | None = None
@@ -77,7 +85,7 @@ class ResponsesBody(Body):
         fields = {name: value for name, value in extra.items() if name in shared}
         fields["max_completion_tokens"] = self.max_output_tokens
         fields["reasoning_effort"] = (self.reasoning or {}).get("effort")
-        fields["messages"] = self._messages()
+        fields["messages"] = messages_of(self.instructions, self.input, self._places)
         fields["response_format"] = _response_format((self.text or {}).get("format"))
         fields["tools"] = self._chat_tools()
         fields["tool_choice"] = _chat_tool(self.tool_choice) if isinstance(self.tool_choice, dict) else self.tool_choice
@@ -102,12 +110,6 @@ class ResponsesBody(Body):
                     error.detail = place + error.detail.removeprefix(error.param)
                 error.param = place
             raise
-
-    def _messages(self) -> list[dict[str, Any]]:
-        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        if not items:
-            raise ApiError(400, "input is empty; it needs one item at least", param="input")
-        return messages_of(self.instructions, items, self._places)
 
     def _chat_tools(self) -> list[dict[str, object]]:
         """Tools that can be offered. Those that OpenAI runs, such as ``web_search``, are not."""

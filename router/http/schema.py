@@ -271,7 +271,8 @@ class ChatBody(GenerationBody, TemplatedBody):
     top_logprobs: _NumLogprobs | None = None
     tools: Tools | None = None
     """Functions that the model may call; see `pdserve.router.http.tools`."""
-    tool_choice: str | dict[str, object] | None = None
+    tool_choice: object = None
+    """Also checked there."""
     parallel_tool_calls: bool | None = None
 
     @property

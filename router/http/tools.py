@@ -51,7 +51,7 @@ def tools_of(body: ChatBody, style: ToolFormat | None, requested: Grammar | None
     Raises:
         ApiError: one is malformed, ``style`` is None, or the body contradicts a forced call.
     """
-    offered, choice = body.tools or [], body.tool_choice or "auto"
+    offered, choice = body.tools or [], "auto" if body.tool_choice in (None, "") else body.tool_choice
     functions = {}
     for index, tool in enumerate(offered):
         function = _function(tool, f"tools.{index}")
@@ -114,7 +114,7 @@ def _function(tool: object, place: str) -> _Function:
     return _Function(name, parameters or _ANY_OBJECT, bool(is_strict))
 
 
-def _forced(choice: str | dict[str, object], functions: Mapping[str, _Function]) -> list[_Function]:
+def _forced(choice: object, functions: Mapping[str, _Function]) -> list[_Function]:
     """Functions of which the model has to call one; empty if it may answer with text."""
     if choice in ("auto", "none"):
         return []

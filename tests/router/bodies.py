@@ -106,14 +106,14 @@ def odd_body(random: Random, *, is_chat: bool) -> bytes:
         for other in ("response_format", "structured_outputs", "ignore_eos"):
             body.pop(other, None)
     for _ in range(random.randrange(4)):
-        body = _mutated(random, body)
+        body = mutated(random, body)
     data = json.dumps(body).encode()  # may contain half surrogate pairs and infinities
     while random.random() < 0.2:
         data = _spoilt(random, data)
     return data
 
 
-def _mutated(random: Random, body: Any) -> Any:
+def mutated(random: Random, body: Any) -> Any:
     """Copy with one member, at any depth, changed, removed, added or wrapped."""
     if not isinstance(body, dict | list) or not body:
         return random.choice(ODD)
@@ -129,7 +129,7 @@ def _mutated(random: Random, body: Any) -> Any:
             key = random.choice(keys)
             value = body[key]
             goes_deeper = isinstance(value, dict | list) and random.random() < 0.6
-            changed = _mutated(random, value) if goes_deeper else random.choice(ODD)
+            changed = mutated(random, value) if goes_deeper else random.choice(ODD)
             if isinstance(body, dict):
                 return {**body, key: changed}
             return [*body[:key], changed, *body[key + 1 :]]

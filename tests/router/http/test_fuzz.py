@@ -20,7 +20,7 @@ from pdserve.proto.codec import request_from_proto, request_to_proto
 from pdserve.router.http.app import create_app
 from pdserve.router.requests.request import RequestSpec
 from pdserve.router.text.tokenizer import ChatTokenizer
-from tests.router.bodies import CHAT_BODY, COMPLETION_BODY, odd_body
+from tests.router.bodies import CHAT_BODY, COMPLETION_BODY, mutated, odd_body
 from tests.router.edge_server import (
     MAX_MODEL_LEN,
     MODEL,
@@ -38,7 +38,8 @@ NUM_BODIES = 5_000
 DEADLINE_S = 30.0
 """Seconds for one answer, which takes about a millisecond."""
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+SENT = Path(__file__).parents[2] / "first_contact" / "bodies"
 
 
 class CheckedGenerator(ScriptedGenerator):
@@ -159,3 +160,26 @@ def test_odd_bodies(app: FastAPI, path: str) -> None:
     assert statuses[400] > NUM_BODIES // 4
     assert statuses[404]
     assert statuses[413]
+
+
+def test_odd_responses(app: FastAPI) -> None:
+    cases = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(SENT.glob("*.json"))]
+    bodies = [case["body"] for case in cases if case.get("route") == RESPONSES]
+    random = Random(RESPONSES)
+
+    async def run() -> Counter[int]:
+        statuses = Counter[int]()
+        for _ in range(NUM_BODIES // 5):
+            body = random.choice(bodies)
+            for _ in range(random.randrange(3)):
+                body = mutated(random, body)
+            status, answer = await post(app, RESPONSES, json.dumps(body).encode())
+            assert b"internal error" not in answer, body
+            if status != 200:
+                check_answer(RESPONSES, status, answer)
+            statuses[status] += 1
+        return statuses
+
+    statuses = asyncio.run(run())
+    assert statuses[200] > NUM_BODIES // 50
+    assert statuses[400] > NUM_BODIES // 20

@@ -148,6 +148,7 @@ def test_a_structure_begins_after_the_reasoning(wanted: dict[str, object], answe
         ({"type": "string", "pattern": "a", "maxLength": 3}, "# has maxLength, pattern together"),
         ({"properties": {}, "patternProperties": {}}, "patternProperties beside properties"),
         ({"type": "object", "required": ["a"]}, "#/required has 'a', which is not among the properties"),
+        ({"type": "object", "required": [["a"]]}, "#/required has \"['a']\", which is not among the properties"),
         ({"type": "object", "required": "a"}, "#/required should be a list"),
         ({"properties": []}, "#/properties should be an object"),
     ],

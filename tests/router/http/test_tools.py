@@ -251,6 +251,7 @@ def forced(name: str) -> dict[str, object]:
         ),
         ({"tools": [TIME] * 129}, "tools", "at most 128 items after validation, not 129"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"tool_choice": 3, "tools": [TIME]}, "tool_choice", "should be auto, none, required"),
         ({"tool_choice": "maybe", "tools": [TIME]}, "tool_choice", "should be auto, none, required"),
         ({"tool_choice": forced("f"), "tools": [TIME]}, "tool_choice", "names 'f', which is not among the tools"),
         ({"tools": [TIME], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "contradicts forced"),
