@@ -56,6 +56,8 @@ class ResponsesBody(Body):
     ]
     instructions: str | None = None
     max_output_tokens: object = None
+    temperature: object = None
+    top_p: object = None
     text: dict[str, object] | None = None
     """``{"format": {...}}``: structure of the answer."""
     tools: Tools | None = None
@@ -83,6 +85,7 @@ class ResponsesBody(Body):
         if _LOGPROBS in (self.include or ()):
             raise ApiError(400, f"include has {_LOGPROBS}, which is not supported; leave it out", param="include")
         fields = {name: value for name, value in extra.items() if name in shared}
+        fields |= {"temperature": self.temperature, "top_p": self.top_p}
         fields["max_completion_tokens"] = self.max_output_tokens
         fields["reasoning_effort"] = (self.reasoning or {}).get("effort")
         fields["messages"] = messages_of(self.instructions, self.input, self._places)
@@ -181,11 +184,11 @@ class ResponseWriter:
             "parallel_tool_calls": extra.get("parallel_tool_calls") is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": 1.0 if extra.get("temperature") is None else extra["temperature"],
+            "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
-            "top_p": 1.0 if extra.get("top_p") is None else extra["top_p"],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
         }
