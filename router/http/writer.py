@@ -221,17 +221,17 @@ def _token_ids(delta: TextDelta) -> list[int]:
     return [token.token for token in delta.tokens[delta.num_echoed :]]
 
 
-def _reasoning(text: str) -> dict[str, Any]:
-    """Reasoning under both of the names that clients read: DeepSeek's, and that of vLLM and OpenRouter."""
-    return {"reasoning_content": text, "reasoning": text}
-
-
 def _call_delta(call: CallDelta) -> dict[str, Any]:
     """Part of a call, as a stream has it."""
     if not call.id:
         return {"index": call.number, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"index": call.number, "id": call.id, "type": "function", "function": function}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Reasoning under both of the names that clients read: DeepSeek's, and that of vLLM and OpenRouter."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _whole_calls(parts: Sequence[CallDelta]) -> list[dict[str, Any]]:
