@@ -296,12 +296,13 @@ def _text_of(literal: str) -> str:
 
 
 def _call_of(literal: str, index: int) -> CallDelta | None:
-    """A complete call, of members in any order; ``None`` if it is none."""
+    """A complete call, of members in any order; ``None`` if it is none: it may be an answer that has a name."""
     try:
         call = json.loads(literal)
     except ValueError:
         return None
-    name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
+    no_arguments = None if call.keys() - {"name", "id", "type"} else {}
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters", no_arguments))
     if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
         return None
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -94,6 +94,8 @@ def test_calls_of_hermes_and_qwen(text: str, content: str, calls: list[tuple[str
         ('{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')], 1),
         ('\n{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "", [("f", "{}"), ("g", "{}")], 2),
         ('{"type": "function", "name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')], 1),
+        ('{"name": "f"}', "", [("f", "{}")], 1),
+        ('{"name": "Oslo", "people": 709037}', '{"name": "Oslo", "people": 709037}', [], 0),
         (' {"answer": 42} {"name": "f", "parameters": {}}', ' {"answer": 42} {"name": "f", "parameters": {}}', [], 0),
         ('see {"name": "f", "parameters": {}}', 'see {"name": "f", "parameters": {}}', [], 0),
         ('{"name": "f", "parameters": {}} done', "done", [("f", "{}")], 1),
