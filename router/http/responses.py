@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -21,7 +21,6 @@ from pdserve.router.http.schema import ChatBody, Tools
 from pdserve.router.http.unsupported_fields import RESPONSES, check_extra_fields, warn_once
 from pdserve.router.http.writer import CHAR_BYTES, DELTA_BYTES
 from pdserve.router.text.answer import Answer, TextDelta
-from pdserve.router.text.tool_calls import CallDelta
 
 _encode = msgspec.json.Encoder().encode
 _OTHER_FIELDS = frozenset({
@@ -36,8 +35,12 @@ _PLACES = {
 }  # fmt: skip
 """Field of a chat to that of a response."""
 _FREE_TEXT_ONLY = {"type": "object", "properties": {FREE_TEXT: {"type": "string"}}, "required": [FREE_TEXT]}
-_ARGUMENTS = {"function_call": "arguments", "custom_tool_call": "input"}
-"""Type of a call's item to the member with what the model wrote."""
+_ITEMS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "message": ("msg", {"role": "assistant", "content": []}), "reasoning": ("rs", {"summary": [], "content": []}),
+    "function_call": ("fc", {"arguments": ""}), "custom_tool_call": ("ctc", {"input": ""}),
+}  # fmt: skip
+"""Type of an item to the start of its id and its members at first."""
+_CALLS = ("function_call", "custom_tool_call")
 _LOGPROBS = "message.output_text.logprobs"
 _REASONING = "reasoning.encrypted_content"
 
@@ -67,11 +70,12 @@ class ResponsesBody(Body):
     include: list[str] | None = None
 
     _places: dict[str, str] = PrivateAttr(default_factory=lambda: dict(_PLACES))
+    _calls: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
 
     @property
-    def custom_tools(self) -> frozenset[object]:
-        """Names of the tools that take any text."""
-        return frozenset(tool.get("name") for tool in self.tools or () if tool.get("type") == "custom")
+    def calls(self) -> Mapping[str, dict[str, Any]]:
+        """Members of the item that a call becomes, by the name under which the tool was offered."""
+        return self._calls
 
     def as_chat(self) -> ChatBody:
         """The same request as a chat.
@@ -117,15 +121,33 @@ class ResponsesBody(Body):
     def _chat_tools(self) -> list[dict[str, object]]:
         """Tools that can be offered. Those that OpenAI runs, such as ``web_search``, are not."""
         tools: list[dict[str, object]] = []
-        for index, tool in enumerate(self.tools or ()):
+        for place, tool, space in _flat(self.tools or (), "tools"):
             kind = tool.get("type")
             if kind not in ("function", "custom") and isinstance(kind, str):
                 warn_once(f"tool type {kind[:MAX_NAME_CHARS]!r}", "not offered to the model")
                 continue
-            place = f"tools.{len(tools)}"
-            self._places |= {place: f"tools.{index}", f"{place}.function": f"tools.{index}"}
+            chat_place = f"tools.{len(tools)}"
+            self._places |= {chat_place: place, f"{chat_place}.function": place}
+            name = str(tool.get("name"))
+            if space and name in self._calls:
+                tool = {**tool, "name": f"{space['namespace']}.{name}"}
+            kind = "custom_tool_call" if kind == "custom" else "function_call"
+            self._calls[str(tool.get("name"))] = {"type": kind, "name": name, **space}
             tools.append(_chat_tool(tool))
         return tools
+
+
+def _flat(
+    tools: Iterable[object], place: str, space: Mapping[str, object] | None = None
+) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, object]]]:
+    """Place of each tool, those in namespaces included, the tool, and the namespace as a member of its calls."""
+    for index, each in enumerate(tools):
+        tool = each if isinstance(each, dict) else {}
+        inner = tool.get("tools")
+        if tool.get("type") == "namespace" and isinstance(inner, list) and space is None:
+            yield from _flat(inner, f"{place}.{index}.tools", {"namespace": tool.get("name")})
+        else:
+            yield f"{place}.{index}", tool, space or {}
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, object]:
@@ -160,7 +182,7 @@ class ResponseWriter:
 
     def __init__(self, body: ResponsesBody, answer: Answer, request_id: str, model: str) -> None:
         self._answer = answer
-        self._custom_tools = body.custom_tools
+        self._calls = body.calls
         self._keeps_reasoning = _REASONING in (body.include or ())
         extra = body.model_extra or {}
         self._id = request_id
@@ -225,7 +247,8 @@ class ResponseWriter:
             events += self._continue("message", delta.text)
         for call in delta.calls:
             if call.id:
-                events += self._open("custom_tool_call" if call.name in self._custom_tools else "function_call", call)
+                members = self._calls.get(call.name, {"type": "function_call", "name": call.name})
+                events += self._open(**members, call_id=call.id)
             if call.arguments:
                 events += self._extend(call.arguments)
         if self._items and self._items[-1]["type"] == "reasoning":
@@ -245,21 +268,16 @@ class ResponseWriter:
         is_open = self._is_open and self._items[-1]["type"] == kind
         return [*([] if is_open else self._open(kind)), *self._extend(text)]
 
-    def _open(self, kind: str, call: CallDelta | None = None) -> list[dict[str, Any]]:
+    def _open(self, type: str, **call: str) -> list[dict[str, Any]]:
+        """Begin an item, which has the members of ``call`` if it is one."""
         events = self._close("completed")
-        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}[kind]
-        item: dict[str, Any] = {"id": f"{prefix}_{self._id}_{len(self._items)}", "type": kind, "status": "in_progress"}
-        if kind == "message":
-            item |= {"role": "assistant", "content": []}
-        elif kind == "reasoning":
-            item |= {"summary": [], "content": []}
-        else:
-            assert call is not None
-            item |= {"call_id": call.id, "name": call.name, _ARGUMENTS[kind]: ""}
+        prefix, members = _ITEMS[type]
+        item_id = f"{prefix}_{self._id}_{len(self._items)}"
+        item: dict[str, Any] = {"id": item_id, "type": type, "status": "in_progress", **members, **call}
         self._items.append(item)
         self._pieces, self._is_open = [], True
         events.append(self._event("response.output_item.added", output_index=len(self._items) - 1, item={**item}))
-        if kind not in _ARGUMENTS:
+        if type not in _CALLS:
             events.append(self._event("response.content_part.added", **self._place(), part=self._part("")))
         return events
 
@@ -308,7 +326,7 @@ class ResponseWriter:
 
     def _place(self) -> dict[str, Any]:
         item = self._items[-1]
-        index = {} if item["type"] in _ARGUMENTS else {"content_index": 0}
+        index = {} if item["type"] in _CALLS else {"content_index": 0}
         return {"item_id": item["id"], "output_index": len(self._items) - 1, **index}
 
     def _finish(self, *, is_whole: bool) -> dict[str, Any]:

@@ -57,9 +57,9 @@ _REMEDIES: Mapping[str, str] = {
 }
 
 _LABELS = frozenset({
-    "access_programs", "annotations", "context_management", "early_stopping", "image", "include_reasoning",
-    "length_penalty", "max_tool_calls", "media_io_kwargs", "metadata", "mm_processor_kwargs", "parallel_tool_calls",
-    "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "access_programs", "annotations", "client_metadata", "context_management", "early_stopping", "image",
+    "include_reasoning", "length_penalty", "max_tool_calls", "media_io_kwargs", "metadata", "mm_processor_kwargs",
+    "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
     "reasoning_details", "refusal", "request_id", "return_mm_kwargs", "return_token_offsets",
     "routed_experts_prompt_start", "safety_identifier", "session_id", "spaces_between_special_tokens", "store",
     "stream_interval", "stream_options", "thinking_token_budget", "truncation", "truncation_side", "user", "verbosity",
