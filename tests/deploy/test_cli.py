@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,14 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.deploy.cli import run
+from pdserve.deploy.cluster import folder as folder_module
+from pdserve.deploy.cluster.folder import ClusterNote, cluster_folder, write_note
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from tests.deploy.clusters import pdserve
 
 
 def test_help_is_quick_and_loads_no_engine() -> None:
     code = "import sys, pdserve.deploy.cli; print(sorted({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert run.stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("command", ["up", "check", "chat", "status", "profile", "bench serve", "bench kernels"])
@@ -108,3 +113,27 @@ def test_a_mistake_in_the_file_is_named_with_the_file(tmp_path: Path) -> None:
     assert run.returncode == 2
     assert run.stderr.startswith(f"pdserve: {path}:1: unknown key 'replica' in prefill; did you mean 'replicas'?")
     assert run.stderr.count("\n") == 1
+
+
+def test_a_cluster_that_starts_is_shown_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(folder_module, "_root", lambda: tmp_path)
+    monkeypatch.setattr(folder_module, "_TMP", tmp_path.parent)
+    with subprocess.Popen(["sleep", "60"]) as starting, cluster_folder() as folder:
+        write_note(folder, ClusterNote(pid=starting.pid, folder=str(folder)))
+        assert run(["status"]) == 1
+        assert capsys.readouterr().out == f"starting: process {starting.pid}, {folder}\n"
+        assert run(["status", "--json"]) == 1
+        assert json.loads(capsys.readouterr().out) == {"ready": False, "starting": True}
+        for command in (["chat", "hello"], ["top"], ["scale", "decode=2"]):
+            assert run(command) == 1
+            assert "your cluster is starting; try again when" in capsys.readouterr().err
+        assert run(["down"]) == 0
+        assert starting.wait(10) == -signal.SIGTERM
+
+
+def test_a_deployment_is_checked_for_emulation() -> None:
+    found = pdserve("check", "--emulate", "h1000", "--port", "0")
+    assert found.returncode == 1
+    assert "--emulate: unknown hardware 'h1000'; use one of" in found.stderr
