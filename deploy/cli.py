@@ -173,7 +173,7 @@ def _launch(
         ray_address=ray_address,
         num_hosts=num_hosts,
     )
-    is_on_cpus = not (emulate or any(map(launch.is_on_gpu, launch.roles)))
+    is_on_cpus = not (emulate or ray_address or any(map(launch.is_on_gpu, launch.roles)))  # as far as is known
     served, why = find_dtype(config.model, slow_dtype_reason if is_on_cpus else lambda dtype: "")
     launch = replace(launch, config=replace(config, model=served), dtype_reason=why)
     is_named = any(num is not None for num in replicas.values()) or (file is not None and names_pools(file))

@@ -306,7 +306,8 @@ def split_address(address: str) -> tuple[str, int]:
 def current_ray_address() -> str:
     """Address of the Ray cluster that `ray start` on this host has started or joined; empty if there is none."""
     try:  # Ray's own reader would import Ray before its settings are known
-        return (Path(os.environ.get("RAY_TMPDIR", "/tmp")) / _CURRENT_CLUSTER).read_text().strip()
+        folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
+        return (Path(folder) / _CURRENT_CLUSTER).read_text().strip()
     except OSError:
         return ""
 

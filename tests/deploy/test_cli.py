@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -130,7 +129,7 @@ def test_a_cluster_that_starts_is_shown_and_ended(
             assert run(command) == 1
             assert "your cluster is starting; try again when" in capsys.readouterr().err
         assert run(["down"]) == 0
-        assert starting.wait(10) == -signal.SIGTERM
+        assert starting.poll() is not None
 
 
 def test_a_deployment_is_checked_for_emulation() -> None:

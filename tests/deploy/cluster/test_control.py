@@ -42,10 +42,12 @@ def turning(folder: Path) -> Iterator[list[str]]:
     port, is_over, said = ControlPort(folder), threading.Event(), []
 
     def turn() -> None:
-        while not is_over.wait(0.002):
-            if text := port.turn(begin):
-                said.append(text)
-        port.close()
+        try:
+            while not is_over.wait(0.002):
+                if text := port.turn(begin):
+                    said.append(text)
+        finally:
+            port.close()
 
     thread = threading.Thread(target=turn)
     thread.start()

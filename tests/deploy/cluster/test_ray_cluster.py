@@ -155,8 +155,12 @@ def stopped(store: ControlStore, now_s: float) -> None:
     raise DeployError("it was stopped on this host")
 
 
-def test_the_address_of_the_hosts_own_ray_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
+def test_the_address_of_the_hosts_own_ray_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
     assert ray_cluster.current_ray_address() == ""
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray/ray_current_cluster").write_text("10.0.0.1:6379\n")
