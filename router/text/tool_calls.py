@@ -301,7 +301,7 @@ def _call_of(literal: str, index: int) -> CallDelta | None:
         call = json.loads(literal)
     except ValueError:
         return None
-    no_arguments = None if call.keys() - {"name", "id", "type"} else {}
+    no_arguments: dict[str, object] | None = None if call.keys() - {"name", "id", "type"} else {}
     name, arguments = call.get("name"), call.get("arguments", call.get("parameters", no_arguments))
     if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
         return None
