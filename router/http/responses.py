@@ -19,7 +19,7 @@ from pdserve.router.http.json_body import Body, refusal_of
 from pdserve.router.http.messages import FREE_TEXT, MAX_MESSAGES, encrypted, messages_of
 from pdserve.router.http.schema import ChatBody, Tools
 from pdserve.router.http.unsupported_fields import RESPONSES, check_extra_fields, warn_once
-from pdserve.router.http.writer import CHAR_BYTES, DELTA_BYTES
+from pdserve.router.http.writer import DELTA_BYTES, TEXT_BYTES
 from pdserve.router.text.answer import Answer, TextDelta
 
 _encode = msgspec.json.Encoder().encode
@@ -227,7 +227,7 @@ class ResponseWriter:
 
     def add(self, delta: TextDelta) -> int:
         self._advance(delta)
-        return DELTA_BYTES + CHAR_BYTES * (len(delta.text) + len(delta.reasoning))
+        return DELTA_BYTES + TEXT_BYTES * len((delta.text + delta.reasoning).encode())
 
     async def whole(self) -> bytes:
         return _encode(self._response())

@@ -27,10 +27,10 @@ DONE = b"data: [DONE]\n\n"
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON lacks; the same value as in vLLM."""
 
-DELTA_BYTES = 256
-"""Memory of a token's text in a whole answer, apart from its characters."""
-CHAR_BYTES = 8
-"""Of a character, in the answer's JSON, too."""
+DELTA_BYTES = 128
+"""Memory of an object that holds a piece of a whole answer."""
+TEXT_BYTES = 8
+"""Of each byte of text (UTF-8), its copies and the answer's JSON included."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -73,8 +73,8 @@ class AnswerWriter:
         """Choices whose role has not been written."""
         self._num_running = body.num_answers
         # Whole answers, by choice
-        self._texts: list[list[str]] = [[] for _ in range(body.num_answers)]
-        self._reasoning: dict[int, list[str]] = {}
+        self._texts = [bytearray() for _ in range(body.num_answers)]
+        self._reasoning: dict[int, bytearray] = {}
         self._calls: dict[int, list[CallDelta]] = {}
         self._lists: list[dict[str, bytearray]] = [{} for _ in range(body.num_answers)]
         """JSON of what lists each token, by name, without the bracket at its end."""
@@ -141,15 +141,15 @@ class AnswerWriter:
         """Keep a token; return the bytes of memory that it takes to the end. What lists tokens is kept as JSON, a small
         part of the objects that it is made of."""
         choice = delta.choice
-        if delta.text:
-            self._texts[choice].append(delta.text)
-        if delta.reasoning:
-            self._reasoning.setdefault(choice, []).append(delta.reasoning)
+        text, reasoning = delta.text.encode(), delta.reasoning.encode()
+        self._texts[choice] += text
+        if reasoning:
+            self._reasoning.setdefault(choice, bytearray()).extend(reasoning)
         if delta.calls:
             self._calls.setdefault(choice, []).extend(delta.calls)
         self._ends[choice] = delta.end
-        num_chars = len(delta.text) + len(delta.reasoning) + sum(len(call.arguments) for call in delta.calls)
-        num_bytes = DELTA_BYTES + CHAR_BYTES * num_chars
+        num_bytes = TEXT_BYTES * (len(text) + len(reasoning))
+        num_bytes += sum(2 * DELTA_BYTES + TEXT_BYTES * len(call.arguments) for call in delta.calls)
         if self.shows_tokens:
             lists = self._logprobs(delta.tokens) or {}
             if self._body.return_token_ids:
@@ -178,10 +178,10 @@ class AnswerWriter:
         return msgspec.Raw(kept)
 
     def _choice(self, index: int) -> dict[str, Any]:
-        text = "".join(self._texts[index])
+        text = self._texts[index].decode()
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if index in self._reasoning:
-            message |= _reasoning("".join(self._reasoning[index]))
+            message |= _reasoning(self._reasoning[index].decode())
         if index in self._calls:
             message |= {"content": text or None, "tool_calls": _whole_calls(self._calls[index])}
         logprobs = self._logprobs(())

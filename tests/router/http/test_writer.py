@@ -44,25 +44,34 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 )
 def test_a_whole_answer_holds_no_more_than_it_says(tokenizer: ChatTokenizer, body: GenerationBody) -> None:
     spec = RequestSpec(prompt_tokens=(1,), sampling=SamplingParams(), arrived_s=1.0, num_choices=2)
-    writer = AnswerWriter(tokenizer, body, [Answer(ScriptedGenerator(), spec, ())], "id", "model")
+    warm, writer = (AnswerWriter(tokenizer, body, [Answer(ScriptedGenerator(), spec, ())], "id", "m") for _ in range(2))
     for known in range(300):
         tokenizer.token_bytes(known)  # which it keeps
-    num_tokens, num_said = 400, 0
-    tracemalloc.start()
-    for index in range(num_tokens):
-        top = tuple((rank, -0.123456789 * rank) for rank in range(40, 60))
-        token = AnswerToken(50 + index % 50, TokenLogprobs(-1.0 / (index + 1), top), index)
-        for choice in range(2):
-            text, end = f"{index} 🙂", "length" if index == num_tokens - 1 else None
-            num_said += writer.add(TextDelta(choice, text, end, (token,)))  # type: ignore[arg-type]
-    num_kept, _ = tracemalloc.get_traced_memory()
-    tracemalloc.reset_peak()
-    answer = asyncio.run(writer.whole())
-    _, num_peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert answer.count(b"}") > (num_tokens if body.num_logprobs > 0 and isinstance(body, ChatBody) else 1)
+    num_tokens = 800 if writer.shows_tokens else 8000  # else lost in what Python keeps for itself
+
+    def fill(writer: AnswerWriter) -> int:
+        num_said = 0
+        for index in range(num_tokens):
+            top = tuple((rank, -0.123456789 * rank) for rank in range(40, 60))
+            token = AnswerToken(50 + index % 50, TokenLogprobs(-1.0 / (index + 1), top), index)
+            for choice in range(2):
+                text, end = f"{index} 🙂", "length" if index == num_tokens - 1 else None
+                num_said += writer.add(TextDelta(choice, text, end, (token,)))  # type: ignore[arg-type]
+        return num_said
+
+    with asyncio.Runner() as runner:
+        fill(warm)  # fills Python's lists of free objects, as the next line starts a thread
+        runner.run(warm.whole())
+        tracemalloc.start()
+        num_said = fill(writer)
+        num_kept, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        answer = runner.run(writer.whole())
+        _, num_peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert len(answer) > 2 * num_tokens * len("0 🙂")
     assert num_kept < num_peak < num_said
-    assert num_said < 6 * num_peak
+    assert num_said < 4 * num_peak
 
 
 @pytest.mark.parametrize("more", [{}, {"logprobs": True, "top_logprobs": 5}])
