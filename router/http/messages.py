@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -203,11 +203,6 @@ def messages_of(
         places.setdefault(f"messages.{len(messages)}", place)
         messages.append(message)
     return messages
-
-
-def encrypted(reasoning: str) -> str:
-    """Reasoning for a client that keeps only what it cannot read. It is no secret: the client has the text, too."""
-    return b64encode(reasoning.encode()).decode()
 
 
 def _reasoning_of(item: Mapping[str, Any]) -> str:

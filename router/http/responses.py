@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
 from pdserve.router.http.json_body import Body, refusal_of
-from pdserve.router.http.messages import FREE_TEXT, MAX_MESSAGES, encrypted, messages_of
+from pdserve.router.http.messages import FREE_TEXT, MAX_MESSAGES, messages_of
 from pdserve.router.http.schema import ChatBody, Tools
 from pdserve.router.http.unsupported_fields import RESPONSES, check_extra_fields, warn_once
 from pdserve.router.http.writer import DELTA_BYTES, TEXT_BYTES
@@ -45,7 +46,7 @@ _LOGPROBS = "message.output_text.logprobs"
 _REASONING = "reasoning.encrypted_content"
 
 
-def _items(value: object) -> object:
+def _as_items(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
@@ -55,7 +56,7 @@ class ResponsesBody(Body):
     input: Annotated[
         list[dict[str, object]],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-        BeforeValidator(_items, json_schema_input_type=str | list[dict[str, object]]),
+        BeforeValidator(_as_items, json_schema_input_type=str | list[dict[str, object]]),
     ]
     instructions: str | None = None
     max_output_tokens: object = None
@@ -183,7 +184,7 @@ class ResponseWriter:
     def __init__(self, body: ResponsesBody, answer: Answer, request_id: str, model: str) -> None:
         self._answer = answer
         self._calls = body.calls
-        self._keeps_reasoning = _REASONING in (body.include or ())
+        self._encodes_reasoning = _REASONING in (body.include or ())
         extra = body.model_extra or {}
         self._id = request_id
         self._items: list[dict[str, Any]] = []
@@ -312,8 +313,8 @@ class ResponseWriter:
         else:
             part = self._part(text)
             item["content"] = [part]
-            if item["type"] == "reasoning" and self._keeps_reasoning:
-                item["encrypted_content"] = encrypted(text)
+            if item["type"] == "reasoning" and self._encodes_reasoning:  # for clients that keep nothing else of it
+                item["encrypted_content"] = b64encode(text.encode()).decode()
             more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
             events.append(self._event(f"response.{part['type']}.done", **self._place(), text=text, **more))
             events.append(self._event("response.content_part.done", **self._place(), part=part))
