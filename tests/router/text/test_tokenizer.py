@@ -165,6 +165,10 @@ def test_a_chat_is_encoded_up_to_the_token_that_is_too_many(tmp_path: Path, most
     with pytest.raises(TooLongError) as raised:
         asyncio.run(tokenizer.encode_chat(chat, most_tokens=most_tokens))
     assert most_tokens < raised.value.num_tokens <= most_tokens + len(f"[user] {quoted}")
+    longer = tokenizer.chat_text([{"role": "user", "content": quoted * 1_000 + "the time to first token " * 2_000}])
+    with pytest.raises(TooLongError) as raised:
+        asyncio.run(tokenizer.encode_chat(longer, most_tokens=len(tokens)))
+    assert raised.value.num_tokens > len(tokens), "of all parts together"
 
 
 @pytest.mark.parametrize("text", ["Größe 東京 🙂", "in the a."])
