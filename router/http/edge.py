@@ -48,6 +48,7 @@ from pdserve.router.text.answer_text import StopStrings
 from pdserve.router.text.chat_template import PromptEnd
 from pdserve.router.text.reasoning import CLOSING, OPENING, ReasoningParser
 from pdserve.router.text.tokenizer import ChatTokenizer, TooLongError
+from pdserve.router.text.tool_calls import whole_text
 from pdserve.router.text.xml_calls import call_parser
 
 Result = TypeVar("Result")
@@ -239,16 +240,14 @@ class Edge:
 
     def _chat_text(self, body: ChatBody | TokenizeBody, tools: Sequence[Mapping[str, object]]) -> str:
         assert body.messages is not None
-        template = self.tokenizer.template
-        options, refusals = template_options(body, template), list[ValueError]()
-        for messages in forms_of(body.messages, "" if template is None else template.source):
+        options, refusals = template_options(body, self.tokenizer.template), list[ValueError]()
+        for messages in forms_of(body.messages):
             try:
                 text = self.tokenizer.chat_text(messages, tools=tools, options=options, end=body.prompt_end)
             except ValueError as error:
                 refusals.append(error)
             else:
-                # Arguments of calls are JSON of their own, which may have halves of surrogate pairs
-                return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                return whole_text(text)  # arguments of calls are JSON of their own
         raise ApiError(400, str(refusals[0]), param="messages") from refusals[0]
 
     def _reasoning(self, body: ChatBody, prompt: str) -> bool | None:

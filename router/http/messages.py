@@ -29,7 +29,6 @@ _SYSTEM = ("system", "developer")
 _MAY_BE_EMPTY = ("assistant", "tool")
 _BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 """First line of Claude Code's system text. It differs in each request, so that no prefix would be shared."""
-_ASKS_FOR_NONE = re.compile(r"content\W{0,4}\s+is\s+(not\s+)?none", re.IGNORECASE)
 _HOSTED_CALLS = frozenset({"code_interpreter_call", "file_search_call", "image_generation_call", "web_search_call"})
 """Items of tools that another server ran."""
 
@@ -128,16 +127,10 @@ class ChatMessage(Body):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-def forms_of(messages: Sequence[ChatMessage], source: str) -> Iterator[list[dict[str, object]]]:
+def forms_of(messages: Sequence[ChatMessage]) -> Iterator[list[dict[str, object]]]:
     """Forms of a conversation to try one after the other: as it was sent, with one leading system message of all, in
-    order, and with that text before the first user's, for templates that refuse the one before.
-
-    Args:
-        source: of the template. If it asks whether content is none, that of a message with calls alone is.
-    """
+    order, and with that text before the first user's, for templates that refuse the one before."""
     sent = [message.for_template() for message in messages]
-    if not _ASKS_FOR_NONE.search(source):
-        sent = [{**message, "content": message["content"] or ""} for message in sent]
     yield sent
     rest = [message for message in sent if message["role"] not in _SYSTEM]
     if len(rest) == len(sent):

@@ -292,7 +292,12 @@ def _text_of(literal: str) -> str:
         text = json.loads(literal)
     except ValueError:
         return ""
-    return text if isinstance(text, str) else ""
+    return whole_text(text) if isinstance(text, str) else ""
+
+
+def whole_text(text: str) -> str:
+    """The text with U+FFFD for halves of surrogate pairs, which JSON may escape and UTF-8 cannot have."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _call_of(literal: str, index: int) -> CallDelta | None:
@@ -306,4 +311,4 @@ def _call_of(literal: str, index: int) -> CallDelta | None:
     if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
         return None
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return CallDelta(index, "", name, text)
+    return CallDelta(index, "", whole_text(name), whole_text(text))

@@ -58,6 +58,7 @@ ARGUMENTS = '{"a": [1, "}\\"{"]}'
         (f"Let me see.\n\n<tool_call>{CALL}</tool_call>\n", "Let me see.", [("f", ARGUMENTS)], 1),
         (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "", [("f", ARGUMENTS)] * 2, 2),
         (f"<tool_call>{CALL}</tool_call> done", "done", [("f", ARGUMENTS)], 1),
+        ('<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "f"}</tool_call>', "", [("f", '{"a": "\ufffd"}')], 1),
         (f"<tool_call>{CALL}", "", [("f", ARGUMENTS)], 1),
         ('<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')], 0),
         # Without their last braces
