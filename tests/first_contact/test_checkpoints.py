@@ -189,7 +189,7 @@ def test_the_logits_are_those_of_transformers(case: Path, tmp_path: Path) -> Non
     expected = write_weights(tmp_path, content, TOKENS)
     logits = PagedDecoder(tmp_path, torch.float32).logits((TOKENS, 0, TABLE))
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
-    warning = check_model(Launch(config=DeploymentConfig(model=ModelConfig(path=str(tmp_path)))))
+    warning = check_model(Launch(config=DeploymentConfig(model=ModelConfig(path=str(tmp_path), dtype="float32"))))
     assert re.fullmatch(content.get("said", ""), warning), warning
 
 

@@ -145,7 +145,7 @@ def test_a_deployment_becomes_what_is_right(path: Path, folder: Path, monkeypatc
         {"role": config.role.value, "hardware": case.machine.gpu or "cpu", "load": POOL} for config in configs.values()
     ]
     rows = dict(banner_rows(fleet.launches[0], "m", statuses))
-    assert set(rows) == {"model"} | {config.role.value for config in configs.values()}
+    assert set(rows) == {"model", "answers end"} | {config.role.value for config in configs.values()}
     for row, parts in case.right.banner.items():
         for part in parts:
             assert part in rows[row]
