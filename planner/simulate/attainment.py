@@ -112,12 +112,12 @@ class Attainment:
         return self.share >= target and not self.is_saturated
 
     def surely_meets(self, target: float) -> bool:
-        """Whether a further run would meet the target, with 95 % confidence, and this one met it by no chance."""
-        return min(self.of_further_run.low, self.interval.low) >= target and not self.is_saturated
+        """Whether a further run would meet the target, with 95 % confidence."""
+        return self.of_further_run.low >= target and not self.is_saturated
 
     def surely_misses(self, target: float) -> bool:
         """Whether a further run would miss the target, with 95 % confidence, or has no steady state."""
-        return max(self.of_further_run.high, self.interval.high) < target or self.is_saturated
+        return self.of_further_run.high < target or self.is_saturated
 
     @property
     def binding_slo(self) -> str:

@@ -228,7 +228,7 @@ def test_a_model_that_fits_nowhere_hears_of_what_would_hold_it(
     large = str(written(tmp_path / "large", num_hidden_layers=400))
     assert run(["plan", "--model", large, "--gpu", "l4", *SMALL, *SHORT]) == 1
     error = capsys.readouterr().err
-    assert "the smallest worker that would hold them is TP" in error
+    assert "the smallest worker for both is TP" in error
     assert error.count("\n") == 1
 
 
