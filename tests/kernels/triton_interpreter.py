@@ -1,8 +1,9 @@
 """Repairs of Triton's interpreter, for tests that run kernels without a GPU.
 
-Triton 3.6.0 multiplies the bit patterns of bfloat16, truncates where a GPU rounds to the nearest even, loses carries on
-the way to float8, and trips over numpy 2.4; `install` puts that right, through torch. Installed by the conftest in
-processes that run with ``TRITON_INTERPRET=1``, before any kernel is imported. Only what our kernels use is repaired.
+Triton 3.6.0 and 3.7.1 multiply the bit patterns of bfloat16, truncate where a GPU rounds to the nearest even, and lose
+carries on the way to float8, and 3.6.0 trips over numpy 2.4; `install` puts that right, through torch. Installed by the
+conftest in processes that run with ``TRITON_INTERPRET=1``, before any kernel is imported. Only what our kernels use is
+repaired.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-_REPAIRED_VERSION = "3.6.0"
+_REPAIRED_VERSIONS = ("3.6.0", "3.7.1")
 _TORCH = {
     tl.bfloat16: torch.bfloat16,
     tl.float8e4nv: torch.float8_e4m3fn,
@@ -33,7 +34,7 @@ _patch_language = interpreter._patch_lang
 
 def install() -> None:
     """Repair the interpreter of this process."""
-    assert triton.__version__ == _REPAIRED_VERSION, f"look again at the interpreter of Triton {triton.__version__}"
+    assert triton.__version__ in _REPAIRED_VERSIONS, f"look again at the interpreter of Triton {triton.__version__}"
     builder = interpreter.InterpreterBuilder
     builder.cast_impl, builder.binary_op, builder.create_dot = _repaired_cast, _repaired_binary, _repaired_dot
     builder.create_fp_to_fp = lambda self, source, to, mode: _repaired_cast(self, source, to)
