@@ -110,7 +110,7 @@ def write_note(folder: Path, note: ClusterNote) -> None:
 
 
 def running_clusters() -> list[ClusterNote]:
-    """Notes of the user's running clusters, those that start included, oldest first; also of those without TMPDIR."""
+    """Notes of the user's running clusters, those that start included, oldest first, also of those outside TMPDIR."""
     roots = {_root(), *filter(_is_private, [_TMP / _ROOT])}
     notes = []
     for folder in sorted((each for root in roots for each in root.iterdir()), key=lambda each: each.stat().st_ctime):

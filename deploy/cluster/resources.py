@@ -98,7 +98,7 @@ def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float, num_gpus_of_hos
     asked = [_share(config) if num_gpus or config.device == "cuda" else 0.0 for config in configs]
     for num_sharing in range(1, len(configs) + 1):
         shares = [
-            min(share, floor(100 * config.gpu_memory_utilization / num_sharing) / 100)
+            min(share, max(1, floor(100 * config.gpu_memory_utilization / num_sharing)) / 100)
             if config.device == "auto" and num_sharing > 1 and share <= 1
             else share
             for config, share in zip(configs, asked, strict=True)

@@ -41,6 +41,7 @@ class Machine:
     memory: str
     cpu_flags: tuple[str, ...] = ("avx2", "f16c")
     has_compiler: bool = True
+    torch_sees_gpu: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,8 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 def on_machine(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Let this host have what ``machine`` has; returns the rest of its facts."""
-    monkeypatch.setattr(resources, "installed_gpu", lambda: machine.gpu)
+    for module in (resources, host_facts):
+        monkeypatch.setattr(module, "installed_gpu", lambda: machine.gpu)
     monkeypatch.setattr(resources, "num_gpus", lambda: machine.num_gpus)
     monkeypatch.setattr(host_facts, "cpu_flags", lambda: {*machine.cpu_flags})
     monkeypatch.setattr(host_facts, "slow_kernels_reason", lambda: "" if machine.has_compiler else "no g++")
@@ -141,9 +143,8 @@ def test_a_deployment_becomes_what_is_right(path: Path, folder: Path, monkeypatc
     assert found == case.right.workers
     for name, config in configs.items():
         assert (config.device == "cpu") == (found[name]["gpus"] == 0)
-    statuses = [
-        {"role": config.role.value, "hardware": case.machine.gpu or "cpu", "load": POOL} for config in configs.values()
-    ]
+    hardware = case.machine.gpu if case.machine.torch_sees_gpu else "cpu"
+    statuses = [{"role": config.role.value, "hardware": hardware, "load": POOL} for config in configs.values()]
     rows = dict(banner_rows(fleet.launches[0], "m", statuses))
     assert set(rows) == {"model", "answers end"} | {config.role.value for config in configs.values()}
     for row, parts in case.right.banner.items():
