@@ -336,6 +336,13 @@ def test_ranks_that_cannot_share_the_model_are_refused(
         choose_backend(with_precision(divided, quantization=quantization))
 
 
+def test_ranks_of_short_steps_wait_for_one_that_compiles_a_kernel(config: WorkerConfig) -> None:
+    config = replace(config, num_kv_blocks=8)
+    model, _ = backend._model(config)
+    cost = backend._cost(config, model)
+    assert backend._longest_wait_s(config, cost, choose_backend(config).layout) == backend.MIN_RANK_WAIT_S
+
+
 def test_every_micro_batch_holds_a_sequence_of_the_models_length(config: WorkerConfig) -> None:
     staged = replace(config, pipeline_parallel=2, max_model_len=64, num_kv_blocks=7)
     with pytest.raises(ValueError, match=r"in each of its 2 micro-batches: raise num_kv_blocks to 8 blocks"):
