@@ -225,7 +225,7 @@ def test_tools_in_an_unknown_form_are_said_at_start(case: str, tmp_path: Path) -
     folder = write_case(tmp_path / "served", read_case(Path(__file__).parent / "checkpoints" / f"{case}.json"))
     named = {"auto": case != "plain", "hermes": False}
     for tool_format, is_said in named.items():
-        model = ModelConfig(path=str(folder), tool_format=tool_format)
+        model = ModelConfig(path=str(folder), tool_format=tool_format, dtype="float32")
         warning = check_model(Launch(config=DeploymentConfig(model=model), emulate="h100-sxm"))
         assert ("set model.tool_format if it is one of" in warning) is is_said, warning
 
@@ -239,7 +239,7 @@ def test_what_cannot_be_honoured_is_refused_at_start(case: Path, tmp_path: Path)
         emulate = ""
     else:
         write_case(folder, content)
-    launch = Launch(config=DeploymentConfig(model=ModelConfig(path=str(folder))), emulate=emulate)
+    launch = Launch(config=DeploymentConfig(model=ModelConfig(path=str(folder), dtype="float32")), emulate=emulate)
     with pytest.raises(DeployError, match=content["refused"]) as raised:
         check_model(launch)
     assert re.search(r"[;.] \w+", str(raised.value)), "no remedy"
