@@ -286,11 +286,17 @@ def test_choices_that_wait_for_token_0_have_the_time_from_then_on() -> None:
 
 
 def test_what_is_held_back_notices_that_the_cluster_is_gone() -> None:
-    core = Core(SloConfig(ttft_seconds=0.001, tpot_seconds=4 * COST.decode_s(1, 5)))
+    tpot_s = 4 * COST.decode_s(1, 5)
+    late = Tier(ttft_seconds=1e-4, tpot_seconds=tpot_s)
+    core = Core(SloConfig(ttft_seconds=0.5, tpot_seconds=tpot_s, tiers={"late": late}))
     core.all_up()
+    core.start()
+    core.event(core.prefill, RequestEventKind.LAST_CHUNK)
+    core.token(core.prefill, 0)
+    core.event(core.decodes[0], RequestEventKind.JOINED)
     for worker in core.decodes:
         worker.load = worker.load._replace(num_running=64, num_context_tokens=10**6)
-    held = core.start()
+    held = core.start(tier="late")
     assert core.dispatcher.num_queued == 1
     core.wait(4.0)
     assert held.outcome is None
