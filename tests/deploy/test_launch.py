@@ -127,9 +127,9 @@ def test_a_model_is_called_by_its_repository_or_its_folder(tmp_path: Path) -> No
         tmp_path / "models--a--b": "models--a--b",
     }
     for folder, name in names.items():
-        launch = Launch(config=DeploymentConfig(model=ModelConfig(path=str(folder))))
+        launch = Launch(config=DeploymentConfig(model=ModelConfig(path=str(folder), dtype="float32")))
         assert router_config(launch).served_name == name
-    named = ModelConfig(path=str(snapshot), served_name="mine")
+    named = ModelConfig(path=str(snapshot), served_name="mine", dtype="float32")
     assert router_config(Launch(config=DeploymentConfig(model=named))).served_name == "mine"
 
 
