@@ -219,6 +219,13 @@ def may_prefill_locally(state, worker, request, num_cached):
 
 
 @njit(inline="always")
+def is_emptier(state, worker, best, request):
+    """`tie_order`, between workers of which both or none only decode."""
+    other, fits = state.workers[best], worker.num_free > request.num_prompt // state.cluster[0].block_size
+    return (worker.role == DECODE) == (other.role == DECODE) and fits and worker.num_free > other.num_free
+
+
+@njit(inline="always")
 def place(state, index, now_s):
     """`choose_prefill`, and `Attempt.submit`."""
     request = state.requests[index]
@@ -229,13 +236,13 @@ def place(state, index, now_s):
         if (worker.role == DECODE) != is_last_round:
             continue
         num_cached = num_cached_tokens(state, w, index)
-        if own_prefill_s(state, worker, request, num_cached) >= least_s:
+        if own_prefill_s(state, worker, request, num_cached) > least_s:
             continue
         ttft_s = predict_ttft_s(state, worker, request, num_cached)
         may_start = not is_last_round or (
             shortfall(state, worker, request) == 0 and may_prefill_locally(state, worker, request, num_cached)
         )
-        if ttft_s < least_s and may_start:
+        if may_start and (ttft_s < least_s or (ttft_s == least_s and is_emptier(state, worker, best, request))):
             best, least_s, best_cached = w, ttft_s, num_cached
     worker = state.workers[best]
     request.prefill = best
@@ -263,7 +270,8 @@ def bind(state, index, now_s):
         tpot_s = sum_s(state, worker, batch_size, batch_size, (num_context + batch_size) * worker.decode_token_s)
         block_s = worker.near_block_s if worker.host == host else worker.far_block_s
         tpot_s += (request.num_prompt - num_cached_tokens(state, w, index)) / block_size * block_s / STALL_TOKENS
-        if missing < least_missing or (missing == least_missing and tpot_s < least_s):
+        is_tie = tpot_s == least_s and best >= 0 and is_emptier(state, worker, best, request)
+        if missing < least_missing or (missing == least_missing and (tpot_s < least_s or is_tie)):
             best, least_missing, least_s = w, missing, tpot_s
     request.decode = best
     send_decode(state, state.workers[best], request)

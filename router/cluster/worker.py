@@ -121,6 +121,7 @@ class Worker(ABC):
             self.num_steps,
             self.stepped_s,
             load.num_tokens_in_flight,
+            max(0, load.num_blocks_free - in_flight.num_blocks),
         )
         return self._snapshot
 

@@ -107,10 +107,10 @@ class Goodput(Placement):
         saved = toll * (ttft_s - own_s * (1 + chunk) / 2) / ttft_s
         is_late = float((weight * chance - saved).max()) < least_gain and not (arrival.is_probe or arrival.is_resumed)
         offered = [workers[index] for index in offers.workers]
-        best = _least(offered, -gain, ttft_s, ~handoff & (offers.state.role == DECODE))
+        best = _least(arrival.blocks, offered, -gain, ttft_s, ~handoff & (offers.state.role == DECODE))
         if is_refused or is_late or waits:
             backlog_s = np.where(handoff | (not handoff.any()), self._ttft_s(arrival, offers), inf)
-            last = _least(offered, backlog_s)
+            last = _least(arrival.blocks, offered, backlog_s)
             if not is_refused:
                 choice = offers.choice(last, offered[last].worker_id)
                 return choice._replace(is_late=True, due_s=now_s + LATE_S, waits=waits)
@@ -135,7 +135,9 @@ class Goodput(Placement):
         is_harmful = np.full(len(workers), not weight and self.tpot_slo_s > 0)
         if is_harmful.any():
             is_harmful &= ~self._spares(view.harm, view.step_s)
-        best = _least(workers, is_last_resort, is_harmful, view.lacking, view.harm - weight * view.chance)
+        best = _least(
+            arrival.blocks, workers, is_last_resort, is_harmful, view.lacking, view.harm - weight * view.chance
+        )
         self._bound(arrival.request_id)
         stall_slo_s = self._lengths.remaining(0) * ((arrival.tpot_slo_s or LENIENT_TPOT_S) - float(view.step_s[best]))
         return Binding(workers[best].worker_id, max(0.0, stall_slo_s) if weight else 0.0)
@@ -531,14 +533,14 @@ def _lacking(blocks: PromptBlocks, state: WorkerColumns, num_cached_tokens: IntA
     return lacking
 
 
-def _least(workers: Sequence[WorkerSnapshot], *keys: npt.NDArray[Any]) -> int:
+def _least(blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], *keys: npt.NDArray[Any]) -> int:
     """Index of the least by keys in turn, then by `tie_order`."""
     index = (keys[0] == keys[0].min()).nonzero()[0]
     for key in keys[1:]:
         if len(index) == 1:
             break
         index = index[key[index] == key[index].min()]
-    return int(min(index.tolist(), key=lambda each: tie_order(workers[each])))
+    return int(min(index.tolist(), key=lambda each: tie_order(blocks, workers[each])))
 
 
 def _tpot_chance(tpot: FloatArray | np.float64) -> FloatArray:

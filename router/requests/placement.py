@@ -164,7 +164,7 @@ class LeastLoaded(_Baseline):
     def _pick(
         self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
     ) -> WorkerSnapshot:
-        return min(workers, key=lambda worker: (load(worker), tie_order(worker)))
+        return min(workers, key=lambda worker: (load(worker), tie_order(blocks, worker)))
 
 
 class PowerOfTwo(LeastLoaded):

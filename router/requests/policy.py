@@ -51,6 +51,8 @@ class WorkerSnapshot(NamedTuple):
     """... and the instant of the last one."""
     num_tokens_in_flight: int = 0
     """Prompt tokens of steps in flight, which no other prompt can go before."""
+    num_empty_blocks: int = 0
+    """Of the free blocks, those that no prefix is cached in."""
 
 
 class PromptBlocks:
@@ -249,7 +251,7 @@ def choose_prefill(
         num_cached = blocks.num_cached_tokens(worker.cached_blocks)
         ttft_s = predict_ttft_s(worker, num_tokens, num_cached, costs[worker.role])
         is_decode = worker.role is WorkerRole.DECODE
-        options.append((ttft_s, is_decode, tie_order(worker), handoff, num_cached, worker.prefill_correction))
+        options.append((ttft_s, is_decode, tie_order(blocks, worker), handoff, num_cached, worker.prefill_correction))
         hands_off |= handoff
     if not options:
         return None
@@ -261,7 +263,7 @@ def choose_prefill(
             num_cached = blocks.num_cached_tokens(worker.cached_blocks)
             if may_prefill_locally(worker, num_tokens, num_cached, cost, tpot_slo_s=tpot_slo_s):
                 ttft_s = predict_ttft_s(worker, num_tokens, num_cached, cost, least_correction=correction)
-                options.append((ttft_s, True, tie_order(worker), False, num_cached, correction))
+                options.append((ttft_s, True, tie_order(blocks, worker), False, num_cached, correction))
     ttft_s, _, (_, worker_id), handoff, num_cached, _ = min(options)
     return PrefillChoice(worker_id, handoff, ttft_s, num_cached)
 
@@ -296,14 +298,15 @@ def choose_decode(
         transfer_s = cost.transfer_s(num_to_pull, same_host=worker.host == source_host)
         choice = DecodeChoice(worker.worker_id, lacking == 0, tpot_s, transfer_s)
         is_last_resort, total_s = worker.worker_id in cut_off, tpot_s + transfer_s / STALL_TOKENS
-        choices.append((is_last_resort, lacking, total_s, tie_order(worker), choice))
+        choices.append((is_last_resort, lacking, total_s, tie_order(blocks, worker), choice))
     return min(choices)[-1] if choices else None
 
 
-def tie_order(worker: WorkerSnapshot) -> tuple[int, str]:
-    """Order of workers between which nothing else decides: the prefix cache with the fewest blocks first, so that all
-    caches fill evenly, then the lowest id."""
-    return len(worker.cached_blocks), worker.worker_id
+def tie_order(blocks: PromptBlocks, worker: WorkerSnapshot) -> tuple[int, str]:
+    """Order of workers between which nothing else decides: the most empty blocks first, if the prompt fits them, so that
+    all caches fill before one evicts; then the lowest id."""
+    num_empty = worker.num_empty_blocks
+    return -num_empty if num_empty >= blocks.num_blocks() else 0, worker.worker_id
 
 
 def mixed_correction(worker: WorkerSnapshot) -> float:

@@ -186,15 +186,16 @@ def test_released_prompts_are_forgotten(source: Peer, target: Peer) -> None:
     target.expect_done("refused")
 
 
-def test_one_puller_at_a_time(source: Peer, targets: dict[str, Peer]) -> None:
+def test_a_newer_puller_takes_the_prompt_over(source: Peer, targets: dict[str, Peer]) -> None:
     first, second = targets["memfd"], targets["tcp"]
     handle = source.offer()
     first.pull(source.process.address, handle, [1])
     source.expect("lease_opened")
     second.pull(source.process.address, handle, [1])
-    assert "another worker" in second.expect_done("refused").message
+    assert "another worker" in first.expect_done("aborted").message
+    source.expect("lease_opened")
     source.grant(handle, [2])
-    first.expect_done()
+    second.expect_done()
     source.expect("released")
 
 

@@ -163,26 +163,36 @@ def with_blocks(layout: Layout, num_kv_blocks: int) -> Layout:
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "num_seeds"),
     [
-        colocated(2),
-        disaggregated(2, 2),
+        (colocated(2), 1),
+        (disaggregated(2, 2), 1),
         # Conversations take up to 512 blocks each: cached ones are evicted.
-        with_blocks(colocated(2), 3000),
-        with_blocks(disaggregated(2, 1), 3000),
+        (with_blocks(colocated(2), 3000), 1),
+        # Which prefill worker the first turns go to decides: draws differ by a tenth in both.
+        (with_blocks(disaggregated(2, 1), 3000), 6),
     ],
     ids=("colocated", "apart", "colocated-evicting", "apart-evicting"),
 )
-def test_the_judge_agrees_on_conversations_and_what_is_cached(layout: Layout) -> None:
-    requests = requests_of("agent", 9.0, 1000)
+def test_the_judge_agrees_on_conversations_and_what_is_cached(layout: Layout, num_seeds: int) -> None:
     slo = SloConfig(ttft_seconds=0.6, tpot_seconds=0.05)
-    ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=slo)
-    judge = simulate(LLAMA_3_8B, layout, requests, slo=slo).times
-    assert_each_ends_once(ours)
-    assert share(ours.times, slo) == pytest.approx(share(judge, slo), abs=0.02)
-    assert p90(ours.times.ttft_s) == pytest.approx(p90(judge.ttft_s), rel=0.05)
-    assert p90(ours.times.tpot_s) == pytest.approx(p90(judge.tpot_s), rel=0.05)
-    assert ours.times.num_cached_tokens.mean() == pytest.approx(judge.num_cached_tokens.mean(), rel=0.03)
+    found = []
+    for seed in range(num_seeds):
+        requests = requests_of("agent", 9.0, 1000, seed)
+        ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=slo)
+        judge = simulate(LLAMA_3_8B, layout, requests, slo=slo).times
+        assert_each_ends_once(ours)
+        found.append(
+            [
+                (share(times, slo), p90(times.ttft_s), p90(times.tpot_s), times.num_cached_tokens.mean())
+                for times in (ours.times, judge)
+            ]
+        )
+    (met, ttft_s, tpot_s, num_cached), expected = np.mean(found, axis=0)
+    assert met == pytest.approx(expected[0], abs=0.02)
+    assert ttft_s == pytest.approx(expected[1], rel=0.05)
+    assert tpot_s == pytest.approx(expected[2], rel=0.05)
+    assert num_cached == pytest.approx(expected[3], rel=0.03)
 
 
 @pytest.mark.parametrize("layout", [colocated(), disaggregated()], ids=str)

@@ -89,7 +89,7 @@ def test_idle_workers_fill_their_caches_evenly(policy: str, workers: list[Worker
     chooser = placement(policy, COSTS, tpot_slo_s=1e-4)
     cached: dict[str, set[bytes]] = {one.worker_id: set() for one in workers}
     for number in range(30):
-        idle = [one._replace(cached_blocks=cached[one.worker_id]) for one in workers]
+        idle = [one._replace(num_empty_blocks=200 - len(cached[one.worker_id])) for one in workers]
         if workers is PREFILLS:
             choice = chooser.prefill(arrival()._replace(request_id=number), [*idle, DECODES[0]])
             assert choice is not None
