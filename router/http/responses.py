@@ -20,8 +20,9 @@ from pdserve.router.http.json_body import Body, refusal_of
 from pdserve.router.http.messages import FREE_TEXT, MAX_MESSAGES, messages_of
 from pdserve.router.http.schema import ChatBody, Tools
 from pdserve.router.http.unsupported_fields import RESPONSES, check_extra_fields, warn_once
-from pdserve.router.http.writer import DELTA_BYTES, TEXT_BYTES
+from pdserve.router.http.writer import DELTA_BYTES, text_bytes
 from pdserve.router.text.answer import Answer, TextDelta
+from pdserve.router.text.tool_calls import whole_text
 
 _encode = msgspec.json.Encoder().encode
 _OTHER_FIELDS = frozenset({
@@ -222,13 +223,14 @@ class ResponseWriter:
 
     def failure(self, error: ApiError) -> bytes:
         """Event that ends a stream early."""
+        events = self._begin()
         code = error.code or "server_error"  # names of the API's own
         self._envelope |= {"status": "failed", "error": {"code": code, "message": error.detail}}
-        return _line(self._event("response.failed", response=self._response()))
+        return b"".join(map(_line, [*events, self._event("response.failed", response=self._response())]))
 
     def add(self, delta: TextDelta) -> int:
         self._advance(delta)
-        return DELTA_BYTES + TEXT_BYTES * len((delta.text + delta.reasoning).encode())
+        return DELTA_BYTES + text_bytes(delta)
 
     async def whole(self) -> bytes:
         return _encode(self._response())
@@ -236,12 +238,14 @@ class ResponseWriter:
     def _response(self) -> dict[str, Any]:
         return {**self._envelope, "output": [*self._items]}
 
+    def _begin(self) -> list[dict[str, Any]]:
+        """Events that open the response, unless it is open."""
+        kinds = () if self._num_events else ("created", "in_progress")
+        return [self._event(f"response.{kind}", response=self._response()) for kind in kinds]
+
     def _advance(self, delta: TextDelta) -> list[dict[str, Any]]:
         """Take the next token; return its events."""
-        events: list[dict[str, Any]] = []
-        if not self._num_events:
-            for kind in ("created", "in_progress"):
-                events.append(self._event(f"response.{kind}", response=self._response()))
+        events = self._begin()
         if delta.reasoning:
             events += self._continue("reasoning", delta.reasoning)
         if delta.text:
@@ -354,4 +358,4 @@ def _free_text(arguments: str) -> str:
         text = json.loads(arguments)[FREE_TEXT]
     except (KeyError, TypeError, ValueError, RecursionError):
         return arguments
-    return text if isinstance(text, str) else arguments
+    return whole_text(text) if isinstance(text, str) else arguments

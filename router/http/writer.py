@@ -141,15 +141,13 @@ class AnswerWriter:
         """Keep a token; return the bytes of memory that it takes to the end. What lists tokens is kept as JSON, a small
         part of the objects that it is made of."""
         choice = delta.choice
-        text, reasoning = delta.text.encode(), delta.reasoning.encode()
-        self._texts[choice] += text
-        if reasoning:
-            self._reasoning.setdefault(choice, bytearray()).extend(reasoning)
+        self._texts[choice] += delta.text.encode()
+        if delta.reasoning:
+            self._reasoning.setdefault(choice, bytearray()).extend(delta.reasoning.encode())
         if delta.calls:
             self._calls.setdefault(choice, []).extend(delta.calls)
         self._ends[choice] = delta.end
-        num_bytes = TEXT_BYTES * (len(text) + len(reasoning))
-        num_bytes += sum(2 * DELTA_BYTES + TEXT_BYTES * len(call.arguments) for call in delta.calls)
+        num_bytes = text_bytes(delta)
         if self.shows_tokens:
             lists = self._logprobs(delta.tokens) or {}
             if self._body.return_token_ids:
@@ -215,6 +213,12 @@ class AnswerWriter:
         if self._is_chat:
             return chat_logprobs(self._tokenizer, tokens)
         return completion_logprobs(self._tokenizer, tokens, self._body.num_logprobs)
+
+
+def text_bytes(delta: TextDelta) -> int:
+    """Memory that the parts of a token's text take to the end of a whole answer."""
+    call_bytes = sum(2 * DELTA_BYTES + TEXT_BYTES * len(call.arguments) for call in delta.calls)
+    return TEXT_BYTES * len((delta.text + delta.reasoning).encode()) + call_bytes
 
 
 def _token_ids(delta: TextDelta) -> list[int]:

@@ -193,6 +193,17 @@ def failing_after(tokens: Sequence[int], error: Exception) -> Script:
     return script
 
 
+def waiting_first(script: Script) -> Script:
+    """Script that yields nothing for 0.3 s."""
+
+    async def wait_first(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
+        await asyncio.sleep(0.3)
+        async for token in script(generation):
+            yield token
+
+    return wait_first
+
+
 def stuck_after(tokens: Sequence[int]) -> Script:
     """Script that yields ``tokens`` and then blocks for ever."""
 

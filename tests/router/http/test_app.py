@@ -26,7 +26,6 @@ from tests.router.edge_server import (
     MAX_BODY_BYTES,
     MODEL,
     EdgeServer,
-    Script,
     ScriptedGeneration,
     at_once,
     failing_after,
@@ -34,6 +33,7 @@ from tests.router.edge_server import (
     saying,
     stuck_after,
     token_event,
+    waiting_first,
 )
 from tests.router.rig import sample
 from tests.router.sse import data_of
@@ -108,15 +108,6 @@ def test_bytes_of_a_chat_stream(edge: EdgeServer, http: httpx.Client) -> None:
         {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"},
     ]
     assert [json.loads(chunk) for chunk in chunks[1:]] == [{**shared, "choices": [choice]} for choice in choices]
-
-
-def waiting_first(script: Script) -> Script:
-    async def wait_first(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
-        await asyncio.sleep(0.3)
-        async for token in script(generation):
-            yield token
-
-    return wait_first
 
 
 def test_a_stream_that_waits_says_so_and_an_error_after_that_is_an_event() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from pdserve.contracts.request import FinishReason
 from pdserve.router.requests.request import GenerationError
-from tests.router.edge_server import MODEL, EdgeServer, at_once, failing_after, running_edge
+from tests.router.edge_server import MODEL, EdgeServer, at_once, failing_after, running_edge, waiting_first
 from tests.router.http.test_tools import TEMPLATE, WEATHER, rendered
 
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
@@ -102,6 +102,19 @@ def test_a_failure_on_the_way_is_the_last_event(server: EdgeServer, client: open
     assert (last.response.error.code, last.response.error.message) == ("server_error", "too late")
 
 
+def test_a_failure_before_token_0_follows_the_creation(client: openai.OpenAI) -> None:
+    with running_edge(keep_alive_s=0.1) as edge:
+        edge.generator.script = waiting_first(failing_after([], GenerationError(503, "lost")))
+        with client.with_options(base_url=f"{edge.url}/v1").responses.stream(model=MODEL, input="x") as stream:
+            events: list[Any] = list(stream)
+    assert [(event.type, event.sequence_number) for event in events] == [
+        ("response.created", 0),
+        ("response.in_progress", 1),
+        ("response.failed", 2),
+    ]
+    assert events[0].response.status == "in_progress"
+
+
 def test_a_stream_builds_what_the_whole_answer_is(server: EdgeServer, client: openai.OpenAI) -> None:
     server.say(f"<think>hm hm</think>I look. {CALL}")
     whole = client.responses.create(model=MODEL, input="x", tools=[TOOL])
@@ -150,6 +163,12 @@ def test_a_call_with_free_text(server: EdgeServer, client: openai.OpenAI, stream
     history = [{"role": "user", "content": "x"}, call.model_dump(exclude_none=True), output]
     client.responses.create(model=MODEL, input=history, tools=[PATCH])
     assert '<tool_call>{"name": "apply_patch", "arguments": {"input": "+a\\n"}}</tool_call>' in prompt_of(server)
+
+
+def test_half_a_surrogate_pair_in_free_text_is_mended(server: EdgeServer, client: openai.OpenAI) -> None:
+    server.say('<tool_call>{"name": "apply_patch", "arguments": {"input": "a\\ud83d"}}</tool_call>')
+    call: Any = client.responses.create(model=MODEL, input="x", tools=[PATCH]).output[0]
+    assert call.input == "a\ufffd"
 
 
 def test_a_response_that_arrives_at_once_begins_empty(server: EdgeServer, client: openai.OpenAI) -> None:
