@@ -152,8 +152,11 @@ class Budget:
         """Seconds until ``amount`` is left; 0 if it is."""
         return max(amount - self.left(now_s), 0.0) * 60 / self.per_minute
 
-    def spend(self, amount: float, now_s: float) -> None:
-        self._left = max(self.left(now_s) - amount, -self.per_minute)
+    def spend(self, amount: float, now_s: float) -> float:
+        """Take ``amount``, or what may be taken of it; return what was taken."""
+        left = self.left(now_s)
+        self._left = max(left - amount, -self.per_minute)
+        return left - self._left
 
 
 class KeyFile:
@@ -287,7 +290,8 @@ class Caller:
         self._in_flight = in_flight
         """Answers by id of key."""
         self._num_answers = 0
-        self._num_prompt_tokens = 0
+        self._prompt_tokens = 0.0
+        """Taken for prompts."""
         self.num_answered: Callable[[], int] = lambda: 0
         """Returns the tokens of the request's answers, which `close` takes from the budget."""
 
@@ -307,7 +311,7 @@ class Caller:
             message = f"this API key has {limit} answers in flight at most; wait for the end of one"
             raise ApiError(429, message, headers={"Retry-After": "1"})
 
-    def spend(self, *, requests: int = 0, tokens: int = 0) -> None:
+    def spend(self, *, requests: int = 0, tokens: float = 0) -> None:
         now_s = time.monotonic()
         for of, amount in (("requests", requests), ("tokens", tokens)):
             if amount and of in self._budgets:
@@ -315,8 +319,8 @@ class Caller:
 
     def spend_prompt(self, num_tokens: int) -> None:
         """Take a prompt's tokens, until `close` says that the request was refused."""
-        self._num_prompt_tokens += num_tokens
-        self.spend(tokens=num_tokens)
+        if (budget := self._budgets.get("tokens")) is not None:
+            self._prompt_tokens += budget.spend(num_tokens, time.monotonic())
 
     def rate_headers(self) -> dict[str, str]:
         """Headers about what is left, with OpenAI's names."""
@@ -336,7 +340,7 @@ class Caller:
 
     def close(self, *, is_refused: bool = False) -> None:
         num_answered = self.num_answered()
-        self.spend(tokens=-self._num_prompt_tokens if is_refused and not num_answered else num_answered)
+        self.spend(tokens=-self._prompt_tokens if is_refused and not num_answered else num_answered)
         self._in_flight[self.key.id] -= self._num_answers
         self._num_answers = 0
         if not self._in_flight[self.key.id]:

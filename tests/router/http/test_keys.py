@@ -337,6 +337,19 @@ def test_routers_share_the_limits_of_a_key(tmp_path: Path) -> None:
         caller.check_left()
 
 
+def test_a_refused_prompt_gives_back_no_more_than_it_took(tmp_path: Path) -> None:
+    path = tmp_path / "keys.jsonl"
+    text = add_key(path, "team-b", tokens_per_minute=1000)
+    keys = KeyFile(path, SECRET)
+    first, second = keys.caller(text), keys.caller(text)
+    assert first is not None
+    assert second is not None
+    first.spend(tokens=900)
+    second.spend_prompt(5000)  # overdraws the budget by what a minute brings, not by all of it
+    second.close(is_refused=True)
+    assert 100 <= int(first.rate_headers()["x-ratelimit-remaining-tokens"]) < 200
+
+
 def test_grammars_are_those_of_a_tenant(server: KeyedServer) -> None:
     def owner(key: str) -> str:
         assert server.post(key, structured_outputs={"regex": "a"}).status_code == 200
