@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pdserve.router.text.reasoning import num_held_chars
 
@@ -119,10 +119,15 @@ class _JsonScanner:
 class ToolCallParser:
     """Separates one answer's calls from its text."""
 
-    def __init__(self, style: ToolFormat, new_id: Callable[[], str]) -> None:
-        """``new_id``: returns the id of the next call."""
+    def __init__(self, style: ToolFormat, new_id: Callable[[], str], offered: Sequence[Mapping[str, Any]] = ()) -> None:
+        """
+        Args:
+            new_id: returns the id of the next call.
+            offered: tools that may be called, as a chat has them.
+        """
         self.num_calls = 0
         """Calls that are complete."""
+        self._functions = {tool["function"]["name"]: tool["function"] for tool in offered}
         self._style = style
         self._new_id = new_id
         self._state = State.START
@@ -241,7 +246,8 @@ class ToolCallParser:
         self._num_scanned = len(certain)
         if end < 0:
             return False
-        call = _call_of(self._held[:end] + "}" * self._scanner.depth, self._index)
+        names = None if self._style.opening else self._functions.keys()
+        call = _call_of(self._held[:end] + "}" * self._scanner.depth, self._index, names)
         if call is None:
             return self._give_up()
         self._calls.append(call._replace(id=self._new_id()))
@@ -290,7 +296,7 @@ class ToolCallParser:
 def _text_of(literal: str) -> str:
     try:
         text = json.loads(literal)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     return whole_text(text) if isinstance(text, str) else ""
 
@@ -300,15 +306,19 @@ def whole_text(text: str) -> str:
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _call_of(literal: str, index: int) -> CallDelta | None:
-    """A complete call, of members in any order; ``None`` if it is none: it may be an answer that has a name."""
+def _call_of(literal: str, index: int, names: Collection[str] | None) -> CallDelta | None:
+    """A complete call, of members in any order; ``None`` if it is none: it may be an answer that has a name. Only those
+    of ``names``, or all if it is None, may lack arguments."""
     try:
         call = json.loads(literal)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    no_arguments: dict[str, object] | None = None if call.keys() - {"name", "id", "type"} else {}
-    name, arguments = call.get("name"), call.get("arguments", call.get("parameters", no_arguments))
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+    if not isinstance(name, str) or not name:
+        return None
+    if call.keys() <= {"name", "id", "type"} and (names is None or name in names):
+        arguments = {}
+    if not isinstance(arguments, dict | str):
         return None
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return CallDelta(index, "", whole_text(name), whole_text(text))

@@ -24,18 +24,14 @@ _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "nu
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
-def call_parser(
-    style: ToolFormat, new_id: Callable[[], str], offered: Sequence[Mapping[str, Any]] = ()
-) -> ToolCallParser:
-    """Parser of one answer's calls of the tools ``offered``, as the client sent them."""
-    return XmlCallParser(style, new_id, offered) if style.is_xml else ToolCallParser(style, new_id)
+def call_parser(style: ToolFormat, new_id: Callable[[], str], offered: Sequence[Mapping[str, Any]]) -> ToolCallParser:
+    """Parser of one answer's calls."""
+    return (XmlCallParser if style.is_xml else ToolCallParser)(style, new_id, offered)
 
 
 class XmlCallParser(ToolCallParser):
     def __init__(self, style: ToolFormat, new_id: Callable[[], str], offered: Sequence[Mapping[str, Any]]) -> None:
-        super().__init__(style, new_id)
-        functions = [tool.get("function") or tool for tool in offered]
-        self._schemas = {each.get("name"): (each.get("parameters") or {}).get("properties") for each in functions}
+        super().__init__(style, new_id, offered)
         self._properties: object = None
         """Schemas of the parameters of the call that has begun."""
         self._num_parameters = 0
@@ -49,7 +45,7 @@ class XmlCallParser(ToolCallParser):
             self._calls.append(CallDelta(self._index, self._new_id(), start["name"], ""))
             self._index += 1
             self._held, self._state, self._num_parameters = self._held[start.end() :], State.ARGUMENTS, 0
-            self._properties = self._schemas.get(start["name"])
+            self._properties = (self._functions.get(start["name"], {}).get("parameters") or {}).get("properties")
             return True
         if "<function=".startswith(self._held.lstrip()) or _FUNCTION_BEGUN.fullmatch(self._held):
             return False

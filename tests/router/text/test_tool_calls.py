@@ -23,7 +23,7 @@ class Call(NamedTuple):
 def parse(pieces: Sequence[str], style: ToolFormat) -> tuple[str, list[Call], int]:
     """Text, calls and the number of complete calls of an answer."""
     ids = itertools.count()
-    parser = ToolCallParser(style, lambda: f"id{next(ids)}")
+    parser = ToolCallParser(style, lambda: f"id{next(ids)}", [{"type": "function", "function": {"name": "f"}}])
     results = [*map(parser.push, pieces), parser.flush()]
     calls: list[Call] = []
     for delta in itertools.chain.from_iterable(deltas for _, deltas in results):
@@ -74,6 +74,7 @@ ARGUMENTS = '{"a": [1, "}\\"{"]}'
         ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")], 1),
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')], 1),
         # No calls
+        (f'<tool_call>{{"a": {"[" * 2000}{"]" * 2000}}}', f'<tool_call>{{"a": {"[" * 2000}{"]" * 2000}}}', [], 0),
         ("<tool_call>f(1)</tool_call>", "<tool_call>f(1)</tool_call>", [], 0),
         ('<tool_call>{"a": 1}</tool_call> x', '<tool_call>{"a": 1}</tool_call> x', [], 0),
         ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', [], 0),
@@ -96,6 +97,7 @@ def test_calls_of_hermes_and_qwen(text: str, content: str, calls: list[tuple[str
         ('\n{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "", [("f", "{}"), ("g", "{}")], 2),
         ('{"type": "function", "name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')], 1),
         ('{"name": "f"}', "", [("f", "{}")], 1),
+        ('{"name": "Oslo"}', '{"name": "Oslo"}', [], 0),
         ('{"name": "Oslo", "people": 709037}', '{"name": "Oslo", "people": 709037}', [], 0),
         (' {"answer": 42} {"name": "f", "parameters": {}}', ' {"answer": 42} {"name": "f", "parameters": {}}', [], 0),
         ('see {"name": "f", "parameters": {}}', 'see {"name": "f", "parameters": {}}', [], 0),
