@@ -117,8 +117,6 @@ _FULL = {**_CLOSE, "Retry-After": "1"}
 
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """Id that a client may choose for its request."""
-
-
 _SLASHES = re.compile("/{2,}")
 
 OPEN_PATHS = frozenset({"/live", *PAGE_PATHS})
@@ -159,7 +157,8 @@ class EdgeMiddleware:
         wanted_id = sent.get("x-request-id", "")
         request_id = wanted_id if _CLIENT_ID.fullmatch(wanted_id) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
-        is_beyond_limit = state.get("is_beyond_limit", False)
+        # Whoever asks whether the router lives would restart one that is full
+        is_beyond_limit = state.get("is_beyond_limit", False) and scope["path"] != "/live"
         arrived_s = time.monotonic()
         entry = RequestEntry(request_id, scope["path"], arrived_s)
         memory = Share(self._memory)

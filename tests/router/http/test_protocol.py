@@ -130,7 +130,7 @@ def test_requests_in_one_piece_are_no_large_head(edge: EdgeServer) -> None:
 def test_connections_beyond_the_limit_are_refused(
     edge: EdgeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those of before are served, and far more are closed."""
+    """Those of before are served, as are questions whether the router lives, and far more are closed."""
     edge.metrics.responses.clear()
     with connect(edge) as first:
         first.sendall(LIVE + b"\r\n")
@@ -138,7 +138,9 @@ def test_connections_beyond_the_limit_are_refused(
         monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 1)
         monkeypatch.setattr(protocol, "MAX_REFUSED", 1)
         with connect(edge) as second:
-            second.sendall(LIVE)
+            second.sendall(LIVE + b"\r\n")
+            assert read_answer(second).startswith(b"HTTP/1.1 200 ")
+            second.sendall(LIVE.replace(b"/live", b"/version"))
             with connect(edge) as third:
                 assert read_to_end(third) == b""
             second.sendall(b"\r\n")
@@ -147,7 +149,7 @@ def test_connections_beyond_the_limit_are_refused(
             assert b"retry-after: 1\r\n" in answer.lower()
         first.sendall(LIVE + b"\r\n")
         assert read_answer(first).startswith(b"HTTP/1.1 200 ")
-    assert edge.metrics.responses == [("/live", 200), ("connections", 503), ("/live", 200)]
+    assert edge.metrics.responses == [("/live", 200), ("/live", 200), ("connections", 503), ("/live", 200)]
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     monkeypatch.undo()
     with connect(edge) as fourth:
