@@ -23,7 +23,7 @@ from pdserve.contracts.deployment import DEFAULT_TIER
 from pdserve.contracts.request import Grammar
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import cancel_on_disconnect
-from pdserve.router.http.errors import ApiError
+from pdserve.router.http.errors import ApiError, refusal
 from pdserve.router.http.grammars import after_reasoning, grammar_of
 from pdserve.router.http.json_body import LARGE_BYTES
 from pdserve.router.http.keys import Caller
@@ -227,10 +227,8 @@ class Edge:
         if len(tiers) == 1 or body.service_tier in (None, "auto"):
             return allowed[0]
         if body.service_tier not in allowed:
-            message = (
-                f"service_tier {body.service_tier!r} is not open to this request; use {', '.join(allowed)} or auto"
-            )
-            raise ApiError(400, message, param="service_tier")
+            remedy = f"use {', '.join(allowed)} or auto"
+            raise refusal("service_tier", f"{body.service_tier!r} is not open to this request; {remedy}")
         return body.service_tier
 
     def _check_model(self, name: str | None) -> None:

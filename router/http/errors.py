@@ -68,6 +68,11 @@ class ApiError(HTTPException):
         return Response(self.body(), self.status_code, self.headers, media_type="application/json")
 
 
+def refusal(field: str, message: str) -> ApiError:
+    """Error of a field, whose name begins the message."""
+    return ApiError(400, f"{field} {message}", param=field)
+
+
 def api_error(error: Exception) -> ApiError:
     """Convert an exception to an error for the client; log an unexpected one and return 500."""
     match error:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from pdserve.contracts.request import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
-from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
+from pdserve.router.http.errors import MAX_NAME_CHARS, refusal
 from pdserve.router.http.json_schema import SchemaError, check_json_schema
 from pdserve.router.text.reasoning import CLOSING, OPENING
 
@@ -42,18 +42,18 @@ def grammar_of(body: GuidedBody) -> Grammar | None:
         grammar = _of_response_format(body.response_format)
     if body.structured_outputs is not None:
         if grammar is not None:
-            raise _refusal("structured_outputs", "contradicts response_format; send one of them")
+            raise refusal("structured_outputs", "contradicts response_format; send one of them")
         grammar, field = _of_structured_outputs(body.structured_outputs), "structured_outputs"
     if grammar is None:
         return None
     if body.ignore_eos:
-        raise _refusal("ignore_eos", f"contradicts {field}, whose answer ends when it is complete; leave it out")
+        raise refusal("ignore_eos", f"contradicts {field}, whose answer ends when it is complete; leave it out")
     try:
         num_bytes = len(grammar.text.encode())
     except UnicodeEncodeError as error:
-        raise _refusal(field, "has half a surrogate pair, which is not a character") from error
+        raise refusal(field, "has half a surrogate pair, which is not a character") from error
     if num_bytes > MAX_GRAMMAR_BYTES:
-        raise _refusal(field, f"has {num_bytes} bytes; {MAX_GRAMMAR_BYTES} are supported; simplify it")
+        raise refusal(field, f"has {num_bytes} bytes; {MAX_GRAMMAR_BYTES} are supported; simplify it")
     return grammar
 
 
@@ -96,24 +96,24 @@ def _of_response_format(wanted: Mapping[str, object]) -> Grammar | None:
         case "json_schema":
             named = wanted.get("json_schema")
             if not isinstance(named, dict) or "schema" not in named:
-                raise _refusal(field, 'needs json_schema to be {"name": "...", "schema": {...}}')
+                raise refusal(field, 'needs json_schema to be {"name": "...", "schema": {...}}')
             return _of_schema(named["schema"], f"{field}.json_schema.schema")
         case other:
-            raise _refusal(field, f"has the type {_short(other)}; supported are text, json_object and json_schema")
+            raise refusal(field, f"has the type {_short(other)}; supported are text, json_object and json_schema")
 
 
 def _of_structured_outputs(wanted: Mapping[str, object]) -> Grammar:
     field = "structured_outputs"
     given = {name: value for name, value in wanted.items() if value is not None and value is not False}
     if len(given) != 1:
-        raise _refusal(field, "needs exactly one of json, json_object, regex, choice and grammar")
+        raise refusal(field, "needs exactly one of json, json_object, regex, choice and grammar")
     [(name, value)] = given.items()
     match name, value:
         case "json", str():
             try:
                 schema = json.loads(value)
             except (ValueError, RecursionError) as error:
-                raise _refusal(f"{field}.json", f"is not JSON: {error}") from error
+                raise refusal(f"{field}.json", f"is not JSON: {error}") from error
             return _of_schema(schema, f"{field}.json")
         case "json", _:
             return _of_schema(value, f"{field}.json")
@@ -128,21 +128,17 @@ def _of_structured_outputs(wanted: Mapping[str, object]) -> Grammar:
             return Grammar(GrammarKind.EBNF, f"root ::= {choices}")
         case (("json_object" | "regex" | "grammar" | "choice"), _):
             kinds = {"json_object": "true", "choice": "a list of texts, none of them empty"}
-            raise _refusal(f"{field}.{name}", f"should be {kinds.get(name, 'a text')}")
+            raise refusal(f"{field}.{name}", f"should be {kinds.get(name, 'a text')}")
         case _:
-            raise _refusal(field, f"has {_short(name)}; supported are json, json_object, regex, choice and grammar")
+            raise refusal(field, f"has {_short(name)}; supported are json, json_object, regex, choice and grammar")
 
 
 def _of_schema(schema: object, field: str) -> Grammar:
     try:
         check_json_schema(schema)
     except SchemaError as error:
-        raise _refusal(field, f"cannot be enforced: {error}") from error
+        raise refusal(field, f"cannot be enforced: {error}") from error
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
-
-
-def _refusal(field: str, message: str) -> ApiError:
-    return ApiError(400, f"{field} {message}", param=field)
 
 
 def _short(value: object) -> str:

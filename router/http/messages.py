@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
+from pdserve.router.http.errors import MAX_NAME_CHARS, refusal
 from pdserve.router.http.json_body import Body
 
 MAX_MESSAGE_CALLS = 128
@@ -185,11 +185,11 @@ def messages_of(
             case str(kind) if kind in _HOSTED_CALLS:
                 continue
             case "item_reference":
-                refusal = f"{place} refers to an item, and nothing is stored; send the item itself, with store: false"
-                raise ApiError(400, refusal, param=place)
+                remedy = "send the item itself, with store: false"
+                raise refusal(place, f"refers to an item, and nothing is stored; {remedy}")
             case other:
-                refusal = f"{place} has the type {repr(other)[:MAX_NAME_CHARS]}, which is not supported; leave it out"
-                raise ApiError(400, refusal, param=place)
+                shown = repr(other)[:MAX_NAME_CHARS]
+                raise refusal(place, f"has the type {shown}, which is not supported; leave it out")
         if reasoning and message["role"] == "assistant":
             message["reasoning"] = reasoning
         reasoning = ""

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
-from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
+from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, refusal
 from pdserve.router.http.json_body import Body, refusal_of
 from pdserve.router.http.messages import FREE_TEXT, MAX_MESSAGES, messages_of
 from pdserve.router.http.schema import ChatBody, Tools
@@ -89,7 +89,7 @@ class ResponsesBody(Body):
         shared = ChatBody.model_fields.keys() - _OTHER_FIELDS
         check_extra_fields({name: value for name, value in extra.items() if name not in shared}, RESPONSES)
         if _LOGPROBS in (self.include or ()):
-            raise ApiError(400, f"include has {_LOGPROBS}, which is not supported; leave it out", param="include")
+            raise refusal("include", f"has {_LOGPROBS}, which is not supported; leave it out")
         fields = {name: value for name, value in extra.items() if name in shared}
         fields |= {"temperature": self.temperature, "top_p": self.top_p}
         fields["max_completion_tokens"] = self.max_output_tokens

@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    PlainValidator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from pdserve.contracts.request import (
@@ -25,7 +20,7 @@ from pdserve.contracts.request import (
     MAX_TOP_LOGPROBS,
     REPETITION_PENALTIES,
 )
-from pdserve.router.http.errors import ApiError
+from pdserve.router.http.errors import ApiError, refusal
 from pdserve.router.http.json_body import INTEGRAL, Body
 from pdserve.router.http.messages import Messages
 from pdserve.router.http.unsupported_fields import CHAT, CHAT_MESSAGE, COMPLETION, check_extra_fields
@@ -224,12 +219,11 @@ class GenerationBody(Body):
             ApiError: fields contradict each other, or one is not supported.
         """
         if self.stream_options and not self.stream:
-            raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+            raise refusal("stream_options", "needs stream to be true")
         if self.best_of is not None and self.best_of != self.num_choices:
-            message = "best_of is supported only where it equals n: every answer is returned; leave it out"
-            raise ApiError(400, message, param="best_of")
+            raise refusal("best_of", "is supported only where it equals n: every answer is returned; leave it out")
         if self.stream and self.prompt_logprobs is not None:
-            raise ApiError(400, "prompt_logprobs are not available in a stream", param="prompt_logprobs")
+            raise refusal("prompt_logprobs", "are not available in a stream")
 
 
 Tools = Annotated[list[dict[str, object]], Field(max_length=MAX_TOOLS, fail_fast=True)]
@@ -255,8 +249,7 @@ class TemplatedBody(Body):
         if not self.continue_final_message:
             return PromptEnd.MESSAGES if self.add_generation_prompt is False else PromptEnd.ANSWER
         if self.add_generation_prompt:
-            message = "add_generation_prompt contradicts continue_final_message; leave it out"
-            raise ApiError(400, message, param="add_generation_prompt")
+            raise refusal("add_generation_prompt", "contradicts continue_final_message; leave it out")
         return PromptEnd.LAST_MESSAGE
 
 
@@ -286,15 +279,14 @@ class ChatBody(GenerationBody, TemplatedBody):
     def check(self) -> None:
         super().check()
         if self.token_limit == 0:
-            remedy = f"{self.limit_field} should be 1 at least, or -1 for no limit; or leave it out"
-            raise ApiError(400, remedy, param=self.limit_field)
+            raise refusal(self.limit_field, "should be 1 at least, or -1 for no limit; or leave it out")
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise refusal("top_logprobs", "needs logprobs to be true")
         check_extra_fields(self.model_extra, CHAT)
         for index, message in enumerate(self.messages):
             if message.tool_calls and message.role != "assistant":
-                place = f"messages.{index}.tool_calls"
-                raise ApiError(400, f"{place} are an assistant's; this message is of {message.role}", param=place)
+                text = f"are an assistant's; this message is of {message.role}"
+                raise refusal(f"messages.{index}.tool_calls", text)
             check_extra_fields(message.model_extra, CHAT_MESSAGE, f"messages.{index}.")
 
 
@@ -335,7 +327,7 @@ class CompletionBody(GenerationBody):
     def check(self) -> None:
         super().check()
         if self.max_tokens == 0 and not self.echo:
-            raise ApiError(400, "max_tokens of 0 needs echo to be true; else it is at least 1", param="max_tokens")
+            raise refusal("max_tokens", "of 0 needs echo to be true; else it is at least 1")
         if self.num_answers > MAX_CHOICES:
             message = f"{len(self.prompt)} prompts with n = {self.num_choices} make more than {MAX_CHOICES} choices"
             raise ApiError(400, f"{message}; send several requests", param="n")

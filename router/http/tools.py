@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pdserve.contracts.request import Grammar, GrammarKind
-from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
+from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, refusal
 from pdserve.router.http.grammars import structure_of
 from pdserve.router.http.json_schema import SchemaError, check_json_schema, enforceable
 from pdserve.router.http.schema import ChatBody, TemplatedBody
@@ -56,19 +56,19 @@ def tools_of(body: ChatBody, style: ToolFormat | None, requested: Grammar | None
     for index, tool in enumerate(offered):
         function = _function(tool, f"tools.{index}")
         if function.name in functions:
-            raise _refusal(f"tools.{index}.function.name", f"{function.name!r} is there twice; rename one")
+            raise refusal(f"tools.{index}.function.name", f"{function.name!r} is there twice; rename one")
         functions[function.name] = function
     forced = _forced(choice, functions)
     if not functions or choice == "none":
         return None
     if style is None:
-        raise _refusal("tools", "have no known form in the model's chat template; leave them out")
+        raise refusal("tools", "have no known form in the model's chat template; leave them out")
     may_call_several = body.parallel_tool_calls is not False
     grammar = None
     if forced or requested is not None or any(function.is_strict for function in functions.values()):
         grammar = _grammar(style, forced or [*functions.values()], bool(forced), may_call_several, requested)
     if grammar is not None and body.ignore_eos:
-        raise _refusal("ignore_eos", "contradicts forced and strict tools; leave it out")
+        raise refusal("ignore_eos", "contradicts forced and strict tools; leave it out")
     return Tools(offered, style, grammar, may_call_several)
 
 
@@ -88,7 +88,7 @@ def template_options(body: TemplatedBody, template: ChatTemplate | None) -> Mapp
     for name in given:
         if name not in known or name.endswith("_token"):
             message = f"has {name[:MAX_NAME_CHARS]!r}, which the model's chat template does not read; leave it out"
-            raise _refusal("chat_template_kwargs", message)
+            raise refusal("chat_template_kwargs", message)
     match body.reasoning_effort:
         case None:
             return given
@@ -103,14 +103,14 @@ def template_options(body: TemplatedBody, template: ChatTemplate | None) -> Mapp
 def _function(tool: object, place: str) -> _Function:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict):
-        raise _refusal(place, 'should be {"type": "function", "function": {"name": "...", ...}}')
+        raise refusal(place, 'should be {"type": "function", "function": {"name": "...", ...}}')
     name, parameters, is_strict = function.get("name"), function.get("parameters"), function.get("strict")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _refusal(f"{place}.function.name", "should have 1 to 64 letters, digits, dots, dashes or underscores")
+        raise refusal(f"{place}.function.name", "should have 1 to 64 letters, digits, dots, dashes or underscores")
     if parameters is not None and not isinstance(parameters, dict):
-        raise _refusal(f"{place}.function.parameters", "should be a JSON schema, an object")
+        raise refusal(f"{place}.function.parameters", "should be a JSON schema, an object")
     if not isinstance(is_strict, bool | None):
-        raise _refusal(f"{place}.function.strict", "should be true or false")
+        raise refusal(f"{place}.function.strict", "should be true or false")
     return _Function(name, parameters or _ANY_OBJECT, bool(is_strict))
 
 
@@ -120,15 +120,15 @@ def _forced(choice: object, functions: Mapping[str, _Function]) -> list[_Functio
         return []
     if choice == "required":
         if not functions:
-            raise _refusal("tool_choice", "is required, and there are no tools; send some")
+            raise refusal("tool_choice", "is required, and there are no tools; send some")
         return [*functions.values()]
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         named = '{"type": "function", "function": {"name": "..."}}'
-        raise _refusal("tool_choice", f"should be auto, none, required, or {named}")
+        raise refusal("tool_choice", f"should be auto, none, required, or {named}")
     if name not in functions:
-        raise _refusal("tool_choice", f"names {name[:64]!r}, which is not among the tools; add it")
+        raise refusal("tool_choice", f"names {name[:64]!r}, which is not among the tools; add it")
     return [functions[name]]
 
 
@@ -175,7 +175,3 @@ def _tag(style: ToolFormat, function: _Function, *, is_exact: bool) -> dict[str,
     if style.is_xml:
         content["style"] = "qwen_xml"
     return {"type": "tag", "begin": f"{style.opening}{space}{begin}", "content": content, "end": end}
-
-
-def _refusal(field: str, message: str) -> ApiError:
-    return ApiError(400, f"{field} {message}", param=field)

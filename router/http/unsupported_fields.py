@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Mapping
 
-from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
+from pdserve.router.http.errors import MAX_NAME_CHARS, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def check_extra_fields(extra: Mapping[str, object] | None, neutral: Neutral, whe
             if value is not None and value not in neutral[name]:
                 values = " or ".join(map(json.dumps, neutral[name]))
                 remedy = f"set it to {values}, or leave it out" if values else _REMEDIES.get(name, "leave it out")
-                raise ApiError(400, f"{where}{name} is not supported; {remedy}", param=where + name)
+                raise refusal(where + name, f"is not supported; {remedy}")
         elif name not in _LABELS:
             warn_once(f"unknown field {name[:MAX_NAME_CHARS]!r}", "ignored")
 
