@@ -141,10 +141,6 @@ class ToolCallParser:
         self._text: list[str] = []
         self._calls: list[CallDelta] = []
 
-    @property
-    def has_calls(self) -> bool:
-        return self._index > 0
-
     def push(self, text: str) -> tuple[str, list[CallDelta]]:
         """Take the next text; return text and calls that are certain."""
         self._held += text
@@ -262,31 +258,31 @@ class ToolCallParser:
         return True
 
     def _pass_arguments(self) -> bool:
-        certain = self._certain()
-        end = self._scanner.end(certain, 0)
-        arguments = certain if end < 0 else certain[:end]
-        self._held = self._held[len(arguments) :]
-        arguments += "}" * self._scanner.depth if end >= 0 else ""
+        arguments, is_whole = self._scan()
+        if is_whole:
+            arguments += "}" * self._scanner.depth
+            self._scanner, self._state = _JsonScanner(self._style.closing, depth=1), State.TAIL
         if arguments:
             self._calls.append(CallDelta(self._index - 1, "", "", arguments))
-        if end < 0:
-            return False
-        self._scanner, self._state = _JsonScanner(self._style.closing, depth=1), State.TAIL
-        return True
+        return is_whole
 
     def _read_tail(self) -> bool:
+        _, is_whole = self._scan()
+        if is_whole:
+            self._close(self._held)
+        return is_whole
+
+    def _scan(self) -> tuple[str, bool]:
+        """Take what is certain of the object that is read; return it, and whether it is whole."""
         certain = self._certain()
         end = self._scanner.end(certain, 0)
-        if end < 0:
-            self._held = self._held[len(certain) :]
-            return False
-        self._close(self._held[end:])
-        return True
+        taken = certain if end < 0 else certain[:end]
+        self._held = self._held[len(taken) :]
+        return taken, end >= 0
 
     def _certain(self) -> str:
         """What is held, less what may begin the closing tag."""
-        num_held = num_held_chars(self._held, self._style.closing)
-        return self._held[: len(self._held) - num_held] if num_held else self._held
+        return self._held[: len(self._held) - num_held_chars(self._held, self._style.closing)]
 
     def _close(self, rest: str) -> None:
         self.num_calls += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NoReturn
+from typing import Any
 
 from pdserve.router.text.tool_calls import CallDelta, State, ToolCallParser, ToolFormat
 
@@ -118,14 +118,10 @@ def _types(schema: object) -> Set[str]:
 
 def _json_of(text: str, types: Set[str]) -> str:
     """A value as JSON: as it was written if it is JSON of one of the types, else a string."""
-    written = _PYTHON.get(text.strip(), text.strip())
+    written = _PYTHON.get(text.strip(), text.strip())  # NaN, which JSON lacks, is no int either
     try:
-        kind = _JSON_TYPES.get(type(json.loads(written, parse_constant=_refuse)), "string")
+        kind = _JSON_TYPES.get(type(json.loads(written, parse_constant=int)), "string")
     except (ValueError, RecursionError):
         kind = "string"
     is_allowed = kind in types or (kind == "integer" and "number" in types) or "string" not in types
     return written if kind != "string" and is_allowed else _quoted(text).join('""')
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
