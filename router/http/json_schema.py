@@ -8,6 +8,9 @@ that xgrammar does not know is an annotation, as in the standard.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, TypeVar
+
+Member = TypeVar("Member", list[Any], dict[str, Any])
 
 MAX_DEPTH = 64
 """Nested schemas, each with its lists and maps."""
@@ -102,24 +105,17 @@ def _check_keywords(schema: dict[str, object], place: str) -> None:
         if name in _NEVER and schema[name] is not False:
             raise SchemaError(f"{place} has {name}, which is not supported; leave it out", name)
     for name in _LISTS_OF_SCHEMAS:
-        _list(schema, name, place)
+        _member(schema, name, place, list)
     for name in _MAPS_OF_SCHEMAS:
-        _map(schema, name, place)
+        _member(schema, name, place, dict)
     _check_types(schema, place)
     _check_together(schema, place)
 
 
-def _list(schema: dict[str, object], name: str, place: str) -> list[object]:
-    value = schema.get(name, [])
-    if not isinstance(value, list):
-        raise SchemaError(f"{place}/{name} should be a list", name)
-    return value
-
-
-def _map(schema: dict[str, object], name: str, place: str) -> dict[str, object]:
-    value = schema.get(name, {})
-    if not isinstance(value, dict):
-        raise SchemaError(f"{place}/{name} should be an object", name)
+def _member(schema: dict[str, object], name: str, place: str, kind: type[Member]) -> Member:
+    value = schema.get(name, kind())
+    if not isinstance(value, kind):
+        raise SchemaError(f"{place}/{name} should be {'a list' if kind is list else 'an object'}", name)
     return value
 
 
@@ -135,7 +131,7 @@ def _check_types(schema: dict[str, object], place: str) -> None:
     if "multipleOf" in schema and types != ["integer"]:
         message = f"{place} has multipleOf, which is supported for the type integer only; leave it out"
         raise SchemaError(message, "multipleOf")
-    for value in [*_list(schema, "enum", place), *([schema["const"]] if "const" in schema else [])]:
+    for value in [*_member(schema, "enum", place, list), *([schema["const"]] if "const" in schema else [])]:
         if types and not any(_has_type(value, one) for one in types):
             message = f"{place} has the value {str(value)[:40]!r}, which is not of its type; leave it out"
             raise SchemaError(message, "type")
@@ -153,7 +149,7 @@ def _check_together(schema: dict[str, object], place: str) -> None:
             ignored = sorted(constraints - {name})
             message = f"{place} has {', '.join(ignored)} beside {name}, which is not supported; move them into it"
             raise SchemaError(message, *([name] if constraints & _CONTENTS else ignored))
-    if len(_list(schema, "allOf", place)) > 1:
+    if len(_member(schema, "allOf", place, list)) > 1:
         raise SchemaError(f"{place}/allOf has several schemas, which is not supported; merge them", "allOf")
     reference = schema.get("$ref", "#")
     if not isinstance(reference, str) or not reference.startswith("#"):
@@ -171,8 +167,10 @@ def _check_together(schema: dict[str, object], place: str) -> None:
     if {"properties", "patternProperties"} <= constraints:
         message = f"{place} has patternProperties beside properties, which is not supported; keep one of them"
         raise SchemaError(message, "patternProperties")
-    required = _list(schema, "required", place)
-    missing = [name for name in required if not isinstance(name, str) or name not in _map(schema, "properties", place)]
+    required = _member(schema, "required", place, list)
+    missing = [
+        name for name in required if not isinstance(name, str) or name not in _member(schema, "properties", place, dict)
+    ]
     if missing:
         message = f"{place}/required has {str(missing[0])[:64]!r}, which is not among the properties; add it"
         raise SchemaError(message, "required")

@@ -29,7 +29,7 @@ _SYSTEM = ("system", "developer")
 _MAY_BE_EMPTY = ("assistant", "tool")
 _BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 """First line of Claude Code's system text. It differs in each request, so that no prefix would be shared."""
-_HOSTED_CALLS = frozenset({"code_interpreter_call", "file_search_call", "image_generation_call", "web_search_call"})
+_HOSTED_CALLS = ("code_interpreter_call", "file_search_call", "image_generation_call", "web_search_call")
 """Items of tools that another server ran."""
 
 FREE_TEXT = "input"
@@ -163,10 +163,8 @@ def messages_of(
             case "message":
                 message = {"role": item.get("role"), "content": item.get("content")}
             case "function_call" | "custom_tool_call":
-                message = messages.pop() if messages and not reasoning else {}
-                if message.get("role") != "assistant":
-                    messages += [message] if message else []
-                    message = {"role": "assistant"}
+                continues = messages and not reasoning and messages[-1]["role"] == "assistant"
+                message = messages.pop() if continues else {"role": "assistant"}
                 calls = message.setdefault("tool_calls", [])
                 call_place = f"messages.{len(messages)}.tool_calls.{len(calls)}"
                 places |= {call_place: place, f"{call_place}.id": f"{place}.call_id", f"{call_place}.function": place}
@@ -180,9 +178,7 @@ def messages_of(
             case "reasoning":
                 reasoning += _reasoning_of(item)
                 continue
-            case "item_reference" if str(item.get("id")).startswith("rs_"):
-                continue
-            case str(kind) if kind in _HOSTED_CALLS:
+            case kind if kind in _HOSTED_CALLS or (kind == "item_reference" and str(item.get("id")).startswith("rs_")):
                 continue
             case "item_reference":
                 remedy = "send the item itself, with store: false"
@@ -201,7 +197,7 @@ def messages_of(
 def _reasoning_of(item: Mapping[str, Any]) -> str:
     """Text of a reasoning item; empty if another server encrypted it."""
     parts = item.get("content") or item.get("summary")
-    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    texts = [part.get("text") or "" for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     try:
         return "\n".join(map(str, texts)) or b64decode(str(item.get("encrypted_content") or "")).decode()
     except ValueError:

@@ -43,6 +43,8 @@ _ITEMS: Mapping[str, tuple[str, Mapping[str, object]]] = {
 }  # fmt: skip
 """Type of an item to the start of its id and its members at first."""
 _CALLS = ("function_call", "custom_tool_call")
+_DELTAS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
+"""Type of an item to what its text is called."""
 _LOGPROBS = "message.output_text.logprobs"
 _REASONING = "reasoning.encrypted_content"
 
@@ -290,13 +292,9 @@ class ResponseWriter:
         self._pieces.append(text)
         if self._items[-1]["type"] == "custom_tool_call":  # its text is inside JSON, which is not complete yet
             return []
-        kind = {
-            "message": "output_text",
-            "reasoning": "reasoning_text",
-            "function_call": "function_call_arguments",
-        }[self._items[-1]["type"]]
-        more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
-        return [self._event(f"response.{kind}.delta", **self._place(), delta=text, **more)]
+        kind = self._items[-1]["type"]
+        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        return [self._event(f"response.{_DELTAS[kind]}.delta", **self._place(), delta=text, **more)]
 
     def _close(self, status: str) -> list[dict[str, Any]]:
         """Complete the open item, if any."""
@@ -308,8 +306,8 @@ class ResponseWriter:
         events = []
         if item["type"] == "function_call":
             item["arguments"] = text
-            members = {**self._place(), "name": item["name"], "arguments": text}
-            events.append(self._event("response.function_call_arguments.done", **members))
+            members = {"name": item["name"], "arguments": text}
+            events.append(self._event("response.function_call_arguments.done", **self._place(), **members))
         elif item["type"] == "custom_tool_call":
             item["input"] = text = _free_text(text)
             events.append(self._event("response.custom_tool_call_input.delta", **self._place(), delta=text))
