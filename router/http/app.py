@@ -21,7 +21,6 @@ from pdserve.router.http.json_body import JsonRoute
 from pdserve.router.http.keys import RATE_HEADERS, KeyFile
 from pdserve.router.http.page import add_page_routes
 from pdserve.router.http.request_log import RequestLog
-from pdserve.router.http.sse import WAITING_S
 from pdserve.router.http.writer import VERSION
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.overview import Overview
@@ -52,7 +51,7 @@ def create_app(
     request_log: RequestLog | None = None,
     tracer: Tracer | None = None,
     overview: Overview | None = None,
-    keep_alive_s: float = WAITING_S,
+    keep_alive_s: float = 10.0,
 ) -> FastAPI:
     """Create the application for one model.
 

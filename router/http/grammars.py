@@ -7,31 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Protocol
 
 from pdserve.contracts.request import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pdserve.router.http.errors import MAX_NAME_CHARS, refusal
 from pdserve.router.http.json_schema import SchemaError, check_json_schema
+from pdserve.router.http.schema import GenerationBody
 from pdserve.router.text.reasoning import CLOSING, OPENING
 
 ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 """Schema of JSON mode: any object."""
 
 
-class GuidedBody(Protocol):
-    """Fields of a body that restrict its answer."""
-
-    @property
-    def response_format(self) -> dict[str, object] | None: ...
-
-    @property
-    def structured_outputs(self) -> dict[str, object] | None: ...
-
-    @property
-    def ignore_eos(self) -> bool | None: ...
-
-
-def grammar_of(body: GuidedBody) -> Grammar | None:
+def grammar_of(body: GenerationBody) -> Grammar | None:
     """Grammar that the body requests, if any.
 
     Raises:

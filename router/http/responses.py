@@ -224,7 +224,7 @@ class ResponseWriter:
         return b"".join(_line(event) for delta in batch for event in self._advance(delta))
 
     def failure(self, error: ApiError) -> bytes:
-        """Event that ends a stream early."""
+        """Events that end a stream early."""
         events = self._begin()
         code = error.code or "server_error"  # names of the API's own
         self._envelope |= {"status": "failed", "error": {"code": code, "message": error.detail}}

@@ -52,7 +52,6 @@ def sampling_params(
     if min_tokens > max_tokens:
         message = f"min_tokens is {min_tokens}, and the answer has {max_tokens} tokens at most; lower min_tokens"
         raise ApiError(400, message, param="min_tokens")
-    seed = FRESH_SEED if body.seed is None else body.seed
     temperature = _or(body.temperature, _DEFAULTS.temperature)
     return SamplingParams(
         temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
@@ -63,7 +62,7 @@ def sampling_params(
         presence_penalty=_or(body.presence_penalty, _DEFAULTS.presence_penalty),
         frequency_penalty=_or(body.frequency_penalty, _DEFAULTS.frequency_penalty),
         logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
-        seed=secrets.randbits(64) if seed == FRESH_SEED else seed & _SEED_MASK,
+        seed=secrets.randbits(64) if body.seed is None or body.seed == FRESH_SEED else body.seed & _SEED_MASK,
         max_tokens=max(max_tokens, 1),  # prompt log probabilities alone still need one sampled token
         min_tokens=min_tokens,
         stop_token_ids=tuple(body.stop_token_ids or ()),

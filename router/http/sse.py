@@ -1,7 +1,7 @@
 """Streamed answers: one server-sent event per token, and one write for tokens that arrive together.
 
-The status is sent with token 0, or after 10 s without one: an earlier failure is an ordinary HTTP error. A later
-failure is one event, after which the stream ends without ``[DONE]``.
+The status is sent with token 0, or with the first comment while a stream waits for it: an earlier failure is an
+ordinary HTTP error. A later failure is told by events, after which the stream ends without ``[DONE]``.
 """
 
 from __future__ import annotations
@@ -12,34 +12,20 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from pdserve.router.http.asgi import cancel_on_disconnect
-from pdserve.router.http.errors import ApiError, api_error
+from pdserve.router.http.errors import api_error
+from pdserve.router.http.responses import ResponseWriter
 from pdserve.router.http.token_timer import TokenTimer
-from pdserve.router.http.writer import off_loop
-from pdserve.router.text.answer import Answer, TextDelta, deltas_of
+from pdserve.router.http.writer import AnswerWriter, off_loop
+from pdserve.router.text.answer import Answer, deltas_of
 
 WRITE_TIMEOUT_S = 60.0
 """Seconds without progress while an event waits, after which the reader counts as gone."""
-
-
-WAITING_S = 10.0
-"""Default of the seconds between comments before token 0, so that proxies do not cut the connection."""
-
-
-class EventWriter(Protocol):
-    def events(self, batch: Sequence[TextDelta]) -> bytes:
-        """Events of tokens that arrived together, including those that open and end the stream."""
-        ...
-
-    def failure(self, error: ApiError) -> bytes:
-        """Event that ends a stream early."""
-        ...
 
 
 class EventStream(StreamingResponse):
@@ -51,7 +37,7 @@ class EventStream(StreamingResponse):
     def __init__(
         self,
         answers: Sequence[Answer],
-        writer: EventWriter,
+        writer: AnswerWriter | ResponseWriter,
         timer: TokenTimer,
         keep_alive_s: float,
         shows_workers: bool,

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
+from itertools import groupby
 from typing import Any, TypeVar
 
 import msgspec
@@ -78,7 +79,6 @@ class AnswerWriter:
         self._calls: dict[int, list[CallDelta]] = {}
         self._lists: list[dict[str, bytearray]] = [{} for _ in range(body.num_answers)]
         """JSON of what lists each token, by name, without the bracket at its end."""
-        self._shown_prompts: dict[Answer, msgspec.Raw] = {}
         self._num_listed = 0
         self._ends: list[AnswerEnd | None] = [None] * body.num_answers
 
@@ -166,9 +166,12 @@ class AnswerWriter:
         return await off_loop(self._num_listed + num_prompt_logprobs * self._body.num_choices, self._whole)
 
     def _whole(self) -> bytes:
-        members = self._prompt_members(self._answers[0]) if self._is_chat else {}
         choices = [self._choice(index) for index in range(self._body.num_answers)]
-        return _encode(self._envelope | {"choices": choices, "usage": usage(self._answers)} | members)
+        members = [self._prompt_members(answer) for answer in self._answers]
+        if not self._is_chat:
+            choices = [choice | members[index // self._body.num_choices] for index, choice in enumerate(choices)]
+        last = members[0] if self._is_chat else {}
+        return _encode(self._envelope | {"choices": choices, "usage": usage(self._answers)} | last)
 
     def _list(self, choice: int, name: str) -> msgspec.Raw:
         kept = self._lists[choice].setdefault(name, bytearray(b"["))
@@ -192,19 +195,15 @@ class AnswerWriter:
         }
         if self._body.return_token_ids:
             choice["token_ids"] = self._list(index, "token_ids")
-        if not self._is_chat:
-            choice |= self._prompt_members(self._answers[index // self._body.num_choices])
         return choice
 
     def _prompt_members(self, answer: Answer) -> dict[str, Any]:
         members: dict[str, Any] = {"prompt_token_ids": answer.prompt_tokens} if self._body.return_token_ids else {}
         if self._body.prompt_logprobs is not None:
-            if answer not in self._shown_prompts:
-                entries = prompt_logprobs(
-                    self._tokenizer, answer.prompt_tokens, answer.prompt_logprobs, self._body.prompt_logprobs
-                )
-                self._shown_prompts[answer] = msgspec.Raw(b"[%b]" % b",".join(map(_encode, entries)))
-            members["prompt_logprobs"] = self._shown_prompts[answer]
+            entries = prompt_logprobs(
+                self._tokenizer, answer.prompt_tokens, answer.prompt_logprobs, self._body.prompt_logprobs
+            )
+            members["prompt_logprobs"] = msgspec.Raw(b"[%b]" % b",".join(map(_encode, entries)))
         return members
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
@@ -240,11 +239,10 @@ def _reasoning(text: str) -> dict[str, Any]:
 
 def _whole_calls(parts: Sequence[CallDelta]) -> list[dict[str, Any]]:
     calls = []
-    for first in parts:
-        if first.id:
-            arguments = "".join(part.arguments for part in parts if part.number == first.number)
-            function = {"name": first.name, "arguments": arguments}
-            calls.append({"id": first.id, "type": "function", "function": function})
+    for _, group in groupby(parts, key=lambda part: part.number):
+        first, *rest = group
+        function = {"name": first.name, "arguments": "".join(part.arguments for part in (first, *rest))}
+        calls.append({"id": first.id, "type": "function", "function": function})
     return calls
 
 

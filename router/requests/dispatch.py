@@ -763,10 +763,8 @@ class Dispatcher:
         return None
 
     def _silence_error(self) -> GenerationError:
-        limit_s = self._settings.max_silence_s
-        return GenerationError(
-            504, f"no token came for {limit_s:g} s: raise router.max_silence_seconds, or add workers"
-        )
+        remedy = "raise router.max_silence_seconds, or add workers"
+        return GenerationError(504, f"no token came for {self._settings.max_silence_s:g} s: {remedy}")
 
 
 class _Decision(NamedTuple):

@@ -130,10 +130,6 @@ class ChatTokenizer:
             raise ValueError(f"{said}; take tokenizer, config.json and weights from one and the same checkpoint")
         return f"{said}: prompts with an id beyond are refused"
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self.template is not None
-
     def chat_text(
         self,
         messages: Sequence[Mapping[str, object]],

@@ -23,7 +23,6 @@ from pdserve.router.http.app import create_app
 from pdserve.router.http.keys import KeyFile
 from pdserve.router.http.protocol import BoundedHttpProtocol
 from pdserve.router.http.request_log import RequestLog
-from pdserve.router.http.sse import WAITING_S
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.plain_histogram import PlainSeries
 from pdserve.router.requests.journey import Journey, Span
@@ -294,7 +293,7 @@ def running_edge(
     log: Path | None = None,
     tracer: Tracer | None = None,
     defaults: Mapping[str, float] | None = None,
-    keep_alive_s: float = WAITING_S,
+    keep_alive_s: float = 10.0,
 ) -> Iterator[EdgeServer]:
     """Serve a small tokenizer on a free loopback port until the block exits."""
     with TemporaryDirectory() as folder:

@@ -127,8 +127,7 @@ def test_a_stream_that_waits_says_so_and_an_error_after_that_is_an_event() -> No
         assert json.loads(events(answer)[-1])["error"]["message"] == "lost"
 
 
-def test_a_stream_waits_in_silence_by_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.router.http.sse.WAITING_S", 0.1)
+def test_a_stream_waits_in_silence_by_choice() -> None:
     with running_edge(keep_alive_s=0) as edge:
         edge.say("ab")
         edge.generator.script = waiting_first(edge.generator.script)
