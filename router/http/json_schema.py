@@ -158,10 +158,8 @@ def _check_together(schema: dict[str, object], place: str) -> None:
         if ignored := sorted(constraints - {"type", name}):
             message = f"{place} has {', '.join(ignored)} beside {name}, which is not supported; leave it out"
             raise SchemaError(message, *ignored)
-    if len(constraints & {"pattern", "format"}) > 1 or (
-        constraints & {"pattern", "format"} and constraints & {"minLength", "maxLength"}
-    ):
-        both = sorted(constraints & set(_OF_STRINGS))
+    both = sorted(constraints & set(_OF_STRINGS))
+    if len(both) > 1 and {"pattern", "format"} & {*both}:
         message = f"{place} has {', '.join(both)} together, which is not supported; keep one of them"
         raise SchemaError(message, *(name for name in both if name != ("pattern" if "pattern" in both else "format")))
     if {"properties", "patternProperties"} <= constraints:

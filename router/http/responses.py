@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, refusal
 from pdserve.router.http.json_body import Body, refusal_of
 from pdserve.router.http.messages import FREE_TEXT, MAX_MESSAGES, messages_of
-from pdserve.router.http.schema import ChatBody, Tools
+from pdserve.router.http.schema import ChatBody, ToolList
 from pdserve.router.http.unsupported_fields import RESPONSES, check_extra_fields, warn_once
 from pdserve.router.http.writer import DELTA_BYTES, text_bytes
 from pdserve.router.text.answer import Answer, TextDelta
@@ -67,7 +67,7 @@ class ResponsesBody(Body):
     top_p: object = None
     text: dict[str, object] | None = None
     """``{"format": {...}}``: structure of the answer."""
-    tools: Tools | None = None
+    tools: ToolList | None = None
     tool_choice: object = None
     reasoning: dict[str, object] | None = None
     """``{"effort": "..."}``; the rest changes no answer."""

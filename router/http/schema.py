@@ -226,7 +226,7 @@ class GenerationBody(Body):
             raise refusal("prompt_logprobs", "are not available in a stream")
 
 
-Tools = Annotated[list[dict[str, object]], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolList = Annotated[list[dict[str, object]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class TemplatedBody(Body):
@@ -262,7 +262,7 @@ class ChatBody(GenerationBody, TemplatedBody):
     max_completion_tokens: _TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: _NumLogprobs | None = None
-    tools: Tools | None = None
+    tools: ToolList | None = None
     """Functions that the model may call; see `pdserve.router.http.tools`."""
     tool_choice: object = None
     """Also checked there."""
@@ -340,7 +340,7 @@ class TokenizeBody(TemplatedBody):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    tools: Tools | None = None
+    tools: ToolList | None = None
     """With messages, as in a chat."""
     add_special_tokens: bool | None = None
     """Of a prompt, true by default; a chat template writes them itself."""
