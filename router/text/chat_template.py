@@ -42,7 +42,7 @@ class PromptEnd(Enum):
     """Inside the last message, which the answer continues."""
 
 
-_ASKS_FOR_NONE = re.compile(r"content\W{0,4}\s+is\s+(not\s+)?none", re.IGNORECASE)
+_ASKS_FOR_NONE = re.compile(r"content[\"'\])\s]{0,4}(\s+is(\s+not)?\s|[!=]=)\s*none", re.IGNORECASE)
 
 END_MARK = "\U0010fffe"
 """Stands at the end of the message that is continued. Not a character, so no text has it."""

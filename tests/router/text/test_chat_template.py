@@ -95,6 +95,8 @@ def test_a_broken_template_names_its_line() -> None:
     [
         ("{% for m in messages %}{{ '-' if m.content is none else m.content }}{% endfor %}", "a-"),
         ("{% for m in messages %}{{ '-' if m['content'] is not none else '+' }}{% endfor %}", "-+"),
+        ("{% for m in messages %}{{ '-' if m['content'] != None else '+' }}{% endfor %}", "-+"),
+        ("{% for m in messages %}{{ '-' if m.content == none else m.content }}{% endfor %}", "a-"),
         ("{% for m in messages %}[{{ m.content.strip() }}]{% endfor %}", "[a][]"),
     ],
 )
