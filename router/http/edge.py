@@ -30,13 +30,7 @@ from pdserve.router.http.keys import Caller
 from pdserve.router.http.messages import forms_of
 from pdserve.router.http.responses import ResponsesBody, ResponseWriter
 from pdserve.router.http.sampling import check_prompt_length, check_token_ids, sampling_params
-from pdserve.router.http.schema import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    GenerationBody,
-    TokenizeBody,
-)
+from pdserve.router.http.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from pdserve.router.http.sse import EventStream
 from pdserve.router.http.token_timer import TokenTimer
 from pdserve.router.http.tools import Tools, new_call_id, template_options, tools_of

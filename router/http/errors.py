@@ -28,12 +28,7 @@ MAX_MESSAGE_CHARS = 1000
 MAX_NAME_CHARS = 64
 """Limit for a name chosen by a client, such as a key of ``logit_bias``."""
 
-_TYPES = {
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
-}
+_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error", 504: "timeout_error"}
 _CODES = {429: "rate_limit_exceeded"}
 
 

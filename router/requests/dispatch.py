@@ -538,10 +538,7 @@ class Dispatcher:
         if self._retries.avoids_any(attempt):
             cut_off = {w.worker_id for w in decoders if self._retries.avoids(attempt, w, start_s)}
         binding = self._placement.decode(
-            self._arrival(attempt, blocks, start_s),
-            [w.snapshot() for w in decoders],
-            cut_off,
-            prefill.host,
+            self._arrival(attempt, blocks, start_s), [w.snapshot() for w in decoders], cut_off, prefill.host
         )
         now_s = self._now_s()
         self._observer.routed(now_s - start_s)

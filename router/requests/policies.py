@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from pdserve.router.requests.goodput import Goodput
-from pdserve.router.requests.placement import (
-    CacheAware,
-    LeastLoaded,
-    LeastTime,
-    Placement,
-    PowerOfTwo,
-    RoundRobin,
-)
+from pdserve.router.requests.placement import CacheAware, LeastLoaded, LeastTime, Placement, PowerOfTwo, RoundRobin
 from pdserve.router.requests.policy import Costs
 
 _POLICIES: dict[str, type[Placement]] = {

@@ -228,11 +228,7 @@ def may_prefill_locally(
 
 
 def choose_prefill(
-    blocks: PromptBlocks,
-    workers: Iterable[WorkerSnapshot],
-    costs: Costs,
-    *,
-    tpot_slo_s: float = 0.0,
+    blocks: PromptBlocks, workers: Iterable[WorkerSnapshot], costs: Costs, *, tpot_slo_s: float = 0.0
 ) -> PrefillChoice | None:
     """Worker with the least predicted TTFT; ``None`` when no worker can start.
 

@@ -287,12 +287,7 @@ class ChatTokenizer:
         return piece.replace(_SPACE, " ").encode()
 
     def _encode(
-        self,
-        text: str,
-        *,
-        add_special_tokens: bool,
-        most_tokens: int | None = None,
-        tokenizer: Tokenizer | None = None,
+        self, text: str, *, add_special_tokens: bool, most_tokens: int | None = None, tokenizer: Tokenizer | None = None
     ) -> list[int]:
         tokenizer = tokenizer or self._tokenizer
         if len(text) <= MAX_INLINE_CHARS:
