@@ -152,8 +152,8 @@ class ToolCallParser:
         """End the answer: what is held is text, but for arguments, and white space after a call."""
         if self._state is State.HEAD:
             self._text.append(self._before + self._held)
-        elif self._state is State.ARGUMENTS and self._held and not self._style.is_xml:
-            self._calls.append(CallDelta(self._index - 1, "", "", self._held))
+        elif self._state is State.ARGUMENTS and not self._style.is_xml:
+            self._write(self._held)
         elif self._state is State.BETWEEN:
             self._text.append(self._held.lstrip())
         elif self._state in (State.START, State.TEXT):
@@ -161,6 +161,14 @@ class ToolCallParser:
         self.num_calls += self._state is State.TAIL
         self._held = ""
         return self._take()
+
+    def _write_call(self, name: str, arguments: str = "") -> None:
+        self._calls.append(CallDelta(self._index, self._new_id(), name, arguments))
+        self._index += 1
+
+    def _write(self, arguments: str) -> None:
+        if arguments:
+            self._calls.append(CallDelta(self._index - 1, "", "", arguments))
 
     def _take(self) -> tuple[str, list[CallDelta]]:
         text, calls = "".join(self._text), self._calls
@@ -229,8 +237,7 @@ class ToolCallParser:
     def _read_head(self) -> bool:
         start = _HEAD.match(self._held, 0, _MAX_HEAD_CHARS)
         if start is not None and (name := _text_of(start["name"])):
-            self._calls.append(CallDelta(self._index, self._new_id(), name, ""))
-            self._index += 1
+            self._write_call(name)
             self._held = self._held[start.end() :]
             self._scanner, self._state = _JsonScanner(self._style.closing), State.ARGUMENTS
             return True
@@ -243,11 +250,10 @@ class ToolCallParser:
         if end < 0:
             return False
         names = None if self._style.opening else self._functions.keys()
-        call = _call_of(self._held[:end] + "}" * self._scanner.depth, self._index, names)
+        call = _call_of(self._held[:end] + "}" * self._scanner.depth, names)
         if call is None:
             return self._give_up()
-        self._calls.append(call._replace(id=self._new_id()))
-        self._index += 1
+        self._write_call(*call)
         self._close(self._held[end:])
         return True
 
@@ -262,8 +268,7 @@ class ToolCallParser:
         if is_whole:
             arguments += "}" * self._scanner.depth
             self._scanner, self._state = _JsonScanner(self._style.closing, depth=1), State.TAIL
-        if arguments:
-            self._calls.append(CallDelta(self._index - 1, "", "", arguments))
+        self._write(arguments)
         return is_whole
 
     def _read_tail(self) -> bool:
@@ -302,9 +307,9 @@ def whole_text(text: str) -> str:
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _call_of(literal: str, index: int, names: Collection[str] | None) -> CallDelta | None:
-    """A complete call, of members in any order; ``None`` if it is none: it may be an answer that has a name. Only those
-    of ``names``, or all if it is None, may lack arguments."""
+def _call_of(literal: str, names: Collection[str] | None) -> tuple[str, str] | None:
+    """Name and arguments of a complete call, of members in any order; ``None`` if it is none, but an answer that has a
+    name. Only those of ``names``, or all if it is None, may lack arguments."""
     try:
         call = json.loads(literal)
     except (ValueError, RecursionError):
@@ -317,4 +322,4 @@ def _call_of(literal: str, index: int, names: Collection[str] | None) -> CallDel
     if not isinstance(arguments, dict | str):
         return None
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return CallDelta(index, "", whole_text(name), whole_text(text))
+    return whole_text(name), whole_text(text)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-from pdserve.router.text.tool_calls import CallDelta, State, ToolCallParser, ToolFormat
+from pdserve.router.text.tool_calls import State, ToolCallParser, ToolFormat
 
 _FUNCTION = re.compile(r"\s*<function=(?P<name>[^<>\s]{1,256})>")
 _FUNCTION_BEGUN = re.compile(r"\s*<function=[^<>\s]{0,256}")
@@ -42,8 +42,7 @@ class XmlCallParser(ToolCallParser):
 
     def _read_head(self) -> bool:
         if start := _FUNCTION.match(self._held):
-            self._calls.append(CallDelta(self._index, self._new_id(), start["name"], ""))
-            self._index += 1
+            self._write_call(start["name"])
             self._held, self._state, self._num_parameters = self._held[start.end() :], State.ARGUMENTS, 0
             self._properties = (self._functions.get(start["name"], {}).get("parameters") or {}).get("properties")
             return True
@@ -91,10 +90,6 @@ class XmlCallParser(ToolCallParser):
             self._write(_quoted(self._held[: self._num_scanned]))
             self._held, self._num_scanned = self._held[self._num_scanned :], 0
         return False
-
-    def _write(self, arguments: str) -> None:
-        if arguments:
-            self._calls.append(CallDelta(self._index - 1, "", "", arguments))
 
 
 def _quoted(text: str) -> str:
