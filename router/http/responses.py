@@ -125,7 +125,9 @@ class ResponsesBody(Body):
     def _chat_tools(self) -> list[dict[str, object]]:
         """Tools that can be offered. Those that OpenAI runs, such as ``web_search``, are not."""
         tools: list[dict[str, object]] = []
-        for place, tool, space in _flat(self.tools or (), "tools"):
+        flat = [*_flat(self.tools or (), "tools")]
+        taken = {str(tool.get("name")) for _, tool, space in flat if not space}
+        for place, tool, space in flat:
             kind = tool.get("type")
             if kind not in ("function", "custom") and isinstance(kind, str):
                 warn_once(f"tool type {kind[:MAX_NAME_CHARS]!r}", "not offered to the model")
@@ -133,7 +135,7 @@ class ResponsesBody(Body):
             chat_place = f"tools.{len(tools)}"
             self._places |= {chat_place: place, f"{chat_place}.function": place}
             name = str(tool.get("name"))
-            if space and name in self._calls:
+            if space and (name in taken or name in self._calls):
                 tool = {**tool, "name": f"{space['namespace']}.{name}"}
             kind = "custom_tool_call" if kind == "custom" else "function_call"
             self._calls[str(tool.get("name"))] = {"type": kind, "name": name, **space}
