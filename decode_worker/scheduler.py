@@ -358,12 +358,12 @@ class DecodeScheduler:
         )
 
     def check_integrity(self) -> None:
-        """Recount the pool's blocks and the host's slots.
+        """Recount the pool's blocks, the parked prompts and the host's slots.
 
         Raises:
             AssertionError: names the broken invariant.
         """
-        self._pool.check_integrity()
+        self._prefill.check_integrity()
         self._swapping.check_integrity()
 
 

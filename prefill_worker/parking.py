@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from math import inf
 
 from pdserve.contracts.events import RequestEvent, RequestEventKind
 from pdserve.engine.scheduling.interface import FirstToken, GrantEvent, OfferEvent, WithdrawEvent
+from pdserve.engine.scheduling.queue import SequenceQueue
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import SequenceTable
 
@@ -27,8 +27,6 @@ class _Parked:
     sequence: Sequence
     num_granted_blocks: int = 0
     is_leased: bool = False
-    is_finished: bool = False
-    """Token 0 has ended the request: the blocks are free."""
     expires_s: float = inf
     """Time at which the offer expires without a lease; infinite until token 0 is known."""
 
@@ -41,8 +39,8 @@ class Parking:
         self._park_timeout_s = park_timeout_s
         self._mint_handle = mint_handle
         self._offers: dict[bytes, _Parked] = {}
-        self._expiries: list[tuple[float, bytes]] = []
-        """Heap of expiry times with handles. Those of offers that are gone or leased are skipped."""
+        self._expiring = SequenceQueue()
+        """Parked prompts without a lease, and those that ended with token 0."""
         self.num_parked = self.num_blocks = 0
         """Prompts on offer whose blocks wait to be pulled, and those blocks."""
 
@@ -71,10 +69,10 @@ class Parking:
         offer = self._offers[sequence.handle]
         num_blocks = offer.num_granted_blocks if first_token.finish else len(sequence.block_table)
         if first_token.finish:
-            self._uncount(offer)
-            offer.is_finished = True
+            self._uncount(sequence)
         offer.expires_s = now_s + (FINISHED_OFFER_S if first_token.finish else self._park_timeout_s)
-        heappush(self._expiries, (offer.expires_s, sequence.handle))
+        if first_token.finish or not offer.is_leased:
+            self._expiring.push(sequence, offer.expires_s)
         self._table.events.append(self._grant(offer, num_blocks, first_token))
 
     def _grant(self, offer: _Parked, num_blocks: int, first_token: FirstToken | None = None) -> GrantEvent:
@@ -96,13 +94,15 @@ class Parking:
         offer = self._offers.get(handle)
         if offer is not None:
             offer.is_leased = is_leased
-            if not is_leased and offer.expires_s < inf:
-                heappush(self._expiries, (offer.expires_s, handle))
+            if offer.expires_s < inf and not offer.sequence.is_over:
+                self._expiring.discard(offer.sequence)
+                if not is_leased:
+                    self._expiring.push(offer.sequence, offer.expires_s)
 
     def take_released(self, handle: bytes) -> Sequence | None:
         """Remove an offer whose puller has every block. Returns its sequence unless that has already ended."""
         offer = self._remove(handle)
-        return None if offer is None or offer.is_finished else offer.sequence
+        return None if offer is None or offer.sequence.is_over else offer.sequence
 
     def withdraw(self, sequence: Sequence) -> None:
         """Withdraw the sequence's offer, if it has one."""
@@ -111,30 +111,39 @@ class Parking:
 
     def _remove(self, handle: bytes) -> _Parked | None:
         offer = self._offers.pop(handle, None)
-        if offer is not None and not offer.is_finished:
-            self._uncount(offer)
+        if offer is not None:
+            self._expiring.discard(offer.sequence)
+            if not offer.sequence.is_over:
+                self._uncount(offer.sequence)
         return offer
 
-    def _uncount(self, offer: _Parked) -> None:
+    def _uncount(self, sequence: Sequence) -> None:
         self.num_parked -= 1
-        self.num_blocks -= len(offer.sequence.block_table)
+        self.num_blocks -= len(sequence.block_table)
 
     def take_expired(self, now_s: float) -> list[Sequence]:
         """Withdraw expired offers. Returns their sequences, except those already ended."""
         expired = []
-        while self.next_expiry_s() <= now_s:
-            offer = self._offers[heappop(self._expiries)[1]]
-            self.withdraw(offer.sequence)
-            if not offer.is_finished:
-                expired.append(offer.sequence)
+        while (sequence := self._expiring.first_due(now_s)) is not None:
+            self.withdraw(sequence)
+            if not sequence.is_over:
+                expired.append(sequence)
         return expired
 
     def next_expiry_s(self) -> float:
         """Next expiry time; infinite if nothing can expire."""
-        while self._expiries:
-            expires_s, handle = self._expiries[0]
-            offer = self._offers.get(handle)
-            if offer is not None and (offer.is_finished or not offer.is_leased):
-                return expires_s
-            heappop(self._expiries)
-        return inf
+        return self._expiring.first_instant_s()
+
+    def check_integrity(self) -> None:
+        """Recount what is parked, and what may expire.
+
+        Raises:
+            AssertionError: a count is wrong, or an expiry is missing.
+        """
+        parked = [offer.sequence for offer in self._offers.values() if not offer.sequence.is_over]
+        assert self.num_parked == len(parked)
+        assert self.num_blocks == sum(len(sequence.block_table) for sequence in parked)
+        for offer in self._offers.values():
+            may_expire = offer.sequence.is_over or (offer.expires_s < inf and not offer.is_leased)
+            assert may_expire == (offer.sequence in self._expiring)
+        assert len(self._expiring) <= len(self._offers)

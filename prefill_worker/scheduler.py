@@ -293,6 +293,15 @@ class PrefillScheduler:
             num_context_tokens=sum([sequence.num_computed for sequence in self._admitted]),
         )
 
+    def check_integrity(self) -> None:
+        """Recount the pool's blocks and the parked prompts.
+
+        Raises:
+            AssertionError: names the broken invariant.
+        """
+        self._pool.check_integrity()
+        self._parking.check_integrity()
+
 
 def deadline_message(sequence: Sequence) -> str:
     return f"deadline: {sequence.request.deadline_s:g} s have passed since the worker received the request"

@@ -221,9 +221,7 @@ class Node:
                 output.sampled[row], output.failed[row] = None, "bad row"
 
     def check(self) -> None:
-        self.pool.check_integrity()
-        if isinstance(self.scheduler, DecodeScheduler):
-            self.scheduler.check_integrity()
+        self.scheduler.check_integrity()
         load = self.scheduler.load()
         total = load.num_blocks_free + load.num_blocks_cached + load.num_blocks_referenced
         assert total == self.pool.num_blocks
