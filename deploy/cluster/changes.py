@@ -78,7 +78,8 @@ class Changes:
         try:
             yield from self._start(worker)
         except (DeployError, GeneratorExit):
-            self._fleet.workers.remove(worker)
+            if worker.state is ProcessState.STOPPED:  # else the cluster ends, and has to end it
+                self._fleet.workers.remove(worker)
             raise
 
     def _remove(self, worker: WorkerProcess) -> Iterator[str]:

@@ -63,3 +63,13 @@ def test_a_worker_that_comes_up_ends_the_change() -> None:
     assert next(change) == ""
     fleet.workers[1].state = ProcessState.UP
     assert list(change) == ["decode-1 is up at a:1"]
+
+
+def test_a_worker_that_starts_when_the_cluster_ends_is_left_for_it_to_end() -> None:
+    fleet = OneHost()
+    change = scaling(fleet)
+    assert next(change) == "decode-1 starts"
+    fleet.workers[1].state = ProcessState.STARTING
+    assert next(change) == ""
+    change.close()
+    assert [each.name for each in fleet.workers] == ["decode-0", "decode-1"]
