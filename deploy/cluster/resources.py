@@ -8,9 +8,10 @@ and `num_gpus`, which read the driver's files.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from math import floor, inf, isclose
 from pathlib import Path
 
@@ -66,19 +67,20 @@ MAX_SHARE = 0.5
 
 
 def installed_gpu(folder: Path = _DRIVER_FOLDER) -> str:
-    """Catalogue name of this host's first GPU, taken for all of them; empty if there is none, or if the catalogue
+    """Catalogue name of this host's first GPU, taken for all of them; empty if none is visible, or if the catalogue
     lacks it."""
-    for path in sorted(folder.glob("*/information")):
+    for path in sorted(folder.glob("*/information"))[: num_gpus(folder)]:
         fields = dict(line.partition(":")[::2] for line in path.read_text(errors="replace").splitlines())
         return catalogue_name(fields.get("Model", "").strip())
     return ""
 
 
 def num_gpus(folder: Path = _DRIVER_FOLDER) -> int:
-    """GPUs of this host that ``CUDA_VISIBLE_DEVICES`` shows."""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    """GPUs of this host that ``CUDA_VISIBLE_DEVICES`` shows: those before the first entry that names none, as -1."""
     found = len(list(folder.glob("*/information")))
-    return found if shown is None else min(found, len([each for each in shown.split(",") if each.strip()]))
+    if (shown := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return found
+    return min(found, len(list(takewhile(re.compile(r"\s*(\d|GPU-|MIG-)").match, shown.split(",")))))
 
 
 def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float, num_gpus_of_host: float = inf) -> list[float]:

@@ -134,7 +134,10 @@ def test_the_driver_says_which_gpu_is_here(tmp_path: Path) -> None:
     assert installed_gpu(tmp_path) == "h100-sxm"
 
 
-@pytest.mark.parametrize(("shown", "count"), [(None, 2), ("", 0), ("1", 1), ("0,1,2", 2)])
+@pytest.mark.parametrize(
+    ("shown", "count"),
+    [(None, 2), ("", 0), ("1", 1), ("0,1,2", 2), ("-1", 0), ("1,-1,0", 1), ("NoDevFiles", 0), ("GPU-8932f937, 0", 2)],
+)
 def test_only_visible_gpus_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str | None, count: int
 ) -> None:
@@ -145,6 +148,7 @@ def test_only_visible_gpus_count(
     if shown is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     assert num_gpus(tmp_path) == count
+    assert installed_gpu(tmp_path) == ("l4" if count else "")
 
 
 def test_a_gpu_that_the_catalogue_does_not_have_is_none(tmp_path: Path) -> None:
