@@ -313,8 +313,7 @@ class DecodeScheduler:
         first = result.first_token
         failure = result.failure or _mismatch(result, sequence)
         if failure or first is None:
-            is_refused = result.failure_stage in (REFUSED, ABORTED)
-            refusal = RefusalCode.SOURCE if is_refused else RefusalCode.NONE
+            refusal = RefusalCode.SOURCE if result.failure_stage in (REFUSED, ABORTED) else RefusalCode.NONE
             self._table.events.append(
                 RequestEvent(sequence.key, RequestEventKind.KV_UNAVAILABLE, failure, refusal=refusal)
             )

@@ -43,7 +43,7 @@ class Admission:
         if num_choices > self._settings.max_in_flight:
             message = f"{num_choices} choices are more than this router takes at once: {self._settings.max_in_flight}"
             raise GenerationError(400, message)
-        # One that is more than this router's share has it for itself
+        # One that is more than this router's share has it for itself.
         max_in_flight = max(self._replicas.share(self._settings.max_in_flight), num_choices)
         num_in_flight = self.num_in_flight
         num_free, num_held = max_in_flight - num_in_flight, self._num_choices[tenant, tier]

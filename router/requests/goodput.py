@@ -112,13 +112,12 @@ class Goodput(Placement):
             backlog_s = np.where(handoff | (not handoff.any()), self._ttft_s(arrival, offers), inf)
             last = _least(arrival.blocks, offered, backlog_s)
             if not is_refused:
-                choice = offers.choice(last, offered[last].worker_id)
-                return choice._replace(is_late=True, due_s=now_s + LATE_S, waits=waits)
+                return offers.choice(last, offered)._replace(is_late=True, due_s=now_s + LATE_S, waits=waits)
             spacing_s = max(max(float(own_s.min()), self._own_s) / num_workers, self._end_spacing_s(view))
             retry_after_s = self._book(now_s, float(backlog_s[last]), spacing_s)
-            return offers.choice(best, offered[best].worker_id)._replace(retry_after_s=retry_after_s)
+            return offers.choice(best, offered)._replace(retry_after_s=retry_after_s)
         harm_per_s = float(weight * chance[best] * (1 - chance[best]) / spread_s[best])
-        return offers.choice(best, offered[best].worker_id)._replace(harm_per_s=harm_per_s)
+        return offers.choice(best, offered)._replace(harm_per_s=harm_per_s)
 
     def decode(
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
@@ -386,9 +385,10 @@ class Goodput(Placement):
         if _is_due(arrival) and is_turn_over:
             return False
         joining = self._joining, self._late_joining
+        num_joining = sum(each.num for each in joining)
         blocks, decodes = arrival.blocks, view.state.role != PREFILL
         is_idle = decodes & (view.state.num_decoding == 0) & (view.state.num_waiting_tokens == 0)
-        if np.count_nonzero(is_idle) > sum(each.num for each in joining):
+        if np.count_nonzero(is_idle) > num_joining:
             return False
         cost = self.costs.get(WorkerRole.DECODE) or self.costs[WorkerRole.MIXED]
         correction = float(view.state.token_s[decodes].min(initial=inf)) / cost.decode_token_s
@@ -402,7 +402,7 @@ class Goodput(Placement):
         state = self._workers.columns(view.rows[index])
         num_blocks = sum(each.num_tokens for each in joining) / blocks.block_size
         left = state._replace(
-            num_decoding=state.num_decoding + sum(each.num for each in joining) / len(index),
+            num_decoding=state.num_decoding + num_joining / len(index),
             num_free_blocks=state.num_free_blocks - num_blocks / len(index),
         )
         step_s = view.step_s[index] + sum(each.step_s(state) for each in joining)
@@ -503,9 +503,9 @@ class _Offers(NamedTuple):
     due_s: FloatArray
     ttft_s: FloatArray
 
-    def choice(self, index: int, worker_id: str) -> PrefillChoice:
+    def choice(self, index: int, offered: Sequence[WorkerSnapshot]) -> PrefillChoice:
         return PrefillChoice(
-            worker_id,
+            offered[index].worker_id,
             bool(self.handoff[index]),
             float(self.ttft_s[index]),
             int(self.num_cached[index]),
