@@ -65,11 +65,6 @@ class _Offer:
     def is_complete(self) -> bool:
         return bool(self.grants) and self.grants[-1].final
 
-    def wake(self) -> None:
-        """Let the lease see what has changed."""
-        if self.lease is not None:
-            self.lease.changed.set()
-
     def check(self, lease: _Lease) -> None:
         """Raise `_RefusalError` if the prompt can no longer be pulled by ``lease``."""
         if self.is_withdrawn:
@@ -83,6 +78,8 @@ class _Lease:
     """One pull of an offer."""
 
     data: ExpectedStream
+    release: asyncio.Future[bool]
+    """Done once the puller has released the prompt or left."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by a new grant, the withdrawal, a release or another puller. Cleared by the pull that waits for it."""
 
@@ -139,7 +136,8 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             return
         offer.num_blocks += len(grant.block_ids)
         offer.grants.append(grant)
-        offer.wake()
+        if offer.lease is not None:
+            offer.lease.changed.set()
 
     def withdraw(self, handle: bytes) -> None:
         """Remove an offer and abort the pull of it, if there is one."""
@@ -162,19 +160,17 @@ class Source(kv_pb2_grpc.KvTransferServicer):
 
     async def _lease(self, offer: _Offer, opening: kv_pb2.PullOpen, opened: kv_pb2.Opened, context: _Context) -> None:
         with self._listener.expect() as data:
-            lease, last = _Lease(data), offer.lease
-            offer.lease = lease
-            if last is not None:
-                last.end()
+            if offer.lease is not None:
+                offer.lease.end()
+            lease = offer.lease = _Lease(data, asyncio.ensure_future(_is_release(context)))
+            # A puller that leaves early must not be waited for; one that releases the prompt has everything.
+            lease.release.add_done_callback(lambda _: lease.end())
             self._send(transfer_pb2.TransferToEngine(lease_opened=transfer_pb2.LeaseOpened(handle=offer.handle)))
             is_released = False
-            release = asyncio.ensure_future(_is_release(context))
-            # A puller that leaves early must not be waited for; one that releases the prompt has everything.
-            release.add_done_callback(lambda _: lease.end())
             try:
-                is_released = await self._serve(offer, opening, opened, context, release, lease)
+                is_released = await self._serve(offer, opening, opened, context, lease)
             finally:
-                release.cancel()
+                lease.release.cancel()
                 self._end_lease(offer, lease, is_released)
 
     async def _read_open(self, context: _Context, proof: ServerProof) -> kv_pb2.PullOpen:
@@ -219,7 +215,6 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         opening: kv_pb2.PullOpen,
         opened: kv_pb2.Opened,
         context: _Context,
-        release: asyncio.Future[bool],
         lease: _Lease,
     ) -> bool:
         """Send everything, then wait for the release; ``False`` if the puller leaves without it."""
@@ -235,8 +230,8 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         num_sent = 0
         while True:
             offer.check(lease)
-            if release.done():
-                return release.result() and offer.is_complete and num_sent == len(offer.grants)
+            if lease.release.done():
+                return lease.release.result() and offer.is_complete and num_sent == len(offer.grants)
             if num_sent == len(offer.grants):
                 lease.changed.clear()
                 await lease.changed.wait()
