@@ -48,8 +48,6 @@ def _device(launch: Launch, role: WorkerRole, workers: Sequence[dict[str, Any]])
     if launch.gpu and any(str(worker["hardware"]).startswith("cpu") for worker in workers):
         return "CPU (torch sees no GPU: check nvidia-smi, or install a build of torch for CUDA)"
     num_ranks, share = phase.tensor_parallel * phase.pipeline_parallel, phase.gpu_memory_utilization
-    return (
-        f"{share:g} of a GPU each"
-        if num_ranks == 1 and share <= MAX_SHARE
-        else f"{num_ranks} GPU{'s' * (num_ranks > 1)} each"
-    )
+    if num_ranks == 1 and share <= MAX_SHARE:
+        return f"{share:g} of a GPU each"
+    return f"{num_ranks} GPU{'s' * (num_ranks > 1)} each"

@@ -212,8 +212,7 @@ class Fleet:
         )
 
     def _configs(self, launch: Launch, host: Host) -> dict[str, WorkerConfig]:
-        configs = worker_configs(launch, self._cluster_token, f"{host.folder}/cores")
-        return {config.worker_id: config for config in configs}
+        return {each.worker_id: each for each in worker_configs(launch, self._cluster_token, f"{host.folder}/cores")}
 
 
 def _check_launch(host: Host, launch: Launch) -> None:

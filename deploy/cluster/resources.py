@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import compress, islice, takewhile
 from math import floor, inf, isclose
 from pathlib import Path
 
@@ -97,28 +97,26 @@ def gpu_shares(configs: Sequence[WorkerConfig], num_gpus: float, num_gpus_of_hos
     Raises:
         DeployError: too few GPUs, also when shared.
     """
-    asked = [_share(config) if num_gpus or config.device == "cuda" else 0.0 for config in configs]
+    on_gpus = [num_gpus > 0 or config.device == "cuda" for config in configs]
     for num_sharing in range(1, len(configs) + 1):
-        shares = [
-            min(share, max(1, floor(100 * config.gpu_memory_utilization / num_sharing)) / 100)
-            if config.device == "auto" and num_sharing > 1 and share <= 1
-            else share
-            for config, share in zip(configs, asked, strict=True)
-        ]
+        shares = [_share(config, num_sharing) * is_on for config, is_on in zip(configs, on_gpus, strict=True)]
         if _num_gpus(shares) <= num_gpus and max(shares) <= num_gpus_of_host:
             return shares
+    asked = _num_gpus(map(_share, compress(configs, on_gpus)))
     raise DeployError(
-        f"the workers take {_num_gpus(asked)} GPUs and Ray has {num_gpus:g}: use fewer workers, lower their "
-        "tensor_parallel or pipeline_parallel, lower their gpu_memory_utilization to share GPUs, or set device "
-        f"to cpu; a host has {min(num_gpus, num_gpus_of_host):g}"
+        f"the workers take {asked} GPUs and Ray has {num_gpus:g}: use fewer workers, lower their tensor_parallel or "
+        "pipeline_parallel, lower their gpu_memory_utilization to share GPUs, or set device to cpu; a host has "
+        f"{min(num_gpus, num_gpus_of_host):g}"
     )
 
 
-def _share(config: WorkerConfig) -> float:
+def _share(config: WorkerConfig, num_sharing: int = 1) -> float:
     if config.emulate or config.device == "cpu":
         return 0.0
     if (num_ranks := config.tensor_parallel * config.pipeline_parallel) > 1:
         return float(num_ranks)
+    if num_sharing > 1 and config.device == "auto":
+        return max(1, floor(100 * config.gpu_memory_utilization / num_sharing)) / 100
     return config.gpu_memory_utilization if config.gpu_memory_utilization <= MAX_SHARE else 1.0
 
 

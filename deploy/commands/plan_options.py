@@ -45,10 +45,7 @@ HardwareFileOption = Annotated[
 ]
 DtypeOption = Annotated[
     str | None,
-    typer.Option(
-        help="Weights and activations: float32, bfloat16 (default), float16 or auto.",
-        rich_help_panel=WHAT,
-    ),
+    typer.Option(help="Weights and activations: float32, bfloat16 (default), float16 or auto.", rich_help_panel=WHAT),
 ]
 KvDtypeOption = Annotated[
     str | None, typer.Option(help="KV cache: auto (the model's dtype), int8 or float8_e4m3fn.", rich_help_panel=WHAT)
