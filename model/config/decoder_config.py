@@ -6,7 +6,7 @@ would compute wrongly. Used by workers, the router and the planner. Never import
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,8 +65,8 @@ class DecoderConfig:
                 f"cannot read {folder / 'config.json'}: no such file; name a folder with a Hugging Face model"
             )
         config = parse_config(read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
-        eos = eos_token_id(folder)
-        return config if eos is None else replace(config, eos_token_ids=_unique((*config.eos_token_ids, eos)))
+        eos, ids = eos_token_id(folder), config.eos_token_ids
+        return config if eos is None or eos in ids else replace(config, eos_token_ids=(*ids, eos))
 
     def limits(self, max_model_len: int) -> ModelLimits:
         """Limits for schedulers; ``max_model_len`` 0 takes the checkpoint's own limit.
@@ -201,8 +201,4 @@ def _eos_token_ids(config: Mapping[str, object], generation_config: Mapping[str,
             if not isinstance(end, int):
                 raise ValueError(f"eos_token_id {given!r} is neither a token id nor a list of them; download it again")
             token_ids.append(end)
-    return _unique(token_ids)
-
-
-def _unique(token_ids: Iterable[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token_ids))

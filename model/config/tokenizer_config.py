@@ -54,7 +54,7 @@ def eos_token_id(folder: Path) -> int | None:
         return None
     tokenizer = read_json(folder / "tokenizer.json")
     vocab = (tokenizer.get("model") or {}).get("vocab") or {}
-    ids = dict(vocab) if isinstance(vocab, dict) else {piece: number for number, (piece, _) in enumerate(vocab)}
+    ids = vocab if isinstance(vocab, dict) else {piece: number for number, (piece, _) in enumerate(vocab)}
     ids |= {token["content"]: int(number) for number, token in config.get("added_tokens_decoder", {}).items()}
     ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
     return ids.get(text)

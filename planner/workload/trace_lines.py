@@ -30,7 +30,6 @@ PLAIN_FIELDS = ("arrived_s", "prompt_tokens", "output_tokens")
 
 MOONCAKE_BLOCK_TOKENS = 512
 TimeUnit = Literal["auto", "s", "ms"]
-_UNITS_S = {"s": 1.0, "ms": 1e-3}
 
 
 class FormatError(ValueError):
@@ -69,7 +68,7 @@ class _MooncakeLines:
 
     def __init__(self, time_unit: TimeUnit, tokenizer: Path | None) -> None:
         self.has_times = True
-        self._unit_s = _UNITS_S.get(time_unit, 0.0)
+        self._unit_s = {"auto": 0.0, "s": 1.0, "ms": 1e-3}[time_unit]
         self._tokenizer = tokenizer
         self._contents: dict[object, int] = {}
         """Number of each hash id, which may have 64 bits."""
