@@ -267,11 +267,11 @@ def _report(run: Run, json: Path | None) -> int:
 
     with options.failure():
         words, notes = run.traffic.described()
-        longest = run.traffic.draw(run.num_requests, run.seed).longest
-        check_fits(run.layout, run.model, longest)
+        sample = run.traffic.draw(run.num_requests, run.seed)
+        check_fits(run.layout, run.model, sample)
         with options.working(f"simulating {run.num_requests:,} requests"):
             result = carry_out(run)
-        notes = (*notes, *extrapolations(run.model, run.layout, longest))
+        notes = (*notes, *extrapolations(run.model, run.layout, sample.longest()))
         if any(pool.workers_per_device > 1 for pool in run.layout.pools):
             notes = (*notes, _SHARED_NOTE)
     if json is None or str(json) != "-":

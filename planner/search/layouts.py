@@ -17,6 +17,7 @@ from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.search.estimates import fits
 from pdserve.planner.search.hosts import placed
 from pdserve.planner.search.plan import FitsNowhereError, Objective, Question, Supply
+from pdserve.planner.workload.workload import WorkloadSample
 
 _PREFILL_TOKENS, _DECODE_TOKENS = 8192, 2048
 """Token budgets of the steps of prefill workers, and of decode workers, which may prefill a prompt."""
@@ -183,10 +184,13 @@ def _remedy(question: Question) -> str:
     return _too_large(model, have, model.max_model_len, most_tokens, [supply.hardware for supply in fleet])
 
 
-def check_fits(layout: Layout, model: PlannedModel, longest: int) -> None:
-    """Raise FitsNowhereError if a worker of ``layout`` does not hold the weights and ``longest`` tokens of KV."""
-    for pool in layout.pools:
-        most_tokens = _most_tokens(pool, model)
+def check_fits(layout: Layout, model: PlannedModel, sample: WorkloadSample) -> None:
+    """Raise FitsNowhereError if a worker of ``layout`` does not hold the weights and the KV of any request."""
+    for pool in reversed([*layout.pools]):  # those first that hold answers, too
+        longest, most_tokens = (
+            sample.longest(with_answer=pool.role is not WorkerRole.PREFILL),
+            _most_tokens(pool, model),
+        )
         if longest > most_tokens:
             have = f"{pool.memory_fraction:.0%} of {pool.devices_per_worker} x {pool.hardware.name}"
             raise FitsNowhereError(_too_large(model, have, longest, most_tokens, [pool.hardware]))

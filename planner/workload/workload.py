@@ -35,10 +35,10 @@ class WorkloadSample:
         """Includes every turn."""
         return sum(1 for conversation in self.conversations for _ in conversation.turns())
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt and its answer."""
-        return max(each.num_prompt_tokens + each.num_output_tokens for it in self.conversations for each in it.turns())
+    def longest(self, *, with_answer: bool = True) -> int:
+        """Tokens of the longest prompt, with its answer or without."""
+        turns = (turn for each in self.conversations for turn in each.turns())
+        return max(turn.num_prompt_tokens + with_answer * turn.num_output_tokens for turn in turns)
 
     def at_rate(self, requests_per_s: float) -> list[SimulatedRequest]:
         """The requests to simulate, in order of arrival.

@@ -11,9 +11,10 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.model.cost.hardware import hardware
-from pdserve.planner.layout import Layout, PlannedModel
-from pdserve.planner.search.layouts import dollars_per_hour, enumerate_layouts
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.search.layouts import check_fits, dollars_per_hour, enumerate_layouts
 from pdserve.planner.search.plan import FitsNowhereError, Objective, Question, Space, Supply
+from pdserve.planner.workload.traffic import fixed_traffic
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO
 
 LLAMA_3_70B = PlannedModel(
@@ -138,6 +139,21 @@ def test_a_length_that_fits_nowhere_names_the_longest_that_would() -> None:
     assert enumerate_layouts(a_question(supply, model=replace(long, max_model_len=most))).layouts
     with pytest.raises(FitsNowhereError):
         enumerate_layouts(a_question(supply, model=replace(long, max_model_len=most + 1)))
+
+
+def test_a_prefill_worker_holds_no_answers() -> None:
+    sample = fixed_traffic(960, 640, max_model_len=8192).draw(3, 0)
+
+    def layout(num_prefill_blocks: int, num_decode_blocks: int) -> Layout:
+        pool = Pool(role=WorkerRole.PREFILL, replicas=1, hardware=H100, num_kv_blocks=num_prefill_blocks)
+        return Layout(prefill=pool, decode=replace(pool, role=WorkerRole.DECODE, num_kv_blocks=num_decode_blocks))
+
+    assert LLAMA_3_8B.block_size == 16
+    check_fits(layout(60, 100), LLAMA_3_8B, sample)
+    with pytest.raises(FitsNowhereError, match="the longest request, 960 tokens"):
+        check_fits(layout(59, 100), LLAMA_3_8B, sample)
+    with pytest.raises(FitsNowhereError, match="the longest request, 1600 tokens"):
+        check_fits(layout(60, 99), LLAMA_3_8B, sample)
 
 
 def test_kv_of_float8_is_for_devices_that_read_it() -> None:
