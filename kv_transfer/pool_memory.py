@@ -193,7 +193,8 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
     """
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    groups = root / "proc/self/cgroup"  # absent where the kernel has no control groups
+    for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
         for controller in _CGROUP_FILES.keys() & controllers.split(","):
             folder, *names = _CGROUP_FILES[controller]

@@ -180,6 +180,7 @@ V1 = {
 @pytest.mark.parametrize(
     ("files", "available"),
     [
+        ({}, 32_768_000),
         ({"proc/self/cgroup": "0::/\n"}, 32_768_000),
         ({"proc/self/cgroup": "0::/\n", **group("", "max", 9, 1)}, 32_768_000),
         ({"proc/self/cgroup": "0::/\n", **group("", "16000000", 10_000_000, 2_000_000)}, 8_000_000),
@@ -195,7 +196,16 @@ V1 = {
         ),
         ({"proc/self/cgroup": "5:devices:/a\n4:memory:/docker/abc\n0::/\n", **V1}, 8_000_000),
     ],
-    ids=["no files", "no limit", "limit", "wide limit", "used up", "slice above", "version 1 in a container"],
+    ids=[
+        "no groups",
+        "no files",
+        "no limit",
+        "limit",
+        "wide limit",
+        "used up",
+        "slice above",
+        "version 1 in a container",
+    ],
 )
 def test_available_memory_is_what_control_groups_leave(tmp_path: Path, files: dict[str, str], available: int) -> None:
     write_files(tmp_path, {**ROOMY, **files})
