@@ -123,11 +123,10 @@ class _MooncakeLines:
         return encode
 
     def _segments(self, record: Record, num_prompt_tokens: int) -> tuple[Segment, ...]:
-        hash_ids, block_tokens = record.get("hash_ids"), 16 if self._is_bailian else MOONCAKE_BLOCK_TOKENS
-        if not hash_ids:
+        if not (hash_ids := record.get("hash_ids")):
             return ()
-        if "block_size" in record:
-            block_tokens = max(1, _count(record, "block_size"))
+        usual = 16 if self._is_bailian else MOONCAKE_BLOCK_TOKENS
+        block_tokens = max(1, _count(record, "block_size")) if "block_size" in record else usual
         if not isinstance(hash_ids, list) or not all(type(each) is int for each in hash_ids):
             raise ValueError("hash_ids are not a list of whole numbers")
         num_full, num_left = divmod(num_prompt_tokens, block_tokens)
