@@ -54,7 +54,7 @@ def check_model(launch: Launch) -> str:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise DeployError(f"the model in {folder} cannot be read: {cause}") from error
     if not launch.ray_address:
-        check_memory(_on_devices(launch), model, launch.memory_bytes)
+        check_host_memory(launch)
     template = tokenizer.template
     if template is None:
         warnings.append(NO_CHAT_TEMPLATE)
@@ -116,15 +116,12 @@ def worker_memory(config: WorkerConfig, model: DecoderConfig) -> WorkerMemory:
 
 
 def check_host_memory(launch: Launch) -> None:
-    """`check_memory` of the workers of one host. The model has been checked before."""
+    """`check_memory` of the workers of one host, with weights on the GPUs of all that may have some. The model has been
+    checked before."""
     model = DecoderConfig.from_folder(Path(launch.config.model.path))
-    check_memory(_on_devices(launch), model, launch.memory_bytes)
-
-
-def _on_devices(launch: Launch) -> list[WorkerConfig]:
-    """Configurations of the workers, with ``cuda`` for all that may have GPUs."""
     configs = worker_configs(launch)
-    return [replace(each, device="cuda") if launch.is_on_gpu(each.role) else each for each in configs]
+    configs = [replace(each, device="cuda") if launch.is_on_gpu(each.role) else each for each in configs]
+    check_memory(configs, model, launch.memory_bytes)
 
 
 def check_memory(configs: Sequence[WorkerConfig], model: DecoderConfig, available: int) -> None:

@@ -30,8 +30,7 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
     given = read_json(folder / "generation_config.json")
     defaults: dict[str, float] = {}
     for name, (least, most) in _LIMITS.items():
-        value = given.get(name)
-        if value is None:
+        if (value := given.get(name)) is None:
             continue
         if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
             raise ValueError(

@@ -381,8 +381,7 @@ class Goodput(Placement):
             return False
         if arrival.weight and not len(self._answers) and not self._joining.num:
             return False
-        is_turn_over = self._num_since_turn >= TURN or arrival.now_s - self._turn_s >= LATE_S
-        if _is_due(arrival) and is_turn_over:
+        if _is_due(arrival) and (self._num_since_turn >= TURN or arrival.now_s - self._turn_s >= LATE_S):
             return False
         joining = self._joining, self._late_joining
         num_joining = sum(each.num for each in joining)
