@@ -143,7 +143,20 @@ def named_traffic(name: str, *, max_model_len: int, **reading: Any) -> Traffic:
     path = Path(name).expanduser()
     if name in PRESETS or not (path.exists() or path.suffix or "/" in name):
         return Traffic(workload=preset(name), max_model_len=max_model_len)
-    return _of_trace(_read(path, **reading), max_model_len)
+    try:
+        trace = read_trace(path, **reading)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    notes = trace.notes
+    if trace.arrived_s is not None and trace.rate:
+        span = wording.seconds(float(trace.arrived_s[-1]))
+        notes = (f"{trace.num_requests:,} requests, {wording.rate(trace.rate)} over {span}", *notes)
+    return Traffic(
+        workload=trace_workload(trace),
+        max_model_len=max_model_len,
+        trace=trace,
+        notes=tuple(f"Trace: {note}." for note in notes),
+    )
 
 
 def fixed_traffic(num_prompt_tokens: int, num_output_tokens: int, *, max_model_len: int) -> Traffic:
@@ -160,23 +173,3 @@ def fixed_traffic(num_prompt_tokens: int, num_output_tokens: int, *, max_model_l
     lengths = FixedLengths(num_prompt_tokens, num_output_tokens)
     workload = Workload(name="fixed lengths", contents=Conversations(lengths=lengths))
     return Traffic(workload=workload, max_model_len=max_model_len)
-
-
-def _read(path: Path, **reading: Any) -> Trace:
-    try:
-        return read_trace(path, **reading)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _of_trace(trace: Trace, max_model_len: int) -> Traffic:
-    notes = trace.notes
-    if trace.arrived_s is not None and trace.rate:
-        span = wording.seconds(float(trace.arrived_s[-1]))
-        notes = (f"{trace.num_requests:,} requests, {wording.rate(trace.rate)} over {span}", *notes)
-    return Traffic(
-        workload=trace_workload(trace),
-        max_model_len=max_model_len,
-        trace=trace,
-        notes=tuple(f"Trace: {note}." for note in notes),
-    )
