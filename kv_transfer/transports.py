@@ -111,7 +111,7 @@ class TcpReceiver:
             ):
                 check_generation(block, generation)
                 if received != sent:
-                    raise _damaged(block)
+                    raise PullError("verify", f"block {block.position} was damaged on its way: its digest differs")
             await asyncio.sleep(0)
 
     def _buffers(
@@ -167,10 +167,6 @@ def runs(memory: PoolMemory, block_id: int) -> Iterator[memoryview[int]]:
     """Bytes of a block, in runs of at most `RUN_BYTES`."""
     view = memory.block(block_id, 0, memory.layout.num_kv_heads)
     return (view[start : start + RUN_BYTES] for start in range(0, len(view), RUN_BYTES))
-
-
-def _damaged(block: GrantedBlock) -> PullError:
-    return PullError("verify", f"block {block.position} was damaged on its way: its digest differs")
 
 
 def check_generation(block: GrantedBlock, generation: int) -> None:

@@ -29,7 +29,7 @@ from pdserve.kv_transfer.pool_memory import available_memory_bytes
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.model.cost.step_grid import StepKind
-from pdserve.planner.cost_fit import CostFit, FittedStep, TimedStep, fit_hardware
+from pdserve.planner.cost_fit import CostFit, TimedStep, fit_hardware
 from pdserve.planner.hardware_file import read_hardware_file, write_hardware_file
 from pdserve.planner.layout import PlannedModel
 
@@ -253,12 +253,9 @@ def _steps_table(fit: CostFit) -> Table:
     for kind in StepKind:
         held_out = [step for step in fit.steps if step.is_held_out and step.step.kind is kind]
         for step in held_out[:: max(1, len(held_out) // _SHOWN_STEPS)]:
-            table.add_row(f"{kind.value}: {step.step}", *_cells(step))
+            figures = _ms(step.seconds), _ms(step.predicted_s), f"{step.error:+.1%}"
+            table.add_row(f"{kind.value}: {step.step}", *figures)
     return table
-
-
-def _cells(step: FittedStep) -> tuple[str, str, str]:
-    return _ms(step.seconds), _ms(step.predicted_s), f"{step.error:+.1%}"
 
 
 def _figures_table(device: Hardware) -> Table:

@@ -466,7 +466,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
 def _device(config: WorkerConfig) -> Hardware:
     if config.hardware:
         return from_json(Hardware, config.hardware, "the worker's hardware")
-    return hardware(config.emulate or "cpu", num_cores=_num_threads(config))
+    return hardware(config.emulate or "cpu", num_cores=len(_rank_cores(config, 0)))
 
 
 def _configure_openmp(config: WorkerConfig) -> None:
@@ -474,8 +474,3 @@ def _configure_openmp(config: WorkerConfig) -> None:
     if not config.cpu_cores:
         # Other workers may share these cores, and spinning OpenMP threads block each other for milliseconds.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-
-def _num_threads(config: WorkerConfig) -> int:
-    """Threads of one rank."""
-    return len(_rank_cores(config, 0))

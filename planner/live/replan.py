@@ -150,7 +150,8 @@ def change_between(old: Layout, new: Layout, model: PlannedModel) -> Change:
         num_stopped += num_before - kept
         num_started += num_after - kept
         if after is not None and num_after > kept:
-            load_s = max(load_s, _load_s(after, model))
+            rank_bytes = after.cost(model).weight_bytes / after.devices_per_worker
+            load_s = max(load_s, rank_bytes / after.hardware.host_bandwidth)
     return Change(num_kept=num_kept, num_stopped=num_stopped, num_started=num_started, load_s=load_s)
 
 
@@ -159,10 +160,6 @@ def _is_alike(before: Pool, after: Pool) -> bool:
     return dataclasses.replace(before, replicas=1, num_kv_blocks=0) == dataclasses.replace(
         after, replicas=1, num_kv_blocks=0
     )
-
-
-def _load_s(pool: Pool, model: PlannedModel) -> float:
-    return pool.cost(model).weight_bytes / pool.devices_per_worker / pool.hardware.host_bandwidth
 
 
 def sentences(proposal: Proposal) -> Iterator[str]:

@@ -22,7 +22,7 @@ from functools import cache
 from typing import NamedTuple
 
 from pdserve.contracts.placement import WorkerRole
-from pdserve.planner.layout import Hosts, Layout, Pool
+from pdserve.planner.layout import Hosts, Layout
 from pdserve.planner.search.plan import Supply
 from pdserve.planner.simulate.attainment import Attainment
 from pdserve.planner.wording import ROLE_NAMES, share
@@ -138,12 +138,7 @@ def _devices_by_host(layout: Layout) -> dict[int, str]:
         counts: Counter[int] = Counter()
         for worker in hosts[pool.role]:
             for host in worker:
-                counts[host] += _devices_on_each(pool, worker)
+                counts[host] += pool.devices_per_worker // len(worker)  # those of a stage, or of the whole worker
         for host, count in counts.items():
             words.setdefault(host, []).append(f"{count} {ROLE_NAMES[pool.role]}")
     return {host: " and ".join(words[host]) for host in sorted(words)}
-
-
-def _devices_on_each(pool: Pool, worker: Hosts) -> int:
-    """Devices behind one entry of a worker's hosts: those of a stage, or of the whole worker."""
-    return pool.devices_per_worker // len(worker)

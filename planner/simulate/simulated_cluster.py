@@ -22,7 +22,7 @@ from pdserve.engine.worker.pool_size import AUTO_SWAP_SHARE
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.stage import Stage
-from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
+from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.event_queue import EventQueue
 from pdserve.planner.simulate.simulated_worker import SimulatedWorker, WorkerSink
 from pdserve.planner.simulate.simulation import WorkerUse
@@ -143,7 +143,7 @@ class ClusterBuilder:
             worker.worker_id: worker
             for pool in self.layout.pools
             for replica, worker_hosts in enumerate(hosts[pool.role])
-            for worker in self._micro_batches(pool, replica, _host_name(worker_hosts), mint_handle)
+            for worker in self._micro_batches(pool, replica, "+".join(map(str, worker_hosts)), mint_handle)
         }
 
     def _micro_batches(
@@ -205,11 +205,6 @@ class ClusterBuilder:
             swap_space=swap_space(self.costs[pool.role], int(block_pool.num_blocks * AUTO_SWAP_SHARE)),
             mixed_s=StepTimes(self.costs[pool.role]).mixed_s,
         )
-
-
-def _host_name(hosts: Hosts) -> str:
-    """Equal for equal hosts."""
-    return "+".join(map(str, hosts))
 
 
 def _handles() -> Callable[[], bytes]:
