@@ -554,7 +554,7 @@ class Dispatcher:
         elif shortfall(blocks, worker.snapshot(), num_cached_tokens=blocks.num_cached_tokens(worker.cached_blocks)):
             self._observer.fell_back("no_room")
         self._unbound.pop(attempt.request_id, None)
-        deadline_s = self._deadline_s(attempt) - now_s
+        deadline_s = self._settings.max_silence_s  # token 0 may come meanwhile
         attempt.bind(worker, num_blocks=blocks.num_blocks(), deadline_s=deadline_s, stall_slo_s=binding.stall_slo_s)
 
     def _bind_others(self, first: Attempt) -> None:

@@ -299,8 +299,8 @@ def choose_decode(
 
 
 def tie_order(blocks: PromptBlocks, worker: WorkerSnapshot) -> tuple[int, str]:
-    """Order of workers between which nothing else decides: the most empty blocks first, if the prompt fits them, so that
-    all caches fill before one evicts; then the lowest id."""
+    """Order of workers between which nothing else decides: the most empty blocks first, if they hold the prompt, so
+    that all caches fill before one evicts; then the lowest id."""
     num_empty = worker.num_empty_blocks
     return -num_empty if num_empty >= blocks.num_blocks() else 0, worker.worker_id
 
