@@ -195,7 +195,10 @@ async def hand_off(
     prefill.offer(request)
     prefill.send_token(request, len(request.emitted_tokens), token)
     prepared = await decode.next_prepare()
-    assert prepared == request or prepared.deadline_s <= request.deadline_s
+    prepared_as_sent = worker_pb2.Request()
+    prepared_as_sent.CopyFrom(prepared)
+    prepared_as_sent.deadline_s, prepared_as_sent.stall_slo_s = request.deadline_s, request.stall_slo_s
+    assert prepared_as_sent == request
     decode.send_event(prepared, RequestEventKind.STARTED, waited_s=0.01)
     decode.send_event(prepared, RequestEventKind.JOINED, waited_s=0.02)
     if released:
