@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from pdserve.contracts.deployment import parse_ports
 from pdserve.contracts.errors import ConfigError, DeployError
 from pdserve.deploy.cluster.host_facts import slow_kernels_reason
 from pdserve.deploy.cluster.ray_cluster import split_address
@@ -45,8 +46,12 @@ def check_launch(launch: Launch) -> None:
 
 
 def check_ports(launch: Launch) -> None:
-    """Raises DeployError if the router cannot listen: port taken or not permitted, or address not on this host."""
-    router = launch.config.router
+    """Raises DeployError if the router cannot listen: port taken or not permitted, or address not on this host; or if
+    workers have too few ports."""
+    router, (first, last) = launch.config.router, parse_ports(launch.config.ports)
+    num_needed = sum(2 + launch.config.phase(role).pipeline_parallel for role in launch.roles)
+    if last and last - first + 1 < num_needed and not launch.ray_address:
+        raise DeployError(f"the workers listen on {num_needed} ports, and ports has {last - first + 1}; widen it")
     admin_ports = range(router.admin_port, router.admin_port + (router.replicas if router.admin_port else 1))
     listeners = [("port", router.host, router.port), *(("admin_port", router.admin_host, port) for port in admin_ports)]
     for key, host, port in listeners:

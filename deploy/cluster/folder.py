@@ -143,7 +143,8 @@ def find_cluster(admin_url: str = "", *, may_start: bool = False) -> ClusterNote
             f"{note.url} (admin {note.admin_url})" if note.url else f"one that starts (process {note.pid})"
             for note in notes
         )
-        raise DeployError(f"{len(notes)} clusters run here; give the address of one: {addresses}")
+        options = "--admin-url, or --url of chat, or --base-url of bench"
+        raise DeployError(f"{len(notes)} clusters run here; name one with {options}: {addresses}")
     return notes[0]
 
 

@@ -26,7 +26,7 @@ import psutil
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.placement import WorkerRole
 from pdserve.deploy.checks import preflight
-from pdserve.deploy.checks.model import check_model
+from pdserve.deploy.checks.model import NO_CHAT_TEMPLATE, check_model
 from pdserve.deploy.cluster.banner import banner_rows
 from pdserve.deploy.cluster.changes import Changes
 from pdserve.deploy.cluster.control import ControlPort
@@ -65,6 +65,7 @@ class Supervisor:
         self._cluster_token = secrets.token_hex(32)
         self._num_signals = 0
         self._is_ready = False
+        self._has_chat = True
         self._folder: Path
         self._desk = RayDesk()
         self._ray: RayCluster
@@ -88,6 +89,7 @@ class Supervisor:
         launch = self._launch
         preflight.check_launch(launch)
         model_warning = check_model(launch)
+        self._has_chat = NO_CHAT_TEMPLATE not in model_warning
         with cluster_folder() as self._folder:
             self._take_signals()
             write_note(self._folder, ClusterNote(pid=os.getpid(), folder=str(self._folder)))
@@ -322,7 +324,8 @@ class Supervisor:
             rows.append(("page", f"{router.address}/"))
         rows.append(("admin", ", ".join(router.admin_url for router in self._routers)))
         needs_key = bool(config.router.keys_file)
-        self._progress.banner(rows, curl_command(router.address, router.config.served_name, needs_key))
+        command = curl_command(router.address, router.config.served_name, needs_key, has_chat=self._has_chat)
+        self._progress.banner(rows, command)
 
     def _leave_cores_to_workers(self) -> None:
         """Move the router and Ray's daemons, which started on every core, to the spare cores."""
@@ -374,9 +377,11 @@ class Supervisor:
         self._take_signals()
 
 
-def curl_command(url: str, model: str, needs_key: bool) -> str:
+def curl_command(url: str, model: str, needs_key: bool, *, has_chat: bool = True) -> str:
     """Example request, as a shell command."""
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "{_QUESTION}"}}], "max_tokens": 32}}'
+    prompt = f'"messages": [{{"role": "user", "content": "{_QUESTION}"}}]' if has_chat else f'"prompt": "{_QUESTION}"'
+    body = f'{{"model": "{model}", {prompt}, "max_tokens": 32}}'
     options = " -k" if url.startswith("https") else ""
     options += ' -H "Authorization: Bearer $PDSERVE_API_KEY"' if needs_key else ""
-    return f"curl{options} {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    path = "/v1/chat/completions" if has_chat else "/v1/completions"
+    return f"curl{options} {url}{path} -H 'Content-Type: application/json' -d '{body}'"

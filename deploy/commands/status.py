@@ -79,7 +79,10 @@ def fetch(admin_url: str, path: str, option: str = "--admin-url") -> dict[str, A
         found: dict[str, Any] = answer.raise_for_status().json()
         found["workers"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        raise DeployError(f"no pdserve router answers at {admin_url}: {error}; check {option}") from error
+        reason = str(error).partition("\n")[0]  # httpx adds a link to what the status means
+        raise DeployError(
+            f"no pdserve router answers at {admin_url}: {reason}; check {option}, the admin address"
+        ) from error
     return found
 
 

@@ -1,8 +1,9 @@
 """Finds tool calls written as tags (Qwen3-Coder, Qwen3.5 on), and writes their parameters as JSON as they arrive.
 
 ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``: a value is the text between the
-tags, less a line break at each end. The function's schema says which values are strings; others are JSON. A parameter
-or call that is not closed ends at ``</tool_call>``.
+tags, less a line break at each end. The function's schema says which values are strings; others are JSON. A string that
+its schema bounds has no white space around it, which grammars allow everywhere. A parameter or call that is not closed
+ends at ``</tool_call>``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ _CALL_END = re.compile(r"\s*(</function>|(?=</tool_call>))")
 _VALUE_END = re.compile(r"\n?(</parameter>|(</function>\s{0,8})?(?=</tool_call>))")
 _MAYBE_VALUE_END = re.compile(r"\n?(</function>\s{0,8})?(<[/a-z_]{0,12})?\Z")
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
+_BOUNDED = "bounded"
+"""Stands among the types of a string that keywords of its schema bound."""
+_BOUNDS = {"const", "enum", "format", "maxLength", "minLength", "pattern"}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -108,7 +112,8 @@ def _types(schema: object) -> Set[str]:
     if given is None and isinstance(values := schema.get("enum"), list):
         given = [_JSON_TYPES.get(type(value), "string") for value in values]
     names = {str(name) for name in (given if isinstance(given, list) else [given]) if name}
-    return names or ({"any"} if "$ref" in schema else {"string"})
+    names = names or ({"any"} if "$ref" in schema else {"string"})
+    return names | {_BOUNDED} if schema.keys() & _BOUNDS else names
 
 
 def _json_of(text: str, types: Set[str]) -> str:
@@ -119,4 +124,6 @@ def _json_of(text: str, types: Set[str]) -> str:
     except (ValueError, RecursionError):
         kind = "string"
     is_allowed = kind in types or (kind == "integer" and "number" in types) or "string" not in types
-    return written if kind != "string" and is_allowed else _quoted(text).join('""')
+    return (
+        written if kind != "string" and is_allowed else _quoted(text.strip() if _BOUNDED in types else text).join('""')
+    )

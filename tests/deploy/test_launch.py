@@ -9,6 +9,7 @@ from typing import Any
 from pdserve.contracts.codec import from_json
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.deploy.cluster.supervisor import curl_command
 from pdserve.deploy.config import Use, parse_deployment
 from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
 from pdserve.model.cost.hardware import Hardware, hardware
@@ -173,3 +174,10 @@ def test_without_a_profile_the_catalogue_is_asked() -> None:
 
 def test_every_role_has_a_worker_class() -> None:
     assert WORKER_CLASSES.keys() == set(WorkerRole)
+
+
+def test_the_command_to_try_is_one_that_the_model_serves() -> None:
+    assert "/v1/chat/completions -H" in curl_command("http://h:1", "m", False)
+    command = curl_command("http://h:1", "m", False, has_chat=False)
+    assert "http://h:1/v1/completions -H" in command
+    assert '"prompt": "' in command

@@ -40,6 +40,14 @@ def test_too_few_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     preflight.raise_file_limit(Launch(config=DeploymentConfig(router=RouterConfig(max_queued_requests=44))))
 
 
+def test_too_few_ports_for_the_workers_are_refused() -> None:
+    router = RouterConfig(port=0)
+    with pytest.raises(DeployError, match="the workers listen on 6 ports, and ports has 3; widen it"):
+        preflight.check_ports(Launch(config=DeploymentConfig(router=router, ports="20000-20002")))
+    preflight.check_ports(Launch(config=DeploymentConfig(router=router, ports="20000-20005")))
+    preflight.check_ports(Launch(config=DeploymentConfig(router=router, ports="20000-20002"), ray_address="a:1"))
+
+
 def test_too_many_workers_for_the_cores_are_refused() -> None:
     preflight.check_cores(replace(LAUNCH, cores=(0,)))
     many = Launch(config=DeploymentConfig(prefill=PhaseConfig(replicas=16)), cores=(0, 1))

@@ -107,7 +107,7 @@ def test_of_several_clusters_the_user_must_name_one() -> None:
     with cluster_folder() as first, cluster_folder() as second:
         write_note(first, NOTE)
         write_note(second, NOTE)
-        with pytest.raises(DeployError, match="2 clusters run here; give the address of one: http"):
+        with pytest.raises(DeployError, match=r"2 clusters run here; name one with --admin-url, .*: http"):
             find_cluster()
 
 

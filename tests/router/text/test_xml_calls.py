@@ -26,6 +26,8 @@ PROPERTIES: dict[str, Any] = {
     "either": {"type": ["string", "integer"]},
     "broken": {"anyOf": [{"type": [{}, 3]}, 4], "oneOf": 5},
     "other": {"$ref": "#/$defs/Other"},
+    "name": {"type": "string", "enum": ["x", "y"]},
+    "code": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
 }
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": PROPERTIES}}}]
 
@@ -55,6 +57,10 @@ def call(**values: str) -> str:
     [
         ("text", "Oslo", "Oslo"),
         ("text", "5", "5"),
+        ("text", " x\r", " x\r"),
+        ("name", " x\r", "x"),
+        ("code", "\t5", "5"),
+        ("code", " null", None),
         ("text", "", ""),
         ("text", 'a "b"\n\n  <c> é </d>\n', 'a "b"\n\n  <c> é </d>\n'),
         ("text", "</function> is no end", "</function> is no end"),
