@@ -32,7 +32,7 @@ _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-trapping-math", "-pthread", "-fPIC"),
     *("-falign-functions=64", "-falign-loops=64"),
 )
-_COMPILE_TIMEOUT_S = 120.0
+_COMPILE_TIMEOUT_S = 600.0
 
 _log = logging.getLogger(__name__)
 
