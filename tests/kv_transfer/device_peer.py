@@ -270,11 +270,13 @@ class DevicePeer:
         return self._pipe.recv()
 
     def command(self, name: str, argument: object = None) -> None:
+        """Have a command obeyed: what another peer does next comes after it."""
         self._pipe.send((name, argument))
+        self.ask("threads")
 
     def ask(self, name: str, argument: object = None) -> Any:
         """Answer to a command."""
-        self.command(name, argument)
+        self._pipe.send((name, argument))
         while isinstance(answer := self._receive(), (bytes, str)):
             self._messages.append(answer)
         return answer

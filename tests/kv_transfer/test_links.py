@@ -74,9 +74,7 @@ def hold_second_batch(source: DevicePeer, target: DevicePeer) -> bytes:
 
 
 def fill(target: DevicePeer, value: int = SENTINEL) -> None:
-    """Fill the pool, and return when it is."""
     target.command("fill", value)
-    target.ask("threads")
 
 
 def check_nothing_is_written(target: DevicePeer) -> None:
