@@ -44,8 +44,8 @@ class PromptEnd(Enum):
 
 _ASKS_FOR_NONE = re.compile(r"content[\"'\])\s]{0,4}(\s+is(\s+not)?\s|[!=]=)\s*none", re.IGNORECASE)
 
-END_MARK = "\U0010fffe"
-"""Stands at the end of the message that is continued. Not a character, so no text has it."""
+_END_MARK = "\x7f2"
+"""Stands at the end of the message that is continued. Of ASCII, so that it widens no text; `_marked` leaves none."""
 
 
 class ChatTemplate:
@@ -103,7 +103,7 @@ class ChatTemplate:
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         if end is PromptEnd.LAST_MESSAGE:  # the mark also keeps templates from stripping white space before it
             *others, last = messages
-            messages = [*others, {**last, "content": f"{last['content'] or ''}{END_MARK}"}]
+            messages = [*others, {**last, "content": f"{last['content'] or ''}{_END_MARK}"}]
         variables = {
             **self.special_tokens,
             "documents": None,
@@ -118,7 +118,7 @@ class ChatTemplate:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         if end is not PromptEnd.LAST_MESSAGE:
             return text
-        text, mark, _ = text.rpartition(END_MARK)
+        text, mark, _ = text.rpartition(_END_MARK)
         if not mark:
             raise ValueError("the model's chat template drops the last message, so it cannot be continued")
         return text

@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import chain, groupby
@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from pdserve.model.config.tokenizer_config import read_json, read_tokenizer_config, special_tokens
 from pdserve.router.text.answer_text import ByteDetokenizer, Detokenizer
-from pdserve.router.text.chat_template import END_MARK, ChatTemplate, PromptEnd
+from pdserve.router.text.chat_template import ChatTemplate, PromptEnd
 from pdserve.router.text.tool_calls import ToolFormat, tool_format
 
 MAX_INLINE_CHARS = 4096
@@ -36,8 +36,15 @@ _CONTEXT_TOKENS = 8
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """Space as sentencepiece writes it."""
 
-_LITERAL = "\U0010ffff"
-"""Stands around text of a special token that is only text. Not a character, so no text has it."""
+_DELETE = "\x7f"
+"""Begins all that is marked in a prompt: a character of ASCII, so that marks widen no text, and one that templates
+neither strip nor escape."""
+
+_MARK = f"{_DELETE}1"
+"""Stands around text of a special token that is only text."""
+
+_OWN = f"{_DELETE}0"
+"""Stands for a client's own `_DELETE`."""
 
 _SEARCHED_CHARS = 1 << 16
 """Searched at a time: a search lets no other thread run."""
@@ -163,9 +170,7 @@ class ChatTokenizer:
 
         def marked(value: object) -> object:
             if isinstance(value, str):
-                if _LITERAL in value or END_MARK in value:
-                    raise ValueError("a message has U+10FFFE or U+10FFFF, which are not characters; remove them")
-                return "".join(self._marked_pieces(value))
+                return self._marked_text(value)
             if isinstance(value, Mapping):
                 return {str(marked(key)): marked(each) for key, each in value.items()}
             if isinstance(value, list):
@@ -174,8 +179,9 @@ class ChatTokenizer:
 
         return {key: each if key == "role" else marked(each) for key, each in value.items()}
 
-    def _marked_pieces(self, text: str) -> Iterator[str]:
-        """Yield the text in pieces, with special tokens marked as text. Other threads run between pieces."""
+    def _marked_text(self, text: str) -> str:
+        """The text, with special tokens marked as text. Other threads run between pieces."""
+        marked = ""
         done = 0
         for end in range(_SEARCHED_CHARS, len(text) + _SEARCHED_CHARS, _SEARCHED_CHARS):
             pieces = []
@@ -183,11 +189,12 @@ class ChatTokenizer:
             for match in self._special_text.finditer(text, done, end + self._longest_special_text - 1):
                 if match.start() >= end:
                     break
-                pieces += [text[done : match.start()], _LITERAL, match[0], _LITERAL]
+                pieces += [text[done : match.start()].replace(_DELETE, _OWN), _MARK, match[0], _MARK]
                 done = match.end()
-            pieces.append(text[done:end])
+            pieces.append(text[done:end].replace(_DELETE, _OWN))
             done = max(done, end)
-            yield "".join(pieces)
+            marked += "".join(pieces)  # grows in place, while a join of all would copy all at once
+        return marked
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
         """Token ids of a text; optionally with the special tokens that the tokenizer adds around it.
@@ -207,7 +214,7 @@ class ChatTokenizer:
         Raises:
             TooLongError: they are more than ``most_tokens``.
         """
-        if _LITERAL not in text:
+        if _DELETE not in text:
             return await self.encode(text, add_special_tokens=False, most_tokens=most_tokens)
         return await self._in_thread(partial(self._encode_marked, text, most_tokens))
 
@@ -221,8 +228,12 @@ class ChatTokenizer:
         """
         tokens: list[int] = []
         start = 0
-        ends = chain((mark.start() for mark in re.finditer(_LITERAL, text)), [len(text)])
-        for index, end in enumerate(ends):
+        ends = (
+            piece_start + mark.start()
+            for piece_start in range(0, len(text), _SEARCHED_CHARS)
+            for mark in re.finditer(_MARK, text[piece_start : piece_start + _SEARCHED_CHARS + 1])
+        )
+        for index, end in enumerate(chain(ends, [len(text)])):
             tokenizer = self._literal_tokenizer if index % 2 else self._tokenizer
             left = None if most_tokens is None else most_tokens - len(tokens)
             try:
@@ -231,7 +242,7 @@ class ChatTokenizer:
                 raise TooLongError(len(tokens) + error.num_tokens) from None
             if most_tokens is not None and len(tokens) > most_tokens:  # of many short parts
                 raise TooLongError(len(tokens))
-            start = end + 1
+            start = end + len(_MARK)
         return tokens
 
     @cached_property
@@ -289,14 +300,20 @@ class ChatTokenizer:
     def _encode(
         self, text: str, *, add_special_tokens: bool, most_tokens: int | None = None, tokenizer: Tokenizer | None = None
     ) -> list[int]:
+        """
+        Args:
+            tokenizer: of a part of a marked text; None for any other text.
+        """
+        own = _OWN if tokenizer else _DELETE
         tokenizer = tokenizer or self._tokenizer
         if len(text) <= MAX_INLINE_CHARS:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            return tokenizer.encode(text.replace(own, _DELETE), add_special_tokens=add_special_tokens).ids
         # A text that is too long is refused by its beginning: all of it may take seconds, and hundreds of bytes a token
         length = len(text) if most_tokens is None else max(most_tokens // 4, MAX_INLINE_CHARS)
         while True:
             # encode_batch, even for one text, releases the GIL; encode does not
-            (encoding,) = tokenizer.encode_batch_fast([text[:length]], add_special_tokens=add_special_tokens)
+            piece = text[:length].replace(own, _DELETE)
+            (encoding,) = tokenizer.encode_batch_fast([piece], add_special_tokens=add_special_tokens)
             if most_tokens is not None and len(encoding) > most_tokens:  # ids of all would be built at once
                 raise TooLongError(len(encoding))
             if length >= len(text):

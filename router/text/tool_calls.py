@@ -21,6 +21,10 @@ _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
 )
 """Start of a call whose arguments can be written while they arrive."""
+_HALF = re.compile("[\ud800-\udfff]")
+"""Of a surrogate pair."""
+_SEARCHED_CHARS = 2**16
+"""Searched at a time: a search lets no other thread run."""
 _MAX_HEAD_CHARS = 512
 """A longer start is searched no further; the call is written once it is complete."""
 
@@ -304,7 +308,10 @@ def _text_of(literal: str) -> str:
 
 def whole_text(text: str) -> str:
     """The text with U+FFFD for halves of surrogate pairs, which JSON may escape and UTF-8 cannot have."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    starts = () if text.isascii() else range(0, len(text), _SEARCHED_CHARS)
+    if not any(_HALF.search(text, start, start + _SEARCHED_CHARS) for start in starts):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _call_of(literal: str, names: Collection[str] | None) -> tuple[str, str] | None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from pdserve.model.weights import random_checkpoint
 from pdserve.router.text import tokenizer as tokenizer_module
-from pdserve.router.text.chat_template import ChatTemplate
+from pdserve.router.text.chat_template import ChatTemplate, PromptEnd
 from pdserve.router.text.tokenizer import MAX_INLINE_CHARS, ChatTokenizer, TooLongError
 from tests.router.small_tokenizers import (
     BOS,
@@ -75,7 +76,7 @@ def test_the_longest_special_text_at_each_place_is_marked_wherever_a_search_ends
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer_module, "_SEARCHED_CHARS", 7)
         marked = with_special_texts(texts).chat_text([{"role": "user", "content": text}])
-    assert marked == re.sub(in_turn, "\U0010ffff\\g<0>\U0010ffff", text)
+    assert marked == re.sub(in_turn, "\x7f1\\g<0>\x7f1", text)
 
 
 @pytest.mark.parametrize("begun", ["<|", "<|reserved_special_token_24", "<|eot_id|>"])
@@ -89,10 +90,58 @@ def test_texts_of_begun_special_tokens_are_searched_at_once(begun: str) -> None:
     assert time.thread_time() - before_s < 0.1
 
 
-def test_a_message_cannot_mark_text_itself(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match=r"U\+10FFFF"):
-        ChatTokenizer.from_folder(tmp_path).chat_text([{"role": "user", "content": f"\U0010ffff{EOS}"}])
+PIECES = st.sampled_from(
+    [BOS, EOS, EOS[:-1], "<|", "\x7f", "0", "1", "2", "a the ", "é", "🙂", "\U0010fffe", "\U0010ffff"]
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return ChatTokenizer.from_folder(folder)
+
+
+@given(st.lists(st.lists(PIECES, max_size=12).map("".join), min_size=1, max_size=3), st.booleans())
+@example(["\x7f", "\x7f1"], True)
+@example([f"\x7f1{EOS}\x7f0\x7f", f"\x7f{EOS}"], True)
+def test_a_message_has_the_same_tokens_whatever_marks_it_has(
+    tokenizer: ChatTokenizer, texts: list[str], is_continued: bool
+) -> None:
+    """Those of its parts between quoted special tokens, and of these as text."""
+    template = byte_level_tokenizer()
+    quoting = byte_level_tokenizer()
+    quoting.encode_special_tokens = True
+    end = PromptEnd.LAST_MESSAGE if is_continued else PromptEnd.MESSAGES
+    prompt = BOS + "".join(f"[user] {text}\n" for text in texts)
+    parts = re.split(f"({re.escape(BOS)}|{re.escape(EOS)})", prompt[: -1 if is_continued else None])
+    expected = [BOS_ID]
+    for index, part in enumerate(parts[2:]):
+        expected += (quoting if index % 2 else template).encode(part, add_special_tokens=False).ids
+    for searched_chars in (3, 2**16):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tokenizer_module, "_SEARCHED_CHARS", searched_chars)
+            chat = tokenizer.chat_text([{"role": "user", "content": text} for text in texts], end=end)
+            assert asyncio.run(tokenizer.encode_chat(chat)) == expected
+
+
+def test_marks_in_json_and_beside_white_space_are_found() -> None:
+    """A template may write messages as JSON and strip white space."""
+    model = byte_level_tokenizer()
+    template = ChatTemplate("{{ tools[0] | tojson }}{{ messages[0].content | trim }}", {})
+    tokenizer = ChatTokenizer(model, template, model.get_vocab_size())
+    chat = tokenizer.chat_text([{"role": "user", "content": f" {EOS}\x7f "}], tools=[{"name": f"\x7f{BOS}\n"}])
+    tokens = asyncio.run(tokenizer.encode_chat(chat))
+    assert not {BOS_ID, EOS_ID} & {*tokens}
+    assert tokenizer.decode(tokens) == f'{{"name": "\x7f{BOS}\\n"}}{EOS}\x7f'
+
+
+@pytest.mark.parametrize("text", [f"{EOS} the", "\x7f1 the", "\x7f", f"é{EOS}"])
+def test_quoted_marks_do_not_widen_a_long_text(tokenizer: ChatTokenizer, text: str) -> None:
+    """Python's threads wait while a text is copied, for each byte."""
+    long = text * 10_000
+    chat = tokenizer.chat_text([{"role": "user", "content": long}])
+    assert sys.getsizeof(chat) < 3 * len(long)
 
 
 def test_long_texts_are_encoded_in_another_thread(tmp_path: Path) -> None:
