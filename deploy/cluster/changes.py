@@ -1,8 +1,8 @@
 """Changes to the workers of a running cluster: more of them, fewer, or each anew.
 
-A change is a generator that the supervisor advances in every turn of its loop; it yields what there is to say, nothing
-while it waits, or `NO_HOST` while no host has room for a worker, when it may be given up. Workers that leave finish
-their requests first; those that are cut off by the time limit go on elsewhere, as after any loss.
+A change is a generator that the supervisor advances in every turn of its loop; it yields what there is to say, or
+nothing while it waits. Workers that leave finish their requests first; those that are cut off by the time limit go on
+elsewhere, as after any loss.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pdserve.deploy.cluster.fleet import Fleet
 from pdserve.deploy.cluster.supervised_process import ProcessState
 from pdserve.deploy.cluster.worker_process import WorkerProcess
 
-NO_HOST = "\0"
 PLACE_TIMEOUT_S = 60.0
 """Time that a change waits for a host with room."""
 
@@ -77,9 +76,8 @@ class Changes:
         worker = self._fleet.add_worker(role)
         try:
             yield from self._start(worker)
-        except (DeployError, GeneratorExit):
-            if worker.state is ProcessState.STOPPED:  # else the cluster ends, and has to end it
-                self._fleet.workers.remove(worker)
+        except DeployError:
+            self._fleet.workers.remove(worker)
             raise
 
     def _remove(self, worker: WorkerProcess) -> Iterator[str]:
@@ -96,10 +94,9 @@ class Changes:
         while worker.state is not ProcessState.UP:
             if worker.num_failures > num_failures:
                 raise DeployError(f"{worker.name} did not start: {worker.failure}")
-            is_placed = worker.state is ProcessState.STARTING
-            if not is_placed and time.monotonic() > deadline_s:
+            if worker.state is not ProcessState.STARTING and time.monotonic() > deadline_s:
                 raise DeployError(f"no host has had room for {worker.name} for {PLACE_TIMEOUT_S:.0f} s; add a host")
-            yield "" if is_placed else NO_HOST
+            yield ""
         yield f"{worker.name} is up at {worker.address}"
 
     def _finish(self, worker: WorkerProcess) -> Iterator[str]:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import select
 import socket
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from pdserve.contracts.errors import DeployError
-from pdserve.deploy.cluster.changes import NO_HOST
 
 _NAME = "control"
 _READ_TIMEOUT_S = 0.5
@@ -34,7 +32,7 @@ class ControlPort:
         self._listener.listen()
         self._listener.setblocking(False)
         self._client: socket.socket | None = None
-        self._change: Generator[str, None, None] | None = None
+        self._change: Iterator[str] | None = None
 
     def turn(self, begin: Begin) -> str:
         """Take a command, or the next step of the one in progress, whose client may have left; returns what was said.
@@ -52,13 +50,7 @@ class ControlPort:
                 return ""
             self._change = _begun(begin, command)
         try:
-            said = next(self._change)
-            if said == NO_HOST:
-                if self._has_left():
-                    self._change.close()
-                    self._finish("")
-                return ""
-            if said:
+            if said := next(self._change):
                 self._send({"say": said})
             return said
         except StopIteration:
@@ -68,11 +60,6 @@ class ControlPort:
         except Exception as error:  # the cluster outlives whatever a client sends
             self._finish(f"it failed: {type(error).__name__}: {error}")
         return ""
-
-    def _has_left(self) -> bool:
-        """Whether the client, which sends nothing but its command, has closed its end."""
-        assert self._client is not None
-        return bool(select.select([self._client], [], [], 0)[0])
 
     def close(self) -> None:
         if self._client is not None:
@@ -91,7 +78,7 @@ class ControlPort:
             self._client.sendall(json.dumps(line).encode() + b"\n")
 
 
-def _begun(begin: Begin, command: dict[str, Any]) -> Generator[str, None, None]:
+def _begun(begin: Begin, command: dict[str, Any]) -> Iterator[str]:
     yield from begin(command)
 
 

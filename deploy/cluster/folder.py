@@ -1,8 +1,8 @@
 """Folder of a running cluster: logs, Ray's files and the note from which `pdserve status` takes the addresses.
 
-``$TMPDIR/pdserve-<uid>/<random>/``, readable by the user only; ``/tmp`` without ``TMPDIR``. Where that is too long for
-Ray's socket paths, a link in ``/tmp`` leads to it. The supervisor holds a lock on it while the cluster runs; the next
-cluster removes folders without a lock.
+``$TMPDIR/pdserve-<uid>/<random>/``, readable by the user only; in ``/tmp`` without ``TMPDIR``, or if that is too long for
+Ray's socket paths. The supervisor holds a lock on it while the cluster runs; the next cluster removes folders without a
+lock.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _ROOT = f"pdserve-{os.getuid()}"
 _LOCK = "lock"
 _NOTE = "cluster.json"
 _TMP = Path("/tmp")
-_PARENT = Path(os.environ.get("TMPDIR") or _TMP).absolute()
-_MAX_CHARS = 107 - len("/ray/r/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
-"""Longest path of a folder with Ray's sockets: the system allows them 107 bytes."""
+_MAX_CHARS = 107 - len(f"/{_ROOT}/12345678/ray/r/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
+"""The system allows paths of sockets 107 bytes."""
+_PARENT = min(Path(os.environ.get("TMPDIR") or _TMP).absolute(), _TMP, key=lambda path: len(str(path)) > _MAX_CHARS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,32 +64,18 @@ def cluster_folder(name: str = "") -> Iterator[Path]:
         with _locked(root):  # nobody looks for stale folders between the making of ours and its lock
             for folder in root.iterdir():
                 if folder.name != name and _is_stale(folder):
-                    _remove(folder)
+                    shutil.rmtree(folder, ignore_errors=True)
             path = root / name if name else Path(tempfile.mkdtemp(dir=root, prefix=""))
             path.mkdir(mode=0o700, exist_ok=True)
             lock = (path / _LOCK).open("w")
             fcntl.flock(lock, fcntl.LOCK_SH)
-        is_linked = not name and len(str(path)) > _MAX_CHARS
-        if is_linked:
-            _link(path).symlink_to(path)
     except OSError as error:
         raise _unusable(root, error) from error
     with lock:
         try:
-            yield _link(path) if is_linked else path
+            yield path
         finally:
-            _remove(path)
-
-
-def _link(folder: Path) -> Path:
-    """Short path to a folder."""
-    return _TMP / f"pdserve-{folder.name}"
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        _link(folder).unlink()
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from pdserve.contracts.errors import DeployError
-from pdserve.deploy.cluster.changes import NO_HOST
 from pdserve.deploy.cluster.control import ControlPort, send_command
 
 
@@ -22,8 +21,6 @@ def begin(command: dict[str, Any]) -> Iterator[str]:
     yield "begins"
     for _ in range(command.get("waits", 0)):
         yield ""
-    while "no_host" in command:
-        yield NO_HOST
     if "breaks" in command:
         raise TypeError("a number")
     if "fails" in command:
@@ -86,14 +83,6 @@ def test_commands_follow_each_other_and_outlive_their_client(tmp_path: Path) -> 
         first.close()  # type: ignore[attr-defined]
         assert list(send_command(tmp_path, {})) == ["begins", "ends"]
         assert said == ["begins", "ends"] * 2
-
-
-def test_a_change_without_a_host_is_given_up_when_its_client_leaves(tmp_path: Path) -> None:
-    with turning(tmp_path):
-        first = send_command(tmp_path, {"no_host": 1})
-        assert next(first) == "begins"
-        first.close()  # type: ignore[attr-defined]
-        assert list(send_command(tmp_path, {})) == ["begins", "ends"]
 
 
 def test_a_command_that_makes_no_sense_ends_nothing(tmp_path: Path) -> None:
