@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
@@ -196,19 +197,16 @@ class ChatTokenizer:
             marked += "".join(pieces)  # grows in place, while a join of all would copy all at once
         return marked
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
+    async def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int = sys.maxsize) -> list[int]:
         """Token ids of a text; optionally with the special tokens that the tokenizer adds around it.
 
         Raises:
             TooLongError: they are more than ``most_tokens``.
         """
-        if len(text) <= MAX_INLINE_CHARS:
-            return self._encode(text, add_special_tokens=add_special_tokens)
-        return await self._in_thread(
-            partial(self._encode, text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
-        )
+        encode = partial(self._encode, text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
+        return encode() if len(text) <= MAX_INLINE_CHARS else await self._in_thread(encode)
 
-    async def encode_chat(self, text: str, *, most_tokens: int | None = None) -> list[int]:
+    async def encode_chat(self, text: str, *, most_tokens: int = sys.maxsize) -> list[int]:
         """Token ids of a `chat_text`.
 
         Raises:
@@ -221,7 +219,7 @@ class ChatTokenizer:
     async def _in_thread(self, encode: Callable[[], list[int]]) -> list[int]:
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
-    def _encode_marked(self, text: str, most_tokens: int | None) -> list[int]:
+    def _encode_marked(self, text: str, most_tokens: int) -> list[int]:
         """
         Raises:
             TooLongError: the beginning of the text has more than ``most_tokens``.
@@ -235,12 +233,12 @@ class ChatTokenizer:
         )
         for index, end in enumerate(chain(ends, [len(text)])):
             tokenizer = self._literal_tokenizer if index % 2 else self._tokenizer
-            left = None if most_tokens is None else most_tokens - len(tokens)
+            left = most_tokens - len(tokens)
             try:
                 tokens += self._encode(text[start:end], add_special_tokens=False, most_tokens=left, tokenizer=tokenizer)
             except TooLongError as error:
                 raise TooLongError(len(tokens) + error.num_tokens) from None
-            if most_tokens is not None and len(tokens) > most_tokens:  # of many short parts
+            if len(tokens) > most_tokens:  # of many short parts
                 raise TooLongError(len(tokens))
             start = end + len(_MARK)
         return tokens
@@ -298,7 +296,7 @@ class ChatTokenizer:
         return piece.replace(_SPACE, " ").encode()
 
     def _encode(
-        self, text: str, *, add_special_tokens: bool, most_tokens: int | None = None, tokenizer: Tokenizer | None = None
+        self, text: str, *, add_special_tokens: bool, most_tokens: int = sys.maxsize, tokenizer: Tokenizer | None = None
     ) -> list[int]:
         """
         Args:
@@ -309,16 +307,15 @@ class ChatTokenizer:
         if len(text) <= MAX_INLINE_CHARS:
             return tokenizer.encode(text.replace(own, _DELETE), add_special_tokens=add_special_tokens).ids
         # A text that is too long is refused by its beginning: all of it may take seconds, and hundreds of bytes a token
-        length = len(text) if most_tokens is None else max(most_tokens // 4, MAX_INLINE_CHARS)
+        length = max(most_tokens // 4, MAX_INLINE_CHARS)
         while True:
             # encode_batch, even for one text, releases the GIL; encode does not
             piece = text[:length].replace(own, _DELETE)
             (encoding,) = tokenizer.encode_batch_fast([piece], add_special_tokens=add_special_tokens)
-            if most_tokens is not None and len(encoding) > most_tokens:  # ids of all would be built at once
+            if len(encoding) > most_tokens:  # ids of all would be built at once
                 raise TooLongError(len(encoding))
             if length >= len(text):
                 return encoding.ids
-            assert most_tokens is not None
             # As much as should be too long by a little, if the rest is like the beginning
             length = max(2 * length, length * most_tokens // max(len(encoding), 1) * 9 // 8)
 
