@@ -37,12 +37,8 @@ class Trace:
     """Row of each conversation's first request."""
     think_s: FloatArray
     """Per request, from the answer before it; meaningless for first ones."""
-    num_malformed: int = 0
-    """Skipped lines; only lenient reading skips any."""
-    num_empty: int = 0
-    """Requests left out because they have no prompt or no answer, as failed ones do."""
     notes: tuple[str, ...] = ()
-    """Notes for the user."""
+    """Notes for the user, of what was left out, too."""
 
     @property
     def num_requests(self) -> int:
@@ -154,15 +150,10 @@ class TraceBuilder:
             segments=segments if any(segments) else [],
             begins=np.cumsum([0, *map(len, conversations)])[:-1],
             think_s=np.array([row.think_s for row in rows]),
-            num_malformed=self._num_malformed,
-            num_empty=self._num_empty,
             notes=(*self._counts(), *notes),
         )
 
     def _counts(self) -> tuple[str, ...]:
-        counts = []
-        if self._num_malformed:
-            counts.append(f"{self._num_malformed} malformed skipped, the first is {self._first_malformed}")
-        if self._num_empty:
-            counts.append(f"{self._num_empty} without a prompt or an answer left out")
-        return tuple(counts)
+        malformed = f"{self._num_malformed} malformed skipped, the first is {self._first_malformed}"
+        empty = f"{self._num_empty} without a prompt or an answer left out"
+        return (malformed,) * bool(self._num_malformed) + (empty,) * bool(self._num_empty)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Literal
 
@@ -258,13 +258,13 @@ def _csv_records(path: Path, fields: tuple[str, ...]) -> Iterator[tuple[int, Rec
 
 def _number(record: Record, name: str) -> float:
     """A finite number, from JSON or from a CSV cell."""
-    value = _value(record, name)
+    value = record.get(name)
     try:
-        number = float(value)
+        number = nan if value is None or isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name} is {_shown(value)}, not a number") from None
+        number = nan
     if not isfinite(number):
-        raise ValueError(f"{name} is {_shown(value)}, not a number")
+        raise ValueError(f"{name} is missing" if value is None else f"{name} is {_shown(value)}, not a number")
     return number
 
 
@@ -274,13 +274,6 @@ def _count(record: Record, name: str) -> int:
     if number != int(number) or not 0 <= number <= MAX_TOKENS:
         raise ValueError(f"{name} is {_shown(record[name])}, not a whole number from 0 to {MAX_TOKENS}")
     return int(number)
-
-
-def _value(record: Record, name: str) -> Any:
-    value = record.get(name)
-    if value is None or isinstance(value, bool):
-        raise ValueError(f"{name} is missing" if value is None else f"{name} is {value}, not a number")
-    return value
 
 
 def _shown(value: object) -> str:

@@ -47,7 +47,7 @@ def test_odd_conversations_make_sense(tmp_path: Path) -> None:
     ]
     trace = read(tmp_path, data)
     assert lengths(trace) == [(6, 3), (2, 1)]
-    assert trace.num_empty == 3
+    assert trace.notes[0] == "3 without a prompt or an answer left out"
 
 
 @pytest.mark.parametrize(
