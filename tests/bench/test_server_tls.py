@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from pdserve.bench.server_tls import is_own, server_tls
+from pdserve.bench.server_tls import server_tls
 from pdserve.bench.stream_client import StreamClient, StreamedAnswer
 from pdserve.deploy.commands.bench_load import _max_model_len
 from tests.proto.test_tls import certificates
@@ -73,4 +73,6 @@ def test_others_are_verified() -> None:
     [("https://127.0.0.1:1", True), ("https://[::1]:1/v1", True), ("https://localhost", True), ("https://a.b", False)],
 )
 def test_this_machine_is_known(url: str, own: bool) -> None:
-    assert is_own(url) is own
+    context = server_tls(url)
+    assert context
+    assert (context.verify_mode == ssl.CERT_NONE) is own
