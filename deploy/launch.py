@@ -213,9 +213,7 @@ def router_configs(
 def _folder_name(folder: Path) -> str:
     """Name of a model's folder; of a snapshot in Hugging Face's cache, that of its repository."""
     repository = folder.parent.parent.name
-    if folder.parent.name == "snapshots" and repository.startswith("models--"):
-        return repository.removeprefix("models--").replace("--", "/")
-    return folder.name
+    return repository.removeprefix("models--").replace("--", "/") if repository.startswith("models--") else folder.name
 
 
 def router_config(

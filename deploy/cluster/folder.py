@@ -1,8 +1,8 @@
 """Folder of a running cluster: logs, Ray's files and the note from which `pdserve status` takes the addresses.
 
-``$TMPDIR/pdserve-<uid>/<random>/``, readable by the user only; in ``/tmp`` without ``TMPDIR``, or if that is too long for
-Ray's socket paths. The supervisor holds a lock on it while the cluster runs; the next cluster removes folders without a
-lock.
+``$TMPDIR/pdserve-<uid>/<random>/``, readable by the user only; in ``/tmp`` without ``TMPDIR``, or if that is too long
+for Ray's socket paths. The supervisor holds a lock on it while the cluster runs; the next cluster removes folders
+without a lock.
 """
 
 from __future__ import annotations

@@ -28,11 +28,10 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
         ValueError: one is out of range.
     """
     given = read_json(folder / "generation_config.json")
-    defaults: dict[str, float] = {}
-    for name, (least, most) in _LIMITS.items():
-        if (value := given.get(name)) is None:
-            continue
-        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+    defaults = {name: given[name] for name in _LIMITS if given.get(name) is not None}
+    for name, value in defaults.items():
+        least, most = _LIMITS[name]
+        if type(value) not in (int, float) or not least <= value <= most:
             raise ValueError(
                 f"generation_config.json: {name} {value!r} is not a number from {least:g} to {most:g}; correct it, or "
                 "set model.generation_config to none"

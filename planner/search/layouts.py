@@ -187,11 +187,8 @@ def _remedy(question: Question) -> str:
 def check_fits(layout: Layout, model: PlannedModel, sample: WorkloadSample) -> None:
     """Raise FitsNowhereError if a worker of ``layout`` does not hold the weights and the KV of any request."""
     for pool in reversed([*layout.pools]):  # those first that hold answers, too
-        longest, most_tokens = (
-            sample.longest(with_answer=pool.role is not WorkerRole.PREFILL),
-            _most_tokens(pool, model),
-        )
-        if longest > most_tokens:
+        longest = sample.longest(with_answer=pool.role is not WorkerRole.PREFILL)
+        if longest > (most_tokens := _most_tokens(pool, model)):
             have = f"{pool.memory_fraction:.0%} of {pool.devices_per_worker} x {pool.hardware.name}"
             raise FitsNowhereError(_too_large(model, have, longest, most_tokens, [pool.hardware]))
 

@@ -42,13 +42,9 @@ def _joined_text(value: object) -> object:
         return value
     if not isinstance(value, list):
         raise PydanticCustomError("content", "Input should be a string or a list of text parts")
-    texts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
-        if not isinstance(text, str):
-            raise PydanticCustomError("content", 'Parts should be {"type": "text", "text": "..."}')
-        texts.append(text)
+    texts: list[Any] = [part.get(_TEXTS.get(str(part.get("type")))) for part in value if isinstance(part, dict)]
+    if len(texts) < len(value) or not all(isinstance(text, str) for text in texts):
+        raise PydanticCustomError("content", 'Parts should be {"type": "text", "text": "..."}')
     return "\n".join(texts)
 
 
@@ -197,7 +193,9 @@ def messages_of(
 def _reasoning_of(item: Mapping[str, Any]) -> str:
     """Text of a reasoning item; empty if another server encrypted it."""
     parts = item.get("content") or item.get("summary")
-    texts = [part.get("text") or "" for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    texts: list[Any] = (
+        [part.get("text") or "" for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    )
     try:
         return "\n".join(map(str, texts)) or b64decode(str(item.get("encrypted_content") or "")).decode()
     except ValueError:

@@ -297,7 +297,6 @@ class CompletionBody(GenerationBody):
 
     prompt: Prompts
     """Prompts, answered as if each came in its own request; choices are numbered prompt by prompt."""
-    max_tokens: _TokenLimit | None = None
     echo: bool | None = None
     """Write the prompt before the answer, with its log probabilities if those of the answer are requested. With
     ``max_tokens`` 0, write only the prompt."""
