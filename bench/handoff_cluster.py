@@ -29,13 +29,14 @@ from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.cluster.cluster import Cluster, TokenStream
+from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.cluster.remote_worker import RemoteWorker
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import GenerationError, RequestSpec
+from pdserve.router.token_stream import TokenStream
 
 NUM_CLIENTS = 24
 BLOCK_SIZE = 16
@@ -319,7 +320,10 @@ class HandoffCluster:
 
     def start(self, question: Question) -> TokenStream:
         prompt, sampling = question
-        return self._cluster.start(RequestSpec(prompt_tokens=prompt, sampling=sampling, arrived_s=time.monotonic()))
+        spec = RequestSpec(prompt_tokens=prompt, sampling=sampling, arrived_s=time.monotonic())
+        stream = TokenStream(self.dispatcher, spec)
+        self.dispatcher.start(stream)
+        return stream
 
     async def request(self, question: Question, *, leaves_after_s: float | None = None) -> bool:
         """Send one request, which must end in the right tokens or in one error; returns whether it got tokens.

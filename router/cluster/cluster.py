@@ -1,4 +1,4 @@
-"""The cluster as the HTTP edge and the admin port see it: its workers, and requests as streams of tokens.
+"""The cluster as the HTTP edge and the admin port see it: its workers, and whether it serves.
 
 Owns the sessions with all targets, which the supervisor sets through the admin port, and the periodic work that the
 dispatch core has no clock for: the deadline sweep, the wait for a drain, and readiness, which begins with a real round
@@ -11,10 +11,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable
 
-from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.placement import TlsFiles, WorkerEndpoint, WorkerRole, whole_worker_id
 from pdserve.contracts.request import SamplingParams
 from pdserve.proto.v1 import worker_pb2
@@ -22,7 +20,8 @@ from pdserve.router.cluster.remote_worker import RemoteWorker, SessionRefusedErr
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.interface import SWEEP_S
-from pdserve.router.requests.request import GenerationError, Request, RequestSpec
+from pdserve.router.requests.request import GenerationError, RequestSpec
+from pdserve.router.token_stream import TokenStream
 
 log = logging.getLogger(__name__)
 
@@ -32,60 +31,6 @@ PROBE_SAMPLING = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 PROBE_POLL_S = 0.05
 PROBE_RETRY_S = 0.5
 PROBE_TIMEOUT_S = 30.0
-
-
-class TokenStream(Request):
-    """Request read by one task: iterate for tokens, and call `cancel` when leaving early.
-
-    Iteration yields every token of every choice once, in order within a choice, and ends after the last choice. It
-    raises `GenerationError` if no token follows.
-    """
-
-    def __init__(self, dispatcher: Dispatcher, spec: RequestSpec) -> None:
-        super().__init__(spec)
-        self._dispatcher = dispatcher
-        self._tokens: deque[TokenEvent] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        return self
-
-    async def __anext__(self) -> TokenEvent:
-        while not self._tokens:
-            if self.error is not None:
-                raise self.error
-            if self.outcome is not None:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._tokens.popleft()
-
-    def take_ready(self) -> Sequence[TokenEvent]:
-        """Return all tokens that iteration would yield without waiting; often none."""
-        ready = list(self._tokens)
-        self._tokens.clear()
-        return ready
-
-    def finish(self, choice: int) -> None:
-        """Finish ``choice`` early because a stop string was found."""
-        self._dispatcher.finish(self, choice)
-
-    def cancel(self) -> None:
-        """Stop the request on every worker because the client left."""
-        self._dispatcher.cancel(self)
-
-    def token_received(self, token: TokenEvent) -> None:
-        self._tokens.append(token)
-        if self._waiter is not None:
-            self._wake()
-
-    def ended(self) -> None:
-        self._wake()
-
-    def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
 
 
 class Cluster:
@@ -142,35 +87,6 @@ class Cluster:
 
     # Requests
 
-    def start(self, spec: RequestSpec, *, has_room: bool = False) -> TokenStream:
-        """Accept a request and begin to place it; ``has_room`` as in `Dispatcher.start`.
-
-        Raises:
-            GenerationError: refused at once (overload, drain).
-        """
-        stream = TokenStream(self.dispatcher, spec)
-        self.dispatcher.start(stream, has_room=has_room)
-        return stream
-
-    def start_all(self, specs: Sequence[RequestSpec]) -> list[TokenStream]:
-        """Accept all requests of one client, or none.
-
-        Raises:
-            GenerationError: as in `start`.
-        """
-        num_choices = sum(spec.num_choices for spec in specs)
-        first = specs[0]
-        self.dispatcher.admission.check(num_choices, tenant=first.tenant, tier=first.tier)
-        streams: list[TokenStream] = []
-        try:
-            for spec in specs:
-                streams.append(self.start(spec, has_room=True))
-        except GenerationError:
-            for stream in streams:
-                stream.cancel()
-            raise
-        return streams
-
     def check_room(self, num_choices: int, *, tenant: str, tier: str, arrived_s: float) -> None:
         """Check, before its prompt is read, that a request may be accepted now.
 
@@ -207,8 +123,9 @@ class Cluster:
         spec = RequestSpec(
             prompt_tokens=PROBE_PROMPT, sampling=PROBE_SAMPLING, arrived_s=time.monotonic(), is_probe=True
         )
+        stream = TokenStream(self.dispatcher, spec)
         try:
-            stream = self.start(spec)
+            self.dispatcher.start(stream)
         except GenerationError as error:
             log.warning("no round trip: %s", error.message)
             return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -37,7 +37,7 @@ from pdserve.router.http.tools import Tools, new_call_id, template_options, tool
 from pdserve.router.http.writer import AnswerWriter, off_loop
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.request import GenerationError, RequestSpec
-from pdserve.router.text.answer import Answer, AnswerEnd, AnswerParts, AnswerToken, Choice, TextDelta, deltas_of
+from pdserve.router.text.answer import Answer, AnswerEnd, AnswerParts, AnswerToken, Choice, Generation, TextDelta
 from pdserve.router.text.answer_text import StopStrings
 from pdserve.router.text.chat_template import PromptEnd
 from pdserve.router.text.reasoning import CLOSING, OPENING, ReasoningParser
@@ -322,13 +322,15 @@ class Edge:
                 ),
                 StopStrings(body.stop or (), are_shown=shows_stop),
                 shows_stop_token=shows_stop,
+                shows_tokens=body.shows_tokens,
+                is_whole=not body.stream,
                 min_tokens=spec.sampling.min_tokens,
                 offset_chars=0 if echo is None else len(echo.text),
                 parts=new_parts() if new_parts else None,
             )
             for index in range(body.num_choices)
         ]
-        return Answer(self.cluster, spec, choices, echo)
+        return Answer(spec, choices, echo)
 
     def _echo(self, body: CompletionBody, prompt: str | list[int], tokens: list[int]) -> TextDelta:
         """The prompt as the client sent it, with the offset of each token."""
@@ -351,14 +353,14 @@ class Edge:
         timer = TokenTimer(self.metrics, request.state.arrived_s, request.state.request_id, tier=request.state.tier)
         request.state.entry.answering(answers, timer)
         if body.stream:
-            shows_workers = "x-show-workers" in request.headers
-            return EventStream(answers, writer, timer, self.keep_alive_s, shows_workers)
-        async with cancel_on_disconnect(request.receive), aclosing(deltas_of(answers)) as deltas:
-            async for batch in deltas:
-                for delta in batch:
-                    timer.token(delta.choice)
-                    num_bytes = await off_loop(delta.num_echoed, partial(writer.add, delta))
-                    request.state.memory.take(num_bytes)
+            generation = Generation(self.cluster.dispatcher, answers)
+            return EventStream(generation, writer, timer, self.keep_alive_s, "x-show-workers" in request.headers)
+        async with cancel_on_disconnect(request.receive):
+            with Generation(self.cluster.dispatcher, answers, timer.token) as generation:
+                async for batch in generation:
+                    for delta in batch:
+                        num_bytes = await off_loop(delta.num_echoed, partial(writer.add, delta))
+                        request.state.memory.take(num_bytes)
         timer.finished([answer.journey for answer in answers])
         return Response(await writer.whole(), media_type="application/json")
 

@@ -72,7 +72,7 @@ class RequestEntry:
 
     @property
     def _outcome(self) -> Outcome:
-        outcomes = [each.outcome for each in self._answers]
+        outcomes = [each.outcome or Outcome.REJECTED for each in self._answers]
         return next((each for each in outcomes if each is not Outcome.FINISHED), Outcome.FINISHED)
 
     def answering(self, answers: Sequence[Answer], timer: TokenTimer) -> None:
@@ -96,7 +96,7 @@ class RequestEntry:
         journeys = self.journeys
         return fields | {
             "outcome": self._outcome.value,
-            "prompt_tokens": sum(len(answer.prompt_tokens) for answer in self._answers),
+            "prompt_tokens": sum(len(answer.spec.prompt_tokens) for answer in self._answers),
             "cached_tokens": sum(answer.num_cached_tokens for answer in self._answers),
             "completion_tokens": sum(answer.num_completion_tokens for answer in self._answers),
             "ttft_s": _rounded(self._timer.ttft_s),

@@ -261,7 +261,7 @@ class ResponseWriter:
             if call.arguments:
                 events += self._extend(call.arguments)
         if self._items and self._items[-1]["type"] == "reasoning":
-            self._num_reasoning_tokens += len(delta.tokens)
+            self._num_reasoning_tokens += 1
         if delta.end is not None:
             events += self._close("incomplete" if delta.end == "length" else "completed")
             events.append(self._finish(is_whole=delta.end != "length"))
@@ -336,7 +336,7 @@ class ResponseWriter:
 
     def _finish(self, *, is_whole: bool) -> dict[str, Any]:
         status = "completed" if is_whole else "incomplete"
-        num_input, num_output = len(self._answer.prompt_tokens), self._answer.num_completion_tokens
+        num_input, num_output = len(self._answer.spec.prompt_tokens), self._answer.num_completion_tokens
         self._envelope |= {
             "status": status,
             "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},

@@ -198,6 +198,11 @@ class GenerationBody(Body):
         return -1 if self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
+    def shows_tokens(self) -> bool:
+        """Whether choices include tokens as well as text, so that a token without text needs a chunk, too."""
+        return bool(self.return_token_ids) or self.num_logprobs >= 0
+
+    @property
     def shows_prompt(self) -> bool:
         """Whether each answer includes the prompt's tokens."""
         return self.num_prompt_logprobs >= 0

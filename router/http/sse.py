@@ -7,10 +7,7 @@ ordinary HTTP error. A later failure is told by events, after which the stream e
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Sequence
-from contextlib import aclosing
 from functools import partial
 
 from starlette.requests import ClientDisconnect
@@ -22,7 +19,7 @@ from pdserve.router.http.errors import api_error
 from pdserve.router.http.responses import ResponseWriter
 from pdserve.router.http.token_timer import TokenTimer
 from pdserve.router.http.writer import AnswerWriter, off_loop
-from pdserve.router.text.answer import Answer, deltas_of
+from pdserve.router.text.answer import Generation
 
 WRITE_TIMEOUT_S = 60.0
 """Seconds without progress while an event waits, after which the reader counts as gone."""
@@ -36,7 +33,7 @@ class EventStream(StreamingResponse):
 
     def __init__(
         self,
-        answers: Sequence[Answer],
+        generation: Generation,
         writer: AnswerWriter | ResponseWriter,
         timer: TokenTimer,
         keep_alive_s: float,
@@ -44,9 +41,8 @@ class EventStream(StreamingResponse):
     ) -> None:
         """``keep_alive_s``: seconds between comments before token 0; 0 for none. ``shows_workers``: end with a comment
         that names the workers."""
-        self._keep_alive_s = keep_alive_s or math.inf
-        self._answers = answers
-        self._has_echo = any(answer.has_echo for answer in answers)
+        self._keep_alive_s = keep_alive_s or None
+        self._generation = generation
         self._writer = writer
         self._timer = timer
         self._shows_workers = shows_workers
@@ -67,41 +63,40 @@ class EventStream(StreamingResponse):
             # An unfinished answer makes the server close the connection
 
     async def _write_all(self, send: Send) -> None:
-        last = b""
-        waiting = asyncio.create_task(self._wait(send))
+        answers, last = self._generation.answers, b""
+        has_echo = any(answer.echo is not None for answer in answers)
         try:
-            async with aclosing(deltas_of(self._answers)) as deltas:
-                async for batch in deltas:
-                    if self._has_echo:
+            with self._generation:
+                await self._wait(send)
+                async for batch in self._generation:
+                    if has_echo:
                         num_echoed = sum(delta.num_echoed for delta in batch)
                         data = await off_loop(num_echoed, partial(self._writer.events, batch))
                     else:
                         data = self._writer.events(batch)
-                    if not waiting.done():
-                        await _end(waiting)
-                        await self._start(send)
+                    await self._start(send)
                     await self._write(data)
                     for delta in batch:
                         self._timer.token(delta.choice)
-            self._timer.finished([answer.journey for answer in self._answers])
+            self._timer.finished([answer.journey for answer in answers])
             if self._shows_workers:
-                workers = " ".join(worker for answer in self._answers for worker in answer.journey.workers)
+                workers = " ".join(worker for answer in answers for worker in answer.journey.workers)
                 last = f": workers {workers}\n\n".encode()
         except Exception as error:
-            await _end(waiting)
             if not self._is_started:
                 raise
             last = self._writer.failure(api_error(error))
-        finally:
-            waiting.cancel()
         await self._write(last, more_body=False)
 
     async def _wait(self, send: Send) -> None:
         """Write comments until token 0 arrives."""
         while True:
-            await asyncio.sleep(self._keep_alive_s)
-            await self._start(send)
-            await self._write(b": waiting\n\n")
+            try:
+                async with asyncio.timeout(self._keep_alive_s):
+                    return await self._generation.wait()
+            except TimeoutError:
+                await self._start(send)
+                await self._write(b": waiting\n\n")
 
     async def _start(self, send: Send) -> None:
         if not self._is_started:
@@ -120,8 +115,3 @@ class EventStream(StreamingResponse):
             await asyncio.sleep(WRITE_TIMEOUT_S / 4)
             if self._writing_since_s is not None and time.monotonic() - self._writing_since_s > WRITE_TIMEOUT_S:
                 return
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])

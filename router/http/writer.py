@@ -47,8 +47,6 @@ class AnswerWriter:
     def __init__(
         self, tokenizer: ChatTokenizer, body: GenerationBody, answers: Sequence[Answer], request_id: str, model: str
     ) -> None:
-        self.shows_tokens = bool(body.return_token_ids) or body.num_logprobs >= 0
-        """Whether choices include tokens as well as text, so that a token without text needs a chunk, too."""
         self._tokenizer = tokenizer
         self._body = body
         self._answers = answers
@@ -100,7 +98,7 @@ class AnswerWriter:
             data = self._chunk(b'{"index":%d,%b' % (delta.choice, role))
         if delta.reasoning:
             data += self._delta_chunk(delta.choice, _reasoning(delta.reasoning))
-        if self.shows_tokens:
+        if self._body.shows_tokens:
             data += self._text_chunk(delta, self._after_token_text % self._shown(delta))
         elif delta.text or (delta.end is None and not delta.reasoning and not delta.calls):
             data += self._text_chunk(delta, self._after_text)
@@ -148,7 +146,7 @@ class AnswerWriter:
             self._calls.setdefault(choice, []).extend(delta.calls)
         self._ends[choice] = delta.end
         num_bytes = text_bytes(delta)
-        if self.shows_tokens:
+        if self._body.shows_tokens:
             lists = self._logprobs(delta.tokens) or {}
             if self._body.return_token_ids:
                 lists["token_ids"] = _token_ids(delta)
@@ -198,10 +196,10 @@ class AnswerWriter:
         return choice
 
     def _prompt_members(self, answer: Answer) -> dict[str, Any]:
-        members: dict[str, Any] = {"prompt_token_ids": answer.prompt_tokens} if self._body.return_token_ids else {}
+        members: dict[str, Any] = {"prompt_token_ids": answer.spec.prompt_tokens} if self._body.return_token_ids else {}
         if self._body.prompt_logprobs is not None:
             entries = prompt_logprobs(
-                self._tokenizer, answer.prompt_tokens, answer.prompt_logprobs, self._body.prompt_logprobs
+                self._tokenizer, answer.spec.prompt_tokens, answer.prompt_logprobs, self._body.prompt_logprobs
             )
             members["prompt_logprobs"] = msgspec.Raw(b"[%b]" % b",".join(map(_encode, entries)))
         return members

@@ -1,22 +1,21 @@
-"""Answers as text: choices of one prompt and prompts of one request, merged into one stream of `TextDelta`.
+"""Answers as text: one `Generation` for each HTTP request, an `Answer` for each of its prompts.
 
-`Choice` turns tokens into text until it ends, possibly at a stop string that workers do not know about. `Answer` runs
-one prompt's generation; `deltas_of` runs all prompts of a request concurrently.
+The dispatcher gives each token to its `Answer`, whose `Choice` turns it into text at once and ends, possibly at a stop
+string that workers do not know about. The text of all answers waits in the one queue of their `Generation` until the
+writer of the response takes it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Self
 
 from pdserve.contracts.events import TokenEvent
-from pdserve.contracts.request import FinishReason, Outcome
+from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import TokenLogprobs
-from pdserve.router.cluster.cluster import Cluster, TokenStream
-from pdserve.router.requests.journey import Journey
-from pdserve.router.requests.request import GenerationError, RequestSpec
+from pdserve.router.requests.dispatch import Dispatcher
+from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 from pdserve.router.text.answer_text import ByteDetokenizer, Detokenizer, StopStrings
 from pdserve.router.text.reasoning import ReasoningParser
 from pdserve.router.text.tool_calls import CallDelta, ToolCallParser
@@ -35,7 +34,7 @@ class AnswerToken(NamedTuple):
 
 
 class TextDelta(NamedTuple):
-    """One token of a choice and the text that became certain with it."""
+    """One token of a choice and the text that became certain with it; in whole answers, often several tokens'."""
 
     choice: int
     """Index in the response."""
@@ -43,8 +42,9 @@ class TextDelta(NamedTuple):
     """Often empty: part of a character, a possible stop string, or a token without text."""
     end: AnswerEnd | None
     """Set on the last token."""
-    tokens: Sequence[AnswerToken]
-    """The generated token, after those of an echoed prompt; ``text`` begins with their text."""
+    tokens: Sequence[AnswerToken] = ()
+    """The generated token, after those of an echoed prompt, if the answer shows tokens; ``text`` begins with the text
+    of an echo."""
     num_echoed: int = 0
     reasoning: str = ""
     calls: Sequence[CallDelta] = ()
@@ -81,6 +81,10 @@ class AnswerParts:
         return thought, text, calls, end
 
 
+PIECE_CHARS = 256
+"""Characters of a whole answer that are taken together."""
+
+
 class Choice:
     """Text of one choice."""
 
@@ -90,15 +94,19 @@ class Choice:
         detokenizer: Detokenizer | ByteDetokenizer,
         stop_strings: StopStrings,
         *,
-        shows_stop_token: bool,
-        min_tokens: int,
-        offset_chars: int,
+        shows_stop_token: bool = False,
+        shows_tokens: bool = False,
+        is_whole: bool = False,
+        min_tokens: int = 0,
+        offset_chars: int = 0,
         parts: AnswerParts | None = None,
     ) -> None:
         """
         Args:
             detokenizer: owned by this choice, as is ``stop_strings``.
             shows_stop_token: whether the token that ends the choice is part of its text.
+            shows_tokens: whether deltas include the tokens.
+            is_whole: whether nobody reads the text before its end, so that many tokens share a delta.
             min_tokens: tokens before stop strings are searched.
             offset_chars: length of an echoed prompt that precedes the text.
             parts: separates reasoning and tool calls from the text; ``None`` if all is text.
@@ -107,15 +115,19 @@ class Choice:
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._shows_stop_token = shows_stop_token
+        self._shows_tokens = shows_tokens
+        self._is_whole = is_whole and not shows_tokens and parts is None
         self._min_tokens = min_tokens
         self._offset_chars = offset_chars
         self._parts = parts
+        self._held = ""
+        """Text of a whole answer that no delta has yet."""
         self.is_over = False
 
-    def push(self, event: TokenEvent) -> TextDelta:
-        """Take the next token. Must not be called after the end."""
+    def push(self, event: TokenEvent) -> TextDelta | None:
+        """Take the next token; None if a later delta has its text. Must not be called after the end."""
         assert not self.is_over
-        token = AnswerToken(event.token, event.logprobs, self._offset_chars)
+        tokens = (AnswerToken(event.token, event.logprobs, self._offset_chars),) if self._shows_tokens else ()
         is_shown = self._shows_stop_token or event.finish is not FinishReason.STOP
         text = self._detokenizer.push(event.token) if is_shown else ""
         end = _END[event.finish]
@@ -128,12 +140,16 @@ class Choice:
             end = "stop"
         elif end is not None:
             text += self._stop_strings.flush()
-        if self._parts is None:
-            self.is_over = end is not None
-            return TextDelta(self.index, text, end, (token,))
-        reasoning, text, calls, end = self._parts.push(text, end)
+        reasoning, calls = "", list[CallDelta]()
+        if self._parts is not None:
+            reasoning, text, calls, end = self._parts.push(text, end)
         self.is_over = end is not None
-        return TextDelta(self.index, text, end, (token,), reasoning=reasoning, calls=calls)
+        if self._is_whole:
+            text = self._held = self._held + text
+            if end is None and len(text) < PIECE_CHARS:
+                return None
+            self._held = ""
+        return TextDelta(self.index, text, end, tokens, 0, reasoning, calls)
 
 
 _END: dict[FinishReason, AnswerEnd | None] = {
@@ -143,97 +159,59 @@ _END: dict[FinishReason, AnswerEnd | None] = {
 }
 
 
-class Answer:
-    """Choices of one prompt. Starts when `deltas` is iterated; stops when it is closed."""
+class Answer(Request):
+    """Choices of one prompt. Turns each token into text when it arrives, for its `Generation`."""
 
-    def __init__(
-        self, cluster: Cluster, spec: RequestSpec, choices: Sequence[Choice], echo: TextDelta | None = None
-    ) -> None:
+    def __init__(self, spec: RequestSpec, choices: Sequence[Choice], echo: TextDelta | None = None) -> None:
         """``echo``: prompt to write before each choice, without log probabilities; with an ``end`` it is the whole
         answer, and the generated token is hidden."""
-        self.prompt_tokens = spec.prompt_tokens
-        self.prompt_logprobs: Sequence[TokenLogprobs] = ()
-        """Log probabilities of every prompt token but the first, if requested; set with the first delta."""
-        self.num_cached_tokens = 0
+        super().__init__(spec)
+        self.choices = choices
+        self.echo = echo
         self.num_completion_tokens = 0
         """Generated tokens, including those without text but not a hidden one."""
-        self.outcome = Outcome.REJECTED
-        """How the generation ended; meaningful at its end."""
-        self.journey = Journey()
-        """Complete at its end."""
-        self._cluster = cluster
-        self._spec = spec
-        self._choices = choices
-        self._echo = echo
+        self._generation: Generation
 
-    @property
-    def has_echo(self) -> bool:
-        return self._echo is not None
+    def begin(self, generation: Generation) -> None:
+        """Give all text to ``generation`` from now on."""
+        self._generation = generation
 
-    @staticmethod
-    def start_all(answers: Sequence[Answer]) -> list[TokenStream]:
-        """Start the generations of all answers, or none.
-
-        Raises:
-            GenerationError: one was refused.
-        """
-        return answers[0]._cluster.start_all([answer._spec for answer in answers])
-
-    async def deltas(self, stream: TokenStream | None = None) -> AsyncGenerator[list[TextDelta], None]:
-        """Start the generation, unless ``stream`` is it, and yield tokens of all choices; tokens that arrive together
-        share one list. The caller must close it; closing early cancels the generation.
-
-        Raises:
-            GenerationError: refused, or failed on the way.
-        """
-        stream = stream or self._cluster.start(self._spec)
-        self.journey = stream.journey
-        num_running = len(self._choices)
+    def token_received(self, token: TokenEvent) -> None:
+        choice = self.choices[token.choice]
+        if choice.is_over or self._generation.error is not None:
+            return  # by a stop string that workers do not know about yet, or as all answers of the client
         try:
-            async for token in stream:
-                deltas = [
-                    self._delta_of(token, stream)
-                    for token in (token, *stream.take_ready())
-                    if not self._choices[token.choice].is_over  # by a stop string that workers do not know about yet
-                ]
-                num_running -= sum([delta.end is not None for delta in deltas])
-                if deltas:
-                    yield deltas
-                if not num_running:
-                    return
-        finally:
-            stream.cancel()
-            self.outcome = stream.outcome or self.outcome
-        raise GenerationError(500, "the generation ended without a last token")
+            self._generation.take(choice.index, self._delta_of(choice, token))
+            if choice.is_over and not token.finish:
+                self._generation.finish_soon(self, token.choice)
+        except Exception as error:  # the worker's frame has tokens of others
+            self._generation.failed(error)
 
-    def _delta_of(self, token: TokenEvent, stream: TokenStream) -> TextDelta:
-        choice = self._choices[token.choice]
-        if token.index == 0:
-            self.num_cached_tokens = stream.num_cached_tokens
-            self.prompt_logprobs = stream.prompt_logprobs
-        if token.index == 0 and self._echo is not None:
-            delta = self._echoed(self._echo, choice, token)
-        else:
-            self.num_completion_tokens += 1
-            delta = choice.push(token)
-        if delta.end is not None and token.finish is FinishReason.NONE:
-            stream.finish(token.choice)
-        return delta
+    def ended(self) -> None:
+        if self.error is not None or not all(choice.is_over for choice in self.choices):
+            self._generation.failed(self.error or GenerationError(500, "the generation ended without a last token"))
+
+    def _delta_of(self, choice: Choice, token: TokenEvent) -> TextDelta | None:
+        if token.index == 0 and self.echo is not None:
+            return self._echoed(self.echo, choice, token)
+        self.num_completion_tokens += 1
+        return choice.push(token)
 
     def _echoed(self, echo: TextDelta, choice: Choice, token: TokenEvent) -> TextDelta:
         # The first token has no log probability because nothing precedes it
         logprobs = (None, *(self.prompt_logprobs or (None,) * (len(echo.tokens) - 1)))
         tokens = [token._replace(logprobs=each) for token, each in zip(echo.tokens, logprobs, strict=True)]
         if echo.end is not None:
+            choice.is_over = True
             return echo._replace(choice=choice.index, tokens=tokens)
         self.num_completion_tokens += 1
-        delta = choice.push(token)
+        delta = choice.push(token) or TextDelta(choice.index, "", None)
         return delta._replace(text=echo.text + delta.text, tokens=[*tokens, *delta.tokens], num_echoed=echo.num_echoed)
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, object]:
     """``usage`` object of a response."""
-    num_prompt_tokens = sum(len(answer.prompt_tokens) for answer in answers)
+    num_prompt_tokens = sum(len(answer.spec.prompt_tokens) for answer in answers)
     num_completion_tokens = sum(answer.num_completion_tokens for answer in answers)
     return {
         "prompt_tokens": num_prompt_tokens,
@@ -243,49 +221,91 @@ def usage(answers: Sequence[Answer]) -> dict[str, object]:
     }
 
 
-MAX_WAITING = 64
-"""Lists of tokens that wait for the writer of a request before its answers wait, too."""
+class Generation:
+    """The answers to one HTTP request: what of their text its writer has not taken yet, and the writer, if it waits.
 
-
-def deltas_of(answers: Sequence[Answer]) -> AsyncGenerator[list[TextDelta], None]:
-    """Start every answer and yield their tokens; tokens that arrive together share one list. The caller must close it;
-    closing early, or the failure of one answer, cancels all.
-
-    Raises:
-        GenerationError: an answer was refused, or failed on the way.
+    Runs in a ``with`` block, which starts all answers or none and cancels what is unfinished at its end. Iterate for
+    lists of what arrived together; after the last token, or what came before it, iteration raises the error of the
+    first answer that failed.
     """
-    return answers[0].deltas() if len(answers) == 1 else _interleaved(answers)
 
+    def __init__(
+        self, dispatcher: Dispatcher, answers: Sequence[Answer], arrived: Callable[[int], None] | None = None
+    ) -> None:
+        """``arrived``: told the index of its choice when a token arrives."""
+        self.answers = answers
+        self.error: Exception | None = None
+        """Why no more text follows; set once."""
+        self._dispatcher = dispatcher
+        self._arrived = arrived
+        self._started: list[Answer] = []
+        self._num_running = sum(len(answer.choices) for answer in answers)
+        """Choices whose end has not been taken."""
+        self._ready: list[TextDelta] = []
+        self._waiter: asyncio.Future[None] | None = None
 
-async def _interleaved(answers: Sequence[Answer]) -> AsyncGenerator[list[TextDelta], None]:
-    queue = asyncio.Queue[list[TextDelta] | Exception | None](MAX_WAITING)
-
-    async def read(answer: Answer, stream: TokenStream) -> None:
+    def __enter__(self) -> Self:
+        """
+        Raises:
+            GenerationError: an answer was refused.
+        """
+        spec = self.answers[0].spec
+        self._dispatcher.admission.check(self._num_running, tenant=spec.tenant, tier=spec.tier)
         try:
-            async with aclosing(answer.deltas(stream)) as deltas:
-                async for batch in deltas:
-                    await queue.put(batch)
-        except Exception as error:
-            await queue.put(error)
-        else:
-            await queue.put(None)
+            for answer in self.answers:
+                answer.begin(self)
+                self._dispatcher.start(answer, has_room=True)
+                self._started.append(answer)
+        except GenerationError:
+            self.__exit__()
+            raise
+        return self
 
-    streams = Answer.start_all(answers)
-    readers = [asyncio.create_task(read(*pair)) for pair in zip(answers, streams, strict=True)]
-    num_running = len(readers)
-    try:
-        while num_running:
-            match await queue.get():
-                case None:
-                    num_running -= 1
-                case list() as deltas:
-                    yield deltas
-                case error:
-                    raise error
-    finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
-        for stream in streams:
-            if stream.outcome is None:  # its reader had not begun
-                stream.cancel()
+    def __exit__(self, *error: object) -> None:
+        for answer in self._started:
+            for number, choice in enumerate(answer.choices):
+                if choice.is_over:  # perhaps by a stop string, which workers may be told a turn later
+                    self._dispatcher.finish(answer, number)
+            self._dispatcher.cancel(answer)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[TextDelta]:
+        if not self._num_running:
+            raise StopAsyncIteration
+        if not self._ready:
+            await self.wait()
+            if self.error is not None and not self._ready:
+                raise self.error
+        ready, self._ready = self._ready, []
+        self._num_running -= sum([delta.end is not None for delta in ready])
+        return ready
+
+    async def wait(self) -> None:
+        """Wait until iteration goes on at once."""
+        while not self._ready and self.error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    # Called by answers
+
+    def take(self, choice: int, delta: TextDelta | None) -> None:
+        """A token of ``choice`` arrived; ``delta`` is its text and that of earlier ones, if they have a delta now."""
+        if self._arrived is not None:
+            self._arrived(choice)
+        if delta is not None:
+            self._ready.append(delta)
+            self._wake()
+
+    def finish_soon(self, answer: Answer, choice: int) -> None:
+        """Have workers end ``choice``, which is over, after the frame that is being handled."""
+        asyncio.get_running_loop().call_soon(self._dispatcher.finish, answer, choice)
+
+    def failed(self, error: Exception) -> None:
+        self.error = self.error or error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

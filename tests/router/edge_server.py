@@ -10,23 +10,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvicorn
 from fastapi import FastAPI
 
 from pdserve.contracts.events import RequestKey, TokenEvent
-from pdserve.contracts.request import FinishReason, Outcome, SamplingParams
+from pdserve.contracts.request import FinishReason, Outcome
 from pdserve.contracts.step import TokenLogprobs
-from pdserve.router.cluster.cluster import Cluster, TokenStream
+from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.app import create_app
 from pdserve.router.http.keys import KeyFile
 from pdserve.router.http.protocol import BoundedHttpProtocol
 from pdserve.router.http.request_log import RequestLog
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.plain_histogram import PlainSeries
-from pdserve.router.requests.journey import Journey, Span
-from pdserve.router.requests.request import GenerationError, RequestSpec
+from pdserve.router.requests.journey import Span
+from pdserve.router.requests.request import GenerationError, Request
 from pdserve.router.text.tokenizer import ChatTokenizer
 from tests.router.small_tokenizers import CHAT_TEMPLATE, EOS_ID, write_tokenizer
 
@@ -41,71 +41,78 @@ Script = Callable[["ScriptedGeneration"], AsyncIterator[TokenEvent]]
 
 
 @dataclass(eq=False)
-class ScriptedGeneration(TokenStream):
+class ScriptedGeneration:
     """One generation; records the calls of the edge."""
 
-    prompt_tokens: list[int]
-    sampling: SamplingParams
-    cache_salt: bytes
+    request: Request
     script: Script
-    num_choices: int = 1
-    tier: str = ""
-    num_cached_tokens: int = 0
     cancels: list[bool] = field(default_factory=list)
     """One entry for each `finish` (true) and `cancel` (false) before the end."""
     finished: list[int] = field(default_factory=list)
     """Choices that the edge finished."""
     cancelled: threading.Event = field(default_factory=threading.Event)
-    is_over: bool = False
-    journey: Journey = field(
-        default_factory=lambda: Journey(
-            workers=["prefill-0", "decode-1"],
-            phases_s={"queue": 0.001, "prefill": 0.002},
-            spans=[Span("prefill", time.monotonic(), 0.002)],
-        )
-    )
     ready: list[TokenEvent] = field(default_factory=list)
     """Tokens that arrive together with the last one yielded by the script."""
 
-    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        num_running = self.num_choices
-        async for delta in self.script(self):
-            num_running -= delta.finish is not FinishReason.NONE
-            self.is_over = num_running == 0
-            yield delta
-        self.is_over = True
-
     def __post_init__(self) -> None:
+        spec = self.request.spec
+        self.prompt_tokens, self.sampling, self.cache_salt = list(spec.prompt_tokens), spec.sampling, spec.cache_salt
+        self.num_choices, self.tier = spec.num_choices, spec.tier
+        self.running = set(range(spec.num_choices))
         # Each log probability of the prompt encodes the token's id and has two other tokens as alternatives.
         num_top = self.sampling.num_prompt_logprobs
         top = ((50, -0.25), (51, -0.5))
-        self.prompt_logprobs = [
+        self.request.prompt_logprobs = [
             TokenLogprobs(-float(token), top[:num_top]) for token in self.prompt_tokens[1:] if num_top >= 0
         ]
+        self.request.journey.workers += ["prefill-0", "decode-1"]
+        self.request.journey.phases_s |= {"queue": 0.001, "prefill": 0.002}
+        self.request.journey.spans.append(Span("prefill", time.monotonic(), 0.002))
+        self.playing = asyncio.ensure_future(self._play())
 
-    @property
-    def outcome(self) -> Outcome:  # type: ignore[override]
-        return Outcome.CANCELLED if False in self.cancels else Outcome.FINISHED
+    async def _play(self) -> None:
+        try:
+            async for first in self.script(self):
+                together, self.ready = [first, *self.ready], []
+                for token in together:
+                    if token.choice in self.running:
+                        self._give(token)
+                if not self.running:
+                    break
+                await asyncio.sleep(0)  # the reader's turn
+        except Exception as error:  # the script's
+            self.request.error = error  # type: ignore[assignment]
+        if self.request.outcome is None:
+            self._end(Outcome.FINISHED if self.request.error is None else Outcome.FAILED)
 
-    def take_ready(self) -> Sequence[TokenEvent]:
-        ready, self.ready = self.ready, []
-        return ready
+    def _give(self, token: TokenEvent) -> None:
+        self.request.token_received(token)
+        if token.finish:
+            self.running.discard(token.choice)
+
+    def _end(self, outcome: Outcome) -> None:
+        self.request.outcome = outcome
+        self.request.ended()
 
     def finish(self, choice: int) -> None:
-        self.finished.append(choice)
-        self._end(finished=True)
+        if self.request.outcome is None and choice in self.running:
+            self.running.remove(choice)
+            self.cancels.append(True)
+            self.finished.append(choice)
+            self.cancelled.set()
+            if not self.running:
+                self._end(Outcome.FINISHED)
 
     def cancel(self) -> None:
-        self._end(finished=False)
-
-    def _end(self, *, finished: bool) -> None:
-        if not self.is_over:
-            self.cancels.append(finished)
+        if self.request.outcome is None:
+            self.cancels.append(False)
             self.cancelled.set()
+            self._end(Outcome.CANCELLED)
+        self.playing.cancel()
 
 
 class ScriptedGenerator(Cluster):
-    """Runs the script that is set when a request arrives."""
+    """Cluster and dispatcher that run the script which is set when a request arrives."""
 
     is_ready = True
     max_model_len: int | None = MAX_MODEL_LEN
@@ -118,24 +125,32 @@ class ScriptedGenerator(Cluster):
         """Of requests that were not refused before."""
         self.generations: list[ScriptedGeneration] = []
         self.started = threading.Event()
+        self.dispatcher: Any = self
+        self.admission = self
+        self._by_request: dict[Request, ScriptedGeneration] = {}
 
     def check_room(self, num_choices: int, *, tenant: str, tier: str, arrived_s: float) -> None:
         if self.refusal is not None:
             raise self.refusal
 
-    def start_all(self, specs: Sequence[RequestSpec]) -> list[TokenStream]:
-        return [self.start(spec) for spec in specs]
-
-    def start(self, spec: RequestSpec, *, has_room: bool = False) -> ScriptedGeneration:
-        assert spec.arrived_s > 0
+    def check(self, num_choices: int, *, tenant: str, tier: str) -> None:
+        """As `Admission.check`."""
         if self.refusal or self.start_refusal:
             raise self.refusal or self.start_refusal  # type: ignore[misc]
-        generation = ScriptedGeneration(
-            list(spec.prompt_tokens), spec.sampling, spec.cache_salt, self.script, spec.num_choices, spec.tier
-        )
+
+    def start(self, request: Request, *, has_room: bool) -> None:
+        """As `Dispatcher.start`, like the next two."""
+        assert request.spec.arrived_s > 0
+        assert has_room
+        generation = self._by_request[request] = ScriptedGeneration(request, self.script)
         self.generations.append(generation)
         self.started.set()
-        return generation
+
+    def finish(self, request: Request, choice: int) -> None:
+        self._by_request[request].finish(choice)
+
+    def cancel(self, request: Request) -> None:
+        self._by_request[request].cancel()
 
     @property
     def last(self) -> ScriptedGeneration:
@@ -155,7 +170,7 @@ def saying(
 
     async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
         said = tokens[: generation.sampling.max_tokens]
-        generation.num_cached_tokens = 3
+        generation.request.num_cached_tokens = 3
         for index, token in enumerate(said):
             end = finish if index == len(tokens) - 1 else FinishReason.NONE
             if index == len(said) - 1 < len(tokens) - 1:

@@ -19,11 +19,12 @@ from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.cluster.cluster import Cluster, TokenStream
+from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import Attempt, RequestSpec
+from pdserve.router.token_stream import TokenStream
 from tests.router.scripted_worker import TIMEOUT_S, ScriptedWorker, until
 from tests.scrape import scrape
 
@@ -74,7 +75,7 @@ class Rig:
             ignore_eos=True,
             num_prompt_logprobs=num_prompt_logprobs,
         )
-        return self.cluster.start(
+        return self.start_spec(
             RequestSpec(
                 prompt_tokens=tuple(prompt),
                 sampling=sampling,
@@ -83,6 +84,11 @@ class Rig:
                 cache_salt=cache_salt,
             )
         )
+
+    def start_spec(self, spec: RequestSpec) -> TokenStream:
+        stream = TokenStream(self.dispatcher, spec)
+        self.dispatcher.start(stream)
+        return stream
 
     async def up(self, *workers: ScriptedWorker) -> None:
         """Make these the targets and wait for their sessions."""

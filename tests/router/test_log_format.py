@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from pdserve.contracts.events import RequestEventKind
-from pdserve.router.cluster.cluster import TokenStream
 from pdserve.router.log_format import JsonFormatter
+from pdserve.router.token_stream import TokenStream
 from tests.router.rig import hand_off, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker
 

@@ -20,9 +20,9 @@ from pdserve.contracts.request import Outcome, RequestState, SamplingParams
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
-from pdserve.router.cluster.cluster import TokenStream
 from pdserve.router.requests.interface import NO_OBJECTIVES
 from pdserve.router.requests.request import RequestSpec
+from pdserve.router.token_stream import TokenStream
 from tests.expected_tokens import expected_tokens
 from tests.router.rig import Rig, attempt_of, read_all, read_choices, read_some, running_rig
 from tests.router.scripted_worker import until
@@ -166,7 +166,7 @@ def test_a_minimum_of_tokens_holds_over_a_handoff_and_a_loss(checkpoint: Path) -
 
     async def run() -> None:
         async with running_cluster(checkpoint, "prefill-0", "decode-0", "decode-1", time_scale=10.0) as (rig, workers):
-            stream = rig.cluster.start(
+            stream = rig.start_spec(
                 RequestSpec(prompt_tokens=tuple(prompt(9)), sampling=sampling, arrived_s=time.monotonic())
             )
             tokens = await read_some(stream, 20)
@@ -275,7 +275,7 @@ def test_pulls_of_requests_that_end_meanwhile_have_not_failed(checkpoint: Path, 
                 stop = (token,) if end == "with token 0" else ()
                 sampling = SamplingParams(max_tokens=20, stop_token_ids=stop, ignore_eos=True)
                 spec = RequestSpec(prompt_tokens=tuple(prompt(number)), sampling=sampling, arrived_s=time.monotonic())
-                stream = rig.cluster.start(spec)
+                stream = rig.start_spec(spec)
                 if stop:
                     await read_all(stream)
                 else:
@@ -376,7 +376,7 @@ def test_a_choice_that_stops_frees_its_blocks(checkpoint: Path) -> None:
             stream = rig.start(prompt(1), NUM_TOKENS, num_choices=NUM_CHOICES, seed=1)
             await read_some(stream, 10 * NUM_CHOICES)
             for choice in range(1, NUM_CHOICES):
-                stream.finish(choice)
+                rig.dispatcher.finish(stream, choice)
             await until(lambda: rig.cluster.workers["decode-0"].load.num_running == 1)
             last = [delta async for delta in stream if delta.choice == 0][-1]
             assert last.index == NUM_TOKENS - 1

@@ -46,7 +46,7 @@ def say_each(edge: EdgeServer, *texts: str) -> int:
     said = [tokens_of(edge, text) for text in texts]
 
     async def script(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
-        generation.num_cached_tokens = 1
+        generation.request.num_cached_tokens = 1
         for index in range(max(map(len, said))):
             for choice in range(generation.num_choices):
                 if index < len(said[choice]):
@@ -136,7 +136,7 @@ def test_one_prompt_that_fails_ends_the_others(edge: EdgeServer, client: openai.
     edge.generator.script = script
     with pytest.raises(openai.InternalServerError, match="lost it"):
         client.completions.create(model=MODEL, prompt=[[7, 8], [9], [10]])
-    assert [generation.cancels for generation in edge.generator.generations] == [[False]] * 3
+    assert [generation.cancels for generation in edge.generator.generations] == [[False], [], [False]]
 
 
 def test_echo(edge: EdgeServer, client: openai.OpenAI) -> None:

@@ -18,7 +18,7 @@ from pdserve.contracts.request import FinishReason, GenerationRequest
 from pdserve.contracts.step import ModelLimits, TokenLogprobs
 from pdserve.proto.codec import request_from_proto, request_to_proto
 from pdserve.router.http.app import create_app
-from pdserve.router.requests.request import RequestSpec
+from pdserve.router.requests.request import Request
 from pdserve.router.text.tokenizer import ChatTokenizer
 from tests.router.bodies import CHAT_BODY, COMPLETION_BODY, mutated, odd_body
 from tests.router.edge_server import (
@@ -50,18 +50,19 @@ class CheckedGenerator(ScriptedGenerator):
         self._limits = ModelLimits(max_model_len=MAX_MODEL_LEN, vocab_size=vocab_size, eos_token_ids=(EOS_ID,))
         self.script = speaking
 
-    def start(self, spec: RequestSpec, *, has_room: bool = False) -> ScriptedGeneration:
-        request = GenerationRequest(
+    def start(self, request: Request, *, has_room: bool) -> None:
+        spec = request.spec
+        sent = GenerationRequest(
             request_id=1,
             prompt_tokens=spec.prompt_tokens,
             sampling=spec.sampling,
             cache_salt=spec.cache_salt,
             choice=spec.num_choices - 1,
         )
-        request_from_proto(request_to_proto(request), self._limits)
+        request_from_proto(request_to_proto(sent), self._limits)
         assert len(spec.prompt_tokens) + spec.sampling.max_tokens <= MAX_MODEL_LEN
         self.generations.clear()
-        return super().start(spec)
+        super().start(request, has_room=has_room)
 
 
 async def speaking(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:

@@ -18,11 +18,10 @@ from pdserve.contracts.errors import ConfigError
 from pdserve.router.http.errors import ApiError
 from pdserve.router.http.keys import Budget, KeyFile, add_key, read_keys
 from pdserve.router.replicas import Replicas
-from pdserve.router.requests.request import GenerationError, RequestSpec
+from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 from tests.router.edge_server import (
     MODEL,
     EdgeServer,
-    ScriptedGeneration,
     ScriptedGenerator,
     running_edge,
     saying,
@@ -195,10 +194,10 @@ def test_what_is_the_clusters_own_cannot_be_forged(
     specs: list[RequestSpec] = []
     start = server.edge.generator.start
 
-    def recorded(spec: RequestSpec) -> ScriptedGeneration:
-        assert spec.request_id != "7"
-        specs.append(replace(spec, arrived_s=0.0, request_id=""))
-        return start(spec)
+    def recorded(request: Request, *, has_room: bool) -> None:
+        assert request.spec.request_id != "7"
+        specs.append(replace(request.spec, arrived_s=0.0, request_id=""))
+        start(request, has_room=has_room)
 
     monkeypatch.setattr(server.edge.generator, "start", recorded)
     forged: Any = {

@@ -18,7 +18,7 @@ from pdserve.router.http.writer import AnswerWriter
 from pdserve.router.requests.request import RequestSpec
 from pdserve.router.text.answer import Answer, AnswerToken, TextDelta
 from pdserve.router.text.tokenizer import ChatTokenizer
-from tests.router.edge_server import ScriptedGenerator, endless, running_edge
+from tests.router.edge_server import endless, running_edge
 from tests.router.small_tokenizers import write_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -44,10 +44,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 )
 def test_a_whole_answer_holds_no_more_than_it_says(tokenizer: ChatTokenizer, body: GenerationBody) -> None:
     spec = RequestSpec(prompt_tokens=(1,), sampling=SamplingParams(), arrived_s=1.0, num_choices=2)
-    warm, writer = (AnswerWriter(tokenizer, body, [Answer(ScriptedGenerator(), spec, ())], "id", "m") for _ in range(2))
+    warm, writer = (AnswerWriter(tokenizer, body, [Answer(spec, ())], "id", "m") for _ in range(2))
     for known in range(300):
         tokenizer.token_bytes(known)  # which it keeps
-    num_tokens = 800 if writer.shows_tokens else 8000  # else lost in what Python keeps for itself
+    num_tokens = 800 if body.shows_tokens else 8000  # else lost in what Python keeps for itself
 
     def fill(writer: AnswerWriter) -> int:
         num_said = 0

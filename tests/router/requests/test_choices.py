@@ -9,8 +9,8 @@ import pytest
 from pdserve.contracts.events import RefusalCode, RequestEventKind
 from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.cluster.cluster import TokenStream
 from pdserve.router.requests.request import GenerationError
+from pdserve.router.token_stream import TokenStream
 from tests.router.rig import (
     Rig,
     attempt_of,
@@ -125,7 +125,7 @@ def test_the_prompt_is_pulled_once(ending: str) -> None:
                 case "joined":
                     d0.send_event(first, RequestEventKind.JOINED)
                 case "stopped":
-                    stream.finish(0)
+                    rig.dispatcher.finish(stream, 0)
                 case "failed":
                     d0.send_event(first, RequestEventKind.KV_UNAVAILABLE, refusal=RefusalCode.SOURCE)
             assert (await asyncio.wait_for(next_of(d0, d1), 5)).request_id == second.request_id
@@ -154,13 +154,13 @@ async def test_choices_end_one_by_one(m: ScriptedWorker) -> None:
         send(m, second, 0, 2)
         send(m, third, 0, 2)
         assert sorted(await read_some(stream, 5)) == [100, 200, 201, 300, 301]
-        stream.finish(1)
+        rig.dispatcher.finish(stream, 1)
         assert (await m.next_command("cancel")).cancel.request_id == second.request_id
         m.send_token(second, 2, 666)
         send(m, third, 2)
         assert await read_some(stream, 2) == [302, 303]
         assert await read_all(stream) == []
-        stream.finish(2)
+        rig.dispatcher.finish(stream, 2)
         assert m.commands.empty()
         check_one_request(rig, Outcome.FINISHED)
 
@@ -170,7 +170,7 @@ async def test_a_choice_that_stops_early_never_leaves(m: ScriptedWorker) -> None
     async with running_rig() as rig:
         await rig.up(m)
         stream = rig.start(num_choices=3)
-        stream.finish(1)
+        rig.dispatcher.finish(stream, 1)
         send(m, await m.next_submit())
         last = await m.next_submit()
         assert last.choice == 2
@@ -183,7 +183,7 @@ async def test_a_choice_that_stops_early_never_leaves(m: ScriptedWorker) -> None
 async def test_the_others_do_not_wait_for_a_first_choice_that_stops(m: ScriptedWorker) -> None:
     async with running_rig() as rig:
         stream = rig.start(num_choices=2)
-        stream.finish(0)
+        rig.dispatcher.finish(stream, 0)
         await rig.up(m)
         request = await m.next_submit()
         assert request.choice == 1
@@ -220,7 +220,7 @@ async def test_after_a_loss_each_goes_on_from_its_tokens(m0: ScriptedWorker, m1:
         for _ in range(9):
             token = await anext(stream)
             answers[token.choice].append(token.token)
-        stream.finish(3)
+        rig.dispatcher.finish(stream, 3)
         await m0.stop()
         again = [await m1.next_submit() for _ in range(2)]
         assert [(request.choice, request.attempt) for request in again] == [(1, 1), (2, 1)]

@@ -14,6 +14,7 @@ from pdserve.contracts.events import RefusalCode, RequestEventKind
 from pdserve.contracts.request import Outcome, RequestState, SamplingParams
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.requests.request import GenerationError, RequestSpec
+from pdserve.router.text.answer import Answer, Generation
 from tests.router.rig import Rig, attempt_of, hand_off, is_unbound, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
@@ -39,20 +40,6 @@ async def test_prefill_then_decode(p: ScriptedWorker, d: ScriptedWorker) -> None
             assert rig.sample("pdserve_request_phase_seconds_count", phase=phase) == 1, phase
             spent_s = rig.sample("pdserve_request_phase_seconds_sum", phase=phase)
             assert stream.journey.phases_s[phase] == pytest.approx(spent_s)
-
-
-@with_workers("prefill-0", "decode-0")
-async def test_tokens_that_have_come_can_be_taken_together(p: ScriptedWorker, d: ScriptedWorker) -> None:
-    async with running_rig() as rig:
-        await rig.up(p, d)
-        stream = rig.start()
-        request = await hand_off(p, d)
-        d.send_tokens(request, [(1, 101), (2, 102), (3, 103)], last=True)
-        await until(lambda: stream.outcome is Outcome.FINISHED)
-        assert await read_some(stream, 1) == [100]
-        assert [delta.token for delta in stream.take_ready()] == [101, 102, 103]
-        assert stream.take_ready() == []
-        assert await read_all(stream) == []
 
 
 @with_workers("prefill-0", "decode-0")
@@ -252,7 +239,7 @@ async def test_cancel_reaches_both_workers_and_counts_once(p: ScriptedWorker, d:
         p.offer(request)
         await d.next_prepare()
         stream.cancel()
-        stream.finish(0)
+        rig.dispatcher.finish(stream, 0)
         assert stream.outcome is Outcome.CANCELLED
         assert (await p.next_command("cancel")).cancel.request_id == request.request_id
         assert (await d.next_command("cancel")).cancel.request_id == request.request_id
@@ -266,7 +253,7 @@ async def test_a_stop_string_finishes(m: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(m)
         stream = rig.start()
-        stream.finish(0)
+        rig.dispatcher.finish(stream, 0)
         assert stream.outcome is Outcome.FINISHED
         await m.next_submit()
         await m.next_command("cancel")
@@ -290,22 +277,23 @@ def test_too_many_are_refused_with_a_time_to_come_back() -> None:
 
 
 def test_prompts_of_one_client_are_accepted_together_or_not_at_all() -> None:
-    def specs(num_prompts: int) -> list[RequestSpec]:
-        sampling = SamplingParams(temperature=0.0, max_tokens=2)
-        return [
-            RequestSpec(prompt_tokens=(1, number), sampling=sampling, arrived_s=time.monotonic(), tenant="a")
-            for number in range(num_prompts)
-        ]
-
     async def run() -> None:
         async with running_rig(max_in_flight=6) as rig:
-            streams = rig.cluster.start_all(specs(4))  # one after the other, the last would be over its tenant's share
-            for num_prompts in (1, 3, 7):
-                with pytest.raises(GenerationError):
-                    rig.cluster.start_all(specs(num_prompts))
-            assert rig.dispatcher.num_accepted == rig.dispatcher.num_in_flight == 4
-            for stream in streams:
-                stream.cancel()
+
+            def generation(num_prompts: int) -> Generation:
+                sampling = SamplingParams(temperature=0.0, max_tokens=2)
+                specs = [
+                    RequestSpec(prompt_tokens=(1, number), sampling=sampling, arrived_s=time.monotonic(), tenant="a")
+                    for number in range(num_prompts)
+                ]
+                return Generation(rig.dispatcher, [Answer(spec, ()) for spec in specs])
+
+            with generation(4):  # one after the other, the last would be over its tenant's share
+                for num_prompts in (1, 3, 7):
+                    with pytest.raises(GenerationError), generation(num_prompts):
+                        pass
+                assert rig.dispatcher.num_accepted == rig.dispatcher.num_in_flight == 4
+            assert rig.dispatcher.num_in_flight == 0
 
     asyncio.run(run())
 
@@ -410,7 +398,7 @@ async def test_a_turn_is_prefilled_where_its_history_is(p: ScriptedWorker, d: Sc
         d.send_tokens(request, [(0, 1), (1, 2)], last=True)
         assert await read_all(stream) == [1, 2]
         assert p.commands.empty()
-        probe = rig.cluster.start(
+        probe = rig.start_spec(
             RequestSpec(
                 prompt_tokens=tuple(range(420)),
                 sampling=SamplingParams(),

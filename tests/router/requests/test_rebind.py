@@ -9,7 +9,7 @@ import pytest
 from pdserve.contracts.events import RefusalCode, RequestEventKind
 from pdserve.contracts.request import Outcome, RequestState
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.cluster.cluster import TokenStream
+from pdserve.router.token_stream import TokenStream
 from tests.router.rig import Rig, attempt_of, hand_off, is_unbound, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
