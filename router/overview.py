@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import msgspec
 from prometheus_client import Counter, Histogram
 
 from pdserve.contracts import metrics as names
@@ -56,6 +57,7 @@ class Overview:
         self._model = model
         self._samples: deque[Sample] = deque()
         self._points: deque[dict[str, Any]] = deque(maxlen=int(LONG_WINDOW_S / POINT_S))
+        self._shown: msgspec.Raw | None = None
         self.sampled = asyncio.Condition()
         """Notified after each sample and at the end."""
         self.is_over = False
@@ -75,6 +77,7 @@ class Overview:
 
     def sample(self, now_s: float) -> None:
         """Take a sample; forget those that are older than the long window."""
+        self._shown = None
         metrics = self._metrics
         verdicts = _values(metrics.slo_requests)
         misses: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -101,6 +104,13 @@ class Overview:
     def points(self) -> list[dict[str, Any]]:
         """The trend: figures of the window at intervals of `POINT_S`, the newest last; JSON."""
         return list(self._points)
+
+    @property
+    def shown(self) -> msgspec.Raw:
+        """The state as JSON, of when it was first looked at since the last sample: one for all viewers."""
+        if self._shown is None:
+            self._shown = msgspec.Raw(msgspec.json.encode(self.now()))
+        return self._shown
 
     def now(self) -> dict[str, Any]:
         """The newest state; JSON. Shares and quantiles are null where nothing was measured."""

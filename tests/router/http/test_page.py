@@ -20,6 +20,7 @@ import uvicorn
 from pdserve.contracts.deployment import SloConfig
 from pdserve.router.http.app import create_app
 from pdserve.router.http.keys import KeyFile, add_key
+from pdserve.router.http.page import MAX_VIEWERS
 from pdserve.router.overview import Overview
 from pdserve.router.text.tokenizer import ChatTokenizer
 from tests.router.rig import Rig, hand_off, running_rig, with_workers
@@ -88,6 +89,34 @@ def test_the_stream_begins_with_the_trend_and_ends_with_the_router(tmp_path: Pat
             assert len(later) in (1, 2)
             assert all(each["points"] == [] for each in later)
 
+    asyncio.run(run())
+
+
+def test_the_state_is_computed_once_for_all_viewers_of_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.router.overview.SAMPLE_S", 0.2)
+    taken: list[dict[str, Any]] = []
+    now = Overview.now
+
+    def recorded(overview: Overview) -> dict[str, Any]:
+        taken.append(now(overview))
+        return taken[-1]
+
+    async def run() -> None:
+        async with running_rig() as rig, page_of(rig, tmp_path) as (client, sampling):
+            await asyncio.sleep(0.5)
+            assert taken == []  # nobody looks
+            viewers = [asyncio.create_task(client.get("/page/events")) for _ in range(MAX_VIEWERS)]
+            await asyncio.sleep(1.0)
+            sampling.cancel()
+            taken_s = [each["last"]["at_s"] for each in taken]
+            assert len(taken_s) == len(set(taken_s)) > 2
+            for viewer in viewers:
+                events = (await asyncio.wait_for(viewer, 10)).text.split("\n\n")[:-1]
+                assert {json.loads(each.removeprefix("data: "))["now"]["last"]["at_s"] for each in events} <= {*taken_s}
+
+    monkeypatch.setattr(Overview, "now", recorded)
     asyncio.run(run())
 
 
