@@ -357,7 +357,7 @@ class Edge:
             return EventStream(generation, writer, timer, self.keep_alive_s, "x-show-workers" in request.headers)
         async with cancel_on_disconnect(request.receive):
             with Generation(self.cluster.dispatcher, answers, timer.token) as generation:
-                async for batch in generation:
+                while batch := await generation.next():
                     for delta in batch:
                         num_bytes = await off_loop(delta.num_echoed, partial(writer.add, delta))
                         request.state.memory.take(num_bytes)

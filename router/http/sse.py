@@ -19,7 +19,7 @@ from pdserve.router.http.errors import api_error
 from pdserve.router.http.responses import ResponseWriter
 from pdserve.router.http.token_timer import TokenTimer
 from pdserve.router.http.writer import AnswerWriter, off_loop
-from pdserve.router.text.answer import Generation
+from pdserve.router.text.answer import Generation, TextDelta
 
 WRITE_TIMEOUT_S = 60.0
 """Seconds without progress while an event waits, after which the reader counts as gone."""
@@ -66,18 +66,19 @@ class EventStream(StreamingResponse):
         answers, last = self._generation.answers, b""
         has_echo = any(answer.echo is not None for answer in answers)
         try:
-            with self._generation:
-                await self._wait(send)
-                async for batch in self._generation:
+            with self._generation as generation:
+                batch = await self._first(send)
+                await self._start(send)
+                while batch:
                     if has_echo:
                         num_echoed = sum(delta.num_echoed for delta in batch)
                         data = await off_loop(num_echoed, partial(self._writer.events, batch))
                     else:
                         data = self._writer.events(batch)
-                    await self._start(send)
                     await self._write(data)
                     for delta in batch:
                         self._timer.token(delta.choice)
+                    batch = await generation.next()
             self._timer.finished([answer.journey for answer in answers])
             if self._shows_workers:
                 workers = " ".join(worker for answer in answers for worker in answer.journey.workers)
@@ -88,12 +89,12 @@ class EventStream(StreamingResponse):
             last = self._writer.failure(api_error(error))
         await self._write(last, more_body=False)
 
-    async def _wait(self, send: Send) -> None:
-        """Write comments until token 0 arrives."""
+    async def _first(self, send: Send) -> list[TextDelta]:
+        """Write comments until token 0 arrives; return what came with it."""
         while True:
             try:
                 async with asyncio.timeout(self._keep_alive_s):
-                    return await self._generation.wait()
+                    return await self._generation.next()
             except TimeoutError:
                 await self._start(send)
                 await self._write(b": waiting\n\n")

@@ -128,9 +128,8 @@ class Choice:
         """Take the next token; None if a later delta has its text. Must not be called after the end."""
         assert not self.is_over
         tokens = (AnswerToken(event.token, event.logprobs, self._offset_chars),) if self._shows_tokens else ()
-        is_shown = self._shows_stop_token or event.finish is not FinishReason.STOP
-        text = self._detokenizer.push(event.token) if is_shown else ""
         end = _END[event.finish]
+        text = self._detokenizer.push(event.token) if end != "stop" or self._shows_stop_token else ""
         if end is not None:
             text += self._detokenizer.flush()
         self._offset_chars += len(text)
@@ -140,7 +139,7 @@ class Choice:
             end = "stop"
         elif end is not None:
             text += self._stop_strings.flush()
-        reasoning, calls = "", list[CallDelta]()
+        reasoning, calls = "", _NO_CALLS
         if self._parts is not None:
             reasoning, text, calls, end = self._parts.push(text, end)
         self.is_over = end is not None
@@ -152,6 +151,7 @@ class Choice:
         return TextDelta(self.index, text, end, tokens, 0, reasoning, calls)
 
 
+_NO_CALLS: Sequence[CallDelta] = ()
 _END: dict[FinishReason, AnswerEnd | None] = {
     FinishReason.NONE: None,
     FinishReason.STOP: "stop",
@@ -181,8 +181,13 @@ class Answer(Request):
         if choice.is_over or self._generation.error is not None:
             return  # by a stop string that workers do not know about yet, or as all answers of the client
         try:
-            self._generation.take(choice.index, self._delta_of(choice, token))
-            if choice.is_over and not token.finish:
+            if token.index == 0 and self.echo is not None:
+                delta = self._echoed(self.echo, choice, token)
+            else:
+                self.num_completion_tokens += 1
+                delta = choice.push(token)
+            self._generation.take(choice.index, delta)
+            if delta is not None and delta.end is not None and not token.finish:
                 self._generation.finish_soon(self, token.choice)
         except Exception as error:  # the worker's frame has tokens of others
             self._generation.failed(error)
@@ -190,12 +195,6 @@ class Answer(Request):
     def ended(self) -> None:
         if self.error is not None or not all(choice.is_over for choice in self.choices):
             self._generation.failed(self.error or GenerationError(500, "the generation ended without a last token"))
-
-    def _delta_of(self, choice: Choice, token: TokenEvent) -> TextDelta | None:
-        if token.index == 0 and self.echo is not None:
-            return self._echoed(self.echo, choice, token)
-        self.num_completion_tokens += 1
-        return choice.push(token)
 
     def _echoed(self, echo: TextDelta, choice: Choice, token: TokenEvent) -> TextDelta:
         # The first token has no log probability because nothing precedes it
@@ -224,9 +223,8 @@ def usage(answers: Sequence[Answer]) -> dict[str, object]:
 class Generation:
     """The answers to one HTTP request: what of their text its writer has not taken yet, and the writer, if it waits.
 
-    Runs in a ``with`` block, which starts all answers or none and cancels what is unfinished at its end. Iterate for
-    lists of what arrived together; after the last token, or what came before it, iteration raises the error of the
-    first answer that failed.
+    Read in a ``with`` block, which starts all answers or none and cancels what is unfinished at its end. The failure of
+    one is that of all.
     """
 
     def __init__(
@@ -236,6 +234,7 @@ class Generation:
         self.answers = answers
         self.error: Exception | None = None
         """Why no more text follows; set once."""
+        self._loop = asyncio.get_running_loop()
         self._dispatcher = dispatcher
         self._arrived = arrived
         self._started: list[Answer] = []
@@ -268,25 +267,20 @@ class Generation:
                     self._dispatcher.finish(answer, number)
             self._dispatcher.cancel(answer)
 
-    def __aiter__(self) -> Self:
-        return self
+    async def next(self) -> list[TextDelta]:
+        """Wait for text and take what has arrived; empty after the last token.
 
-    async def __anext__(self) -> list[TextDelta]:
-        if not self._num_running:
-            raise StopAsyncIteration
-        if not self._ready:
-            await self.wait()
-            if self.error is not None and not self._ready:
+        Raises:
+            Exception: an answer failed, and what came before is taken.
+        """
+        while not self._ready and self._num_running:
+            if self.error is not None:
                 raise self.error
+            self._waiter = self._loop.create_future()
+            await self._waiter
         ready, self._ready = self._ready, []
         self._num_running -= sum([delta.end is not None for delta in ready])
         return ready
-
-    async def wait(self) -> None:
-        """Wait until iteration goes on at once."""
-        while not self._ready and self.error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
 
     # Called by answers
 
@@ -300,7 +294,7 @@ class Generation:
 
     def finish_soon(self, answer: Answer, choice: int) -> None:
         """Have workers end ``choice``, which is over, after the frame that is being handled."""
-        asyncio.get_running_loop().call_soon(self._dispatcher.finish, answer, choice)
+        self._loop.call_soon(self._dispatcher.finish, answer, choice)
 
     def failed(self, error: Exception) -> None:
         self.error = self.error or error

@@ -66,8 +66,11 @@ def read(generator: ScriptedGenerator, *answers: Answer) -> list[list[TextDelta]
     """Deltas, as they were taken together."""
 
     async def run() -> list[list[TextDelta]]:
+        batches = []
         with generation_of(generator, *answers) as generation:
-            return [together async for together in generation]
+            while batch := await generation.next():
+                batches.append(batch)
+        return batches
 
     return asyncio.run(run())
 
@@ -82,8 +85,12 @@ def read_each(generator: ScriptedGenerator, *answers: Answer) -> list[TextDelta]
 
 def test_nothing_starts_before_the_answer_is_read() -> None:
     generator = ScriptedGenerator()
-    generation_of(generator, answer_of())
-    assert generator.generations == []
+
+    async def run() -> None:
+        generation_of(generator, answer_of())
+        assert generator.generations == []
+
+    asyncio.run(run())
 
 
 def test_leaving_early_cancels() -> None:
@@ -92,7 +99,7 @@ def test_leaving_early_cancels() -> None:
 
     async def run() -> None:
         with generation_of(generator, answer_of()) as generation:
-            await anext(generation)
+            await generation.next()
             assert generator.last.cancels == []
 
     asyncio.run(run())
