@@ -182,7 +182,7 @@ class Answer(Request):
             return  # by a stop string that workers do not know about yet, or as all answers of the client
         try:
             if token.index == 0 and self.echo is not None:
-                delta = self._echoed(self.echo, choice, token)
+                delta: TextDelta | None = self._echoed(self.echo, choice, token)
             else:
                 self.num_completion_tokens += 1
                 delta = choice.push(token)
