@@ -225,7 +225,7 @@ def _worker(worker: RemoteWorker) -> dict[str, Any]:
         "waiting": load.num_waiting,
         "parked": load.num_parked,
         "max_running": worker.max_batch_size,
-        "step_s": load.step_s,
+        "step_s": worker.step_s,
         "blocks_used": load.num_blocks_referenced,
         "blocks_cached": load.num_blocks_cached,
         "blocks": load.num_blocks_free + load.num_blocks_cached + load.num_blocks_referenced,

@@ -212,11 +212,6 @@ class StepReport:
     decode_correction: float = 1.0
     is_draining: bool = False
 
-    @property
-    def is_for_all(self) -> bool:
-        """Whether every session receives the report, not only sessions with an event in it."""
-        return bool(self.step or self.pulls or self.cache.stored or self.cache.evicted)
-
 
 class ReportSink(Protocol):
     """Receives reports on the driver's thread. Must return at once."""

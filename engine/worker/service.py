@@ -1,8 +1,9 @@
 """The worker's gRPC service: router sessions on an event loop in its own thread.
 
 Validates routers' commands and puts them into the step loop's inbox. Receives the step loop's reports through
-`WorkerService.publish` and sends one packed frame per session. A router that does not read its stream, or loses its
-connection, loses its own session only and never delays a step. Never touches the scheduler.
+`WorkerService.publish` and packs what is in them for a router's own requests into a frame that it sends at once. Load,
+steps and cache changes go with it, and within `NEWS_INTERVAL_S` to every other router. A router that does not read its
+stream, or loses its connection, loses its own session only and never delays a step. Never touches the scheduler.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from pdserve.engine.worker.loop import (
     PrepareRequest,
     SessionEnded,
     StartDrain,
-    Step,
     StepReport,
 )
 from pdserve.engine.worker.sessions import Session, SessionTable
@@ -48,6 +48,10 @@ from pdserve.proto.v1 import worker_pb2
 
 HEARTBEAT_S = 0.5
 """Maximum interval between messages on a healthy session."""
+
+NEWS_INTERVAL_S = 0.05
+"""Minimum interval between frames without tokens or events of the router's own. Each costs a router as much as one with
+tokens, and it gets them from all workers, while the load that a decision needs is a few steps old anyway."""
 
 HELLO_TIMEOUT_S = 10.0
 MAX_UNPROVEN_SESSIONS = 64
@@ -98,7 +102,9 @@ class WorkerService:
         self._sessions = SessionTable(lambda n: inbox.put(SessionEnded(n)))
         self._unproven = UnprovenCalls(MAX_UNPROVEN_SESSIONS, HELLO_TIMEOUT_S)
         self._load = worker_pb2.Load()
-        """Load in the last report, without its step."""
+        """Load in the last report."""
+        self._has_news = asyncio.Event()
+        """Something is untold in a session."""
         self._cached_hashes: dict[bytes, None] = {}
         """Prefix cache contents according to the reports, parents first, for sessions that open later."""
         self._address = ""
@@ -150,10 +156,11 @@ class WorkerService:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Session": handler}),))
         self._address = listen(server, self._config.host, self._config.tls, self._config.ports)
         await server.start()
-        heartbeat = asyncio.create_task(self._send_heartbeats())
-        address.set_result(self._address)
-        await self._stop.wait()
-        heartbeat.cancel()
+        async with asyncio.TaskGroup() as tasks:
+            news = tasks.create_task(self._send_news())
+            address.set_result(self._address)
+            await self._stop.wait()
+            news.cancel()
         await server.stop(STOP_GRACE_S)
 
     async def _session(self, requests: _RequestStream, context: _Context) -> None:
@@ -199,7 +206,7 @@ class WorkerService:
         known = list(itertools.islice(self._cached_hashes, MAX_SNAPSHOT_HASHES))
         for start in range(0, len(known) or 1, HASHES_PER_FRAME):
             cache = worker_pb2.CacheEvents(cleared=not start, stored=known[start : start + HASHES_PER_FRAME])
-            session.send_frame(worker_pb2.StepFrame(load=self._load, cache=cache))
+            session.send_frame(worker_pb2.StepFrame(load=self._load, cache=[cache]))
         return session
 
     async def _read(self, session: Session, requests: _RequestStream) -> None:
@@ -254,43 +261,39 @@ class WorkerService:
             self._die()
 
     def _queue_frames(self, report: StepReport) -> None:
-        """Pack a report and queue it to the sessions it concerns."""
-        self._load = _load_to_proto(report)
+        """Pack a report and queue it to the sessions with an event in it; the others are told soon."""
         self._cached_hashes.update(dict.fromkeys(report.cache.stored))
         for block_hash in report.cache.evicted:
             self._cached_hashes.pop(block_hash, None)
-        has_cache = bool(report.cache.stored or report.cache.evicted)
-        frames = pack_frames(report.events)
-        concerned = list(self._sessions.open) if report.is_for_all else list(frames)
-        for session_id in concerned:
-            session = self._sessions.open.get(session_id)
-            if session is None:
-                continue  # ended while the step ran: its requests are being cancelled
-            frame = frames.get(session_id) or worker_pb2.StepFrame()
-            frame.load.CopyFrom(self._load)
-            if report.step is not None:
-                _add_step(frame.load, report.step, report.step_s)
-            for pull in report.pulls:
-                frame.transfers.add(
-                    transport=pull.transport,
-                    seconds=pull.seconds,
-                    bytes=pull.num_bytes,
-                    failure_stage=pull.failure_stage,
-                    ended_request=pull.first_token is not None and bool(pull.first_token.finish),
-                    source=pull.source,
-                )
-            if has_cache:
-                frame.cache.stored.extend(report.cache.stored)
-                frame.cache.evicted.extend(report.cache.evicted)
-            session.send_frame(frame)
+        last_load, self._load = self._load, _load_to_proto(report)
+        news = _news(report)
+        is_news = self._load != last_load or news.ByteSize() > 0
+        frames = pack_frames(report.events)  # also for sessions that ended: their requests are being cancelled
+        for session in self._sessions.open.values():
+            frame = frames.get(session.id)
+            if frame is None and not is_news:
+                continue
+            session.untold.MergeFrom(news)
+            session.untold.load.CopyFrom(self._load)
+            if frame is not None:
+                session.send_frame(frame)
+            else:
+                self._has_news.set()
 
-    async def _send_heartbeats(self) -> None:
+    async def _send_news(self) -> None:
+        """Send what is untold, and a heartbeat through each quiet session."""
         while True:
-            await asyncio.sleep(HEARTBEAT_S / 2)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S / 2 - NEWS_INTERVAL_S):
+                    await self._has_news.wait()
+            self._has_news.clear()
             quiet_since_s = time.monotonic() - HEARTBEAT_S / 2
-            for session in list(self._sessions.open.values()):
-                if session.sent_s <= quiet_since_s and self._is_healthy():
+            for session in self._sessions.open.values():
+                if session.untold.HasField("load"):
+                    session.send_frame(worker_pb2.StepFrame())
+                elif session.sent_s <= quiet_since_s and self._is_healthy():
                     session.send_frame(worker_pb2.StepFrame(load=self._load))
+            await asyncio.sleep(NEWS_INTERVAL_S)
 
 
 def _load_to_proto(report: StepReport) -> worker_pb2.Load:
@@ -301,12 +304,26 @@ def _load_to_proto(report: StepReport) -> worker_pb2.Load:
     return load
 
 
-def _add_step(load: worker_pb2.Load, step: Step, step_s: float) -> None:
-    load.step_s = step_s
-    load.step_tokens = step.num_new_tokens
-    if step.prediction is not None:
-        load.predicted_step_s = step.prediction.predicted_s
-        load.step_has_prefill = step.prediction.has_prefill
+def _news(report: StepReport) -> worker_pb2.StepFrame:
+    """What every session is told of a report, apart from its load."""
+    news = worker_pb2.StepFrame()
+    if report.step is not None:
+        step = news.steps.add(seconds=report.step_s, num_tokens=report.step.num_new_tokens)
+        if report.step.prediction is not None:
+            step.predicted_s = report.step.prediction.predicted_s
+            step.has_prefill = report.step.prediction.has_prefill
+    for pull in report.pulls:
+        news.transfers.add(
+            transport=pull.transport,
+            seconds=pull.seconds,
+            bytes=pull.num_bytes,
+            failure_stage=pull.failure_stage,
+            ended_request=pull.first_token is not None and bool(pull.first_token.finish),
+            source=pull.source,
+        )
+    if report.cache.stored or report.cache.evicted:
+        news.cache.add(stored=report.cache.stored, evicted=report.cache.evicted)
+    return news
 
 
 async def _write(session: Session, context: _Context) -> None:

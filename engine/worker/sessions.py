@@ -32,6 +32,8 @@ class Session:
         self.sent_s = time.monotonic()
         self.close_reason = ""
         """Reason why the worker ends the stream; empty while it is open or if the router ended it."""
+        self.untold = worker_pb2.StepFrame()
+        """Load and changes of the worker, which every session is told, since this one's last frame."""
         self._queue: deque[bytes] = deque()
         self._queued_bytes = 0
         self._changed = asyncio.Event()
@@ -53,6 +55,9 @@ class Session:
         self._changed.set()
 
     def send_frame(self, frame: worker_pb2.StepFrame) -> None:
+        """Queue ``frame``, and with it what is untold."""
+        frame.MergeFrom(self.untold)
+        self.untold.Clear()
         self.send(worker_pb2.WorkerMessage(frame=frame))
 
     def close(self, reason: str) -> None:

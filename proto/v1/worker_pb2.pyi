@@ -533,7 +533,9 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class StepFrame(_message.Message):
-    """What one step produced. Sent after every step that has something to say, and at least every 500 ms."""
+    """What the router has not been told. Sent at once if one of its requests has tokens or an event in it, soon if anything
+    else has changed, and at least every 500 ms.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -543,31 +545,41 @@ class StepFrame(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> Global___Tokens: ...
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestEvent]: ...
     @_builtins.property
-    def load(self) -> Global___Load: ...
+    def load(self) -> Global___Load:
+        """now"""
+
     @_builtins.property
-    def cache(self) -> Global___CacheEvents: ...
+    def cache(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheEvents]:
+        """in order"""
+
     @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferReport]: ...
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]: ...
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___Step]:
+        """that ended"""
+
     def __init__(
         self,
         *,
         tokens: Global___Tokens | None = ...,
         events: _abc.Iterable[Global___RequestEvent] | None = ...,
         load: Global___Load | None = ...,
-        cache: Global___CacheEvents | None = ...,
+        cache: _abc.Iterable[Global___CacheEvents] | None = ...,
         transfers: _abc.Iterable[Global___TransferReport] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
+        steps: _abc.Iterable[Global___Step] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "load", b"load", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "events", b"events", "load", b"load", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "events", b"events", "load", b"load", "prompt_logprobs", b"prompt_logprobs", "steps", b"steps", "tokens", b"tokens", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -792,8 +804,6 @@ class Load(_message.Message):
     NUM_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
-    STEP_S_FIELD_NUMBER: _builtins.int
-    STEP_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_CORRECTION_FIELD_NUMBER: _builtins.int
     DECODE_CORRECTION_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
@@ -801,8 +811,6 @@ class Load(_message.Message):
     NUM_SWAP_INS_FIELD_NUMBER: _builtins.int
     NUM_SWAP_SLOTS_USED_FIELD_NUMBER: _builtins.int
     NUM_STARTED_TOKENS_FIELD_NUMBER: _builtins.int
-    PREDICTED_STEP_S_FIELD_NUMBER: _builtins.int
-    STEP_HAS_PREFILL_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_PARKED_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
@@ -817,9 +825,6 @@ class Load(_message.Message):
     """tokens in the contexts of the running sequences"""
     num_preemptions: _builtins.int
     """since the worker started"""
-    step_s: _builtins.float
-    """duration of the step this frame reports, 0 if none"""
-    step_tokens: _builtins.int
     prefill_correction: _builtins.float
     """observed / predicted time of steps with prefill rows"""
     decode_correction: _builtins.float
@@ -832,10 +837,6 @@ class Load(_message.Message):
     num_swap_slots_used: _builtins.int
     num_started_tokens: _builtins.int
     """of started prompts, planned or not, that are not computed yet"""
-    predicted_step_s: _builtins.float
-    """what the cost model had said of the step this frame reports"""
-    step_has_prefill: _builtins.bool
-    """whether one of its rows had several new tokens"""
     num_blocks_parked: _builtins.int
     """blocks of parked prompts; one that several share counts for each"""
     num_tokens_in_flight: _builtins.int
@@ -852,8 +853,6 @@ class Load(_message.Message):
         num_waiting_tokens: _builtins.int = ...,
         num_context_tokens: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
-        step_s: _builtins.float = ...,
-        step_tokens: _builtins.int = ...,
         prefill_correction: _builtins.float = ...,
         decode_correction: _builtins.float = ...,
         draining: _builtins.bool = ...,
@@ -861,22 +860,50 @@ class Load(_message.Message):
         num_swap_ins: _builtins.int = ...,
         num_swap_slots_used: _builtins.int = ...,
         num_started_tokens: _builtins.int = ...,
-        predicted_step_s: _builtins.float = ...,
-        step_has_prefill: _builtins.bool = ...,
         num_blocks_parked: _builtins.int = ...,
         num_tokens_in_flight: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_correction", b"decode_correction", "draining", b"draining", "num_blocks_cached", b"num_blocks_cached", "num_blocks_free", b"num_blocks_free", "num_blocks_parked", b"num_blocks_parked", "num_blocks_referenced", b"num_blocks_referenced", "num_context_tokens", b"num_context_tokens", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_started_tokens", b"num_started_tokens", "num_swap_ins", b"num_swap_ins", "num_swap_outs", b"num_swap_outs", "num_swap_slots_used", b"num_swap_slots_used", "num_tokens_in_flight", b"num_tokens_in_flight", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "predicted_step_s", b"predicted_step_s", "prefill_correction", b"prefill_correction", "step_has_prefill", b"step_has_prefill", "step_s", b"step_s", "step_tokens", b"step_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_correction", b"decode_correction", "draining", b"draining", "num_blocks_cached", b"num_blocks_cached", "num_blocks_free", b"num_blocks_free", "num_blocks_parked", b"num_blocks_parked", "num_blocks_referenced", b"num_blocks_referenced", "num_context_tokens", b"num_context_tokens", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_started_tokens", b"num_started_tokens", "num_swap_ins", b"num_swap_ins", "num_swap_outs", b"num_swap_outs", "num_swap_slots_used", b"num_swap_slots_used", "num_tokens_in_flight", b"num_tokens_in_flight", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_correction", b"prefill_correction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
 
 @_typing.final
+class Step(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    PREDICTED_S_FIELD_NUMBER: _builtins.int
+    HAS_PREFILL_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    num_tokens: _builtins.int
+    predicted_s: _builtins.float
+    """what the cost model had said"""
+    has_prefill: _builtins.bool
+    """whether one of its rows had several new tokens"""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        num_tokens: _builtins.int = ...,
+        predicted_s: _builtins.float = ...,
+        has_prefill: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_prefill", b"has_prefill", "num_tokens", b"num_tokens", "predicted_s", b"predicted_s", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Step: _TypeAlias = Step  # noqa: Y015
+
+@_typing.final
 class CacheEvents(_message.Message):
-    """Prefix-cache changes since the last frame, by block hash."""
+    """Net prefix-cache changes, by block hash: none is in both lists."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -76,6 +76,8 @@ class RemoteWorker(Worker):
         self.welcome = worker_pb2.Welcome()
         self.reported = worker_pb2.Load()
         """Last load as received."""
+        self.step_s = 0.0
+        """Duration of the last step, if the last frame told of one."""
         self._cluster = cluster
         self._tick_s = cluster.stall_timeout_s / STALL_TICKS
         self._num_received = 0
@@ -145,9 +147,10 @@ class RemoteWorker(Worker):
             self.is_draining = load.draining
             self.prefill_correction = load.prefill_correction or 1.0
             self.decode_correction = load.decode_correction or 1.0
-            self.metrics.observe(load)
-        if frame.HasField("cache"):
-            self._update_cached_blocks(frame.cache)
+            self.metrics.observe(load, frame.steps)
+            self.step_s = frame.steps[-1].seconds if frame.steps else 0.0
+        for events in frame.cache:
+            self._update_cached_blocks(events)
         if was_draining and not self.is_draining:
             dispatcher.worker_up(self)
         for report in frame.transfers:

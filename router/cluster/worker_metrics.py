@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import Counter, Gauge, Histogram
 
 from pdserve.contracts.placement import WorkerRole
@@ -68,15 +70,14 @@ class WorkerMetrics:
         self._up.set(0)
         self._ranks.set(0)
 
-    def observe(self, load: worker_pb2.Load) -> None:
+    def observe(self, load: worker_pb2.Load, steps: Iterable[worker_pb2.Step] = ()) -> None:
         self._load = load
-        if load.step_s > 0:
-            kind = load.step_has_prefill
-            self._busy_s[kind] += load.step_s
-            self._predicted_busy_s[kind] += load.predicted_step_s
-            self._steps[kind].observe(load.step_s)
-            self._predicted_steps[kind].observe(load.predicted_step_s)
-            self._step_tokens.observe(load.step_tokens)
+        for step in steps:
+            self._busy_s[step.has_prefill] += step.seconds
+            self._predicted_busy_s[step.has_prefill] += step.predicted_s
+            self._steps[step.has_prefill].observe(step.seconds)
+            self._predicted_steps[step.has_prefill].observe(step.predicted_s)
+            self._step_tokens.observe(step.num_tokens)
 
     def refresh(self) -> None:
         """Write what has happened since the last call to the series."""

@@ -51,13 +51,10 @@ def test_a_frame_becomes_the_workers_series() -> None:
         num_preemptions=2,
         num_swap_outs=2,
         num_swap_ins=1,
-        step_s=0.01,
-        step_tokens=3,
-        predicted_step_s=0.008,
     )
+    step = worker_pb2.Step(seconds=0.01, num_tokens=3, predicted_s=0.008)
     labels = {"worker": "decode-0", "role": "decode"}
-    worker.observe(load)
-    worker.observe(load)
+    worker.observe(load, [step, step])
     assert sample(metrics, "pdserve_running_sequences", **labels) == 3
     assert sample(metrics, "pdserve_kv_blocks", state="referenced", **labels) == 7
     assert sample(metrics, "pdserve_step_seconds_count", kind="decode", role="decode") == 2
@@ -72,7 +69,8 @@ def test_a_frame_becomes_the_workers_series() -> None:
     assert sample(metrics, "pdserve_kv_blocks", state="referenced", **labels) == 0, "prompts share blocks"
     assert sample(metrics, "pdserve_kv_blocks", state="parked", **labels) == 5
     assert sample(metrics, "pdserve_step_seconds_count", kind="decode", role="decode") == 2
-    worker.observe(worker_pb2.Load(step_s=0.2, step_tokens=50, predicted_step_s=0.1, step_has_prefill=True))
+    prefill_step = worker_pb2.Step(seconds=0.2, num_tokens=50, predicted_s=0.1, has_prefill=True)
+    worker.observe(worker_pb2.Load(), [prefill_step])
     assert sample(metrics, "pdserve_step_seconds_sum", kind="prefill", role="decode") == 0.2
     assert sample(metrics, "pdserve_worker_busy_seconds_total", kind="prefill", **labels) == 0.2
     assert sample(metrics, "pdserve_worker_predicted_busy_seconds_total", kind="prefill", **labels) == 0.1

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import grpc
 import pytest
@@ -152,8 +153,74 @@ def test_events_reach_only_their_session_and_steps_reach_all(loop_side: LoopSide
         key = loop_side.next_key()
         loop_side.publish(a_token(key), step_s=0.125)
         one.wait_for_tokens(1, 1)
-        other.wait_for(lambda: any(frame.load.step_s == 0.125 for frame in other.frames), "the step's load")
+        other.wait_for(
+            lambda: any(step.seconds == 0.125 for frame in other.frames for step in frame.steps), "the step's load"
+        )
         assert not other.tokens
+
+
+def test_a_router_without_requests_gets_few_frames_and_misses_nothing(loop_side: LoopSide) -> None:
+    """Steps of 2 ms, each of which stores a block, evicts one and stores one evicted before."""
+    num_steps = 300
+    blocks = [index.to_bytes(16, "little") for index in range(num_steps + 1)]
+    with (
+        RouterClient(loop_side.address, token="secret") as owner,
+        RouterClient(loop_side.address, token="secret") as idle,
+    ):
+        idle.wait_for(lambda: bool(idle.frames), "the first frame")
+        owner.submit(a_request(1))
+        key = loop_side.next_key()
+        began_s, num_before = time.monotonic(), len(idle.frames)
+        for index in range(num_steps):
+            report = StepReport(
+                load=SchedulerLoad(num_running=index),
+                step=Step(index, 1, None, NO_HANDLE),
+                step_s=float(index),
+                pulls=[PullResult(pull_id=index, num_bytes=index)],
+                events=[a_token(key, index)],
+                cache=CacheEvents([blocks[index + index % 2]], [blocks[index + 1 - index % 2]]),
+                is_draining=index == num_steps - 1,
+            )
+            loop_side.service.publish(report)
+            time.sleep(0.002)
+        idle.wait_for(lambda: idle.load.draining, "the last load", service_module.NEWS_INTERVAL_S + 0.2)
+        num_frames, seconds = len(idle.frames) - num_before, time.monotonic() - began_s
+        assert num_frames <= seconds / service_module.NEWS_INTERVAL_S + 1
+        assert not idle.tokens
+        assert owner.wait_for_tokens(1, num_steps)
+        assert [token.index for token in owner.tokens[1]] == list(range(num_steps))
+        with RouterClient(loop_side.address, token="secret") as late:
+            late.wait_for(lambda: bool(late.frames), "the first frame")
+            for router in (owner, idle):
+                assert router.load == late.load
+                assert cached_blocks(router) == cached_blocks(late)
+        for router in (owner, idle):
+            assert [step.seconds for frame in router.frames for step in frame.steps] == list(
+                map(float, range(num_steps))
+            )
+            assert [pull.bytes for frame in router.frames for pull in frame.transfers] == list(range(num_steps))
+
+
+def cached_blocks(router: RouterClient) -> set[bytes]:
+    """The prefix cache of the worker in the view of a router."""
+    blocks: set[bytes] = set()
+    for events in (events for frame in router.frames for events in frame.cache):
+        blocks = (set() if events.cleared else blocks).union(events.stored).difference(events.evicted)
+    return blocks
+
+
+@pytest.mark.parametrize("change", [{"is_draining": True}, {"load": SchedulerLoad(num_parked=2)}])
+def test_what_changes_without_a_step_is_told_to_all(loop_side: LoopSide, change: dict[str, Any]) -> None:
+    with RouterClient(loop_side.address, token="secret") as router:
+        router.wait_for(lambda: bool(router.frames), "the first frame")
+        loop_side.service.publish(StepReport())
+        router.wait_for(lambda: router.load.decode_correction == 1, "the first load")
+        loop_side.service.publish(StepReport(**change))
+        router.wait_for(
+            lambda: router.load.draining or router.load.num_parked == 2,
+            "the change",
+            service_module.NEWS_INTERVAL_S + 0.1,
+        )
 
 
 def test_a_frame_carries_the_load_the_step_and_the_pulls_of_its_report(loop_side: LoopSide) -> None:
@@ -176,22 +243,16 @@ def test_a_frame_carries_the_load_the_step_and_the_pulls_of_its_report(loop_side
         router.wait_for(lambda: len(router.frames) > 1, "the report")
         frame = router.frames[1]
         assert frame.load == worker_pb2.Load(
-            num_waiting=4,
-            step_s=0.25,
-            step_tokens=7,
-            predicted_step_s=0.125,
-            step_has_prefill=True,
-            prefill_correction=1.5,
-            decode_correction=0.75,
-            draining=True,
+            num_waiting=4, prefill_correction=1.5, decode_correction=0.75, draining=True
         )
+        assert list(frame.steps) == [worker_pb2.Step(seconds=0.25, num_tokens=7, predicted_s=0.125, has_prefill=True)]
         assert list(frame.transfers) == [
             worker_pb2.TransferReport(transport="memfd", seconds=0.5, bytes=99, failure_stage="copy"),
             worker_pb2.TransferReport(ended_request=True),
             worker_pb2.TransferReport(),
         ]
         router.wait_for(lambda: len(router.frames) > 2, "a heartbeat")
-        assert (router.frames[2].load.num_waiting, router.frames[2].load.step_tokens) == (4, 0)
+        assert router.frames[2] == worker_pb2.StepFrame(load=frame.load)
 
 
 @pytest.mark.parametrize(
@@ -361,11 +422,12 @@ def test_a_late_session_is_told_of_the_whole_prefix_cache(loop_side: LoopSide) -
         early.wait_for(lambda: bool(early.frames), "the first frame")
         loop_side.service.publish(StepReport(load=SchedulerLoad(), cache=CacheEvents([b"a", b"b"], [])))
         loop_side.service.publish(StepReport(load=SchedulerLoad(), cache=CacheEvents([b"c"], [b"a"])))
-        early.wait_for(lambda: any(b"c" in frame.cache.stored for frame in early.frames), "the cache events")
+        early.wait_for(
+            lambda: any(b"c" in events.stored for frame in early.frames for events in frame.cache), "the cache events"
+        )
         with RouterClient(loop_side.address, token="secret") as late:
             late.wait_for(lambda: bool(late.frames), "the first frame")
-            assert late.frames[0].cache.cleared
-            assert list(late.frames[0].cache.stored) == [b"b", b"c"]
+            assert list(late.frames[0].cache) == [worker_pb2.CacheEvents(cleared=True, stored=[b"b", b"c"])]
 
 
 def test_a_late_session_is_told_of_a_large_prefix_cache_in_pieces_parents_first(
@@ -380,10 +442,13 @@ def test_a_late_session_is_told_of_a_large_prefix_cache_in_pieces_parents_first(
             stored = chain[start : start + 43]
             loop_side.service.publish(StepReport(load=SchedulerLoad(), cache=CacheEvents(stored, [])))
         loop_side.service.publish(StepReport(load=SchedulerLoad(), cache=CacheEvents([], [chain[-1], b"unknown"])))
-        early.wait_for(lambda: any(chain[-1] in frame.cache.evicted for frame in early.frames), "the cache events")
+        early.wait_for(
+            lambda: any(chain[-1] in events.evicted for frame in early.frames for events in frame.cache),
+            "the cache events",
+        )
         with RouterClient(loop_side.address, token="secret") as late:
             late.wait_for(lambda: len(late.frames) >= 3, "the snapshot")
-            pieces = [frame.cache for frame in late.frames[:3]]
+            pieces = [events for frame in late.frames[:3] for events in frame.cache]
             assert [piece.cleared for piece in pieces] == [True, False, False]
             assert [block_hash for piece in pieces for block_hash in piece.stored] == chain[:250]
 

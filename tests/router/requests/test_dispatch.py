@@ -371,7 +371,7 @@ async def test_cache_events_steer_requests(m0: ScriptedWorker, m1: ScriptedWorke
         await cache(rig, m1, tokens)
         first = rig.start(tokens)
         await m1.next_submit()
-        m1.send(worker_pb2.StepFrame(cache=worker_pb2.CacheEvents(evicted=block_hashes(tokens, 4))))
+        m1.send(worker_pb2.StepFrame(cache=[worker_pb2.CacheEvents(evicted=block_hashes(tokens, 4))]))
         await until(lambda: not rig.cluster.workers["mixed-1"].cached_blocks)
         second = rig.start(tokens)
         await m0.next_submit()
@@ -382,7 +382,7 @@ async def test_cache_events_steer_requests(m0: ScriptedWorker, m1: ScriptedWorke
 async def cache(rig: Rig, worker: ScriptedWorker, tokens: Sequence[int]) -> None:
     """Report to the router that ``worker`` caches ``tokens``."""
     hashes = block_hashes(tokens, 4)
-    worker.send(worker_pb2.StepFrame(cache=worker_pb2.CacheEvents(stored=hashes)))
+    worker.send(worker_pb2.StepFrame(cache=[worker_pb2.CacheEvents(stored=hashes)]))
     await until(lambda: rig.cluster.workers[worker.worker_id].cached_blocks >= set(hashes))
 
 
