@@ -21,6 +21,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from heapq import nsmallest
 from math import inf
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ from pdserve.router.requests.held_back import HeldBack
 from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
 from pdserve.router.requests.placement import Arrival
 from pdserve.router.requests.policies import placement
-from pdserve.router.requests.policy import Costs, PrefillChoice, PromptBlocks, prefill_candidates, shortfall
+from pdserve.router.requests.policy import Costs, PrefillChoice, PromptBlocks, prefill_candidates, shortfall, tie_order
 from pdserve.router.requests.request import MIN_DURATION_S, Attempt, GenerationError, Request, RequestSpec
 from pdserve.router.requests.retries import MAX_FAILURES, Retries
 
@@ -51,6 +52,9 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 8
 """Maximum dispatches of one choice, whatever the cause."""
+MAX_ANNOUNCED_WORKERS = 4
+"""Decode workers that compile a grammar ahead. All of them, in a large cluster with new grammars, would do little else;
+one that gets an answer whose grammar it lacks compiles that first."""
 HELD_REST = 19
 """Time until an attempt that is held back is considered again, as a multiple of what that takes."""
 _LEAST = SamplingParams(max_tokens=1)
@@ -221,8 +225,6 @@ class Dispatcher:
         has ended."""
         worker.is_up = True
         self.workers[worker.worker_id] = worker
-        for request in self._requests:
-            self._announce(request, worker)
         self._place_queued()
         for attempt in list(self._unbound.values()):
             self._bind(attempt)
@@ -312,11 +314,16 @@ class Dispatcher:
 
     # Admission, launch and end
 
-    def _announce(self, request: Request, worker: Worker) -> None:
-        """Have a decode worker compile the grammar of a request while its prompt is prefilled. A prompt is started once
-        its grammar is compiled there, so those that take too long reach no decode worker."""
-        grammar = request.spec.sampling.grammar
-        if grammar is not None and request.is_started and worker.role is WorkerRole.DECODE:
+    def _announce(self, attempt: Attempt, block_size: int) -> None:
+        """Have the emptiest decode workers compile the grammar of an answer while its prompt is prefilled. A prompt is
+        started once its grammar is compiled there, so those that take too long reach no decode worker."""
+        grammar = attempt.request.spec.sampling.grammar
+        if grammar is None or not attempt.handoff:
+            return
+        blocks = attempt.blocks(block_size)
+        decoders = {w: w.snapshot() for w in self.workers.values() if w.role is WorkerRole.DECODE and w.takes_work}
+        load = {worker: (each.num_decoding, tie_order(blocks, each)) for worker, each in decoders.items()}
+        for worker in nsmallest(MAX_ANNOUNCED_WORKERS, decoders, key=load.__getitem__):
             worker.announce(grammar)
 
     def _launch(self, attempt: Attempt, decision: _Decision | None) -> None:
@@ -647,12 +654,11 @@ class Dispatcher:
             self._observer.pull_started(event.num_cached_tokens)
             return
         attempt.started_s = self._now_s()
+        self._announce(attempt, worker.block_size)
         self._phase_ended(attempt, "prefill_queue", event.waited_s)
         request = attempt.request
         if not request.is_started:
             request.is_started = True
-            for each in self.workers.values():
-                self._announce(request, each)
             request.num_cached_tokens = min(event.num_cached_tokens, len(request.spec.prompt_tokens))
             self._observer.prompt_started(request.num_cached_tokens)
             request.prompt_started(request.num_cached_tokens)

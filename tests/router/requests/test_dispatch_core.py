@@ -206,10 +206,25 @@ def test_a_grammar_is_announced_where_its_answer_may_be_decoded() -> None:
     assert not any(worker.announced for worker in core.decodes), "it may be too hard to compile"
     core.event(core.prefill, RequestEventKind.STARTED, request_id=2)
     assert [worker.announced for worker in (core.prefill, *core.decodes)] == [[], [grammar], [grammar]]
-    core.dispatcher.worker_lost(core.decodes[0])
-    successor = RecordingWorker("decode-0", WorkerRole.DECODE)
-    core.dispatcher.worker_up(successor)
-    assert successor.announced == [grammar], "before the prompt has been prefilled again"
+
+
+def test_a_grammar_is_announced_to_few_of_many_workers() -> None:
+    core = Core()
+    core.all_up()
+    for index in range(2, 100):
+        worker = RecordingWorker(f"decode-{index}", WorkerRole.DECODE)
+        worker.load = SchedulerLoad(num_blocks_free=256, num_running=abs(index - 50))
+        core.decodes.append(worker)
+        core.dispatcher.worker_up(worker)
+    for worker in core.decodes[:2]:
+        worker.load = SchedulerLoad(num_blocks_free=256, num_running=9)
+    core.decodes[50].is_draining = True
+    grammar = Grammar(GrammarKind.REGEX, "a+")
+    sampling = SamplingParams(max_tokens=100, grammar=grammar)
+    core.dispatcher.start(ReadRequest(RequestSpec(prompt_tokens=(1, 2), sampling=sampling, arrived_s=0.0)))
+    core.event(core.prefill, RequestEventKind.STARTED)
+    told = {worker.worker_id for worker in core.decodes if worker.announced}
+    assert told == {"decode-48", "decode-49", "decode-51", "decode-52"}
 
 
 def test_the_next_attempt_counts_what_the_client_has() -> None:
