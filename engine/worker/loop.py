@@ -214,7 +214,7 @@ class StepReport:
 
 
 class ReportSink(Protocol):
-    """Receives reports on the driver's thread. Must return at once."""
+    """Receives reports on the driver's thread, which waits only while the sink is far behind."""
 
     def publish(self, report: StepReport) -> None: ...
 

@@ -23,7 +23,7 @@ from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.contracts.request import Grammar
 from pdserve.contracts.step import ModelLimits
-from pdserve.engine.worker.live_loop import Inbox
+from pdserve.engine.worker.live_loop import STALL_LIMIT_S, Inbox
 from pdserve.engine.worker.loop import (
     AddRequest,
     CancelRequest,
@@ -61,6 +61,9 @@ HASHES_PER_FRAME = 65536
 """Block hashes in one of the first frames of a session, which say what is cached: 1.2 MB."""
 MAX_SNAPSHOT_HASHES = 8 * HASHES_PER_FRAME
 """In all of these frames: 9.4 MB. Of more, the router misses those cached last until they are stored anew."""
+
+MAX_WAITING_REPORTS = 256
+"""Reports of the step loop, two for a step, that wait for the event loop; at the next one the step loop waits, too."""
 
 STOP_GRACE_S = 0.5
 """Time for queued messages to leave before the sessions are cut."""
@@ -107,6 +110,7 @@ class WorkerService:
         """Something is untold in a session."""
         self._cached_hashes: dict[bytes, None] = {}
         """Prefix cache contents according to the reports, parents first, for sessions that open later."""
+        self._room = threading.Semaphore(MAX_WAITING_REPORTS)
         self._address = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
@@ -120,8 +124,14 @@ class WorkerService:
         return address.result()
 
     def publish(self, report: StepReport) -> None:
-        """Send a report of the step loop; returns at once."""
+        """Send a report of the step loop; returns at once unless `MAX_WAITING_REPORTS` wait.
+
+        Raises:
+            RuntimeError: the event loop takes none.
+        """
         assert self._loop is not None, "start comes first"
+        if not self._room.acquire(timeout=STALL_LIMIT_S):
+            raise RuntimeError("the gRPC service takes no reports")
         self._loop.call_soon_threadsafe(self._deliver, report)
 
     def stop(self) -> None:
@@ -259,6 +269,8 @@ class WorkerService:
             self._queue_frames(report)
         except Exception:
             self._die()
+        finally:
+            self._room.release()
 
     def _queue_frames(self, report: StepReport) -> None:
         """Pack a report and queue it to the sessions with an event in it; the others are told soon."""

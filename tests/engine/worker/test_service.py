@@ -385,6 +385,26 @@ def test_a_report_that_cannot_be_packed_is_the_end(loop_side: LoopSide) -> None:
             loop_side.next_message()
 
 
+def test_a_loop_that_outruns_the_service_waits_for_it(loop_side: LoopSide, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "STALL_LIMIT_S", 0.2)
+    is_open = threading.Event()
+    with RouterClient(loop_side.address, token="secret") as router:
+        router.submit(a_request(1))
+        key = loop_side.next_key()
+        event_loop = loop_side.service._loop
+        assert event_loop is not None
+        event_loop.call_soon_threadsafe(is_open.wait)
+        for index in range(service_module.MAX_WAITING_REPORTS):
+            loop_side.publish(a_token(key, index))
+        with pytest.raises(RuntimeError, match="takes no reports"):
+            loop_side.publish()
+        is_open.set()
+        for index in range(service_module.MAX_WAITING_REPORTS, 4 * service_module.MAX_WAITING_REPORTS):
+            loop_side.publish(a_token(key, index))
+        router.wait_for_tokens(1, 4 * service_module.MAX_WAITING_REPORTS)
+        assert [token.index for token in router.tokens[1]] == list(range(4 * service_module.MAX_WAITING_REPORTS))
+
+
 def test_stop_ends_the_thread() -> None:
     side = LoopSide()
     with RouterClient(side.address, token="secret") as router:
