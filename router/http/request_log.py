@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
@@ -18,11 +21,16 @@ from pdserve.router.metrics import PHASES
 from pdserve.router.requests.journey import Journey
 from pdserve.router.text.answer import Answer
 
+MAX_WAITING_LINES = 8192
+"""Lines that wait for a slow disk. Further ones are dropped, so that no stream waits."""
+CLOSE_TIMEOUT_S = 5.0
+
+log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 
 
 class RequestLog:
-    """Appends to a file, which may be moved or removed at any time, as logrotate does."""
+    """Appends to a file, which may be moved or removed at any time, as logrotate does, from a thread of its own."""
 
     def __init__(self, path: Path) -> None:
         """
@@ -35,13 +43,31 @@ class RequestLog:
             raise ValueError(
                 f"router.request_log {path} cannot be written ({error.strerror}); name a file in a folder of this user"
             ) from error
+        self._lines: queue.Queue[bytes | None] = queue.Queue(MAX_WAITING_LINES)
+        self._num_dropped = 0
+        self._writer = threading.Thread(target=self._write_all, name="request-log", daemon=True)
+        self._writer.start()
 
     def write(self, entry: RequestEntry, status: int) -> None:
-        """Append ``entry``; ``status`` is `CLIENT_LEFT` if none was sent."""
-        line = _encode(entry.fields(status)).decode()
-        self._file.handle(logging.makeLogRecord({"msg": line}))
+        """Append ``entry``, soon; ``status`` is `CLIENT_LEFT` if none was sent."""
+        try:
+            self._lines.put_nowait(_encode(entry.fields(status)))
+        except queue.Full:
+            self._num_dropped += 1
 
     def close(self) -> None:
+        """Write what waits, and end."""
+        with suppress(queue.Full):
+            self._lines.put(None, timeout=CLOSE_TIMEOUT_S)
+        self._writer.join(CLOSE_TIMEOUT_S)
+
+    def _write_all(self) -> None:
+        num_told = 0
+        while (line := self._lines.get()) is not None:
+            self._file.handle(logging.makeLogRecord({"msg": line.decode()}))
+            if self._num_dropped > num_told:
+                num_told = self._num_dropped
+                log.warning("the request log is too slow: %d lines dropped so far", num_told)
         self._file.close()
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import threading
 import time
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,11 @@ import httpx
 import pytest
 
 from pdserve.contracts.request import FinishReason
+from pdserve.router.http import request_log
 from pdserve.router.http.keys import KeyFile, add_key
-from pdserve.router.http.request_log import RequestLog
+from pdserve.router.http.request_log import RequestEntry, RequestLog
 from tests.router.edge_server import EdgeServer, running_edge, stuck_after
+from tests.workers import wait_until
 
 PROMPT = "nobody may read this"
 
@@ -81,6 +86,34 @@ def test_a_file_that_was_moved_away_is_made_again(tmp_path: Path) -> None:
         path.rename(tmp_path / "requests.jsonl.1")
         complete(edge, request_id="second")
         assert [line["request_id"] for line in lines_of(path)] == ["second"]
+
+
+def test_a_disk_that_hangs_stops_nobody_and_lines_beyond_the_bound_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "requests.jsonl"
+    monkeypatch.setattr(request_log, "MAX_WAITING_LINES", 3)
+    is_mended = threading.Event()
+    write = WatchedFileHandler.emit
+
+    def emit(handler: WatchedFileHandler, record: logging.LogRecord) -> None:
+        assert is_mended.wait(30)
+        write(handler, record)
+
+    monkeypatch.setattr(WatchedFileHandler, "emit", emit)
+    log = RequestLog(path)
+
+    def add(request_id: int) -> None:
+        log.write(RequestEntry(str(request_id), "/v1/completions", 0.0), 200)
+
+    add(0)
+    wait_until(log._lines.empty, "the writer to take the first line")
+    for request_id in range(1, 9):
+        add(request_id)
+    is_mended.set()
+    log.close()
+    assert [line["request_id"] for line in lines_of(path, 4)] == ["0", "1", "2", "3"]
+    assert "5 lines dropped so far" in caplog.text
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
