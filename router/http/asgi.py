@@ -181,6 +181,7 @@ class EdgeMiddleware:
             if is_beyond_limit:
                 raise ApiError(503, "the router has as many connections as it takes; try again", headers=_FULL)
             if self._keys is not None and scope["path"] not in OPEN_PATHS:
+                await self._keys.refresh()
                 state["caller"] = _caller(self._keys, sent)
             if scope["method"] == "POST":
                 async with self._turn:

@@ -7,6 +7,7 @@ the caller of each request. Never logs or shows a key.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import os
@@ -184,6 +185,7 @@ class KeyFile:
         self._tiers = tiers
         self._replicas = replicas or Replicas()
         self._keys = self._read()
+        self._turn = asyncio.Lock()
         self._cache_secret = cache_secret
         self._in_flight: Counter[str] = Counter()
         self._budgets: dict[tuple[str, str], Budget] = {}
@@ -193,8 +195,7 @@ class KeyFile:
         _, self._nobody = make_key("nobody")
 
     def caller(self, text: str) -> Caller | None:
-        """The caller who sent the key ``text``; None if it is not in the file."""
-        self._refresh()
+        """The caller who sent the key ``text``; None if the file did not have it at the last `refresh`."""
         _, _, rest = text.partition("-")
         key_id, _, secret = rest.partition("-")
         key = self._keys.get(key_id, self._nobody)
@@ -233,15 +234,17 @@ class KeyFile:
                     )
         return keys
 
-    def _refresh(self) -> None:
-        stamp = _stamp(self._path)
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
-        try:
-            self._keys = self._read()
-        except ConfigError as error:
-            logger.error("%s. The API keys read before stay valid.", error)
+    async def refresh(self) -> None:
+        """Read the file, in a thread, if it has changed."""
+        async with self._turn:
+            stamp = _stamp(self._path)
+            if stamp == self._stamp:
+                return
+            try:
+                self._keys = await asyncio.to_thread(self._read)
+            except ConfigError as error:
+                logger.error("%s. The API keys read before stay valid.", error)
+            self._stamp = stamp
 
 
 class GrammarLimit(NamedTuple):

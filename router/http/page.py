@@ -45,8 +45,10 @@ def add_page_routes(app: FastAPI, overview: Overview, keys: KeyFile | None = Non
     num_viewers = 0
 
     async def show_file(request: Request, *, data: bytes, media_type: str) -> Response:
-        if keys is not None and keys.caller(request.cookies.get(KEY_COOKIE, "")) is None:
-            data = data.replace(b"<body>", b"<body data-needs-key>")  # so that it asks before a request is refused
+        if keys is not None:
+            await keys.refresh()
+            if keys.caller(request.cookies.get(KEY_COOKIE, "")) is None:
+                data = data.replace(b"<body>", b"<body data-needs-key>")  # so that it asks before a request is refused
         return Response(data, media_type=media_type, headers=_HEADERS)
 
     for path, (name, media_type) in _FILES.items():

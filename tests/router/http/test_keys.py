@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +17,9 @@ import openai
 import pytest
 
 from pdserve.contracts.errors import ConfigError
+from pdserve.router.http import keys as keys_module
 from pdserve.router.http.errors import ApiError
-from pdserve.router.http.keys import Budget, KeyFile, add_key, read_keys
+from pdserve.router.http.keys import ApiKey, Budget, KeyFile, add_key, read_keys
 from pdserve.router.replicas import Replicas
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 from tests.router.edge_server import (
@@ -126,6 +129,41 @@ def test_keys_are_added_and_revoked_while_the_server_runs(
     assert "line 1 is not JSON" in caplog.text
     assert "No such file" in caplog.text
     assert third.split("-", 2)[2] not in caplog.text
+
+
+def test_streams_go_on_while_a_changed_file_is_read_and_its_keys_count_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.jsonl"
+    add_key(path, "team-a")
+    keys = KeyFile(path, SECRET)
+    read, num_reads = keys_module.read_keys, 0
+
+    def read_slowly(path: Path) -> dict[str, ApiKey]:
+        nonlocal num_reads
+        num_reads += 1
+        time.sleep(0.3)
+        return read(path)
+
+    monkeypatch.setattr(keys_module, "read_keys", read_slowly)
+    text = add_key(path, "team-b")
+    num_reads = 0
+
+    async def ask() -> bool:
+        await keys.refresh()
+        return keys.caller(text) is not None
+
+    async def run() -> int:
+        asked = [asyncio.create_task(ask()) for _ in range(3)]
+        num_turns = 0
+        while not all(task.done() for task in asked):
+            await asyncio.sleep(0.01)
+            num_turns += 1
+        assert all(task.result() for task in asked), "also those that came while it was read"
+        return num_turns
+
+    assert asyncio.run(run()) > 10
+    assert num_reads == 1
 
 
 def test_the_limits_of_a_key(server: KeyedServer) -> None:
