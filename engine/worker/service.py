@@ -57,9 +57,10 @@ HELLO_TIMEOUT_S = 10.0
 MAX_UNPROVEN_SESSIONS = 64
 """Streams without a hello, each of which may hold a message of `_serve`'s limit. Further ones end the oldest."""
 MAX_ROUTER_ID_LENGTH = 128
-HASHES_PER_FRAME = 65536
-"""Block hashes in one of the first frames of a session, which say what is cached: 1.2 MB."""
-MAX_SNAPSHOT_HASHES = 8 * HASHES_PER_FRAME
+HASHES_PER_FRAME = 8192
+"""Block hashes in one of the first frames of a session, which say what is cached. Streams of the router go on between
+frames."""
+MAX_SNAPSHOT_HASHES = 64 * HASHES_PER_FRAME
 """In all of these frames: 9.4 MB. Of more, the router misses those cached last until they are stored anew."""
 
 MAX_WAITING_REPORTS = 256

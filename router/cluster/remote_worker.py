@@ -31,6 +31,7 @@ from pdserve.proto.rpc import open_channel
 from pdserve.proto.token_proof import ClientProof
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.worker_pb2_grpc import WorkerStub
+from pdserve.router.cluster.block_set import BlockSet
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.cluster.worker_metrics import WorkerMetrics
 from pdserve.router.requests.retries import backoff_s
@@ -70,7 +71,7 @@ class RemoteWorker(Worker):
     def __init__(self, endpoint: WorkerEndpoint, cluster: Cluster) -> None:
         host = endpoint.address.rpartition(":")[0]
         super().__init__(endpoint.worker_id, endpoint.role, host=host, epoch=endpoint.epoch)
-        self.cached_blocks: set[bytes] = set()
+        self.cached_blocks: BlockSet = BlockSet(0)
         self.endpoint = endpoint
         self.metrics = WorkerMetrics(cluster.metrics, endpoint.worker_id, endpoint.role)
         self.welcome = worker_pb2.Welcome()
@@ -130,7 +131,7 @@ class RemoteWorker(Worker):
         self.load = SchedulerLoad(num_blocks_free=welcome.num_blocks)
         self.prefill_correction = self.decode_correction = 1.0
         self.is_draining = False
-        self.cached_blocks.clear()
+        self.cached_blocks = BlockSet(welcome.num_blocks)
         self._announced.clear()
         cost = self._cluster.dispatcher.costs.get(self.role)
         self.metrics.came_up(welcome, cost.hardware.price_per_hour_usd if cost else None)
@@ -180,13 +181,10 @@ class RemoteWorker(Worker):
         self._cluster.worker_lost(self)
 
     def _update_cached_blocks(self, events: worker_pb2.CacheEvents) -> None:
-        """Apply one frame's prefix-cache changes; the index never exceeds the size of the worker's pool."""
         if events.cleared:
-            self.cached_blocks.clear()
-        self.cached_blocks.update(events.stored)
+            self.cached_blocks = BlockSet(self.welcome.num_blocks)
         self.cached_blocks.difference_update(events.evicted)
-        while len(self.cached_blocks) > self.welcome.num_blocks:
-            self.cached_blocks.pop()
+        self.cached_blocks.update(events.stored)
 
     # The session
 

@@ -7,7 +7,7 @@ The driver of the dispatcher subclasses `Worker` to send commands and keeps it c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Set as AbstractSet
+from collections.abc import Container
 
 from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.placement import WorkerRole
@@ -84,7 +84,7 @@ class Worker(ABC):
         """Observed over predicted time of steps with prefill rows."""
         self.decode_correction = 1.0
         """Observed over predicted time of pure decode steps."""
-        self.cached_blocks: AbstractSet[bytes] = frozenset()
+        self.cached_blocks: Container[bytes] = frozenset()
         """Hashes of the blocks in its prefix cache."""
         self.in_flight = InFlightLoad()
         self._snapshot: WorkerSnapshot | None = None

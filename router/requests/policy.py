@@ -8,7 +8,7 @@ only that worker caches. No I/O, no clock, no state.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from math import inf
 from typing import NamedTuple
@@ -41,7 +41,7 @@ class WorkerSnapshot(NamedTuple):
     """Observed over predicted time of steps with prefill rows."""
     decode_correction: float
     """Observed over predicted time of pure decode steps."""
-    cached_blocks: AbstractSet[bytes]
+    cached_blocks: Container[bytes]
     """Hashes of the blocks in the worker's prefix cache, as far as its events have reported."""
     host: str = ""
     """Host of the worker: KV between two workers of one host takes the faster path."""
@@ -87,7 +87,7 @@ class PromptBlocks:
         """Blocks that hold the prompt and the next token."""
         return self.num_tokens // self.block_size + 1
 
-    def num_cached_tokens(self, cached_blocks: AbstractSet[bytes]) -> int:
+    def num_cached_tokens(self, cached_blocks: Container[bytes]) -> int:
         """Leading tokens whose blocks are all in ``cached_blocks``, which has the parent of each of its blocks: workers
         evict the leaves of a chain first. Takes a logarithm of the known hashes, and each new one once."""
         if not self._num_cacheable:

@@ -97,11 +97,11 @@ def test_cache_events_of_a_frame_count_in_order() -> None:
     dispatcher = Dispatcher({}, DispatchSettings(), time.monotonic)
     endpoint = WorkerEndpoint(worker_id="d", role=WorkerRole.DECODE, address="127.0.0.1:1", epoch=1)
     worker = RemoteWorker(endpoint, Cluster(dispatcher, RouterMetrics()))
-    worker.session_opened(worker_pb2.Welcome(num_blocks=8))
-    changes = [([b"a", b"b"], []), ([], [b"a", b"b"]), ([b"a"], [])]
+    worker.session_opened(worker_pb2.Welcome(num_blocks=2))
+    changes = [([b"a", b"b"], []), ([b"c", b"d"], [b"a", b"b"]), ([b"a"], [b"c"])]
     events = [worker_pb2.CacheEvents(stored=stored, evicted=evicted) for stored, evicted in changes]
     worker.frame_received(worker_pb2.StepFrame(cache=events))
-    assert worker.cached_blocks == {b"a"}
+    assert [each in worker.cached_blocks for each in (b"a", b"b", b"c", b"d")] == [True, False, False, True]
 
 
 def test_a_grammar_is_announced_once_in_a_session() -> None:

@@ -383,7 +383,7 @@ async def cache(rig: Rig, worker: ScriptedWorker, tokens: Sequence[int]) -> None
     """Report to the router that ``worker`` caches ``tokens``."""
     hashes = block_hashes(tokens, 4)
     worker.send(worker_pb2.StepFrame(cache=[worker_pb2.CacheEvents(stored=hashes)]))
-    await until(lambda: rig.cluster.workers[worker.worker_id].cached_blocks >= set(hashes))
+    await until(lambda: all(each in rig.cluster.workers[worker.worker_id].cached_blocks for each in hashes))
 
 
 @with_workers("prefill-0", "decode-0")
