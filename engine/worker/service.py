@@ -29,7 +29,6 @@ from pdserve.engine.worker.loop import (
     CancelRequest,
     PrepareRequest,
     SessionEnded,
-    StartDrain,
     StepReport,
 )
 from pdserve.engine.worker.sessions import Session, SessionTable
@@ -238,8 +237,6 @@ class WorkerService:
             elif body == "announce":
                 with suppress(WireError):  # requests with it will be refused
                     self._announce(grammar_from_proto(message.announce, self._limits))
-            elif body == "drain":
-                self._inbox.put(StartDrain())
             else:
                 raise WireError(f"a session does not take {body or 'an empty message'} here")
 

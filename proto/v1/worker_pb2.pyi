@@ -75,7 +75,6 @@ class RouterMessage(_message.Message):
     SUBMIT_FIELD_NUMBER: _builtins.int
     PREPARE_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
-    DRAIN_FIELD_NUMBER: _builtins.int
     ANNOUNCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
@@ -88,8 +87,6 @@ class RouterMessage(_message.Message):
     @_builtins.property
     def cancel(self) -> Global___Cancel: ...
     @_builtins.property
-    def drain(self) -> Global___Drain: ...
-    @_builtins.property
     def announce(self) -> Global___Grammar:
         """compile it: requests with it may follow"""
 
@@ -100,14 +97,13 @@ class RouterMessage(_message.Message):
         submit: Global___Submit | None = ...,
         prepare: Global___Prepare | None = ...,
         cancel: Global___Cancel | None = ...,
-        drain: Global___Drain | None = ...,
         announce: Global___Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "body", b"body", "cancel", b"cancel", "drain", b"drain", "hello", b"hello", "prepare", b"prepare", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "body", b"body", "cancel", b"cancel", "hello", b"hello", "prepare", b"prepare", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "body", b"body", "cancel", b"cancel", "drain", b"drain", "hello", b"hello", "prepare", b"prepare", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "body", b"body", "cancel", b"cancel", "hello", b"hello", "prepare", b"prepare", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "submit", "prepare", "cancel", "drain", "announce"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "submit", "prepare", "cancel", "announce"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -210,23 +206,6 @@ class Cancel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
-
-@_typing.final
-class Drain(_message.Message):
-    """Take nothing new; what runs finishes."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Drain: _TypeAlias = Drain  # noqa: Y015
 
 @_typing.final
 class Request(_message.Message):

@@ -35,7 +35,6 @@ from pdserve.engine.worker.loop import (
     Prediction,
     PrepareRequest,
     SessionEnded,
-    StartDrain,
     Step,
     StepReport,
 )
@@ -120,7 +119,6 @@ def test_welcome_then_commands_then_frames(loop_side: LoopSide) -> None:
         router.submit(request)
         router.prepare(request, source)
         router.cancel(9, 2)
-        router.send(worker_pb2.RouterMessage(drain=worker_pb2.Drain()))
 
         added = loop_side.next_message()
         assert isinstance(added, AddRequest)
@@ -132,7 +130,6 @@ def test_welcome_then_commands_then_frames(loop_side: LoopSide) -> None:
         assert prepared == PrepareRequest(key, request, source, prepared.received_s)
         assert began_s <= added.received_s <= prepared.received_s <= time.monotonic()
         assert loop_side.next_message() == CancelRequest(key)
-        assert loop_side.next_message() == StartDrain()
 
         loop_side.publish(
             RequestEvent(key=key, kind=RequestEventKind.LAST_CHUNK, handle=bytes(range(16))), a_token(key)
