@@ -27,7 +27,7 @@ from pdserve.proto.codec import (
     source_to_proto,
     unpack_tokens,
 )
-from pdserve.proto.rpc import open_channel
+from pdserve.proto.rpc import channel_options, open_channel
 from pdserve.proto.token_proof import ClientProof
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.worker_pb2_grpc import WorkerStub
@@ -46,17 +46,6 @@ STALL_TICKS = 10
 router's own process from being taken for silence of the worker."""
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_ANNOUNCED = 256
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A cut cable sends no FIN: ping from this side as the worker does from the other.
-    ("grpc.keepalive_time_ms", 2_000),
-    ("grpc.keepalive_timeout_ms", 2_000),
-    # A failed connection must not delay the next session to a worker restarted on the same port.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),
-)
-
 
 _Call = grpc.aio.StreamStreamCall[worker_pb2.RouterMessage, worker_pb2.WorkerMessage]
 
@@ -217,7 +206,7 @@ class RemoteWorker(Worker):
         self._commands = asyncio.Queue()
         reason, was_up = "closed", False
         try:
-            opened = open_channel(self.endpoint.address, CHANNEL_OPTIONS, self._cluster.tls)
+            opened = open_channel(self.endpoint.address, channel_options(MAX_MESSAGE_BYTES), self._cluster.tls)
         except ValueError as error:  # a certificate is being replaced
             return str(error), False
         async with opened as channel:

@@ -77,9 +77,9 @@ class Worker(ABC):
         self.is_draining = False
         self.load = SchedulerLoad()
         self.num_steps = 0
-        """Steps that decoded since the first report ..."""
+        """Steps with tokens for this router since the first report."""
         self.stepped_s = 0.0
-        """... and the instant of the last one."""
+        """Instant of the last one."""
         self.prefill_correction = 1.0
         """Observed over predicted time of steps with prefill rows."""
         self.decode_correction = 1.0
