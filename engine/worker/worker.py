@@ -29,10 +29,11 @@ from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
 from pdserve.contracts.step import Executor, ModelLimits
 from pdserve.engine.scheduling.interface import PullResult, Scheduler
 from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend
-from pdserve.engine.worker.live_loop import Inbox, LiveLoop, message_from_proto
+from pdserve.engine.worker.live_loop import Inbox, LiveLoop
 from pdserve.engine.worker.loop import GrammarCompiled, Message, StartDrain, StepTimes
 from pdserve.engine.worker.service import WorkerService
 from pdserve.engine.worker.staged_transfer import StagedTransfer
+from pdserve.engine.worker.transfer_messages import message_from_proto
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess

@@ -35,7 +35,7 @@ from pdserve.engine.scheduling.interface import (
     WithdrawEvent,
 )
 from pdserve.engine.worker import live_loop
-from pdserve.engine.worker.live_loop import Inbox, LiveLoop, message_from_proto
+from pdserve.engine.worker.live_loop import Inbox, LiveLoop
 from pdserve.engine.worker.loop import (
     MAX_FAILED_STEPS_IN_A_ROW,
     AddRequest,
@@ -46,8 +46,8 @@ from pdserve.engine.worker.loop import (
     StepReport,
     StepTimes,
 )
+from pdserve.engine.worker.transfer_messages import message_from_proto
 from pdserve.kv_transfer.block_pool import BlockPool
-from pdserve.kv_transfer.transports import REFUSED
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
@@ -490,12 +490,3 @@ def test_changes_of_the_prefix_cache_are_reported_once() -> None:
     with rig.running():
         wait_until(lambda: len(rig.reports) >= 2, "two turns")
     assert [report.cache.stored for report in rig.reports if report.cache.stored] == [[b"hash"]]
-
-
-@pytest.mark.parametrize("stage", ["connect", "refused", "grant", "copy", "verify", "aborted", "deadline"])
-def test_a_refusal_of_the_source_is_a_stage_not_a_word(stage: str) -> None:
-    done = transfer_pb2.PullDone(pull_id=3, failure_stage=stage, message="refused: says the message")
-    ended = message_from_proto(transfer_pb2.TransferToEngine(pull_done=done), LIMITS)
-    assert isinstance(ended, PullResult)
-    assert ended.failure
-    assert (ended.failure_stage == REFUSED) is (stage == "refused")
