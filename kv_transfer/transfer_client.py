@@ -1,8 +1,7 @@
 """The engine's handle on its transfer process, and the messages on the pipe between them.
 
 The first frame on the pipe is a `TransferConfig` as JSON. It is not on the command line, where every user of the
-host could read the cluster token. After it, messages of `transfer.proto` go both ways. A frame is a 32-bit
-little-endian length, then as many bytes.
+host could read the cluster token. After it, messages of `transfer.proto` go both ways.
 
 The step loop sends. One reader thread receives; its callbacks must only enqueue. A transfer process that hangs is
 killed. A dead one is not restarted here: the worker ends with it.
@@ -10,7 +9,6 @@ killed. A dead one is not restarted here: the worker ends with it.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import socket
@@ -26,6 +24,7 @@ from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import TlsFiles
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.resharding import KvShard
+from pdserve.proto.framing import encode_frame, receive_frame
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, Shutdown, TransferToEngine
 
 START_TIMEOUT_S = 120.0
@@ -39,8 +38,6 @@ SILENCE_S = 2.5
 _MODULE = "pdserve.kv_transfer.transfer_process"
 
 _log = logging.getLogger(__name__)
-MAX_FRAME_BYTES = 64 << 20
-_LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,48 +63,6 @@ class TransferConfig:
     empty for a pool that the process maps itself, or whose granted blocks are in the staging file."""
     shards: tuple[tuple[int, int, int, int], ...] = ()
     """Part of every block that each rank of a pool with a device holds: first and end head, first and end layer."""
-
-
-def encode_frame(payload: bytes) -> bytes:
-    assert len(payload) <= MAX_FRAME_BYTES, len(payload)
-    return _LENGTH.pack(len(payload)) + payload
-
-
-def receive_frame(sock: socket.socket) -> bytes | None:
-    """Block for the next frame's payload; ``None`` once the peer has closed.
-
-    Raises:
-        BlockingIOError: the socket's timeout has passed.
-    """
-    header = _receive_exactly(sock, _LENGTH.size)
-    return None if header is None else _receive_exactly(sock, _payload_length(header))
-
-
-async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """Read the next frame's payload; ``None`` once the peer has closed."""
-    try:
-        return await reader.readexactly(_payload_length(await reader.readexactly(_LENGTH.size)))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-
-
-def _payload_length(header: bytes) -> int:
-    (length,) = _LENGTH.unpack(header)
-    assert length <= MAX_FRAME_BYTES, length
-    return int(length)
-
-
-def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
-    received = bytearray()
-    while len(received) < num_bytes:
-        try:
-            chunk = sock.recv(num_bytes - len(received))
-        except ConnectionError:
-            return None
-        if not chunk:
-            return None
-        received += chunk
-    return bytes(received)
 
 
 class TransferProcess:

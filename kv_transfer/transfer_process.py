@@ -23,18 +23,12 @@ from pdserve.contracts.codec import from_json
 from pdserve.kv_transfer.data_stream import DataListener, tls_context
 from pdserve.kv_transfer.ipc_pulls import IpcCopyOrders
 from pdserve.kv_transfer.links import Links
-from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.puller import Puller
 from pdserve.kv_transfer.source import Source
-from pdserve.kv_transfer.transfer_client import (
-    ALIVE_INTERVAL_S,
-    MAX_FRAME_BYTES,
-    TransferConfig,
-    encode_frame,
-    read_frame,
-    receive_frame,
-)
+from pdserve.kv_transfer.transfer_client import ALIVE_INTERVAL_S, TransferConfig
+from pdserve.proto.framing import MAX_FRAME_BYTES, encode_frame, read_frame, receive_frame
+from pdserve.proto.parent_death import die_with_parent
 from pdserve.proto.rpc import listen, server_options
 from pdserve.proto.v1 import kv_pb2_grpc, transfer_pb2
 

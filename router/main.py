@@ -32,11 +32,11 @@ from fastapi import FastAPI
 from pdserve.contracts.codec import from_json
 from pdserve.contracts.deployment import DEFAULT_TIER
 from pdserve.contracts.placement import WorkerRole
-from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.sampling_defaults import sampling_defaults
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware, slowed
+from pdserve.proto.parent_death import die_with_parent
 from pdserve.router.admin import create_admin_app
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.app import create_app

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from pdserve.kv_transfer.parent_death import die_with_parent
+from pdserve.proto.parent_death import die_with_parent
 
 _ERROR = re.compile(r"(?:python -m \S+: |Fatal Python error: |[\w.]*(?:Error|Exception)\b|\*\*\* SIG|\s*what\(\): )")
 """Beginning of a log line that gives the cause of death: ours, a traceback's, a crash's, or C++'s."""

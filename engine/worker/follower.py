@@ -21,9 +21,9 @@ import numpy.typing as npt
 from pdserve.contracts.codec import from_json
 from pdserve.engine.worker.backend import build_follower
 from pdserve.engine.worker.followers import COPIED, READY, FollowerConfig
-from pdserve.kv_transfer.parent_death import die_with_parent
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
+from pdserve.proto.framing import encode_frame, receive_frame
+from pdserve.proto.parent_death import die_with_parent
 from pdserve.proto.v1.transfer_pb2 import CopyOrder, EngineToTransfer, LinkOrder
 
 _log = logging.getLogger(__name__)

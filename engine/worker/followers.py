@@ -34,7 +34,7 @@ from pdserve.contracts.codec import to_json
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
+from pdserve.proto.framing import encode_frame, receive_frame
 from pdserve.proto.v1.kv_pb2 import RankPool
 from pdserve.proto.v1.transfer_pb2 import Copied, CopyOrder, EngineToTransfer, ExportedPools, LinkOrder
 

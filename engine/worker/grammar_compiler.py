@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 from pdserve.contracts.codec import from_json
 from pdserve.contracts.request import Grammar, GrammarKind
 from pdserve.engine.worker.xgrammar_import import import_xgrammar
-from pdserve.kv_transfer.parent_death import die_with_parent
-from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
+from pdserve.proto.framing import encode_frame, receive_frame
+from pdserve.proto.parent_death import die_with_parent
 
 if TYPE_CHECKING:
     import xgrammar

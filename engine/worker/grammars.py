@@ -31,7 +31,7 @@ from pdserve.contracts.step import ModelLimits
 from pdserve.engine.worker.grammar_compiler import BUSY, FAILED, MAX_WALL_S, CompilerConfig
 from pdserve.engine.worker.loop import Busy
 from pdserve.engine.worker.xgrammar_import import import_xgrammar
-from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
+from pdserve.proto.framing import encode_frame, receive_frame
 
 if TYPE_CHECKING:  # it imports torch
     import xgrammar

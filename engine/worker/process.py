@@ -23,7 +23,7 @@ from typing import Any
 from pdserve.contracts.codec import from_json, from_plain, to_json, to_plain
 from pdserve.contracts.placement import WorkerConfig
 from pdserve.engine.worker.worker import EngineWorker, SchedulerFactory
-from pdserve.kv_transfer.parent_death import die_with_parent
+from pdserve.proto.parent_death import die_with_parent
 
 DRAIN_TIMEOUT_S = 30.0
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +14,7 @@ import pytest
 
 from pdserve.kv_transfer import transfer_client
 from pdserve.kv_transfer.pool_memory import PoolMemory
-from pdserve.kv_transfer.transfer_client import TransferProcess, encode_frame, read_frame, receive_frame
+from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1 import transfer_pb2
 from tests.kv_transfer.peer import LAYOUT, Peer, running_peer
 
@@ -174,33 +172,3 @@ def test_it_runs_on_its_cores() -> None:
     assert os.sched_getaffinity(process.pid) == {core}
     process.close()
     memory.close()
-
-
-PAYLOADS = [b"", b"a", bytes(range(256)) * 400]
-
-
-def test_frames_arrive_whole_and_in_order() -> None:
-    left, right = socket.socketpair()
-    with left, right:
-        for payload in PAYLOADS:
-            left.sendall(encode_frame(payload))
-        assert [receive_frame(right) for _ in PAYLOADS] == PAYLOADS
-
-
-@pytest.mark.parametrize("num_sent", [0, 3, 6])
-def test_a_closed_pipe_ends_the_frames(num_sent: int) -> None:
-    left, right = socket.socketpair()
-    with right:
-        left.sendall(encode_frame(b"half of it")[:num_sent])
-        left.close()
-        assert receive_frame(right) is None
-
-
-def test_the_same_frames_on_an_event_loop() -> None:
-    async def read_all() -> list[bytes | None]:
-        reader = asyncio.StreamReader()
-        reader.feed_data(b"".join(encode_frame(payload) for payload in PAYLOADS) + b"\x09\x00")
-        reader.feed_eof()
-        return [await read_frame(reader) for _ in range(len(PAYLOADS) + 1)]
-
-    assert asyncio.run(read_all()) == [*PAYLOADS, None]

@@ -193,7 +193,7 @@ def test_a_rank_that_does_not_end_a_copy_is_lost(monkeypatch: pytest.MonkeyPatch
 
 ANSWERING_RANK = """
 import socket, sys
-from pdserve.kv_transfer.transfer_client import encode_frame, receive_frame
+from pdserve.proto.framing import encode_frame, receive_frame
 with socket.socket(fileno=int(sys.argv[6])) as leader:
     while receive_frame(leader):
         leader.sendall(encode_frame(b"copiedno way"))
