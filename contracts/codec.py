@@ -43,7 +43,7 @@ def one_of(*names: str) -> Rule:
 ABOVE_ZERO = Rule(lambda value: 0 < value < inf, "a number above 0")
 Positive = Annotated[float, ABOVE_ZERO]
 NotNegative = Annotated[float, Rule(lambda value: 0 <= value < inf, "0 or a number above it")]
-Share = Annotated[float, Rule(lambda value: 0 < value <= 1, "a share above 0 and up to 1: 0.9 for 90 %")]
+Fraction = Annotated[float, Rule(lambda value: 0 < value <= 1, "a share above 0 and up to 1: 0.9 for 90 %")]
 
 _TO_WRITE: dict[object, str] = {
     str: "text",

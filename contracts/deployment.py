@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pdserve.contracts.codec import NotNegative, Positive, Rule, Share, between, one_of
+from pdserve.contracts.codec import Fraction, NotNegative, Positive, Rule, between, one_of
 from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.placement import DEVICE_SETTINGS, TRANSPORTS, TlsFiles, WorkerRole
 from pdserve.contracts.precision import DtypeSetting, KvDtype, Precision, Quantization
@@ -143,7 +143,7 @@ class SloConfig(Tier):
 
     ttft_seconds: Positive = 0.25
     tpot_seconds: Positive = 0.05
-    attainment: Share = 0.9
+    attainment: Fraction = 0.9
     """Share of requests that should meet both."""
     tiers: dict[str, Tier] = field(default_factory=dict)
     """Chosen by API key, or by a request's ``service_tier`` among those of its key."""
@@ -170,7 +170,7 @@ class PhaseConfig:
     pipeline_parallel: _Degree = 1
     device: Annotated[str, one_of(*DEVICE_SETTINGS)] = "auto"
     """``cpu``, ``cuda``, or ``auto``: GPUs, shared by workers where they are too few, or the CPU where Ray has none."""
-    gpu_memory_utilization: Share = 0.9
+    gpu_memory_utilization: Fraction = 0.9
     """Share of a GPU's memory for weights, activations and an automatic KV pool together. Workers with 0.5 or less
     share GPUs."""
     kv_memory: _KvMemory = "auto"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
-from pdserve.contracts.codec import ABOVE_ZERO, NotNegative, Positive, Rule, Share, between
+from pdserve.contracts.codec import ABOVE_ZERO, Fraction, NotNegative, Positive, Rule, between
 from pdserve.model.cost import hardware_catalogue as catalogue
 from pdserve.model.cost.curve import Curve
 from pdserve.model.cost.hardware_catalogue import ALIASES, DRIVER_NAMES, GPUS, KERNEL_TIMES, OTHER_PARTS, Gpu
@@ -49,7 +49,7 @@ class Hardware:
     """Dense operations per second by dtype, without sparsity; a multiply-add counts as two."""
     compute_efficiency: Curve
     """Share of ``peak_flops`` that matrix products reach, by tokens of a step."""
-    float8_efficiency: Share = 1.0
+    float8_efficiency: Fraction = 1.0
     """Share of ``compute_efficiency`` that float8 products reach, with the quantisation of their activations."""
     prefill_attention_efficiency: Curve
     """Share of ``peak_flops`` that attention reaches, by new tokens of one sequence."""
@@ -58,9 +58,9 @@ class Hardware:
     """Memory per device outside weights, activations and KV: the runtime, collective buffers, graphs."""
     memory_bandwidth: Positive
     """Bytes per second."""
-    memory_efficiency: Share
+    memory_efficiency: Fraction
     """Share of ``memory_bandwidth`` that weight reads reach."""
-    decode_attention_efficiency: Share
+    decode_attention_efficiency: Fraction
     """Share of ``memory_bandwidth``, or of ``peak_flops`` where compute is the limit, that decode attention reaches."""
     link_bandwidth: Positive
     """Bytes per second, one direction, between a device and its host's other devices; sum over all links."""
@@ -68,9 +68,9 @@ class Hardware:
     """Part of ``link_bandwidth`` between one pair of devices, where no switch gives a pair all of it; 0: all of it."""
     link_latency_s: NotNegative
     """Fixed seconds of one all-reduce or message between devices of a host, on top of the transfer time."""
-    link_efficiency: Share
+    link_efficiency: Fraction
     """Share of ``link_bandwidth`` and of ``network_bandwidth`` that large messages reach."""
-    all_reduce_efficiency: Share = 0.6
+    all_reduce_efficiency: Fraction = 0.6
     """Share of ``link_bandwidth`` that all-reduces reach."""
     network_bandwidth: Positive
     """Bytes per second, one direction, between devices on two hosts."""
