@@ -269,7 +269,11 @@ class HandoffCluster:
         cost = CostModel(DecoderConfig.from_folder(model.path).shape, hardware("h100-sxm"), Precision())
         self.steps = Steps()
         self.dispatcher = _WatchedDispatcher(
-            dict.fromkeys(WorkerRole, cost), DispatchSettings(max_silence_s=60.0), time.monotonic, self.metrics
+            dict.fromkeys(WorkerRole, cost),
+            DispatchSettings(max_silence_s=60.0),
+            time.monotonic,
+            self.metrics,
+            call_soon=asyncio.get_running_loop().call_soon,
         )
         self.dispatcher.steps = self.steps
         self._cluster = _ProxiedCluster(self.dispatcher, self.metrics)

@@ -30,6 +30,7 @@ import psutil
 from pdserve.bench.handoff_cluster import HandoffCluster, learn, running_cluster, send_signal
 from pdserve.bench.handoff_models import ComputedModel
 from pdserve.bench.script import publish, script_parser
+from pdserve.router.requests.attempt import Decoding
 
 DEGREES = (2, 1)
 VICTIM, OTHER = "decode-0", "decode-1"
@@ -100,7 +101,8 @@ class RankFaults:
                 tokens.append(event.token)
                 attempt = stream.attempts.get(0)
                 if attempt is not None:  # the answer goes on
-                    seen.append((attempt.decode.worker_id if attempt.decode else "", time.monotonic()))
+                    worker = attempt.state.worker.worker_id if isinstance(attempt.state, Decoding) else ""
+                    seen.append((worker, time.monotonic()))
             assert tokens == model.answer(question), question
             # The first token from a decode worker waits for its handoff.
             self._gaps_s += [

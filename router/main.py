@@ -127,7 +127,8 @@ async def serve(config: RouterProcessConfig) -> int:
         max_silence_s=config.max_silence_s,
         slo=config.slo,
     )
-    dispatcher = Dispatcher(costs, settings, time.monotonic, metrics, replicas)
+    call_soon = asyncio.get_running_loop().call_soon
+    dispatcher = Dispatcher(costs, settings, time.monotonic, metrics, replicas, call_soon)
     metrics.track(dispatcher)
     cluster = Cluster(dispatcher, metrics, cluster_token=config.cluster_token, tls=config.tls)
     overview = Overview(cluster, metrics, config.slo, config.served_name)

@@ -370,7 +370,7 @@ class RouterMetrics(DispatchObserver):
             return
         for role in WorkerRole:
             self.ready_workers.labels(role.value).set(_count(self._dispatcher.workers, role))
-        ages_s = self._dispatcher.handoff_ages_s()
+        ages_s = self._dispatcher.attempts.handoff_ages_s(time.monotonic())
         self.oldest_handoff_seconds.set(max(ages_s, default=0.0))
         for age, (low_s, high_s) in HANDOFF_AGES_S.items():
             self.waiting_handoffs.labels(age).set(sum(low_s <= age_s < high_s for age_s in ages_s))

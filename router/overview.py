@@ -133,7 +133,7 @@ class Overview:
             "workers": [_worker(worker) for _, worker in sorted(cluster.workers.items())],
             "links": [
                 [*pair, count, self._metrics.transports.get(pair, "")]
-                for pair, count in sorted(dispatcher.links().items())
+                for pair, count in sorted(dispatcher.attempts.links().items())
             ],
             "failures": [each._asdict() for each in self._metrics.failures],
         }

@@ -1,12 +1,14 @@
 """Dispatch core: places requests on workers, binds decode workers, retries, delivers tokens.
 
-Owns the tables of requests and attempts and the queue of attempts that no worker has taken. A pure `Placement` decides
-where to go, `Admission` what is accepted, `Blame` and `Retries` when it may be tried again. At all times, accepted
-requests equal the sum of outcomes and requests in the table.
+A pure `Placement` decides where to go, `Admission` what is accepted, `Blame` and `Retries` when it may be tried again;
+`AttemptTable` carries out what they mean. At all times, accepted requests equal the sum of outcomes and requests in the
+table.
 
 Everything the core needs is injected, so a virtual clock drives it as well as a live router.
 
 - Time: ``now_s`` returns the current instant; the driver calls `Dispatcher.sweep` periodically.
+- Turns: what follows from an event is placed later, so that a lost worker with a thousand answers stops no stream.
+  ``call_soon`` has `Dispatcher.drain` called in a turn of its own; a driver without it calls `drain` after each event.
 - Commands: a subclass implements `Worker.submit`, `Worker.prepare` and `Worker.cancel`. They return at once.
 - Events: `Dispatcher.worker_up`, `worker_lost`, `tokens_received`, `event_received`, `prompt_logprobs_received`, in the
   vocabulary of `pdserve.contracts.events`. Events of one worker arrive in order: starts, prompt log probabilities,
@@ -21,32 +23,36 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from heapq import nsmallest
 from math import inf
-from typing import NamedTuple
 
 from pdserve.contracts.deployment import DEFAULT_TIER
-from pdserve.contracts.events import (
-    PromptLogprobsEvent,
-    RefusalCode,
-    RequestEvent,
-    RequestEventKind,
-    RequestKey,
-    TokenEvent,
-)
+from pdserve.contracts.events import PromptLogprobsEvent, RefusalCode, RequestEvent, RequestKey, TokenEvent
+from pdserve.contracts.events import RequestEventKind as Kind
 from pdserve.contracts.placement import WorkerRole, whole_worker_id
-from pdserve.contracts.request import KvSource, Outcome, RequestState, SamplingParams
+from pdserve.contracts.request import KvSource, Outcome, SamplingParams
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.replicas import Replicas
 from pdserve.router.requests.admission import MIN_RETRY_AFTER_S, Admission
-from pdserve.router.requests.blame import Blame, computed_by
-from pdserve.router.requests.held_back import HeldBack
+from pdserve.router.requests.attempt import (
+    Attempt,
+    Decision,
+    Decoding,
+    Ended,
+    Loss,
+    Parked,
+    Prefilling,
+    PullStage,
+    Queued,
+)
+from pdserve.router.requests.attempt_table import AttemptTable
+from pdserve.router.requests.failover import MAX_FAILURES, computed_by
 from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
-from pdserve.router.requests.placement import Arrival
+from pdserve.router.requests.placer import Placer
 from pdserve.router.requests.policies import placement
-from pdserve.router.requests.policy import Costs, PrefillChoice, PromptBlocks, prefill_candidates, shortfall, tie_order
-from pdserve.router.requests.request import MIN_DURATION_S, Attempt, GenerationError, Request, RequestSpec
-from pdserve.router.requests.retries import MAX_FAILURES, Retries
+from pdserve.router.requests.policy import Costs, tie_order
+from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +61,6 @@ MAX_ATTEMPTS = 8
 MAX_ANNOUNCED_WORKERS = 4
 """Decode workers that compile a grammar ahead. All of them, in a large cluster with new grammars, would do little else;
 one that gets an answer whose grammar it lacks compiles that first."""
-HELD_REST = 19
-"""Time until an attempt that is held back is considered again, as a multiple of what that takes."""
 _LEAST = SamplingParams(max_tokens=1)
 
 
@@ -70,11 +74,13 @@ class Dispatcher:
         now_s: Callable[[], float],
         observer: DispatchObserver | None = None,
         replicas: Replicas | None = None,
+        call_soon: Callable[[Callable[[], None]], object] = lambda _: None,
     ) -> None:
         """
         Args:
             now_s: returns the current monotonic instant, of any origin.
             replicas: routers that share ``settings.max_in_flight``.
+            call_soon: has a function called in a turn of its own of the driver's loop.
         """
         self.workers: dict[str, Worker] = {}
         """Workers that are up, by id."""
@@ -83,8 +89,6 @@ class Dispatcher:
         self.costs = costs
         tiers = [settings.slo, *settings.slo.tiers.values()]
         self._placement = placement(settings.policy, costs, tpot_slo_s=min(tier.tpot_seconds for tier in tiers))
-        self._least_ttft_s = min(tier.ttft_seconds for tier in tiers)
-        self._heaviest = max(tier.weight for tier in tiers) or 1.0
         self._settings = settings
         self.replicas = replicas or Replicas()
         self._now_s = now_s
@@ -92,15 +96,21 @@ class Dispatcher:
         self.admission = Admission(settings, self.replicas, self._observer)
         self._requests: dict[Request, None] = {}
         """Requests in flight, in order of arrival."""
-        self._attempts: dict[int, Attempt] = {}
-        """Attempts by request id, as in the next two tables."""
-        self._queued: dict[int, Attempt] = {}
-        self._unbound: dict[int, Attempt] = {}
-        self._held, self._held_until_s = HeldBack(), 0.0
-        """Attempts that the policy lets wait, and the instant until which it is not asked again."""
+        self.attempts = AttemptTable(self._placement)
+        self._placer = Placer(
+            self.workers,
+            self.attempts,
+            self._placement,
+            settings,
+            self.admission,
+            self._observer,
+            now_s,
+            wake=lambda: call_soon(self.drain),
+        )
+        self._blame, self._retries = self._placer.blame, self._placer.retries
         self._request_ids = itertools.count(1)
-        self._blame = Blame()
-        self._retries = Retries(settings.cut_off_s)
+        self._silent_at_s = inf
+        """No choice has been silent for too long before then."""
 
     @property
     def num_in_flight(self) -> int:
@@ -109,17 +119,12 @@ class Dispatcher:
     @property
     def num_queued(self) -> int:
         """Attempts that no worker has taken."""
-        return len(self._queued) + len(self._held)
+        return len(self.attempts.queued) + len(self.attempts.held)
 
     @property
     def tiers(self) -> tuple[str, ...]:
         """Names of the tiers, the default one first."""
         return DEFAULT_TIER, *self._settings.slo.tiers
-
-    def handoff_ages_s(self) -> list[float]:
-        """Seconds since token 0 of each answer that waits for a decode worker to hold its prompt."""
-        first_s = [each.first_token_s for each in self._attempts.values() if each.handoff and not each.has_joined]
-        return [self._now_s() - token_s for token_s in first_s if token_s]
 
     # Requests
 
@@ -130,14 +135,13 @@ class Dispatcher:
             GenerationError: it would not (overload, drain).
         """
         self.admission.check(num_choices, tenant=tenant, tier=tier)
-        workers = [worker for worker in self.workers.values() if worker.takes_work]
-        if self._settings.slo.tier(tier).when_hopeless == "refuse" and workers:
+        if self._settings.slo.tier(tier).when_hopeless == "refuse" and self._placer.taking_work():
             least = RequestSpec(
                 prompt_tokens=(0,), sampling=_LEAST, arrived_s=arrived_s, uses_cache=False, tenant=tenant, tier=tier
             )
-            self._check_chance(tier, self._decide(Attempt(Request(least), 0, 0, self._now_s())))
+            self._check_chance(tier, self._placer.decide(Attempt(Request(least), 0, 0, Queued(self._now_s()))))
 
-    def _check_chance(self, tier: str, decision: _Decision | None) -> None:
+    def _check_chance(self, tier: str, decision: Decision | None) -> None:
         if decision is not None and decision.choice.retry_after_s:
             self._observer.refused(tier)
             message = f"no worker would meet the objectives of tier {tier} for this request now"
@@ -155,17 +159,16 @@ class Dispatcher:
         spec = request.spec
         if not has_room:
             self.admission.check(spec.num_choices, tenant=spec.tenant, tier=spec.tier)
-        attempt = Attempt(request, 0, next(self._request_ids), self._now_s())
-        decision = self._decide(attempt)
+        attempt = Attempt(request, 0, next(self._request_ids), Queued(self._now_s()))
+        decision = self._placer.decide(attempt)
         self._check_chance(spec.tier, decision)
         self._requests[request] = None
         self.admission.accepted(spec)
         self.num_accepted += 1
         self._observer.accepted(spec)
-        now_s = self._now_s()
-        self._observer.phase_ended("tokenise", now_s - spec.arrived_s)
-        request.journey.spent("tokenise", now_s - spec.arrived_s, now_s)
-        self._launch(attempt, decision)
+        self._phase_ended(attempt, "tokenise", self._now_s() - spec.arrived_s)
+        self._launch(attempt)
+        self._placer.place(attempt, decision)
 
     def finish(self, request: Request, choice: int) -> None:
         """Finish ``choice`` early because a stop string was found. After its last choice the request is FINISHED.
@@ -193,30 +196,15 @@ class Dispatcher:
             self.fail(request, GenerationError(503, message, retry_after_s=MIN_RETRY_AFTER_S))
 
     def sweep(self) -> None:
-        """Fail requests that have been silent or waited for a worker for too long; place those that may go."""
+        """Fail requests that have been silent for too long; have those placed that may go, and those failed for which
+        no worker came in time."""
         now_s = self._now_s()
-        for attempt in list(self._attempts.values()):
-            if now_s >= self._deadline_s(attempt):
-                self.fail(attempt.request, self._silence_error())
-        self._place_queued()
-        self._release_held()
-        for attempt in list(self._queued.values()):
-            if self._has_to_wait(attempt):
-                attempt.queued_s = now_s
-                continue
-            wait_s = self._settings.new_wait_s if attempt.number < 0 else self._settings.worker_wait_s
-            if now_s - attempt.queued_s >= wait_s and attempt.request_id in self._queued:
-                retry_after_s = max(self._settings.new_wait_s, MIN_RETRY_AFTER_S)
-                missing = "decode worker" if any(worker.takes_work for worker in self.workers.values()) else "worker"
-                self.fail(attempt.request, GenerationError(503, f"no {missing} is up", retry_after_s=retry_after_s))
-
-    def links(self) -> Counter[tuple[str, str]]:
-        """Answers that were handed over, or are about to be: their number by ids of prefill and decode worker."""
-        return Counter(
-            (attempt.prefill.worker_id, attempt.decode.worker_id)
-            for attempt in self._attempts.values()
-            if attempt.prefill is not None and attempt.decode is not None
-        )
+        if now_s >= self._silent_at_s:
+            for attempt in list(self.attempts.all.values()):
+                if now_s >= self._deadline_s(attempt):
+                    self.fail(attempt.request, self._silence_error())
+            self._silent_at_s = min(map(self._deadline_s, self.attempts.all.values()), default=inf)
+        self._placer.look()
 
     # Workers
 
@@ -225,34 +213,34 @@ class Dispatcher:
         has ended."""
         worker.is_up = True
         self.workers[worker.worker_id] = worker
-        self._place_queued()
-        for attempt in list(self._unbound.values()):
-            self._bind(attempt)
+        for attempt in self.attempts.unbound.values():
+            self._placer.put(attempt)
+        self._placer.look()
 
     def worker_lost(self, worker: Worker) -> None:
         """Remove ``worker``; everything sent to it is void."""
         worker.is_up = False
-        worker.in_flight.clear()
         self._retries.clear(worker)
         if self.workers.get(worker.worker_id) is worker:
             del self.workers[worker.worker_id]
-        held = [attempt for attempt in self._attempts.values() if worker in attempt.workers]
+        held = [attempt for attempt in self.attempts.all.values() if worker in attempt.state.workers]
         if not worker.is_draining:  # or its end was asked for
             self._blame_for(worker, computed_by(worker, held))
         for attempt in held:
-            if worker not in attempt.workers:
-                continue  # its request has just failed
-            if worker is attempt.prefill and not attempt.needs_prefill:
-                attempt.is_prefill_over = True
-            else:
-                message = f"worker {worker.worker_id} was lost"
-                self._go_on_without(attempt, worker, "worker_lost", message, is_error=False)
+            match attempt.state:
+                case Ended():
+                    pass  # its request has just failed
+                case Decoding(prefill=prefill) as state if prefill is worker:
+                    self.attempts.move(attempt, replace(state, is_released=True))
+                case _:
+                    message = f"worker {worker.worker_id} was lost"
+                    self._go_on_without(attempt, worker, "worker_lost", message, is_error=False)
 
     # Events
 
     def tokens_received(self, worker: Worker, tokens: Iterable[TokenEvent]) -> None:
         """Deliver each token that is the next of its choice in the current attempt; drop stale and repeated tokens."""
-        attempts = self._attempts
+        attempts = self.attempts.all
         for token in tokens:
             attempt = attempts.get(token.key.request_id)
             if attempt is not None:
@@ -261,15 +249,15 @@ class Dispatcher:
     def tokens_skipped(self, key: RequestKey, num_tokens: int) -> None:
         """Count ``num_tokens`` more tokens of a choice as delivered. For the simulator, whose workers emit no token
         events during steady decode steps."""
-        attempt = self._attempts.get(key.request_id)
+        attempt = self.attempts.all.get(key.request_id)
         if attempt is not None and attempt.number == key.attempt:
             attempt.emitted.extend(itertools.repeat(0, num_tokens))
             attempt.heard_s = self._now_s()
 
     def prompt_logprobs_received(self, worker: Worker, event: PromptLogprobsEvent) -> None:
         """Take log probabilities of some prompt tokens, computed by the current attempt."""
-        attempt = self._attempts.get(event.key.request_id)
-        if attempt is None or event.key.attempt != attempt.number or worker is not attempt.prefill:
+        attempt = self.attempts.all.get(event.key.request_id)
+        if attempt is None or not attempt.hears(worker, event.key.attempt):
             return
         if not attempt.request.take_prompt_logprobs(event.first_position, event.entries):
             log.error("request %s: no prompt logprobs before position %d", attempt.name, event.first_position)
@@ -277,86 +265,99 @@ class Dispatcher:
 
     def event_received(self, worker: Worker, event: RequestEvent) -> None:
         """Handle an event of the current attempt."""
-        attempt = self._attempts.get(event.key.request_id)
-        if attempt is None or not attempt.accepts(worker, event.key.attempt):
+        attempt = self.attempts.all.get(event.key.request_id)
+        if attempt is None or not attempt.hears(worker, event.key.attempt):
             return
-        kind = event.kind
-        if worker is attempt.prefill and kind.is_terminal and not attempt.needs_prefill:
-            # Whatever the event, the prefill worker is done: it may not know that the pull is complete.
-            attempt.is_prefill_over = True
-            return
-        match kind:
-            case RequestEventKind.STARTED:
-                self._started(attempt, worker, event)
-            case RequestEventKind.LAST_CHUNK:
-                self._last_chunk(attempt, worker, event)
-            case RequestEventKind.JOINED:
-                self._joined(attempt)
-            case RequestEventKind.PREEMPTED:
-                attempt.state = RequestState.PREEMPTED
-                attempt.paused_s = self._now_s()
-            case RequestEventKind.RESUMED:
-                attempt.state = RequestState.DECODING
-                if attempt.paused_s:
-                    attempt.journey.preempted_s += self._now_s() - attempt.paused_s
-                attempt.paused_s = 0.0
-            case RequestEventKind.RELEASED:
-                # A decode worker sends RELEASED when token 0 was the last; the prefill worker reports that too.
-                attempt.is_prefill_over |= worker is attempt.prefill
-            case RequestEventKind.REJECTED:
-                self._rejected(attempt, worker, event)
-            case RequestEventKind.FAILED:
+        match attempt.state, event.kind:
+            case Decoding(prefill=prefill) as state, kind if worker is prefill:
+                # Whatever ends it, the prefill worker is done: it may not know that the pull is complete.
+                if kind.is_terminal:
+                    self.attempts.move(attempt, replace(state, is_released=True))
+            case Prefilling() as state, Kind.STARTED:
+                self._prompt_started(attempt, state, event)
+            case Prefilling() as state, Kind.LAST_CHUNK if state.sent.handoff:
+                source = KvSource(address=worker.kv_address, worker_epoch=worker.epoch, handle=event.handle)
+                self._placer.park(attempt, Parked(worker, state.sent, source, state.started_s))
+            case Parked() as state, Kind.RELEASED if worker is state.prefill:
+                self.attempts.move(attempt, replace(state, is_released=True))
+            case Parked() as state, Kind.STARTED if worker is not state.prefill:
+                self.attempts.move(attempt, state.pulled(PullStage.RESERVED))
+                self._phase_ended(attempt, "decode_queue", event.waited_s)
+                self._observer.pull_started(event.num_cached_tokens)
+            case Parked() as state, Kind.JOINED if worker is not state.prefill:
+                self._joined(attempt, state)
+            case Decoding() as state, Kind.PREEMPTED:
+                self.attempts.move(attempt, replace(state, preempted_s=self._now_s()))
+            case Decoding() as state, Kind.RESUMED if state.preempted_s is not None:
+                attempt.journey.preempted_s += self._now_s() - state.preempted_s
+                self.attempts.move(attempt, replace(state, preempted_s=None))
+            case _, Kind.REJECTED if event.refusal not in (RefusalCode.DRAINING, RefusalCode.OVERLOADED):
+                self.fail(attempt.request, GenerationError(400, event.message))
+            case _, Kind.REJECTED:
+                worker.is_draining |= event.refusal is RefusalCode.DRAINING
+                is_error = event.refusal is RefusalCode.OVERLOADED
+                self._go_on_without(attempt, worker, "refused", event.message, is_error=is_error)
+            case _, Kind.FAILED:
                 self._failed(attempt, worker, event.message)
-            case RequestEventKind.KV_UNAVAILABLE:
-                self._kv_unavailable(attempt, worker, event)
-            case RequestEventKind.CANCELLED:
+            case Parked() as state, Kind.KV_UNAVAILABLE if worker is state.prefill:
+                self._retry(attempt, "expired", event.message, is_error=False)  # for want of room to decode
+            case Parked() as state, Kind.KV_UNAVAILABLE if event.refusal is not RefusalCode.SOURCE:
+                self._retries.pull_failed(state.prefill, worker, self._now_s())
+                self._go_on_without(attempt, worker, "kv_unavailable", event.message)
+            case _, Kind.KV_UNAVAILABLE:
+                self._retry(attempt, "kv_unavailable", event.message)
+            case _, Kind.CANCELLED:
                 self._retry(attempt, "cancelled", event.message)
+            case _:
+                # RELEASED by a decode worker: token 0 was the last, and comes from the prefill worker. Others say what
+                # the state implies, or, before token 0, something of tokens that have overtaken it.
+                pass
 
-    # Admission, launch and end
+    # Launch and end
 
-    def _announce(self, attempt: Attempt, block_size: int) -> None:
+    def _announce(self, attempt: Attempt, state: Prefilling) -> None:
         """Have the emptiest decode workers compile the grammar of an answer while its prompt is prefilled. A prompt is
         started once its grammar is compiled there, so those that take too long reach no decode worker."""
         grammar = attempt.request.spec.sampling.grammar
-        if grammar is None or not attempt.handoff:
+        if grammar is None or not state.sent.handoff:
             return
-        blocks = attempt.blocks(block_size)
-        decoders = {w: w.snapshot() for w in self.workers.values() if w.role is WorkerRole.DECODE and w.takes_work}
-        load = {worker: (each.num_decoding, tie_order(blocks, each)) for worker, each in decoders.items()}
-        for worker in nsmallest(MAX_ANNOUNCED_WORKERS, decoders, key=load.__getitem__):
+        blocks = state.decision.arrival.blocks
+        decoders = [worker for worker in self._placer.taking_work() if worker.role is WorkerRole.DECODE]
+        loads = {w: (w.snapshot().num_decoding, tie_order(blocks, w.snapshot())) for w in decoders}
+        for worker in nsmallest(MAX_ANNOUNCED_WORKERS, decoders, key=loads.__getitem__):
             worker.announce(grammar)
 
-    def _launch(self, attempt: Attempt, decision: _Decision | None) -> None:
+    def _launch(self, attempt: Attempt) -> None:
         attempt.request.attempts[attempt.choice] = attempt
-        self._attempts[attempt.request_id] = attempt
-        self._send_or_hold(attempt, decision)
+        self.attempts.move(attempt, attempt.state)
+        self._silent_at_s = min(self._silent_at_s, self._deadline_s(attempt))
 
     def _launch_waiting(self, request: Request) -> None:
         """Launch the remaining choices: choice 0 has computed the prompt or is over."""
         waiting, request.waiting_choices = request.waiting_choices, []
         for choice in waiting:
-            attempt = Attempt(request, choice, next(self._request_ids), self._now_s())
-            self._launch(attempt, self._decide(attempt))
+            attempt = Attempt(request, choice, next(self._request_ids), Queued(self._now_s()))
+            self._launch(attempt)
+            self._placer.put(attempt)
 
     def _end_choice(self, attempt: Attempt, finisher: Worker | None = None) -> None:
         """End a complete choice; ``finisher`` sent its last token."""
         request = attempt.request
-        self._placement.left(attempt.request_id, len(attempt.emitted))
-        self._forget(attempt, finisher)
+        self._drop(attempt, Ended(len(attempt.emitted), finisher))
         del request.attempts[attempt.choice]
         self._bind_others(attempt)
-        if request.waiting_choices:
-            self._launch_waiting(request)
+        self._launch_waiting(request)
         if not request.attempts:
             self._end(request, Outcome.FINISHED)
-        self._release_held()
+        if self.attempts.held:
+            self._placer.look(at_queue=False)
 
     def _end(self, request: Request, outcome: Outcome) -> None:
         """Record the outcome, exactly once."""
         assert request.outcome is None
         request.outcome = outcome
         for attempt in request.attempts.values():
-            self._forget(attempt)
+            self._drop(attempt, Ended())
         request.attempts.clear()
         request.waiting_choices.clear()
         del self._requests[request]
@@ -366,15 +367,8 @@ class Dispatcher:
         self._observer.ended(request)
         request.ended()
 
-    def _forget(self, attempt: Attempt, finisher: Worker | None = None) -> None:
-        """Free what workers hold of an attempt that is over."""
-        self._placement.left(attempt.request_id, 0)
-        attempt.abandon(finisher)
-        del self._attempts[attempt.request_id]
-        self._queued.pop(attempt.request_id, None)
-        self._unbound.pop(attempt.request_id, None)
-        self._held.discard(attempt)
-        self._retries.over(attempt.request_id)
+    def _drop(self, attempt: Attempt, ended: Ended) -> None:
+        self.attempts.move(attempt, ended)
         if self._blame.forget(attempt.request_id):
             self._try_suspect()
 
@@ -382,279 +376,78 @@ class Dispatcher:
         """Instant at which a choice is given up, unless its next token comes before."""
         return attempt.heard_s + self._settings.max_silence_s
 
-    # Placing and binding
+    def _phase_ended(self, attempt: Attempt, phase: str, seconds: float) -> None:
+        self._observer.phase_ended(phase, seconds)
+        attempt.journey.spent(phase, seconds, self._now_s())
 
-    def _place(self, attempt: Attempt) -> None:
-        """Send the attempt to the worker chosen by the policy, or queue it until one comes up or its turn comes."""
-        self._unbound.pop(attempt.request_id, None)
-        if self._has_to_wait(attempt):
-            self._queued[attempt.request_id] = attempt
-            return
-        self._send_or_hold(attempt, self._decide(attempt))
+    def drain(self) -> None:
+        """Place and bind what can be, for a few milliseconds; what is left follows in another turn."""
+        for attempt in self._placer.turn():
+            missing = "decode worker" if self._placer.taking_work() else "worker"
+            retry_after_s = max(self._settings.new_wait_s, MIN_RETRY_AFTER_S)
+            self.fail(attempt.request, GenerationError(503, f"no {missing} is up", retry_after_s=retry_after_s))
 
-    def _place_queued(self) -> None:
-        """Place queued attempts while a worker has less to prefill than two steps compute: the first one that comes up
-        would get all, and the next none. New requests pass them meanwhile, so they wait for that as long as for a
-        worker, and not after an error."""
-        up = [worker.snapshot() for worker in self.workers.values() if worker.takes_work] if self._queued else []
-        if not prefill_candidates(up):
-            return
-        latest_s = self._now_s() - self._settings.new_wait_s
-        are_full = False
-        for attempt in list(self._queued.values()):
-            if attempt.request_id not in self._queued or self._has_to_wait(attempt):
-                continue
-            may_wait = attempt.queued_s > latest_s and not attempt.num_errors
-            are_full = are_full or (may_wait and self._are_full(self._offered(attempt)))
-            if not (may_wait and are_full):
-                self._place(attempt)
-
-    def _are_full(self, workers: Sequence[Worker]) -> bool:
-        """Whether each of ``workers`` that may compute a prompt has two steps of others before it."""
-        candidates = prefill_candidates(worker.snapshot() for worker in workers)
-        return all(worker.num_waiting_tokens >= 2 * worker.max_batch_tokens for worker, _ in candidates)
-
-    def _has_to_wait(self, attempt: Attempt) -> bool:
-        """Whether the attempt may not start now: it waits for a trial, or follows an error."""
-        now_s = self._now_s()
-        if self._blame.has_to_wait(attempt.request_id, now_s):
-            return True
-        return self._retries.has_to_wait(attempt, self.admission.num_in_flight, now_s)
-
-    def _offered(self, attempt: Attempt) -> list[Worker]:
-        """Workers that accept work, without those to avoid, as far as others have their role."""
-        now_s = self._now_s()
-        workers = [worker for worker in self.workers.values() if worker.takes_work]
-        if not self._retries.avoids_any(attempt):
-            return workers
-        good = {worker for worker in workers if not self._retries.avoids(attempt, worker, now_s)}
-        roles = {worker.role for worker in good}
-        return [worker for worker in workers if worker in good or worker.role not in roles]
-
-    def _decide(self, attempt: Attempt) -> _Decision | None:
-        """Choice of the policy; ``None`` if no worker can start."""
-        start_s = self._now_s()
-        workers = self._offered(attempt)
-        if not workers:
-            return None
-        blocks = attempt.blocks(workers[0].block_size)
-        arrival = self._arrival(attempt, blocks, start_s)
-        choice = self._placement.prefill(arrival, [worker.snapshot() for worker in workers])
-        self._observer.routed(self._now_s() - start_s)
-        return None if choice is None else _Decision(arrival, choice)
-
-    def _send_or_hold(self, attempt: Attempt, decision: _Decision | None) -> None:
-        """Send the attempt. A first one is held back if the policy lets it wait, or those of its share before it."""
-        if decision is not None and attempt.choice == 0 and attempt.number < 0:
-            arrival, choice = decision
-            if choice.waits or (choice.is_late and self._held.is_any_of(arrival.share)):
-                self._queued.pop(attempt.request_id, None)
-                self._held.add(arrival.share, attempt)
-                return
-        self._send(attempt, decision)
-
-    def _send(self, attempt: Attempt, decision: _Decision | None) -> None:
-        """Send the attempt to the worker chosen, or queue it."""
-        if decision is None:
-            if attempt.request_id not in self._queued:
-                self._observer.fell_back("no_worker")
-            self._queued[attempt.request_id] = attempt
-            return
-        self._queued.pop(attempt.request_id, None)
-        arrival, choice = decision
-        now_s = self._now_s()
-        if attempt.number < 0 and attempt.choice == 0:
-            self._phase_ended(attempt, "queue", now_s - attempt.queued_s)
-            if choice.ttft_s:
-                attempt.journey.predicted_ttft_s = now_s - attempt.request.spec.arrived_s + choice.ttft_s
-        ttft_slo_s = max(choice.due_s - now_s, MIN_DURATION_S) if choice.due_s < inf else 0.0
-        deadline_s = self._deadline_s(attempt) - now_s
-        patience_s = 0.0
-        if choice.is_late:
-            patience_s = max(0.0, deadline_s)
-        elif arrival.wanted_s < inf:  # until it is as urgent as a new prompt of the most urgent tier
-            patience_s = max(0.0, arrival.wanted_s - now_s - self._least_ttft_s)
-        self._placement.placed(arrival, choice)
-        worker = self.workers[choice.worker_id]
-        self._retries.began(attempt, worker, now_s)
-        self._observer.placed(self._settings.policy, worker.role, is_late=choice.is_late)
-        roles = [each.role for each in self.workers.values() if each.takes_work]
-        if worker.role is WorkerRole.DECODE and WorkerRole.PREFILL not in roles:
-            self._observer.fell_back("no_prefill")
-        attempt.submit(
-            worker,
-            handoff=choice.handoff,
-            num_cached_tokens=choice.num_cached_tokens,
-            num_blocks=arrival.blocks.num_blocks(),
-            deadline_s=deadline_s,
-            ttft_slo_s=ttft_slo_s,
-            patience_s=patience_s,
-            max_gap_s=self._settings.slo.tier(attempt.request.spec.tier).max_gap_seconds,
-        )
-
-    def _release_held(self) -> None:
-        """Send attempts that were held back, until one has to wait; queue them if no worker is up."""
-        if self._now_s() < self._held_until_s:
-            return
-        while (attempt := self._held.first()) is not None:
-            began_s = self._now_s()
-            decision = self._decide(attempt)
-            now_s = self._now_s()
-            if decision is None:
-                attempt.queued_s = now_s  # it waits for a worker from now on
-            elif decision.choice.waits:
-                self._held.end_turn()
-                self._held_until_s = now_s + HELD_REST * (now_s - began_s)
-                return
-            self._held.discard(attempt)
-            self._send(attempt, decision)
-
-    def _arrival(self, attempt: Attempt, blocks: PromptBlocks, now_s: float) -> Arrival:
-        spec = attempt.request.spec
-        tier = self._settings.slo.tier(spec.tier)
-        has_objective = tier.ttft_seconds > 0 and not attempt.emitted
-        return Arrival(
-            request_id=attempt.request_id,
-            blocks=blocks,
-            now_s=now_s,
-            wanted_s=spec.arrived_s + tier.ttft_seconds if has_objective else inf,
-            is_probe=spec.is_probe,
-            tpot_slo_s=tier.tpot_seconds,
-            weight=tier.weight / self._heaviest,
-            # What was accepted is served.
-            may_refuse=tier.when_hopeless == "refuse" and attempt.request not in self._requests and not spec.is_probe,
-            queued_s=attempt.queued_s,
-            is_resumed=bool(attempt.emitted),
-            share=f"{spec.tenant}/{spec.tier}",
-        )
-
-    def _bind(self, attempt: Attempt) -> None:
-        """Bind the attempt to the decode worker chosen by the policy. It stays parked while choice 0 pulls the prompt,
-        or until a decode worker has room."""
-        prefill = attempt.prefill
-        assert prefill is not None
-        first = attempt.request.attempts.get(0)
-        if first is not None and first is not attempt and first.is_pulling:
-            # Choice 0 brings the prompt into that decode worker's prefix cache, so it is pulled once for all choices.
-            self._unbound[attempt.request_id] = attempt
-            return
-        start_s = self._now_s()
-        blocks = attempt.blocks(prefill.block_size)
-        decoders = [w for w in self.workers.values() if w.role is WorkerRole.DECODE and w.takes_work]
-        cut_off: set[str] = set()
-        if self._retries.avoids_any(attempt):
-            cut_off = {w.worker_id for w in decoders if self._retries.avoids(attempt, w, start_s)}
-        binding = self._placement.decode(
-            self._arrival(attempt, blocks, start_s), [w.snapshot() for w in decoders], cut_off, prefill.host
-        )
-        now_s = self._now_s()
-        self._observer.routed(now_s - start_s)
-        if binding is None:
-            if attempt.request_id not in self._unbound:
-                self._observer.fell_back("no_decode")
-            self._unbound[attempt.request_id] = attempt
-            return
-        worker = self.workers[binding.worker_id]
-        self._retries.began(attempt, worker, now_s)
-        if worker.worker_id in cut_off:
-            self._observer.fell_back("cut_off")
-        elif shortfall(blocks, worker.snapshot(), num_cached_tokens=blocks.num_cached_tokens(worker.cached_blocks)):
-            self._observer.fell_back("no_room")
-        self._unbound.pop(attempt.request_id, None)
-        deadline_s = self._settings.max_silence_s  # token 0 may come meanwhile
-        attempt.bind(worker, num_blocks=blocks.num_blocks(), deadline_s=deadline_s, stall_slo_s=binding.stall_slo_s)
-
-    def _bind_others(self, first: Attempt) -> None:
-        """Bind the choices that waited for the pull of choice 0."""
-        if first.choice == 0 and self._unbound:
-            for attempt in list(first.request.attempts.values()):
-                if attempt is not first and attempt.request_id in self._unbound:
-                    self._bind(attempt)
-
-    # An attempt's events
+    # Progress of an attempt
 
     def _take(self, attempt: Attempt, worker: Worker, token: TokenEvent) -> None:
         """Deliver a token if it is the next of its choice."""
-        if not attempt.accepts(worker, token.key.attempt) or token.index < len(attempt.emitted):
+        state, num_emitted = attempt.state, len(attempt.emitted)
+        if not attempt.hears(worker, token.key.attempt) or token.index < num_emitted:
             return
-        if token.index > len(attempt.emitted):
-            if worker is attempt.decode and attempt.awaits_first:
-                attempt.overtook.append(token)
+        pull = state.pull if isinstance(state, Parked) and state.first_token_s is None else None
+        if token.index > num_emitted:
+            if pull is not None and worker is pull.worker:
+                pull.overtook.append(token)
                 return
-            expected = len(attempt.emitted)
-            log.error("request %s: token %d came where %d was next", attempt.name, token.index, expected)
+            log.error("request %s: token %d came where %d was next", attempt.name, token.index, num_emitted)
             self._failed(attempt, worker, "a token was lost between worker and router")
             return
-        is_first = attempt.awaits_first
+        is_first = len(attempt.emitted) == attempt.num_resumed
+        if is_first and attempt.asks_prompt_logprobs:
+            self._failed(attempt, worker, "prompt logprobs are missing at token 0")
+            return
         if is_first:
-            if attempt.asks_prompt_logprobs:
-                self._failed(attempt, worker, "prompt logprobs are missing at token 0")
-                return
             self._first_token(attempt)
-        elif token.index == 1 and attempt.handoff:
+        elif token.index == 1 and not (isinstance(state, Decoding) and state.prefill is None):
             attempt.journey.stall_s = self._now_s() - attempt.began_s
             self._observer.handoff_stalled(attempt.journey.stall_s)
         self._retries.clear(worker)
         attempt.emitted.append(token.token)
         attempt.heard_s = self._now_s()
-        if self._blame.suspects and self._blame.passes(attempt.request_id, attempt.num_new_tokens):
+        if self._blame.suspects and self._blame.passes(attempt.request_id, len(attempt.emitted) - attempt.num_resumed):
             self._try_suspect()
         token.choice = attempt.choice
         attempt.request.token_received(token)
+        if isinstance(attempt.state, Ended):
+            return  # its reader had enough
         if token.finish:
-            self._phase_ended(attempt, "decode", self._now_s() - max(attempt.joined_s, attempt.first_token_s))
+            began_s = attempt.state.since_s if isinstance(attempt.state, Decoding) else self._now_s()
+            self._phase_ended(attempt, "decode", self._now_s() - began_s)
             self._end_choice(attempt, worker)
         elif is_first:
-            if attempt.request.waiting_choices:
-                self._launch_waiting(attempt.request)
-            if attempt.overtook:
-                overtook, attempt.overtook = attempt.overtook, []
-                assert attempt.decode is not None
-                self.tokens_received(attempt.decode, overtook)
-
-    def _phase_ended(self, attempt: Attempt, phase: str, seconds: float) -> None:
-        self._observer.phase_ended(phase, seconds)
-        attempt.journey.spent(phase, seconds, self._now_s())
+            self._launch_waiting(attempt.request)
+            if pull is not None:
+                self.tokens_received(pull.worker, pull.overtook)
 
     def _first_token(self, attempt: Attempt) -> None:
-        now_s = self._now_s()
-        attempt.awaits_first = False
+        now_s, state = self._now_s(), attempt.state
         attempt.num_errors = 0
-        self._retries.over(attempt.request_id)
         if not attempt.emitted:
             attempt.began_s = attempt.journey.token_s = now_s
-        elif attempt.paused_s:
-            attempt.journey.lost_s += now_s - attempt.paused_s
-        attempt.paused_s = 0.0
-        attempt.first_token_s = now_s
-        if attempt.started_s:
-            self._phase_ended(attempt, "prefill", now_s - attempt.started_s)
-        is_parked = attempt.handoff and not attempt.has_joined
-        attempt.state = RequestState.HANDOFF if is_parked else RequestState.DECODING
-        assert attempt.prefill is not None
-        self._placement.prefilled(attempt.request_id, attempt.prefill.worker_id)
-        if not is_parked:
-            self._decoding(attempt)
+        elif attempt.lost_s:
+            attempt.journey.lost_s += now_s - attempt.lost_s
+        attempt.lost_s = 0.0
+        if isinstance(state, Prefilling | Parked) and state.started_s is not None:
+            self._phase_ended(attempt, "prefill", now_s - state.started_s)
+        match state:
+            case Prefilling() if not state.sent.handoff:
+                self.attempts.move(attempt, Decoding(state.worker, now_s))
+            case Parked():
+                self.attempts.move(attempt, replace(state, first_token_s=now_s).settled(now_s))
 
-    def _decoding(self, attempt: Attempt) -> None:
-        worker = attempt.decode or attempt.prefill
-        assert worker is not None
-        num_tokens = max(1, len(attempt.emitted))
-        snapshot = worker.snapshot()
-        self._placement.decoding(attempt.request_id, attempt.began_s, num_tokens, snapshot)
-        if not attempt.journey.predicted_tpot_s:
-            step_s = self.costs[worker.role].decode_s(max(1, snapshot.num_decoding), snapshot.num_context_tokens)
-            attempt.journey.predicted_tpot_s = step_s * worker.decode_correction
-
-    def _started(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
-        worker.in_flight.remove(attempt.request_id)
-        if worker is attempt.decode:
-            attempt.has_reserved = True
-            self._phase_ended(attempt, "decode_queue", event.waited_s)
-            self._observer.pull_started(event.num_cached_tokens)
-            return
-        attempt.started_s = self._now_s()
-        self._announce(attempt, worker.block_size)
+    def _prompt_started(self, attempt: Attempt, state: Prefilling, event: RequestEvent) -> None:
+        self.attempts.move(attempt, replace(state, started_s=self._now_s()))
+        self._announce(attempt, state)
         self._phase_ended(attempt, "prefill_queue", event.waited_s)
         request = attempt.request
         if not request.is_started:
@@ -663,39 +456,19 @@ class Dispatcher:
             self._observer.prompt_started(request.num_cached_tokens)
             request.prompt_started(request.num_cached_tokens)
 
-    def _last_chunk(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
-        if attempt.handoff and attempt.source is None:
-            attempt.source = KvSource(address=worker.kv_address, worker_epoch=worker.epoch, handle=event.handle)
-            if attempt.awaits_first:
-                attempt.state = RequestState.HANDOFF
-            self._placement.prefilled(attempt.request_id, worker.worker_id)
-            self._bind(attempt)
-
-    def _joined(self, attempt: Attempt) -> None:
-        attempt.has_joined = True
-        attempt.joined_s = self._now_s()
-        if not attempt.awaits_first:
-            attempt.state = RequestState.DECODING
-            self._decoding(attempt)
-            self._phase_ended(attempt, "handoff", attempt.joined_s - attempt.first_token_s)
+    def _joined(self, attempt: Attempt, state: Parked) -> None:
+        now_s = self._now_s()
+        self.attempts.move(attempt, state.pulled(PullStage.JOINED).settled(now_s))
+        if state.first_token_s is not None:
+            self._phase_ended(attempt, "handoff", now_s - state.first_token_s)
         self._bind_others(attempt)
 
-    def _rejected(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
-        if event.refusal not in (RefusalCode.DRAINING, RefusalCode.OVERLOADED):
-            self.fail(attempt.request, GenerationError(400, event.message))
-            return
-        worker.is_draining |= event.refusal is RefusalCode.DRAINING
-        is_error = event.refusal is RefusalCode.OVERLOADED
-        self._go_on_without(attempt, worker, "refused", event.message, is_error=is_error)
-
-    def _kv_unavailable(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> None:
-        if worker is attempt.decode and event.refusal is not RefusalCode.SOURCE:
-            assert attempt.prefill is not None
-            self._retries.pull_failed(attempt.prefill, worker, self._now_s())
-            self._go_on_without(attempt, worker, "kv_unavailable", event.message)
-        else:
-            is_expired = worker is attempt.prefill  # for want of room to decode, which is no error
-            self._retry(attempt, "expired" if is_expired else "kv_unavailable", event.message, is_error=not is_expired)
+    def _bind_others(self, first: Attempt) -> None:
+        """Have the choices bound that waited for the pull of choice 0."""
+        if first.choice == 0 and self.attempts.unbound:
+            for attempt in first.request.attempts.values():
+                if attempt is not first and attempt.request_id in self.attempts.unbound:
+                    self._placer.put(attempt)
 
     # Fail-over
 
@@ -703,17 +476,17 @@ class Dispatcher:
         """Count the loss of ``worker``, and fail the request whose fault it is, if any."""
         process = whole_worker_id(worker.worker_id), worker.epoch
         culprit = self._blame.worker_lost(process, [attempt.request_id for attempt in computed], self._now_s())
-        for attempt in computed:
-            if attempt.request_id in self._blame.suspects:
-                log.warning("request %s may be what ended worker %s", attempt.name, worker.worker_id)
+        suspects = [attempt.name for attempt in computed if attempt.request_id in self._blame.suspects]
+        if suspects:
+            log.warning("what ended worker %s may be one of the requests %s", worker.worker_id, ", ".join(suspects))
         if culprit is not None:
             message = f"{self._blame.num_losses(culprit)} workers ended while they computed this request"
-            self.fail(self._attempts[culprit].request, GenerationError(500, message))
+            self.fail(self.attempts.all[culprit].request, GenerationError(500, message))
 
     def _try_suspect(self) -> None:
-        """Begin the next trial, if its time has come."""
-        if self._blame.on_trial in self._queued:
-            self._place(self._queued[self._blame.on_trial])
+        """Have the next trial begin, if its time has come."""
+        if self._blame.on_trial in self.attempts.queued:
+            self._placer.put(self.attempts.queued[self._blame.on_trial])
 
     def _failed(self, attempt: Attempt, worker: Worker, message: str) -> None:
         attempt.num_failures += 1
@@ -724,36 +497,37 @@ class Dispatcher:
     def _go_on_without(
         self, attempt: Attempt, worker: Worker, reason: str, message: str, *, is_error: bool = True
     ) -> None:
-        """Continue without ``worker``: bind the parked prompt to another decode worker if possible, else retry."""
+        """Continue without ``worker``: have another decode worker pull the parked prompt if possible, else retry."""
+        state = attempt.state
         is_late = self._now_s() >= self._deadline_s(attempt)
-        is_held = self._blame.is_held(attempt.request_id)
-        if worker is not attempt.decode or not attempt.may_rebind or is_late or is_held:
+        if (
+            isinstance(state, Parked)
+            and worker is not state.prefill
+            and state.may_rebind
+            and not is_late
+            and not self._blame.is_held(attempt.request_id)
+        ):
+            log.info("request %s, attempt %d is bound anew: %s (%s)", attempt.name, attempt.number, reason, message)
+            self._observer.retried("rebound", 0)
+            self._placer.park(attempt, replace(state, pull=None))
+        else:
             self._retry(attempt, reason, message, is_error=is_error)
-            return
-        log.info("request %s, attempt %d is bound anew: %s (%s)", attempt.name, attempt.number, reason, message)
-        attempt.unbind()
-        self._observer.retried("rebound", 0)
-        self._bind(attempt)
 
     def _retry(self, attempt: Attempt, reason: str, message: str, *, is_error: bool = True) -> None:
-        """Give up the attempt and place the next one: at once, or after an error when its turn comes."""
-        log.info("request %s, attempt %d: %s (%s)", attempt.name, attempt.number, reason, message)
+        """Give up the attempt and have the next one placed: soon, or after an error when its turn comes."""
         error = self._verdict(attempt)
         if error is not None:
+            log.info("request %s, attempt %d: %s (%s)", attempt.name, attempt.number, reason, message)
             self.fail(attempt.request, error)
             return
-        self._placement.left(attempt.request_id, 0)
-        is_started = attempt.started_s > 0
-        attempt.abandon()
-        num_tokens = len(attempt.request.spec.prompt_tokens) + len(attempt.emitted)
-        self._observer.retried(reason, num_tokens if is_started else 0)
+        now_s = attempt.lost_s = self._now_s()
+        is_started = not isinstance(attempt.state, Prefilling) or attempt.state.started_s is not None
+        num_tokens = len(attempt.request.spec.prompt_tokens) + len(attempt.emitted) if is_started else 0
         attempt.journey.num_retries += 1
-        attempt.queued_s = attempt.paused_s = self._now_s()
-        self._retries.over(attempt.request_id)
-        if is_error:
-            self._retries.failed(attempt, self._now_s())
+        retry_at_s = self._retries.retry_at_s(attempt, now_s) if is_error else 0.0
+        self.attempts.move(attempt, Queued(now_s, retry_at_s, Loss(reason, message, num_tokens)))
         self._bind_others(attempt)
-        self._place(attempt)
+        self._placer.put(attempt)
 
     def _verdict(self, attempt: Attempt) -> GenerationError | None:
         """Error that forbids another attempt, or ``None``."""
@@ -768,8 +542,3 @@ class Dispatcher:
     def _silence_error(self) -> GenerationError:
         remedy = "raise router.max_silence_seconds, or add workers"
         return GenerationError(504, f"no token came for {self._settings.max_silence_s:g} s: {remedy}")
-
-
-class _Decision(NamedTuple):
-    arrival: Arrival
-    choice: PrefillChoice

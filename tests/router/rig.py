@@ -21,9 +21,10 @@ from pdserve.model.cost.hardware import hardware
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.requests.attempt import Attempt, Decoding, Parked
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.interface import DispatchSettings
-from pdserve.router.requests.request import Attempt, RequestSpec
+from pdserve.router.requests.request import RequestSpec
 from pdserve.router.token_stream import TokenStream
 from tests.router.scripted_worker import TIMEOUT_S, ScriptedWorker, until
 from tests.scrape import scrape
@@ -112,7 +113,13 @@ async def running_rig(
     """Run a dispatcher with its sweep; every request must have an outcome when the test exits."""
     metrics = RouterMetrics()
     costs = dict.fromkeys(WorkerRole, COST)
-    dispatcher = Dispatcher(costs, DispatchSettings(**settings), time.monotonic, metrics)  # type: ignore[arg-type]
+    dispatcher = Dispatcher(
+        costs,
+        DispatchSettings(**settings),  # type: ignore[arg-type]
+        time.monotonic,
+        metrics,
+        call_soon=asyncio.get_running_loop().call_soon,
+    )
     metrics.track(dispatcher)
     cluster = Cluster(dispatcher, metrics, cluster_token=cluster_token, stall_timeout_s=stall_timeout_s)
     sweep = asyncio.create_task(cluster.sweep_forever())
@@ -155,7 +162,12 @@ def attempt_of(request: TokenStream) -> Attempt:
 
 def is_unbound(attempt: Attempt) -> bool:
     """Whether its prompt can be pulled and no decode worker is bound."""
-    return attempt.source is not None and attempt.decode is None
+    return isinstance(attempt.state, Parked) and attempt.state.pull is None
+
+
+def is_released(attempt: Attempt) -> bool:
+    """Whether its prefill worker holds nothing of it any more."""
+    return isinstance(attempt.state, Parked | Decoding) and attempt.state.is_released
 
 
 async def read_some(request: TokenStream, count: int) -> list[int]:

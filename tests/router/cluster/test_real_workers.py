@@ -16,10 +16,11 @@ import pytest
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.contracts.request import Outcome, RequestState, SamplingParams
+from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
+from pdserve.router.requests.attempt import Decoding, Parked, Prefilling
 from pdserve.router.requests.interface import NO_OBJECTIVES
 from pdserve.router.requests.request import RequestSpec
 from pdserve.router.token_stream import TokenStream
@@ -104,7 +105,7 @@ async def check_streams(
 
 
 def has_begun(stream: TokenStream) -> bool:
-    return attempt_of(stream).first_token_s > 0
+    return bool(attempt_of(stream).emitted)
 
 
 @pytest.mark.parametrize(
@@ -137,10 +138,10 @@ def test_a_killed_worker_loses_no_token(checkpoint: Path, victim: str) -> None:
 
             def is_time(streams: list[TokenStream]) -> bool:
                 """Some have begun, and the victim holds part of a request that no other worker holds."""
-                attempts = [attempt_of(stream) for stream in streams]
+                states = [attempt_of(stream).state for stream in streams]
                 worker = rig.cluster.workers[victim]
-                decodes = any(attempt.decode is worker and attempt.has_joined for attempt in attempts)
-                prefills = any(attempt.prefill is worker and not attempt.first_token_s for attempt in attempts)
+                decodes = any(isinstance(state, Decoding) and state.worker is worker for state in states)
+                prefills = any(isinstance(state, Prefilling) and state.worker is worker for state in states)
                 return any(map(has_begun, streams)) and (decodes or prefills)
 
             await check_streams(rig, checkpoint, workers[victim].process.kill, is_time=is_time)
@@ -170,9 +171,9 @@ def test_a_minimum_of_tokens_holds_over_a_handoff_and_a_loss(checkpoint: Path) -
                 RequestSpec(prompt_tokens=tuple(prompt(9)), sampling=sampling, arrived_s=time.monotonic())
             )
             tokens = await read_some(stream, 20)
-            victim = attempt_of(stream).decode
-            assert victim is not None
-            name = next(name for name in workers if rig.cluster.workers[name] is victim)
+            state = attempt_of(stream).state
+            assert isinstance(state, Decoding)
+            name = state.worker.worker_id
             workers[name].process.kill()
             assert tokens + await read_all(stream, 20) == expected
             assert list(stream.prompt_logprobs) == [TokenLogprobs(0.0, ())] * (len(prompt(9)) - 1)
@@ -201,8 +202,10 @@ def test_a_parked_prompt_is_not_prefilled_again(checkpoint: Path, pull: str) -> 
             stream = rig.start(prompt(9), 20)
             tokens = await read_some(stream, 1)
             await asyncio.sleep(0.5)
-            assert attempt_of(stream).state is RequestState.HANDOFF
-            assert attempt_of(stream).decode is rig.cluster.workers["decode-0"]
+            state = attempt_of(stream).state
+            assert isinstance(state, Parked)
+            assert state.pull is not None
+            assert state.pull.worker is rig.cluster.workers["decode-0"]
             victim.process.kill()
             assert tokens + await read_all(stream, 1) == oracle(checkpoint, 9, 20)
             assert rig.sample("pdserve_redispatches_total", reason="rebound") == 1

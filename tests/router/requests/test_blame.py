@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
-from pdserve.router.requests.blame import MAX_LOSSES, MAX_TRIALS, TRIAL_WAIT_S, Blame
-from pdserve.router.requests.dispatch import Dispatcher
+from pdserve.router.requests.failover import MAX_LOSSES, MAX_TRIALS, TRIAL_WAIT_S, Blame
 from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import RequestSpec
-from tests.router.requests.test_dispatch_core import HANDLE, Clock, ReadRequest, RecordingWorker
+from tests.router.requests.test_dispatch_core import HANDLE, Clock, DrainedDispatcher, ReadRequest, RecordingWorker
 from tests.router.rig import COST
 
 NUM_TOKENS = 6
@@ -130,7 +129,7 @@ class World:
         self.clock = Clock()
         self.clock.now_s = 1.0
         settings = DispatchSettings(max_in_flight=1000)
-        self.dispatcher = Dispatcher(dict.fromkeys(WorkerRole, COST), settings, lambda: self.clock.now_s)
+        self.dispatcher = DrainedDispatcher(dict.fromkeys(WorkerRole, COST), settings, lambda: self.clock.now_s)
         self._poisoned_index = poisoned_index
         self._num_tokens = num_tokens
         self.num_unread = 0

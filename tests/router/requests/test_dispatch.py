@@ -11,12 +11,26 @@ import pytest
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.events import RefusalCode, RequestEventKind
-from pdserve.contracts.request import Outcome, RequestState, SamplingParams
+from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.proto.v1 import worker_pb2
+from pdserve.router.requests.attempt import Decoding, Parked, Prefilling, State
 from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.answer import Answer, Generation
 from tests.router.rig import Rig, attempt_of, hand_off, is_unbound, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
+
+
+def num_overtook(state: State) -> int:
+    return len(state.pull.overtook) if isinstance(state, Parked) and state.pull is not None else 0
+
+
+def is_preempted(state: State) -> bool:
+    return isinstance(state, Decoding) and state.preempted_s is not None
+
+
+def is_handed_off(state: State) -> bool:
+    assert isinstance(state, Prefilling)
+    return state.sent.handoff
 
 
 @with_workers("prefill-0", "decode-0")
@@ -24,12 +38,12 @@ async def test_prefill_then_decode(p: ScriptedWorker, d: ScriptedWorker) -> None
     async with running_rig() as rig:
         await rig.up(p, d)
         stream = rig.start()
-        assert attempt_of(stream).state is RequestState.PREFILLING
+        assert isinstance(attempt_of(stream).state, Prefilling)
         answer = asyncio.create_task(read_all(stream))
         request = await hand_off(p, d)
         assert list(request.prompt_tokens) == [1, 2, 3, 4, 5]
         assert not request.emitted_tokens
-        await until(lambda: attempt_of(stream).state is RequestState.DECODING)
+        await until(lambda: isinstance(attempt_of(stream).state, Decoding))
         d.send_tokens(request, [(1, 101), (2, 102), (3, 103)], last=True)
         assert await answer == [100, 101, 102, 103]
         assert stream.outcome is Outcome.FINISHED
@@ -52,7 +66,7 @@ async def test_the_decode_worker_is_asked_before_token_0_is_out(p: ScriptedWorke
         prepare = (await d.next_command("prepare")).prepare
         assert prepare.source.worker_epoch == p.epoch
         assert prepare.source.handle == request.request_id.to_bytes(16, "big")
-        assert attempt_of(stream).state is RequestState.HANDOFF
+        assert isinstance(attempt_of(stream).state, Parked)
         stream.cancel()
 
 
@@ -81,7 +95,7 @@ async def test_tokens_that_overtake_token_0_wait_for_it(p: ScriptedWorker, d: Sc
         d.send_event(request, RequestEventKind.JOINED)
         d.send_token(request, 1, 101)
         d.send_tokens(request, [(2, 102), (3, 103)], last=True)
-        await until(lambda: len(attempt_of(stream).overtook) == 3)
+        await until(lambda: num_overtook(attempt_of(stream).state) == 3)
         p.send_token(request, 0, 100)
         assert await read_all(stream) == [100, 101, 102, 103]
 
@@ -127,15 +141,15 @@ async def test_load_spreads_over_workers(
 
 
 @with_workers("prefill-0", "decode-0")
-async def test_preemption_is_a_state(p: ScriptedWorker, d: ScriptedWorker) -> None:
+async def test_preemption_is_seen(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
         stream = rig.start()
         request = await hand_off(p, d)
         d.send_event(request, RequestEventKind.PREEMPTED)
-        await until(lambda: attempt_of(stream).state is RequestState.PREEMPTED)
+        await until(lambda: is_preempted(attempt_of(stream).state))
         d.send_event(request, RequestEventKind.RESUMED)
-        await until(lambda: attempt_of(stream).state is RequestState.DECODING)
+        await until(lambda: not is_preempted(attempt_of(stream).state))
         stream.cancel()
 
 
@@ -416,7 +430,7 @@ async def test_turns_that_come_at_once_take_no_batch_slot_twice(p: ScriptedWorke
         await rig.up(p, d)
         await cache(rig, d, range(60))
         streams = [rig.start(range(62)) for _ in range(20)]
-        assert sum(not attempt_of(stream).handoff for stream in streams) == 8  # the worker's batch slots
+        assert sum(not is_handed_off(attempt_of(stream).state) for stream in streams) == 8  # the worker's batch slots
         assert rig.cluster.workers["decode-0"].snapshot().num_decoding == 8
         for stream in streams:
             stream.cancel()

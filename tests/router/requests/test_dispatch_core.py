@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -24,11 +26,13 @@ from pdserve.contracts.request import (
     SamplingParams,
 )
 from pdserve.router.cluster.worker import Worker
+from pdserve.router.requests.attempt import Attempt, Queued
+from pdserve.router.requests.attempt_table import HeldBack
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.goodput import LATE_S, Goodput
-from pdserve.router.requests.held_back import HeldBack
 from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
-from pdserve.router.requests.request import MIN_DURATION_S, Attempt, GenerationError, Request, RequestSpec
+from pdserve.router.requests.placer import MIN_DURATION_S
+from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 from tests.router.rig import COST
 
 HANDLE = bytes(16)
@@ -72,6 +76,34 @@ class Clock:
     now_s = 0.0
 
 
+class DrainedDispatcher(Dispatcher):
+    """Drains after every call of its driver, as in a loop that has nothing else to do."""
+
+    def worker_up(self, worker: Worker) -> None:
+        super().worker_up(worker)
+        self.drain()
+
+    def worker_lost(self, worker: Worker) -> None:
+        super().worker_lost(worker)
+        self.drain()
+
+    def tokens_received(self, worker: Worker, tokens: Iterable[TokenEvent]) -> None:
+        super().tokens_received(worker, tokens)
+        self.drain()
+
+    def event_received(self, worker: Worker, event: RequestEvent) -> None:
+        super().event_received(worker, event)
+        self.drain()
+
+    def finish(self, request: Request, choice: int) -> None:
+        super().finish(request, choice)
+        self.drain()
+
+    def sweep(self) -> None:
+        super().sweep()
+        self.drain()
+
+
 class Observer(DispatchObserver):
     def __init__(self) -> None:
         self.num_refused = 0
@@ -105,16 +137,14 @@ SLO = SloConfig(ttft_seconds=0.5, tpot_seconds=0.0)
 class Core:
     """Dispatcher of one prefill and two decode workers."""
 
-    def __init__(self, slo: SloConfig = SLO, *, max_in_flight: int = 4) -> None:
+    def __init__(
+        self, slo: SloConfig = SLO, *, max_in_flight: int = 4, settings: DispatchSettings | None = None
+    ) -> None:
         self.clock = Clock()
-        dispatch = DispatchSettings(
-            max_in_flight=max_in_flight,
-            slo=slo,
-            max_silence_s=10.0,
-            new_wait_s=1.0,
-        )
+        settings = settings or DispatchSettings(max_in_flight=max_in_flight, max_silence_s=10.0, new_wait_s=1.0)
+        dispatch = replace(settings, slo=slo)
         self.observer = Observer()
-        self.dispatcher = Dispatcher(
+        self.dispatcher = DrainedDispatcher(
             dict.fromkeys(WorkerRole, COST), dispatch, lambda: self.clock.now_s, observer=self.observer
         )
         self.prefill = RecordingWorker("prefill-0", WorkerRole.PREFILL)
@@ -406,14 +436,15 @@ def test_what_waited_for_a_worker_may_be_held_back() -> None:
 
 
 def test_held_back_requests_of_several_shares_take_turns() -> None:
-    held, attempts = HeldBack(), {number: Attempt(ReadRequest(SPEC), 0, number, 0.0) for number in range(4)}
-    for number, share in enumerate("aaba"):
-        held.add(share, attempts[number])
+    held, attempts = HeldBack(), {number: Attempt(ReadRequest(SPEC), 0, number, Queued(0.0)) for number in range(4)}
+    shares = "aaba"
+    for number, share in enumerate(shares):
+        held.add(attempts[number], share)
     order = []
     while (attempt := held.first()) is not None:
         order.append(attempt.request_id)
         held.end_turn()
-        held.discard(attempt)
+        held.discard(attempt, shares[attempt.request_id])
     assert order == [0, 2, 1, 3]
     assert not held.is_any_of("a")
 

@@ -9,11 +9,12 @@ from functools import partial
 import pytest
 
 from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey
-from pdserve.contracts.request import Outcome, RequestState
+from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
+from pdserve.router.requests.attempt import Decoding, Queued
 from pdserve.router.requests.dispatch import MAX_ATTEMPTS
 from pdserve.router.requests.request import GenerationError
-from tests.router.rig import attempt_of, hand_off, read_all, read_some, running_rig, with_workers
+from tests.router.rig import attempt_of, hand_off, is_released, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
 
@@ -59,7 +60,7 @@ async def test_prefill_worker_dies_before_the_pull(p0: ScriptedWorker, p1: Scrip
         p0.offer(request)
         p0.send_token(request, 0, 100)
         await d.next_prepare()
-        await until(lambda: attempt_of(stream).first_token_s > 0)
+        await until(lambda: attempt_of(stream).emitted)
         await p0.stop()
         await d.next_command("cancel")
         again = await hand_off(p1, d, token=101)
@@ -78,7 +79,7 @@ async def play_last_words(p: ScriptedWorker, d: ScriptedWorker, *, released: boo
         await rig.up(p, d)
         stream = rig.start(max_tokens=2)
         request = await hand_off(p, d, released=released)
-        await until(lambda: attempt_of(stream).state is RequestState.DECODING)
+        await until(lambda: isinstance(attempt_of(stream).state, Decoding))
         await p.stop()
         await until(lambda: not rig.cluster.workers["prefill-0"].is_up)
         d.send_token(request, 1, 101, last=True)
@@ -108,7 +109,7 @@ async def test_the_only_decode_worker_comes_back(p: ScriptedWorker, d: ScriptedW
         d.send_token(request, 1, 101)
         assert await read_some(stream, 2) == [100, 101]
         await d.stop()
-        await until(lambda: attempt_of(stream).state is RequestState.QUEUED)
+        await until(lambda: isinstance(attempt_of(stream).state, Queued))
         d.epoch += 1000
         await d.start()
         await rig.cluster.set_targets([p.endpoint, d.endpoint])
@@ -127,7 +128,7 @@ async def test_a_target_that_is_taken_away_gives_up_its_requests(
         stream = rig.start(max_tokens=3)
         await hand_off(p, d0)
         assert await read_some(stream, 1) == [100]
-        await until(lambda: attempt_of(stream).state is RequestState.DECODING)
+        await until(lambda: isinstance(attempt_of(stream).state, Decoding))
         await rig.up(p, d1)
         request = await hand_off(p, d1, token=101)
         d1.send_token(request, 2, 102, last=True)
@@ -140,7 +141,7 @@ async def test_a_silent_decode_worker_is_fenced(p: ScriptedWorker, d0: ScriptedW
         await rig.up(p, d0, d1)
         stream = rig.start(max_tokens=3)
         stale = await hand_off(p, d0)
-        await until(lambda: attempt_of(stream).state is RequestState.DECODING)
+        await until(lambda: isinstance(attempt_of(stream).state, Decoding))
         d0.is_silent = True
         request = await hand_off(p, d1, token=101)
         d0.is_silent = False
@@ -174,7 +175,7 @@ async def test_a_gap_fails_the_attempt_not_the_request(p: ScriptedWorker, d: Scr
         await rig.up(p, d)
         stream = rig.start(max_tokens=3)
         request = await hand_off(p, d)
-        await until(lambda: attempt_of(stream).state is RequestState.DECODING)
+        await until(lambda: isinstance(attempt_of(stream).state, Decoding))
         d.send_token(request, 2, 102)
         assert (await d.next_command("cancel")).cancel.attempt == 0
         again = await hand_off(p, d, token=101)
@@ -246,7 +247,7 @@ async def test_cancelled_between_attempts(m0: ScriptedWorker, m1: ScriptedWorker
         stream = rig.start()
         await m0.next_submit()
         await m0.stop()
-        await until(lambda: attempt_of(stream).state is RequestState.QUEUED)
+        await until(lambda: isinstance(attempt_of(stream).state, Queued))
         stream.cancel()
         assert rig.dispatcher.num_queued == 0
         await rig.up(m1)
@@ -315,9 +316,9 @@ def test_what_a_prefill_worker_says_after_the_join_ends_nothing(kind: RequestEve
             await rig.up(p, d)
             stream = rig.start(max_tokens=2)
             request = await hand_off(p, d, released=False)
-            await until(lambda: attempt_of(stream).state is RequestState.DECODING)
+            await until(lambda: isinstance(attempt_of(stream).state, Decoding))
             p.send_event(request, kind, message="parked: nobody pulled the prompt in time")
-            await until(lambda: attempt_of(stream).is_prefill_over)
+            await until(lambda: is_released(attempt_of(stream)))
             d.send_token(request, 1, 101, last=True)
             assert await read_all(stream) == [100, 101]
             assert p.commands.empty()

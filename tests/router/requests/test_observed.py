@@ -6,6 +6,7 @@ import asyncio
 
 from pdserve.contracts.events import RequestEventKind
 from pdserve.router.metrics import HANDOFF_AGES_S
+from pdserve.router.requests.attempt import Decoding
 from tests.router.rig import attempt_of, hand_off, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
@@ -19,7 +20,7 @@ async def test_every_phase_of_a_handed_off_request_is_a_span(p: ScriptedWorker, 
         stream = rig.start(max_tokens=2)
         request = await hand_off(p, d)
         assert await read_some(stream, 1) == [100]
-        await until(lambda: attempt_of(stream).has_joined)
+        await until(lambda: isinstance(attempt_of(stream).state, Decoding))
         d.send_token(request, 1, 101, last=True)
         assert await read_all(stream, 1) == [101]
         journey = stream.journey
@@ -42,7 +43,7 @@ async def test_pauses_of_an_answer_are_timed(p: ScriptedWorker, d: ScriptedWorke
         d.send_tokens(request, [(1, 101)], last=False)
         assert await read_some(stream, 2) == [100, 101]
         d.send_event(request, RequestEventKind.PREEMPTED)
-        await until(lambda: attempt_of(stream).paused_s)
+        await until(lambda: getattr(attempt_of(stream).state, "preempted_s", 0))
         await asyncio.sleep(0.02)
         d.send_event(request, RequestEventKind.RESUMED)
         await until(lambda: stream.journey.preempted_s)
@@ -71,7 +72,7 @@ async def test_a_prompt_that_no_one_pulls_ages_and_expires(p: ScriptedWorker, d:
         p.send_event(request, RequestEventKind.KV_UNAVAILABLE, message="expired")
         await hand_off(p, d, token=101)
         assert rig.sample("pdserve_redispatches_total", reason="expired") == 1
-        await until(lambda: attempt_of(stream).has_joined)
+        await until(lambda: isinstance(attempt_of(stream).state, Decoding))
         assert rig.sample("pdserve_oldest_handoff_seconds") == 0
         assert rig.sample("pdserve_waiting_handoffs", age="up to 1 s") == 0
         stream.cancel()

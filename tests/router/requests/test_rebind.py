@@ -7,10 +7,21 @@ import asyncio
 import pytest
 
 from pdserve.contracts.events import RefusalCode, RequestEventKind
-from pdserve.contracts.request import Outcome, RequestState
+from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
+from pdserve.router.requests.attempt import Parked, Queued
 from pdserve.router.token_stream import TokenStream
-from tests.router.rig import Rig, attempt_of, hand_off, is_unbound, read_all, read_some, running_rig, with_workers
+from tests.router.rig import (
+    Rig,
+    attempt_of,
+    hand_off,
+    is_released,
+    is_unbound,
+    read_all,
+    read_some,
+    running_rig,
+    with_workers,
+)
 from tests.router.scripted_worker import ScriptedWorker, until
 
 LINK_FAILURE = "connect: UNAVAILABLE: no route"
@@ -71,7 +82,7 @@ async def test_the_only_decode_worker_is_replaced_in_time(p: ScriptedWorker, d: 
         stream, _ = await park(rig, p, d)
         await d.stop()
         await until(lambda: is_unbound(attempt_of(stream)))
-        assert attempt_of(stream).state is RequestState.HANDOFF
+        assert isinstance(attempt_of(stream).state, Parked)
         d.epoch += 1000
         await d.start()
         await rig.cluster.set_targets([p.endpoint, d.endpoint])
@@ -87,7 +98,7 @@ async def test_the_prompt_expires_before_a_decode_worker_comes(p: ScriptedWorker
         await d.stop()
         await until(lambda: is_unbound(attempt_of(stream)))
         p.send_event(prepare.request, RequestEventKind.KV_UNAVAILABLE, message="parked: nobody pulled it")
-        await until(lambda: attempt_of(stream).state is RequestState.QUEUED)
+        await until(lambda: isinstance(attempt_of(stream).state, Queued))
         stream.cancel()
 
 
@@ -138,7 +149,7 @@ async def test_after_the_release_there_is_nothing_to_pull(
         await rig.up(p, d0, d1)
         stream, first = await park(rig, p, d0)
         p.send_event(first.request, RequestEventKind.RELEASED)
-        await until(lambda: attempt_of(stream).is_prefill_over)
+        await until(lambda: is_released(attempt_of(stream)))
         await d0.stop()
         assert (await p.next_submit()).attempt == 1
         stream.cancel()

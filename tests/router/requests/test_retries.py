@@ -6,12 +6,12 @@ import pytest
 
 from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.placement import WorkerRole
-from pdserve.contracts.request import FinishReason, GenerationRequest, Outcome, SamplingParams
-from pdserve.router.requests.dispatch import Dispatcher
+from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
+from pdserve.router.requests.attempt import Attempt, Parked, Queued
+from pdserve.router.requests.failover import BUDGET, MAX_BACKOFF_S, MIN_BACKOFF_S, MIN_RETRIES, Retries, backoff_s
 from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import RequestSpec
-from pdserve.router.requests.retries import BUDGET, MAX_BACKOFF_S, MIN_BACKOFF_S, MIN_RETRIES, backoff_s
-from tests.router.requests.test_dispatch_core import Clock, ReadRequest, RecordingWorker
+from tests.router.requests.test_dispatch_core import Clock, DrainedDispatcher, ReadRequest, RecordingWorker
 from tests.router.rig import COST
 
 TICK_S = 0.1
@@ -24,7 +24,7 @@ class Pool:
         self.clock = Clock()
         self.clock.now_s = 1.0
         settings = DispatchSettings(policy="least-loaded", max_in_flight=1000)
-        self.dispatcher = Dispatcher(dict.fromkeys(WorkerRole, COST), settings, lambda: self.clock.now_s)
+        self.dispatcher = DrainedDispatcher(dict.fromkeys(WorkerRole, COST), settings, lambda: self.clock.now_s)
         self.workers = [self.add(name) for name in names]
 
     def add(self, name: str) -> RecordingWorker:
@@ -196,3 +196,20 @@ def test_what_a_lost_worker_held_does_not_wait_for_room_for_long() -> None:
     assert len(worker.submitted) == 8
     pool.wait(DispatchSettings().new_wait_s)
     assert len(worker.submitted) == len(requests)
+
+
+def test_a_failed_pull_is_remembered_for_its_pair_alone_and_forgotten_in_time() -> None:
+    prefill, other = (RecordingWorker(f"prefill-{number}", WorkerRole.PREFILL) for number in range(2))
+    decodes = [RecordingWorker(f"decode-{number}", WorkerRole.DECODE) for number in range(2)]
+    request = ReadRequest(RequestSpec(prompt_tokens=(1,), sampling=SamplingParams(), arrived_s=0.0))
+    attempt, sent = Attempt(request, 0, 1, Queued(0.0)), GenerationRequest(request_id=1, prompt_tokens=(1,))
+    source = KvSource(address="", worker_epoch=0, handle=bytes(16))
+    retries = Retries(cut_off_s=10.0)
+    retries.pull_failed(prefill, decodes[0], 0.0)
+    assert retries.avoided(attempt, decodes, 1.0) == set(), "it is parked nowhere"
+    attempt.state = Parked(other, sent, source, 0.0)
+    assert retries.avoided(attempt, decodes, 1.0) == set()
+    attempt.state = Parked(prefill, sent, source, 0.0)
+    assert retries.avoided(attempt, decodes, 9.9) == {decodes[0]}
+    assert retries.avoided(attempt, decodes, 10.0) == set()
+    assert not retries._avoid, "nor does it hold the workers"
