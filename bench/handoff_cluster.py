@@ -172,7 +172,7 @@ class WorkerProcess:
 
     def __init__(self, config: WorkerConfig, faults: LinkFaults, steps: Steps) -> None:
         self.name = config.worker_id
-        self.command = [sys.executable, "-m", f"pdserve.{'prefill' if self.is_prefill else 'decode'}_worker.worker"]
+        self.command = [sys.executable, "-m", "pdserve.engine.worker.process"]
         self._config = config
         self._faults = faults
         self._steps = steps

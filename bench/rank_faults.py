@@ -37,7 +37,7 @@ VICTIM, OTHER = "decode-0", "decode-1"
 NUM_CLIENTS = 4
 FAULTS = {
     f"{name} {what}": (mark, number)
-    for name, mark in (("leader", "decode_worker"), ("rank", "follower"), ("transfer process", "transfer_process"))
+    for name, mark in (("leader", "worker.process"), ("rank", "follower"), ("transfer process", "transfer_process"))
     for what, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP))
 }
 """A word of the process's command line, and the signal."""

@@ -133,7 +133,7 @@ def cpu_seconds(cluster: RunningCluster) -> dict[str, float]:
     return seconds
 
 
-_PROCESSES = {"router": "pdserve.router", "prefill": "ray::PrefillWorker", "decode": "ray::DecodeWorker"}
+_PROCESSES = {"router": "pdserve.router", "prefill": "ray::prefill", "decode": "ray::decode"}
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Prefill chunks that fit into a step beside answers which bound the gap between their tokens.
 
-Used by `pdserve.decode_worker.scheduler`. A step is as long as the cost model predicts, corrected by steps so far.
+Used by `pdserve.engine.worker.scheduler`. A step is as long as the cost model predicts, corrected by steps so far.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Blocks for the whole prompt plus headroom are reserved at once, and only then does a pull start: no request holds some
 blocks while it waits for others. First come those with the best chance per block to meet their TPOT objective in spite
 of the wait; one in `OLDEST_EVERY` is the oldest, so that none starves. Without objectives, first come, first served.
-Owned by `pdserve.decode_worker.scheduler`, which limits the blocks to reserve. Never preempts.
+Owned by `pdserve.engine.worker.scheduler`, which limits the blocks to reserve. Never preempts.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ blocks missing from the prefix cache and decodes the sequence in the same step. 
 that touches them has ended. Slots whose step failed are never read: every sequence copied by a failed step fails
 with it.
 
-Owned by `pdserve.decode_worker.scheduler`, which chooses the sequences to preempt and limits the blocks to allocate.
+Owned by `pdserve.engine.worker.scheduler`, which chooses the sequences to preempt and limits the blocks to allocate.
 """
 
 from __future__ import annotations

@@ -11,19 +11,11 @@ from typing import Any
 from pdserve.contracts.codec import to_json
 from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig, parse_ports
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
-from pdserve.decode_worker.worker import DecodeWorker
 from pdserve.deploy.cluster.host_facts import LOOPBACK, HostFacts
 from pdserve.deploy.cluster.resources import CoreSplit, gpu_shares, split_cores
 from pdserve.kv_transfer.pool_memory import available_memory_bytes
 from pdserve.model.cost.hardware import Hardware, hardware
-from pdserve.prefill_worker.worker import PrefillWorker
 from pdserve.router.process_config import RouterProcessConfig
-
-WORKER_CLASSES: dict[WorkerRole, type] = {
-    WorkerRole.PREFILL: PrefillWorker,
-    WorkerRole.DECODE: DecodeWorker,
-    WorkerRole.MIXED: DecodeWorker,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

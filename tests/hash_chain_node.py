@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from random import Random
 
@@ -14,14 +13,13 @@ import torch
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import BlockCopy, ModelLimits, StepBatch, StepHandle, StepOutput, StepRow
-from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import SwapSpace
 from pdserve.engine.scheduling.interface import Event
+from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.model.executors.emulated import EmulatedExecutor
-from pdserve.prefill_worker.scheduler import PrefillScheduler
 
 VOCAB_SIZE = 500
 EOS = 7
@@ -186,14 +184,15 @@ class Node:
             num_slots=config.num_swap_slots,
             is_cheaper=lambda num_tokens, num_cached: random.random() >= config.recompute_share,
         )
-        kind = partial(DecodeScheduler, swap_space=space) if decodes else PrefillScheduler
-        self.scheduler: DecodeScheduler | PrefillScheduler = kind(
+        self.scheduler = Scheduler(
             self.pool,
             limits,
+            may_decode=decodes,
             mint_handle=lambda: next(handles),
             max_batch_tokens=config.max_batch_tokens,
             max_batch_size=config.max_batch_size,
             park_timeout_s=config.park_timeout_s,
+            swap_space=space,
         )
 
     def turn(self, now_s: float) -> bool:

@@ -16,22 +16,17 @@ from unittest.mock import patch
 
 import torch
 
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
-from pdserve.decode_worker import worker as decode_worker
-from pdserve.engine.scheduling.interface import Scheduler
+from pdserve.contracts.placement import WorkerConfig
 from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend
 from pdserve.engine.worker.followers import RanksIpcCopies
-from pdserve.engine.worker.loop import StepTimes
 from pdserve.engine.worker.model_device import build_copies
 from pdserve.engine.worker.process import main
 from pdserve.kernels.kv_pool import KvPool
-from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.ipc_copies import IpcCopies
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.resharding import KvShard
 from pdserve.model.executors.device_queue import DeviceQueue
-from pdserve.prefill_worker import worker as prefill_worker
 
 COPY_S = 0.02
 """Longer than an order takes to the other worker and back: one that leaves before its copy is found out."""
@@ -90,12 +85,6 @@ def staged_backend(config: WorkerConfig) -> Backend:
     return replace(backend, build_executors=build_executors)
 
 
-def build_scheduler(pool: BlockPool, backend: Backend, config: WorkerConfig, times: StepTimes) -> Scheduler:
-    if config.role is WorkerRole.PREFILL:
-        return prefill_worker.build_scheduler(pool, backend, config, times)
-    return decode_worker.build_scheduler(pool, backend, config, times)
-
-
 if __name__ == "__main__":
     with (
         staged_device(),
@@ -103,4 +92,4 @@ if __name__ == "__main__":
         patch("pdserve.engine.worker.followers._MODULE", "tests.staged_follower"),
         patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),  # where followers find `tests`
     ):
-        sys.exit(main(build_scheduler, "staged_worker"))
+        sys.exit(main())

@@ -187,15 +187,14 @@ class RouterClient:
 class WorkerProcess:
     """A worker as a plain process. Leaving the context kills it with SIGKILL if it still runs."""
 
-    def __init__(self, config: WorkerConfig, *, module: str = "") -> None:
+    def __init__(self, config: WorkerConfig, *, module: str = "pdserve.engine.worker.process") -> None:
         """Start the process and wait for its endpoint. If it does not come up, an AssertionError shows its output.
 
         Args:
-            module: the program; empty for that of the role.
+            module: the program.
         """
-        of_role = f"pdserve.{'prefill' if config.role is WorkerRole.PREFILL else 'decode'}_worker.worker"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module or of_role, "--config", "-", "--die-with-parent"],
+            [sys.executable, "-m", module, "--config", "-", "--die-with-parent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

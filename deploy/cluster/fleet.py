@@ -20,7 +20,8 @@ from pdserve.deploy.cluster.ray_cluster import RayCluster
 from pdserve.deploy.cluster.resources import gpu_shares
 from pdserve.deploy.cluster.supervised_process import ProcessState
 from pdserve.deploy.cluster.worker_process import WorkerProcess
-from pdserve.deploy.launch import WORKER_CLASSES, Launch, worker_configs
+from pdserve.deploy.launch import Launch, worker_configs
+from pdserve.engine.worker.process import WorkerActor
 
 
 class Fleet:
@@ -147,9 +148,8 @@ class Fleet:
     def _add(self, config: WorkerConfig, host: Host) -> WorkerProcess:
         needs = self._needs[config.worker_id]
         resources = self._ray.worker_resources | dict(needs.resources)
-        worker_class = WORKER_CLASSES[config.role]
         worker = WorkerProcess(
-            self._ray.desk, config, worker_class, resources, host, needs.gpu_share, self._start_timeout_s
+            self._ray.desk, config, WorkerActor, resources, host, needs.gpu_share, self._start_timeout_s
         )
         self.workers.append(worker)
         return worker

@@ -39,8 +39,7 @@ class WorkerProcess(SupervisedProcess):
         """Prepare a worker; the first `check` starts it.
 
         Args:
-            worker_class: class of the actor, which takes its name; has the methods of
-                `pdserve.engine.worker.process.WorkerActor`.
+            worker_class: class of the actor; has the methods of `pdserve.engine.worker.process.WorkerActor`.
             resources: Ray resources that the actor requests.
             host: where the actor runs.
             num_gpus: GPUs, or the share of one, that the actor requests; Ray shows it no others.
@@ -115,11 +114,8 @@ class WorkerProcess(SupervisedProcess):
     def _create(self) -> Any:
         import ray
 
-        return (
-            ray.remote(self._worker_class)
-            .options(**self._options, **self.host.actor_options)
-            .remote(to_plain(self._config))
-        )
+        named = type(self.name, (self._worker_class,), {})  # the process bears the name of its actor's class
+        return ray.remote(named).options(**self._options, **self.host.actor_options).remote(to_plain(self._config))
 
     def _check_starting(self, now_s: float) -> bool:
         if (answer := self._answer(now_s, self._start_timeout_s)) is None:

@@ -1,6 +1,6 @@
 """One request while a worker computes it: tokens, block table, and progress of both.
 
-Owned by a phase's scheduler through `pdserve.engine.scheduling.table`. A sequence decides nothing and owns no block:
+Owned by the scheduler through `pdserve.engine.scheduling.table`. A sequence decides nothing and owns no block:
 it records what the scheduler did and computes its own lengths.
 
 Lengths, in tokens: ``num_written <= num_computed <= len(tokens) + num_pending``. Written KV is in the pool. Computed

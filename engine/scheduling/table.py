@@ -1,6 +1,6 @@
 """Sequences of one worker, the steps planned for them, and the events they caused.
 
-Shared by every phase's scheduler: opens and closes sequences, processes results one step late, applies the stop
+Part of `pdserve.engine.worker.scheduler`: opens and closes sequences, processes results one step late, applies the stop
 rules, registers complete blocks in the prefix cache. Never decides which sequence runs.
 
 Retiring blocks: a sequence that has ended or was preempted keeps its blocks until no planned step and no pull writes
@@ -294,18 +294,9 @@ class SequenceTable:
         return self._steps
 
     @property
-    def next_step_id(self) -> int:
-        """Id of the next step to commit."""
-        return self._num_steps
-
-    @property
     def num_chunk_tokens_in_flight(self) -> int:
         """Prompt tokens computed by the steps in flight."""
         return sum([step.num_chunk_tokens for step in self._steps])
-
-    def skip_steps(self, num_steps: int) -> None:
-        """Skip the ids of steps that ran unplanned."""
-        self._num_steps += num_steps
 
     def begin_step(self) -> PlannedStep:
         assert len(self._steps) <= 1, "two steps are in flight already"
@@ -322,7 +313,7 @@ class SequenceTable:
     def complete(self, output: StepOutput) -> list[tuple[Sequence, FirstToken | None]]:
         """Process a step's results: mark KV as written, append and emit tokens. Returns the sequences that finished
         or have a handle, each with the token that it sampled."""
-        step = self.take_step(output.step_id)
+        step = self._take_step(output.step_id)
         self.must_drain = False
         caches_content = self.pool.caches_content
         results: list[tuple[Sequence, FirstToken | None]] = []
@@ -389,7 +380,7 @@ class SequenceTable:
     def fail_step(self, step_id: int) -> list[Sequence]:
         """Handle a failed step: return the live sequences it computed or copied, for their scheduler to end. Their
         blocks are removed from the prefix cache."""
-        step = self.take_step(step_id)
+        step = self._take_step(step_id)
         self.must_drain = bool(self._steps)
         sequences = step.sequences + step.swapped_out
         for sequence in sequences:
@@ -398,7 +389,7 @@ class SequenceTable:
             self.leave_step(sequence)
         return [sequence for sequence in dict.fromkeys(sequences) if not sequence.is_over]
 
-    def take_step(self, step_id: int) -> PlannedStep:
+    def _take_step(self, step_id: int) -> PlannedStep:
         step = self._steps.popleft()
         assert step.batch.step_id == step_id, f"step {step_id} ended before step {step.batch.step_id}"
         return step

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from threading import Condition, Event
 
 from pdserve.contracts.step import Executor
-from pdserve.engine.scheduling.interface import PullResult, Scheduler, StartPullEvent
+from pdserve.engine.scheduling.interface import PullResult, StartPullEvent
 from pdserve.engine.worker.loop import GrammarSource, Message, ReportSink, StepLoop, StepReport, StepTimes, Wait
+from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.engine.worker.transfer_messages import order_to_proto
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer

@@ -33,7 +33,8 @@ from pdserve.contracts.events import (
 )
 from pdserve.contracts.request import GenerationRequest, Grammar, KvSource
 from pdserve.contracts.step import Executor, StepBatch, StepHandle, StepOutput
-from pdserve.engine.scheduling.interface import PullResult, Scheduler, TransferEvent
+from pdserve.engine.scheduling.interface import PullResult, TransferEvent
+from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import CacheEvents
 from pdserve.model.cost.cost_model import CostModel, OnlineCorrection
 
@@ -413,16 +414,6 @@ class StepLoop:
         """Publish the scheduler's events after a driver called the scheduler directly."""
         self._collect(self.scheduler.take_events())
         self._publish()
-
-    def skip_steps(self) -> None:
-        """Publish after the simulator fast-forwarded the scheduler. If a step is in flight then, `resume` must precede
-        its end and the next turn."""
-        self._in_flight.clear()
-        self.flush()
-
-    def resume(self, batch: StepBatch) -> None:
-        """Submit the step in flight after `skip_steps`."""
-        self._submit(batch)
 
     def _submit(self, batch: StepBatch) -> None:
         prediction = None

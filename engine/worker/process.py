@@ -1,4 +1,4 @@
-"""A worker in its own process: a Ray actor, or ``python -m pdserve.prefill_worker.worker --config JSON``.
+"""A worker in its own process: a Ray actor, or ``python -m pdserve.engine.worker.process --config JSON``.
 
 `WorkerActor` lets Ray start, ping and stop a worker. Tokens and KV never pass through it. The class is plain: the
 deployment decorates it with ``ray.remote``, ``num_cpus=0`` and a ``max_concurrency`` of at least 2, so that
@@ -16,22 +16,24 @@ import os
 import queue
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
 from pdserve.contracts.codec import from_json, from_plain, to_json, to_plain
 from pdserve.contracts.placement import WorkerConfig
-from pdserve.engine.worker.worker import EngineWorker, SchedulerFactory
+from pdserve.engine.worker.worker import EngineWorker
 from pdserve.proto.parent_death import die_with_parent
 
 DRAIN_TIMEOUT_S = 30.0
+
+_PROGRAM = "python -m pdserve.engine.worker.process"
 
 
 class WorkerActor:
     """One worker in an actor's process. If the step loop dies, so do the process and the actor."""
 
-    def __init__(self, config: Mapping[str, Any], scheduler_factory: SchedulerFactory) -> None:
+    def __init__(self, config: Mapping[str, Any]) -> None:
         """
         Args:
             config: a `WorkerConfig` as JSON values.
@@ -39,7 +41,7 @@ class WorkerActor:
         Raises:
             ValueError: the configuration is invalid.
         """
-        self._worker = EngineWorker(from_plain(WorkerConfig, config, "the worker's configuration"), scheduler_factory)
+        self._worker = EngineWorker(from_plain(WorkerConfig, config, "the worker's configuration"))
 
     def process_id(self) -> int:
         return os.getpid()
@@ -72,18 +74,18 @@ class WorkerActor:
         self._worker.stop()
 
 
-def main(scheduler_factory: SchedulerFactory, prog: str, argv: Sequence[str] | None = None) -> int:
-    """Run a worker until a signal stops it; returns the exit status. ``prog`` appears in the usage text."""
-    arguments = _parse_arguments(prog, argv)
+def main() -> int:
+    """Run a worker until a signal stops it; returns the exit status."""
+    arguments = _parse_arguments()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.die_with_parent:
         die_with_parent()
     stop_signals = _catch_stop_signals()
     try:
-        worker = EngineWorker(_read_config(arguments.config), scheduler_factory)
+        worker = EngineWorker(_read_config(arguments.config))
         endpoints = worker.start()
     except (ValueError, RuntimeError, OSError) as error:
-        sys.stderr.write(f"{prog}: {' '.join(str(error).split())}\n")
+        sys.stderr.write(f"{_PROGRAM}: {' '.join(str(error).split())}\n")
         return 1
     sys.stdout.write("".join(f"{to_json(endpoint)}\n" for endpoint in endpoints))
     sys.stdout.flush()
@@ -93,14 +95,14 @@ def main(scheduler_factory: SchedulerFactory, prog: str, argv: Sequence[str] | N
     return 0 if is_drained else 1
 
 
-def _parse_arguments(prog: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=prog, description="One worker of a pdserve cluster, as a plain process.")
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=_PROGRAM, description="One worker of a pdserve cluster, as a plain process.")
     parser.add_argument(
         "--config", required=True, help="the worker's configuration as a JSON object; - reads a line from stdin"
     )
     parser.add_argument("--die-with-parent", action="store_true", help="end as soon as the starting process is gone")
     parser.add_argument("--drain-timeout-s", type=float, default=DRAIN_TIMEOUT_S, help="seconds a drain may last")
-    return parser.parse_args(argv)
+    return parser.parse_args()
 
 
 def _read_config(argument: str) -> WorkerConfig:
@@ -120,3 +122,7 @@ def _catch_stop_signals() -> queue.SimpleQueue[int]:
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, receive)
     return received
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """One worker, assembled: KV memory, block pool, scheduler, executor, step loop, transfer process and gRPC service.
 
-Used by the process entry (`pdserve.engine.worker.process`) and by the Ray actors, which pass the scheduler of their
-phase. Everything is built on the step loop's thread, which is pinned to the worker's cores before it imports torch.
+Used by `pdserve.engine.worker.process`. Everything is built on the step loop's thread, which is pinned to the worker's
+cores before it imports torch.
 
 A pipeline-parallel worker has as many *micro-batches* as stages, each with its share of the pool's blocks, and a
 scheduler, executor, step loop, thread and service of its own: while one micro-batch's step is in the second stage, the
@@ -18,19 +18,22 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, MutableSequence
+from collections.abc import MutableSequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
+from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
+from pdserve.contracts.request import HANDLE_BYTES
 from pdserve.contracts.step import Executor, ModelLimits
-from pdserve.engine.scheduling.interface import PullResult, Scheduler
+from pdserve.decode_worker.swapping import swap_space
+from pdserve.engine.scheduling.interface import PullResult
 from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend
 from pdserve.engine.worker.live_loop import Inbox, LiveLoop
 from pdserve.engine.worker.loop import GrammarCompiled, Message, StartDrain, StepTimes
+from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.engine.worker.service import WorkerService
 from pdserve.engine.worker.staged_transfer import StagedTransfer
 from pdserve.engine.worker.transfer_messages import message_from_proto
@@ -45,10 +48,6 @@ STOP_TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-SchedulerFactory = Callable[[BlockPool, Backend, WorkerConfig, StepTimes], Scheduler]
-"""Builds the scheduler of a phase over the pool of a worker, or of a micro-batch."""
-
-
 def end_process() -> None:
     """End a worker whose loop died: the end of the process is the most reliable signal."""
     logging.shutdown()
@@ -58,9 +57,8 @@ def end_process() -> None:
 class EngineWorker:
     """A worker inside this process. Any thread may call its methods."""
 
-    def __init__(self, config: WorkerConfig, scheduler_factory: SchedulerFactory) -> None:
+    def __init__(self, config: WorkerConfig) -> None:
         self._config = config
-        self._scheduler_factory = scheduler_factory
         self._inboxes = [Inbox() for _ in range(config.pipeline_parallel)]
         """One of each micro-batch."""
         self._epoch = secrets.randbits(63)
@@ -188,8 +186,19 @@ class EngineWorker:
             announce=backend.grammars.find,
         )
         times = StepTimes(backend.cost)
+        scheduler = Scheduler(
+            pool,
+            backend.limits,
+            may_decode=config.role is not WorkerRole.PREFILL,
+            mint_handle=lambda: secrets.token_bytes(HANDLE_BYTES),
+            max_batch_tokens=config.max_batch_tokens,
+            max_batch_size=config.max_batch_size,
+            park_timeout_s=config.park_timeout_s,
+            swap_space=swap_space(backend.cost, backend.num_swap_slots),
+            mixed_s=times.mixed_s,
+        )
         loop = LiveLoop(
-            scheduler=self._scheduler_factory(pool, backend, config, times),
+            scheduler=scheduler,
             pool=pool,
             executor=executor,
             inbox=self._inboxes[index],

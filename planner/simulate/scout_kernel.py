@@ -746,7 +746,7 @@ def end_sequences(state, w, step, seen_s, now_s):
     worker.refused_blocks = NEVER
 
 
-# Schedulers: `pdserve.decode_worker.scheduler` and `pdserve.prefill_worker.scheduler`
+# `pdserve.engine.worker.scheduler` and its parts
 
 
 @njit(inline="always")
@@ -786,7 +786,7 @@ def expected_blocks(state, request, num_known):
 
 @njit(inline="always")
 def fits(state, w, num_expected, num_final):
-    """Whether one more sequence fits, by `DecodeScheduler._room`. Sequences can only grow until one ends, so that what
+    """Whether one more sequence fits, by `Scheduler._budget`. Sequences can only grow until one ends, so that what
     did not fit does not until then."""
     worker = state.workers[w]
     if worker.most_blocks + num_final <= worker.num_blocks:
@@ -853,7 +853,7 @@ def find_first_last_step(state, w, step):
 
 @njit(**COMPILED)
 def preempt_latest(state, w, step):
-    """`DecodeScheduler._preempt` the last arrival; returns the blocks to copy to the host."""
+    """`Scheduler._preempt` the last arrival; returns the blocks to copy to the host."""
     worker = state.workers[w]
     running, last_steps = state.lists[w, RUNNING], state.lists[w, LAST_STEP]
     latest, slot_of_latest = -1, -1
@@ -1016,7 +1016,7 @@ def reserve(state, w, now_s):
 
 @njit(inline="always")
 def admit(state, w, index, may_admit, now_s):
-    """`PrefillScheduler._admit` if there is room; returns whether there was."""
+    """`Prompts._try_admit` if there is room; returns whether there was."""
     worker, request = state.workers[w], state.requests[index]
     if worker.role == PREFILL:
         num_blocks = blocks_for(state, request.num_prompt)

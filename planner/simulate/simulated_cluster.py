@@ -14,11 +14,10 @@ from pdserve.contracts.events import RequestKey
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import GenerationRequest, KvSource
 from pdserve.contracts.step import ModelLimits
-from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import swap_space
-from pdserve.engine.scheduling.interface import Scheduler
 from pdserve.engine.worker.loop import AddRequest, CancelRequest, PrepareRequest, StepTimes
 from pdserve.engine.worker.pool_size import AUTO_SWAP_SHARE
+from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.stage import Stage
@@ -26,7 +25,6 @@ from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.event_queue import EventQueue
 from pdserve.planner.simulate.simulated_worker import SimulatedWorker, WorkerSink
 from pdserve.planner.simulate.simulation import WorkerUse
-from pdserve.prefill_worker.scheduler import PrefillScheduler
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.policy import WorkerSnapshot
 
@@ -188,17 +186,10 @@ class ClusterBuilder:
         self, pool: Pool, block_pool: BlockPool, max_batch_size: int, mint_handle: Callable[[], bytes]
     ) -> Scheduler:
         limits = ModelLimits(max_model_len=self.model.max_model_len, vocab_size=self.model.shape.vocab_size)
-        if pool.role is WorkerRole.PREFILL:
-            return PrefillScheduler(
-                block_pool,
-                limits,
-                mint_handle=mint_handle,
-                max_batch_tokens=pool.max_batch_tokens,
-                max_batch_size=max_batch_size,
-            )
-        return DecodeScheduler(
+        return Scheduler(
             block_pool,
             limits,
+            may_decode=pool.role is not WorkerRole.PREFILL,
             mint_handle=mint_handle,
             max_batch_tokens=pool.max_batch_tokens,
             max_batch_size=max_batch_size,

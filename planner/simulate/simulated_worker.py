@@ -1,13 +1,12 @@
-"""One worker under the virtual clock: the live step loop over its phase's scheduler.
+"""One worker under the virtual clock: the live step loop over the live scheduler.
 
 Drives `pdserve.engine.worker.loop` as its thread does, with an executor that computes nothing and takes the time that
 the cost model predicts. At pipeline depth 2, the loop plans and submits step N + 1 while step N runs; messages that
 arrive meanwhile are received when step N ends, in time for step N + 2. At depth 1, or if there was nothing to plan yet,
 one turn of the loop separates two steps.
 
-Most steps of a decode worker change only lengths (`DecodeScheduler.steady_steps`) and are not planned. The worker finds
-the last turn of such a *run*, or the first one that receives a new message, and fast-forwards to it
-(`DecodeScheduler.fast_forward`).
+Most steps of a decode worker change only lengths and are not planned (`pdserve.planner.simulate.steady_steps`). The
+worker finds the last turn of such a *run*, or the first one that receives a new message, and fast-forwards to it.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from typing import NamedTuple, Protocol
 from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.step import SampledToken, StepBatch, StepOutput, StepRow
-from pdserve.decode_worker.scheduler import DecodeScheduler
-from pdserve.engine.scheduling.interface import Scheduler
 from pdserve.engine.worker.loop import Message, StepLoop, StepReport, Wait
+from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.stage import Stage
 from pdserve.planner.simulate.event_queue import EventQueue
+from pdserve.planner.simulate.steady_steps import fast_forward, free_kv_tokens, steady_steps
 
 END_TOKEN = 1
 """The stop token of answers that end before their limit."""
@@ -144,8 +143,6 @@ class SimulatedWorker:
         self.num_decode_tokens = 0
         self.gaps_us: dict[int, int] = {}
         """Decoded tokens by length of their step in microseconds."""
-        self._decoding = scheduler if isinstance(scheduler, DecodeScheduler) else None
-        """The scheduler, if it is a decode scheduler."""
         self._block_pool = block_pool
         self._held_until_s = 0.0
         """End of the time that `held_block_s` covers."""
@@ -166,7 +163,7 @@ class SimulatedWorker:
         self._run: _SteadyRun | None = None
         self._run_length = 0
         self._run_free_tokens: Counter[int] = Counter()
-        """`DecodeScheduler.free_kv_tokens` at the start of the run; empty until asked for."""
+        """`free_kv_tokens` at the start of the run; empty until asked for."""
         self._num_turns_due = 0
         self._is_idle = True
 
@@ -186,11 +183,11 @@ class SimulatedWorker:
     def run_growth(self) -> tuple[int, int, int]:
         """Steps, and context tokens and blocks added by the current run that the scheduler does not yet know of."""
         run = self._run
-        if run is None or self._decoding is None:
+        if run is None:
             return 0, 0, 0
         num_turns = min(run.first_turn(self._queue.now_s), self._run_length)
         if not self._run_free_tokens:
-            self._run_free_tokens = self._decoding.free_kv_tokens()
+            self._run_free_tokens = free_kv_tokens(self._scheduler)
         block_size = self._block_size
         num_blocks = sum(
             count * -(-(num_turns - free) // block_size)
@@ -227,8 +224,6 @@ class SimulatedWorker:
             self._loop.handle(message, now_s)
         if self._try_run(now_s):
             return
-        if self._loop.num_in_flight < len(self._steps):
-            self._loop.resume(self._steps[-1].batch)  # of the run that has ended
         before_s = self._free_at_s
         match self._loop.turn(now_s):
             case Wait.STEP:
@@ -253,9 +248,7 @@ class SimulatedWorker:
     # Planned steps
 
     def submit(self, batch: StepBatch) -> _Step:
-        """Start a step once the previous one ends, unless the end of a run has done so."""
-        if self._steps and self._steps[-1].batch is batch:
-            return self._steps[-1]
+        """Start a step once the previous one ends."""
         num_copied_blocks = len(batch.swap_outs) + len(batch.swap_ins)
         chunks, num_decoded, num_context_tokens, num_unneeded = [], 0, 0, 0
         for row in batch.rows:
@@ -286,9 +279,10 @@ class SimulatedWorker:
 
     def _try_run(self, now_s: float) -> bool:
         """Begin a run if the coming steps are steady. Those of a pipeline also wait for its other micro-batches."""
-        if self._decoding is None or len(self._steps) != self._num_ahead or self.cost.pipeline_parallel > 1:
+        scheduler = self._scheduler
+        if not scheduler.running or len(self._steps) != self._num_ahead or self.cost.pipeline_parallel > 1:
             return False
-        steady = self._decoding.steady_steps(now_s)
+        steady = steady_steps(scheduler, now_s)
         if not steady.num_steps:
             return False
         self._loop.flush()
@@ -300,7 +294,7 @@ class SimulatedWorker:
         self._run = _SteadyRun(steady.batch_size, self._num_ahead, self._free_at_s, begins_s, first_s, growth_s)
         self._run_length = steady.num_steps
         self._turn_at(self._run.end_s(steady.num_steps))
-        deadline_s = self._decoding.next_deadline_s()
+        deadline_s = scheduler.next_deadline_s()
         if deadline_s is not None:
             self._cut_run_after(deadline_s)
         return True
@@ -318,7 +312,6 @@ class SimulatedWorker:
     def _end_run(self, run: _SteadyRun) -> None:
         num_turns, self._run = self._run_length, None
         self._run_free_tokens = Counter()
-        assert self._decoding is not None
         num_steps = num_turns - run.num_ahead
         while self._steps:
             self._count_step(self._steps.popleft())
@@ -330,11 +323,15 @@ class SimulatedWorker:
                 self.busy_s -= num_steps * self._turn_s
             self.held_block_s += num_decoded / self._block_size / 2 * duration_s  # blocks allocated in the run
             self._free_at_s = run.end_s(num_turns)
-        batch, num_unneeded, num_context_tokens, second_tokens = self._decoding.fast_forward(num_turns)
+        batch, num_unneeded, num_context_tokens, second_tokens = fast_forward(self._scheduler, num_turns)
         for turn, event in second_tokens:
             self._sink.received(self, StepReport(events=[event]), run.end_s(turn))
-        self._loop.skip_steps()
-        if batch is not None:
+        self._loop.flush()
+        if batch is None:
+            return
+        if not batch.rows:
+            self._loop.step_ended(StepOutput(step_id=batch.step_id, sampled=[], duration_s=0.0), self._queue.now_s)
+        else:
             num_rows = len(batch.rows)
             self._start(batch, 0, num_rows - num_unneeded, self.cost.decode_s(num_rows, num_context_tokens))
 

@@ -13,9 +13,9 @@ from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey,
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput
-from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import SwapSpace, swap_space
 from pdserve.engine.scheduling.interface import Event
+from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
@@ -35,9 +35,10 @@ class Worker:
         self.pool = BlockPool(38, BLOCK_SIZE)
         self.asked: list[tuple[int, int]] = []
         handles = count()
-        self.scheduler = DecodeScheduler(
+        self.scheduler = Scheduler(
             self.pool,
             ModelLimits(max_model_len=400, vocab_size=1000, eos_token_ids=(EOS,)),
+            may_decode=True,
             mint_handle=lambda: b"%d" % next(handles),
             max_batch_tokens=64,
             max_batch_size=8,

@@ -11,7 +11,7 @@ from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
 from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.deploy.cluster.supervisor import curl_command
 from pdserve.deploy.config import Use, parse_deployment
-from pdserve.deploy.launch import WORKER_CLASSES, Launch, router_config, worker_configs
+from pdserve.deploy.launch import Launch, router_config, worker_configs
 from pdserve.model.cost.hardware import Hardware, hardware
 
 DOCUMENT = {
@@ -170,10 +170,6 @@ def test_without_a_profile_the_catalogue_is_asked() -> None:
     launch = Launch(config=deployment({}), emulate="h100", cores=FOUR)
     assert {config.hardware for config in worker_configs(launch)} == {""}
     assert router_config(launch).devices == {}
-
-
-def test_every_role_has_a_worker_class() -> None:
-    assert WORKER_CLASSES.keys() == set(WorkerRole)
 
 
 def test_the_command_to_try_is_one_that_the_model_serves() -> None:

@@ -162,7 +162,7 @@ def test_workers_come_and_go_while_requests_run(cluster: UpProcess) -> None:
 
 def test_a_killed_worker_comes_back_under_a_new_epoch(cluster: UpProcess) -> None:
     epochs = {worker["worker_id"]: worker["epoch"] for worker in cluster.status()["workers"]}
-    cluster.members("ray::DecodeWorker")[0].kill()
+    cluster.members("ray::decode")[0].kill()
 
     def replaced() -> bool:
         workers = cluster.status()["workers"]

@@ -39,12 +39,12 @@ class Cluster:
         """All live processes of the cluster."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def worker_pid(self, actor_class: str) -> int:
-        """Process id of the first actor of a class, by its Ray process title."""
+    def worker_pid(self, worker_id: str) -> int:
+        """Process id of a worker, by its Ray process title."""
         for process in self.processes():
-            if any(actor_class in word for word in _cmdline(process)[:1]):
+            if any(worker_id in word for word in _cmdline(process)[:1]):
                 return process.pid
-        raise LookupError(f"no {actor_class} among {[_cmdline(p)[:1] for p in self.processes()]}")
+        raise LookupError(f"no {worker_id} among {[_cmdline(p)[:1] for p in self.processes()]}")
 
     def wait_until_idle(self, timeout_s: float) -> float:
         """Wait until no request is in flight and no worker references a KV block; return the seconds waited.

@@ -94,13 +94,13 @@ def references(cluster: Cluster) -> list[ReferenceAnswer]:
     return asyncio.run(undisturbed_answers(cluster.url))
 
 
-@pytest.mark.parametrize("actor_class", ["DecodeWorker", "PrefillWorker"])
-def test_a_killed_worker_loses_nothing(cluster: Cluster, references: list[ReferenceAnswer], actor_class: str) -> None:
-    victim = cluster.worker_pid(actor_class)
+@pytest.mark.parametrize("worker_id", ["decode-0", "prefill-0"])
+def test_a_killed_worker_loses_nothing(cluster: Cluster, references: list[ReferenceAnswer], worker_id: str) -> None:
+    victim = cluster.worker_pid(worker_id)
     answers = asyncio.run(answers_while(cluster.url, lambda: os.kill(victim, signal.SIGKILL)))
     assert_same_tokens(answers, references)
     cluster.wait_until_healthy()
-    assert cluster.worker_pid(actor_class) != victim
+    assert cluster.worker_pid(worker_id) != victim
     cluster.wait_until_idle(2.0)
 
 

@@ -134,9 +134,9 @@ def test_disaggregated_answers_are_the_same(cluster: Cluster, answers: Answers) 
     cluster.wait_until_idle(2.0)
 
 
-@pytest.mark.parametrize("actor_class", ["DecodeWorker", "PrefillWorker"])
-def test_answers_are_the_same_when_a_worker_is_killed(cluster: Cluster, answers: Answers, actor_class: str) -> None:
-    victim = cluster.worker_pid(actor_class)
+@pytest.mark.parametrize("worker_id", ["decode-0", "prefill-0"])
+def test_answers_are_the_same_when_a_worker_is_killed(cluster: Cluster, answers: Answers, worker_id: str) -> None:
+    victim = cluster.worker_pid(worker_id)
     disturbed = asyncio.run(ask_all(cluster.url, lambda: os.kill(victim, signal.SIGKILL)))
     assert_same(disturbed, answers)
     cluster.wait_until_healthy()

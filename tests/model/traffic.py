@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pdserve.contracts.events import PromptLogprobsEvent, RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.request import GenerationRequest, SamplingParams
 from pdserve.contracts.step import Executor, ModelLimits, StepHandle, TokenLogprobs
-from pdserve.decode_worker.scheduler import DecodeScheduler
+from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 
 
@@ -85,8 +85,13 @@ def serve(
         cancelled: requests whose client leaves soon after they began.
     """
     pool = BlockPool(num_blocks, block_size, [0] * num_blocks)
-    scheduler = DecodeScheduler(
-        pool, limits, mint_handle=lambda: b"handle", max_batch_tokens=24, max_batch_size=max_batch_size
+    scheduler = Scheduler(
+        pool,
+        limits,
+        may_decode=True,
+        mint_handle=lambda: b"handle",
+        max_batch_tokens=24,
+        max_batch_size=max_batch_size,
     )
     served, in_flight, waiting = Served(), deque[tuple[int, StepHandle]](), deque(requests)
     for turn in range(2000):
@@ -116,7 +121,7 @@ def serve(
     return served
 
 
-def _take_events(scheduler: DecodeScheduler, served: Served) -> None:
+def _take_events(scheduler: Scheduler, served: Served) -> None:
     for event in scheduler.take_events():
         if isinstance(event, TokenEvent):
             tokens = served.tokens.setdefault((event.key.request_id, event.choice), [])

@@ -148,13 +148,13 @@ CASES = (
         what="a prefill worker that stands still",
         alerts=("NoPrefillWorker", "WorkerFlaps"),
         deployment=_ONE_EACH,
-        fault=_paused("PrefillWorker", 8.0, 2.0),
+        fault=_paused("ray::prefill", 8.0, 2.0),
     ),
     Case(
         what="a decode worker that stands still",
         alerts=("NoDecodeWorker",),
         deployment=_ONE_EACH,
-        fault=_paused("DecodeWorker", 9.0, 2.0),
+        fault=_paused("ray::decode", 9.0, 2.0),
     ),
     Case(
         what="transfer processes that can open no connection",

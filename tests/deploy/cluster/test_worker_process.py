@@ -105,6 +105,7 @@ def test_a_killed_worker_is_replaced_with_a_fresh_epoch() -> None:
     worker = make_worker()
     run_until(worker, lambda: worker.state is ProcessState.UP)
     first = endpoint_of(worker)
+    assert psutil.Process(worker.process_id).name().startswith("ray::prefill-0"), "as an operator sees it"
     os.kill(worker.process_id, signal.SIGKILL)
     run_until(worker, lambda: worker.num_failures == 1)
     assert not worker.endpoints

@@ -46,6 +46,7 @@ from pdserve.engine.worker.loop import (
     StepReport,
     StepTimes,
 )
+from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.engine.worker.transfer_messages import message_from_proto
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.config.shape import ModelShape
@@ -62,7 +63,7 @@ COST = CostModel(SHAPE, hardware("cpu"), Precision(dtype="float32"))
 SOURCE = KvSource(address="127.0.0.1:5", worker_epoch=3, handle=bytes(16))
 
 
-class CountingScheduler:
+class CountingScheduler(Scheduler):
     """Runs every request for ``max_tokens`` steps, all in one batch, and records its calls."""
 
     def __init__(self) -> None:

@@ -11,9 +11,8 @@ import pytest
 from pdserve.contracts.codec import from_plain, to_plain
 from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.contracts.request import GenerationRequest, SamplingParams
-from pdserve.decode_worker.worker import DecodeWorker
+from pdserve.engine.worker.process import WorkerActor
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
-from pdserve.prefill_worker.worker import PrefillWorker
 from tests.expected_tokens import expected_tokens
 from tests.private_ray import joined_ray
 from tests.workers import RouterClient, emulated_config, hand_off, wait_until
@@ -25,10 +24,10 @@ def local_ray() -> Iterator[None]:
         yield
 
 
-def start_actor(worker_class: type, config: WorkerConfig) -> tuple[Any, RouterClient]:
+def start_actor(config: WorkerConfig) -> tuple[Any, RouterClient]:
     import ray
 
-    actor = ray.remote(worker_class).options(num_cpus=0, max_concurrency=2).remote(to_plain(config))
+    actor = ray.remote(WorkerActor).options(num_cpus=0, max_concurrency=2).remote(to_plain(config))
     (started,) = ray.get(actor.start.remote())
     endpoint = from_plain(WorkerEndpoint, started, "the endpoint")
     assert ray.get(actor.ping.remote()) == endpoint.epoch
@@ -42,8 +41,8 @@ def test_a_handoff_between_two_actors_and_their_end(local_ray: None, tmp_path: P
     import ray
 
     model = write_random_checkpoint(tmp_path, hidden_size=32, intermediate_size=64, num_layers=2)
-    prefill_actor, prefill = start_actor(PrefillWorker, emulated_config(model, WorkerRole.PREFILL))
-    decode_actor, decode = start_actor(DecodeWorker, emulated_config(model, WorkerRole.DECODE))
+    prefill_actor, prefill = start_actor(emulated_config(model, WorkerRole.PREFILL))
+    decode_actor, decode = start_actor(emulated_config(model, WorkerRole.DECODE))
     prompt = tuple(range(3, 103))
     sampling = SamplingParams(temperature=0, max_tokens=10)
     request = GenerationRequest(request_id=1, prompt_tokens=prompt, sampling=sampling)

@@ -359,20 +359,16 @@ def _is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("module", "fields", "complaint"),
+    ("fields", "complaint"),
     [
-        ("prefill_worker", {"role": WorkerRole.DECODE}, "pdserve.decode_worker"),
-        ("decode_worker", {"role": WorkerRole.PREFILL}, "pdserve.prefill_worker"),
-        ("decode_worker", {"num_kv_blocks": 31}, "raise num_kv_blocks to 32"),
-        ("decode_worker", {"model_path": "/nowhere"}, "/nowhere"),
-        ("decode_worker", {"emulate": "abacus"}, "abacus"),
+        ({"num_kv_blocks": 31}, "raise num_kv_blocks to 32"),
+        ({"model_path": "/nowhere"}, "/nowhere"),
+        ({"emulate": "abacus"}, "abacus"),
     ],
 )
-def test_what_cannot_be_served_is_said_in_one_line(
-    checkpoint: Path, module: str, fields: dict[str, object], complaint: str
-) -> None:
+def test_what_cannot_be_served_is_said_in_one_line(checkpoint: Path, fields: dict[str, object], complaint: str) -> None:
     config = replace(emulated_config(checkpoint, WorkerRole.DECODE), **fields)  # type: ignore[arg-type]
-    command = [sys.executable, "-m", f"pdserve.{module}.worker", "--config", to_json(config)]
+    command = [sys.executable, "-m", "pdserve.engine.worker.process", "--config", to_json(config)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stdout == ""

@@ -60,10 +60,8 @@ def test_the_ledger_holds_what_the_schedulers_hold(
             num_waiting = sum(prompt.num_tokens for prompt in held)
             assert num_waiting >= load.num_waiting_tokens
             if worker.role is WorkerRole.DECODE:
-                scheduler = worker.engine._decoding
-                assert scheduler is not None
                 num_answers = len(policy._answers._ids[row])
-                num_soon = len(held) + len(list(scheduler._reservations.pulling()))
+                num_soon = len(held) + len(list(worker.engine._scheduler.reservations.pulling()))
                 assert num_answers + num_soon == load.num_running + load.num_waiting, (num_answers, num_soon, load)
                 num_seen += num_answers
     assert num_seen or cancelled, "the second arrives while the first decodes"

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from pdserve.contracts.deployment import POLICIES, SloConfig
 from pdserve.contracts.placement import WorkerRole
-from pdserve.decode_worker.scheduler import DecodeScheduler
-from pdserve.decode_worker.steady_steps import NO_STEADY_STEPS
 from pdserve.model.config.shape import ModelShape
 from pdserve.planner.layout import Layout, PlannedModel
+from pdserve.planner.simulate import simulated_worker
 from pdserve.planner.simulate.simulation import Simulation
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, Overheads, simulate
+from pdserve.planner.simulate.steady_steps import NO_STEADY_STEPS
 from pdserve.planner.workload.requests import Segment, SimulatedRequest
 from tests.planner.stand_ins import H100, LLAMA_3_8B, a_pool, colocated, disaggregated
 
@@ -286,7 +286,7 @@ def test_fast_forwarding_is_the_same_as_planning_every_step(
         return simulate(LLAMA_3_8B, layout, requests, slo=SLO)
 
     forwarded = run()
-    with patch.object(DecodeScheduler, "steady_steps", return_value=NO_STEADY_STEPS):
+    with patch.object(simulated_worker, "steady_steps", return_value=NO_STEADY_STEPS):
         planned = run()
     for name in ("started_s", "first_token_s", "second_token_s", "last_token_s", "num_cached_tokens"):
         one, other = getattr(forwarded.times, name), getattr(planned.times, name)

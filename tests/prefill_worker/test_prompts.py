@@ -10,9 +10,10 @@ from pdserve.contracts.events import PromptLogprobsEvent, RequestEvent, RequestE
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput, TokenLogprobs
 from pdserve.engine.scheduling.interface import Event, FirstToken, GrantEvent, OfferEvent, WithdrawEvent
+from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.parking import FINISHED_OFFER_S
-from pdserve.prefill_worker.scheduler import PATIENCE_S, PrefillScheduler
+from pdserve.prefill_worker.prompts import PATIENCE_S
 
 EOS = 2
 LIMITS = ModelLimits(max_model_len=64, vocab_size=100, eos_token_ids=(EOS,))
@@ -22,13 +23,12 @@ PARK_TIMEOUT_S = 30.0
 EventT = TypeVar("EventT", bound=Event)
 
 
-def a_scheduler(
-    pool: BlockPool | None = None, *, max_batch_tokens: int = 16, max_batch_size: int = 8
-) -> PrefillScheduler:
+def a_scheduler(pool: BlockPool | None = None, *, max_batch_tokens: int = 16, max_batch_size: int = 8) -> Scheduler:
     numbers = count()
-    return PrefillScheduler(
+    return Scheduler(
         pool or BlockPool(16, BLOCK_SIZE),
         LIMITS,
+        may_decode=False,
         mint_handle=lambda: b"handle-%d" % next(numbers),
         max_batch_tokens=max_batch_tokens,
         max_batch_size=max_batch_size,
@@ -65,23 +65,23 @@ def key_of(request: GenerationRequest) -> RequestKey:
     return RequestKey(0, request.request_id, request.attempt)
 
 
-def add(scheduler: PrefillScheduler, *requests: GenerationRequest, now_s: float = 0.0) -> None:
+def add(scheduler: Scheduler, *requests: GenerationRequest, now_s: float = 0.0) -> None:
     for request in requests:
         scheduler.add(key_of(request), request, now_s)
 
 
-def step(scheduler: PrefillScheduler, now_s: float = 0.0) -> StepBatch:
+def step(scheduler: Scheduler, now_s: float = 0.0) -> StepBatch:
     batch = scheduler.plan(now_s)
     assert batch is not None
     return batch
 
 
-def answer(scheduler: PrefillScheduler, batch: StepBatch, token: int = 50, now_s: float = 0.0) -> None:
+def answer(scheduler: Scheduler, batch: StepBatch, token: int = 50, now_s: float = 0.0) -> None:
     sampled = [SampledToken(token, TokenLogprobs(-1.0, ())) if row.sample else None for row in batch.rows]
     scheduler.complete(StepOutput(step_id=batch.step_id, sampled=sampled, duration_s=0.0), now_s)
 
 
-def park(scheduler: PrefillScheduler, request: GenerationRequest, now_s: float = 0.0, token: int = 50) -> bytes:
+def park(scheduler: Scheduler, request: GenerationRequest, now_s: float = 0.0, token: int = 50) -> bytes:
     """Compute the request's whole prompt; returns the handle of the parked prompt."""
     add(scheduler, request, now_s=now_s)
     while (batch := scheduler.plan(now_s)) is not None:

@@ -11,11 +11,11 @@ from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.events import RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput, StepRow
-from pdserve.decode_worker.scheduler import DecodeScheduler
-from pdserve.decode_worker.steady_steps import NO_STEADY_STEPS, Forwarded, SteadySteps
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, SwapSpace
 from pdserve.engine.scheduling.interface import Event, FirstToken, PullResult, StartPullEvent
+from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.planner.simulate.steady_steps import NO_STEADY_STEPS, Forwarded, SteadySteps, fast_forward, steady_steps
 
 BLOCK_SIZE = 4
 END = 1
@@ -25,10 +25,11 @@ ALWAYS_SWAP = SwapSpace(num_slots=40, is_cheaper=lambda num_tokens, num_cached: 
 
 def a_scheduler(
     pool: BlockPool | None = None, *, max_batch_size: int = 8, swap_space: SwapSpace = NO_SWAP_SPACE
-) -> DecodeScheduler:
-    return DecodeScheduler(
+) -> Scheduler:
+    return Scheduler(
         pool or BlockPool(64, BLOCK_SIZE),
         ModelLimits(max_model_len=400, vocab_size=100),
+        may_decode=True,
         mint_handle=lambda: b"",
         max_batch_tokens=64,
         max_batch_size=max_batch_size,
@@ -52,15 +53,15 @@ def key_of(request: GenerationRequest) -> RequestKey:
     return RequestKey(0, request.request_id, request.attempt)
 
 
-def prepare(scheduler: DecodeScheduler, request: GenerationRequest) -> None:
+def prepare(scheduler: Scheduler, request: GenerationRequest) -> None:
     scheduler.prepare(key_of(request), request, SOURCE, 0.0)
 
 
-def pulled(scheduler: DecodeScheduler, event: StartPullEvent) -> None:
+def pulled(scheduler: Scheduler, event: StartPullEvent) -> None:
     scheduler.pull_done(PullResult(event.pull_id, num_tokens=event.num_tokens, first_token=FirstToken(0)), 0.0)
 
 
-def join(scheduler: DecodeScheduler, *requests: GenerationRequest) -> None:
+def join(scheduler: Scheduler, *requests: GenerationRequest) -> None:
     """Pull the requests' prompts and step until each has its second token."""
     for request in requests:
         prepare(scheduler, request)
@@ -72,13 +73,13 @@ def join(scheduler: DecodeScheduler, *requests: GenerationRequest) -> None:
     scheduler.take_events()
 
 
-def plan(scheduler: DecodeScheduler) -> StepBatch:
+def plan(scheduler: Scheduler) -> StepBatch:
     batch = scheduler.plan(0.0)
     assert batch is not None
     return batch
 
 
-def answer(scheduler: DecodeScheduler, batch: StepBatch) -> None:
+def answer(scheduler: Scheduler, batch: StepBatch) -> None:
     sampled = [SampledToken(token_of(row), None) if row.sample else None for row in batch.rows]
     scheduler.complete(StepOutput(step_id=batch.step_id, sampled=sampled, duration_s=0.0), 0.0)
 
@@ -97,40 +98,40 @@ def tokens_of(events: list[Event]) -> list[TokenEvent]:
 def test_steady_steps_end_with_an_answer() -> None:
     scheduler = a_scheduler()
     join(scheduler, a_request(0, 5, max_tokens=8), a_request(1, 5, max_tokens=12))
-    assert scheduler.steady_steps(0.0) == SteadySteps(num_steps=6, batch_size=2, num_context_tokens=12)
-    assert scheduler.fast_forward(5) == Forwarded(None, 0, 0, [])
+    assert steady_steps(scheduler, 0.0) == SteadySteps(num_steps=6, batch_size=2, num_context_tokens=12)
+    assert fast_forward(scheduler, 5) == Forwarded(None, 0, 0, [])
     assert scheduler.take_events() == []
-    assert scheduler.steady_steps(0.0) == SteadySteps(num_steps=1, batch_size=2, num_context_tokens=22)
-    scheduler.fast_forward(1)
+    assert steady_steps(scheduler, 0.0) == SteadySteps(num_steps=1, batch_size=2, num_context_tokens=22)
+    fast_forward(scheduler, 1)
     (event,) = tokens_of(scheduler.take_events())
     assert (event.key.request_id, event.index, event.finish) == (0, 7, FinishReason.LENGTH)
-    assert scheduler.steady_steps(0.0) == SteadySteps(num_steps=4, batch_size=1, num_context_tokens=12)
+    assert steady_steps(scheduler, 0.0) == SteadySteps(num_steps=4, batch_size=1, num_context_tokens=12)
 
 
 def test_an_answer_that_ends_before_its_limit_keeps_its_blocks_while_a_row_of_it_is_in_flight() -> None:
     scheduler = a_scheduler()
     join(scheduler, a_request(0, 8, max_tokens=100, length=7), a_request(1, 8, max_tokens=100))
     plan(scheduler)
-    assert scheduler.steady_steps(0.0).num_steps == 5
-    in_flight, num_unneeded, num_context_tokens, _ = scheduler.fast_forward(5)
+    assert steady_steps(scheduler, 0.0).num_steps == 5
+    in_flight, num_unneeded, num_context_tokens, _ = fast_forward(scheduler, 5)
     (event,) = tokens_of(scheduler.take_events())
     assert (event.key.request_id, event.index, event.finish) == (0, 6, FinishReason.STOP)
     assert in_flight is not None
     assert (len(in_flight.rows), num_unneeded, num_context_tokens) == (2, 1, 28)
     assert scheduler.load().num_blocks_referenced == 8
-    steady = scheduler.steady_steps(0.0)
+    steady = steady_steps(scheduler, 0.0)
     assert (steady.num_steps, steady.batch_size) == (1, 1)
-    scheduler.fast_forward(1)
+    fast_forward(scheduler, 1)
     assert scheduler.load().num_blocks_referenced == 4
-    assert scheduler.steady_steps(0.0).num_steps > 1
+    assert steady_steps(scheduler, 0.0).num_steps > 1
 
 
 def test_steady_steps_end_before_blocks_run_short() -> None:
     scheduler = a_scheduler(BlockPool(38, BLOCK_SIZE))
     join(scheduler, a_request(0, 8, max_tokens=100), a_request(1, 8, max_tokens=100))
     num_steps = 0
-    while num_now := scheduler.steady_steps(0.0).num_steps:
-        scheduler.fast_forward(num_now)
+    while num_now := steady_steps(scheduler, 0.0).num_steps:
+        fast_forward(scheduler, num_now)
         num_steps += num_now
     assert num_steps == 19 * BLOCK_SIZE - 9
     assert scheduler.load().num_blocks_free == 0
@@ -141,7 +142,7 @@ def test_a_skipped_answer_is_cached_as_zeros() -> None:
     scheduler = a_scheduler()
     request = a_request(0, 8, max_tokens=21)
     join(scheduler, request)
-    scheduler.fast_forward(19)
+    fast_forward(scheduler, 19)
     load = scheduler.load()
     assert (load.num_blocks_referenced, load.num_blocks_cached) == (0, 7)
     prepare(scheduler, a_request(1, 1))
@@ -157,7 +158,7 @@ def test_steady_steps_reserve() -> None:
     scheduler = a_scheduler()
     join(scheduler, a_request(0, 5, max_tokens=8))
     prepare(scheduler, a_request(1, 5))
-    assert scheduler.steady_steps(0.0).num_steps == 6
+    assert steady_steps(scheduler, 0.0).num_steps == 6
     assert len([event for event in scheduler.take_events() if isinstance(event, StartPullEvent)]) == 1
 
 
@@ -166,7 +167,7 @@ def test_nothing_is_steady_while_a_prompt_waits() -> None:
     join(scheduler, a_request(0, 5))
     request = a_request(1, 5)
     scheduler.add(key_of(request), request, 0.0)
-    assert scheduler.steady_steps(0.0) == NO_STEADY_STEPS
+    assert steady_steps(scheduler, 0.0) == NO_STEADY_STEPS
 
 
 def test_one_step_is_steady_while_a_cancelled_row_is_in_flight() -> None:
@@ -175,9 +176,9 @@ def test_one_step_is_steady_while_a_cancelled_row_is_in_flight() -> None:
     join(scheduler, gone, a_request(1, 5))
     batch = plan(scheduler)
     scheduler.cancel(key_of(gone), 0.0)
-    assert scheduler.steady_steps(0.0).num_steps == 1
+    assert steady_steps(scheduler, 0.0).num_steps == 1
     answer(scheduler, batch)
-    assert scheduler.steady_steps(0.0).num_steps > 1
+    assert steady_steps(scheduler, 0.0).num_steps > 1
 
 
 def without_ids(event: Event) -> Event:
@@ -227,7 +228,7 @@ class Twins:
         """Take a share of the steady steps, or one step; returns whether there was anything to do."""
         steady = NO_STEADY_STEPS
         if len(self.in_flight) == self.depth - 1:
-            steady = self.forwarding.steady_steps(0.0)
+            steady = steady_steps(self.forwarding, 0.0)
         if not steady.num_steps:
             return self.step()
         num_steps = max(1, round(steady.num_steps * share))
@@ -241,10 +242,12 @@ class Twins:
                 num_context_tokens = steady.num_context_tokens + number * steady.batch_size
                 assert is_last or sum(row.cached_length for row in batch.rows) == num_context_tokens
             answer(self.planning, steps.popleft())
-        in_flight, _, num_context_tokens, second_tokens = self.forwarding.fast_forward(num_steps)
+        in_flight, _, num_context_tokens, second_tokens = fast_forward(self.forwarding, num_steps)
         self.second_tokens = [event for _, event in second_tokens]
         self.in_flight.clear()
-        if in_flight is not None:
+        if in_flight is not None and not in_flight.rows:
+            answer(self.forwarding, in_flight)  # it ends at once
+        elif in_flight is not None:
             (expected,) = steps
             assert places(in_flight) == places(expected)
             assert num_context_tokens == sum(row.cached_length for row in expected.rows)

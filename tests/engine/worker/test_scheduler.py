@@ -12,7 +12,6 @@ from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput
 from pdserve.decode_worker.gap_limit import MixedSeconds
-from pdserve.decode_worker.scheduler import DecodeScheduler
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, SwapSpace
 from pdserve.engine.scheduling.interface import (
     AbortPullEvent,
@@ -23,6 +22,7 @@ from pdserve.engine.scheduling.interface import (
     StartPullEvent,
 )
 from pdserve.engine.scheduling.sequence import LOOKAHEAD_TOKENS
+from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 
 EOS = 2
@@ -40,11 +40,12 @@ def a_scheduler(
     max_batch_size: int = 8,
     swap_space: SwapSpace = NO_SWAP_SPACE,
     mixed_s: MixedSeconds | None = None,
-) -> DecodeScheduler:
+) -> Scheduler:
     numbers = count()
-    return DecodeScheduler(
+    return Scheduler(
         pool or BlockPool(64, BLOCK_SIZE),
         LIMITS,
+        may_decode=True,
         mint_handle=lambda: b"handle-%d" % next(numbers),
         max_batch_tokens=max_batch_tokens,
         max_batch_size=max_batch_size,
@@ -69,23 +70,23 @@ def key_of(request: GenerationRequest) -> RequestKey:
     return RequestKey(0, request.request_id, request.attempt)
 
 
-def add(scheduler: DecodeScheduler, *requests: GenerationRequest) -> None:
+def add(scheduler: Scheduler, *requests: GenerationRequest) -> None:
     for request in requests:
         scheduler.add(key_of(request), request, 0.0)
 
 
-def prepare(scheduler: DecodeScheduler, *requests: GenerationRequest) -> None:
+def prepare(scheduler: Scheduler, *requests: GenerationRequest) -> None:
     for request in requests:
         scheduler.prepare(key_of(request), request, SOURCE, 0.0)
 
 
-def step(scheduler: DecodeScheduler, now_s: float = 0.0) -> StepBatch:
+def step(scheduler: Scheduler, now_s: float = 0.0) -> StepBatch:
     batch = scheduler.plan(now_s)
     assert batch is not None
     return batch
 
 
-def answer(scheduler: DecodeScheduler, batch: StepBatch, token: int = 50) -> None:
+def answer(scheduler: Scheduler, batch: StepBatch, token: int = 50) -> None:
     sampled = [SampledToken(token, None) if row.sample else None for row in batch.rows]
     scheduler.complete(StepOutput(step_id=batch.step_id, sampled=sampled, duration_s=0.0), 0.0)
 
@@ -98,13 +99,13 @@ def kinds(events: list[Event]) -> list[RequestEventKind]:
     return [event.kind for event in only(events, RequestEvent)]
 
 
-def start_pulls(scheduler: DecodeScheduler, *requests: GenerationRequest) -> list[StartPullEvent]:
+def start_pulls(scheduler: Scheduler, *requests: GenerationRequest) -> list[StartPullEvent]:
     prepare(scheduler, *requests)
     scheduler.plan(0.0)
     return only(scheduler.take_events(), StartPullEvent)
 
 
-def join(scheduler: DecodeScheduler, *requests: GenerationRequest) -> list[StartPullEvent]:
+def join(scheduler: Scheduler, *requests: GenerationRequest) -> list[StartPullEvent]:
     """Pull the requests' prompts; each has 40 as its first token."""
     pulls = start_pulls(scheduler, *requests)
     assert len(pulls) == len(requests)
@@ -486,7 +487,7 @@ def test_a_pulled_handoff_request_is_decoded_here_even_after_a_preemption() -> N
     assert only(events, TokenEvent)[-1].finish is FinishReason.LENGTH
 
 
-def _run_to_the_end(scheduler: DecodeScheduler, pipeline_depth: int = 2) -> list[Event]:
+def _run_to_the_end(scheduler: Scheduler, pipeline_depth: int = 2) -> list[Event]:
     in_flight: list[StepBatch] = []
     events: list[Event] = []
     for _ in range(2000):
@@ -569,7 +570,7 @@ def test_the_latest_is_preempted_and_resumes_without_repeating_tokens(pipeline_d
     assert pool.num_referenced == 0
 
 
-def _step_until_a_preemption(scheduler: DecodeScheduler) -> StepBatch:
+def _step_until_a_preemption(scheduler: Scheduler) -> StepBatch:
     """Keep two steps in flight until the second cannot be planned for lack of blocks; returns the first."""
     batch = step(scheduler)
     while (following := scheduler.plan(0.0)) is not None:
@@ -620,3 +621,41 @@ def test_a_preempted_sequence_goes_ahead_of_new_work() -> None:
         answer(scheduler, batch)
     assert computed.index(1) < computed.index(2)
     assert started.index(1) < started.index(3)
+
+
+# Change of role
+
+
+def test_a_worker_that_no_longer_decodes_finishes_what_it_has() -> None:
+    scheduler = a_scheduler(max_batch_tokens=8)
+    pulled, waiting = a_request(0, 4, max_tokens=5), a_request(1, 20, max_tokens=5)
+    join(scheduler, pulled)
+    add(scheduler, waiting)
+    scheduler.may_decode = False
+    add(scheduler, a_request(2, 4))
+    prepare(scheduler, a_request(3, 4))
+    add(scheduler, replace(a_request(4, 4), handoff=True))
+    events = _run_to_the_end(scheduler)
+    assert [e.key.request_id for e in only(events, RequestEvent) if e.kind is RequestEventKind.REJECTED] == [2, 3]
+    last = [token.key.request_id for token in only(events, TokenEvent) if token.finish is FinishReason.LENGTH]
+    assert sorted(last) == [0, 1]
+    assert len(only(events, OfferEvent)) == 1
+    scheduler.may_decode = True
+    add(scheduler, a_request(5, 4))
+    assert sequence_ids(step(scheduler)) == [3], "of the sequences that were not rejected"
+
+
+def test_where_requests_decode_patient_prompts_are_planned_ahead() -> None:
+    scheduler = a_scheduler(max_batch_tokens=8)
+    add(scheduler, replace(a_request(0, 20), patience_s=9.0))
+    step(scheduler)
+    assert len(step(scheduler).rows) == 1
+
+
+def test_where_none_may_prompts_take_the_batch_slots() -> None:
+    scheduler = a_scheduler(max_batch_tokens=8, max_batch_size=1)
+    scheduler.may_decode = False
+    add(scheduler, replace(a_request(0, 20), handoff=True))
+    assert sequence_ids(step(scheduler)) == [0]
+    add(scheduler, replace(a_request(1, 4), handoff=True, ttft_slo_s=0.1))
+    assert sequence_ids(step(scheduler)) == [0]

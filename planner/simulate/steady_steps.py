@@ -1,17 +1,18 @@
-"""Fast-forward over decode steps that change only lengths, for a simulation, whose answers end as soon as they may.
+"""Fast-forward of a scheduler over decode steps that change only lengths, where answers end as soon as they may.
 
 A *turn* plans a step and completes the oldest one in flight: with an executor of pipeline depth 1 the step just
 planned, with depth 2 the previous one. `fast_forward` leaves sequences, blocks and the step in flight as that many
-turns would, in one pass over the batch. Every token is 0 up to the one at `Sequence.least_length`, which ends the
-answer. If that is a stop token, the step in flight has a row of the sequence that is not needed any more.
+turns would, in one pass over the batch, except that the step in flight keeps its id. Every token is 0 up to the one at
+`Sequence.least_length`, which ends the answer. If that is a stop token, the step in flight has a row of the sequence
+that is not needed any more.
 
-Used by `pdserve.decode_worker.scheduler`, which decides when steps are steady.
+Used by `pdserve.planner.simulate.simulated_worker`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence as Sized
+from collections import Counter
 from typing import NamedTuple
 
 from pdserve.contracts.events import TokenEvent
@@ -19,6 +20,7 @@ from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import SampledToken, StepBatch, StepRow
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import PlannedStep, SequenceTable
+from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 
 
@@ -48,7 +50,7 @@ class Forwarded(NamedTuple):
     """Outcome of turns taken at once."""
 
     in_flight: StepBatch | None
-    """Step in flight after them."""
+    """Step in flight after them, if one was before; without rows if the last turn planned none."""
     num_unneeded: int
     """Its rows of sequences that are over."""
     num_context_tokens: int
@@ -57,7 +59,29 @@ class Forwarded(NamedTuple):
     """They are not events."""
 
 
-def count_steady_steps(table: SequenceTable, running: Sized[Sequence]) -> SteadySteps:
+def steady_steps(scheduler: Scheduler, now_s: float) -> SteadySteps:
+    """Expire and reserve as `Scheduler.plan` does, and count the steps that `fast_forward` may take instead of `plan`
+    and `complete`, as long as nothing arrives and no deadline passes."""
+    scheduler.expire(now_s)
+    table = scheduler.table
+    if not scheduler.prompts.is_idle or scheduler.swapping.num_waiting or table.must_drain:
+        return NO_STEADY_STEPS
+    counted = _count_steady_steps(table, scheduler.running)
+    steady = _limit_to_blocks(counted, table.pool, scheduler.running)
+    if not steady.num_steps or not scheduler.reservations.num_waiting:
+        return steady
+    scheduler.plan_new_work(table.begin_step(), now_s)  # no prompt waits: this reserves and adds no row
+    # A refused reservation stays refused: running sequences leave ever fewer blocks to others.
+    return _limit_to_blocks(counted, table.pool, scheduler.running)
+
+
+def free_kv_tokens(scheduler: Scheduler) -> Counter[int]:
+    """Running sequences by the tokens that fit the blocks they hold, beyond those computed."""
+    block_size = scheduler.table.pool.block_size
+    return Counter([len(s.block_table) * block_size - s.num_computed for s in scheduler.running])
+
+
+def _count_steady_steps(table: SequenceTable, running: list[Sequence]) -> SteadySteps:
     """Steady steps of ``running`` from here on, if blocks suffice. None if the step in flight has rows of other
     sequences; one if those are over, because its end frees their blocks."""
     if not running:
@@ -85,7 +109,7 @@ def count_steady_steps(table: SequenceTable, running: Sized[Sequence]) -> Steady
     return SteadySteps(num_steps, len(running), num_context_tokens)
 
 
-def limit_to_blocks(steady: SteadySteps, pool: BlockPool, running: Sized[Sequence]) -> SteadySteps:
+def _limit_to_blocks(steady: SteadySteps, pool: BlockPool, running: list[Sequence]) -> SteadySteps:
     """The first of ``steady`` steps, for which the available blocks suffice."""
     if not steady.num_steps:
         return steady
@@ -100,7 +124,7 @@ def _leaving(table: SequenceTable) -> list[Sequence]:
     return [sequence for step in table.steps_in_flight for sequence in step.sequences if sequence.is_over]
 
 
-def _num_steps_with_blocks(pool: BlockPool, running: Sized[Sequence], num_steps: int) -> int:
+def _num_steps_with_blocks(pool: BlockPool, running: list[Sequence], num_steps: int) -> int:
     """Steps with enough blocks: exact up to ``num_steps``, or a cheap lower bound if blocks are plentiful."""
     num_blocks_each = pool.num_available // len(running)
     if num_blocks_each > 1:
@@ -109,7 +133,7 @@ def _num_steps_with_blocks(pool: BlockPool, running: Sized[Sequence], num_steps:
     return bisect_left(range(1, num_steps + 1), True, key=lacks_blocks)
 
 
-def _num_blocks_missing(running: Sized[Sequence], num_steps: int) -> int:
+def _num_blocks_missing(running: list[Sequence], num_steps: int) -> int:
     """Blocks needed by the rows of ``num_steps`` more steps."""
     missing = (s.num_blocks_for(s.num_computed + _num_rows(s, num_steps)) - len(s.block_table) for s in running)
     return sum(num_blocks for num_blocks in missing if num_blocks > 0)
@@ -120,14 +144,18 @@ def _num_rows(sequence: Sequence, num_steps: int) -> int:
     return min(num_steps, sequence.max_length - len(sequence.tokens) - sequence.num_pending)
 
 
-def fast_forward(table: SequenceTable, running: Sized[Sequence], num_steps: int) -> tuple[Forwarded, list[Sequence]]:
-    """Take ``num_steps`` turns, at most `count_steady_steps`, and emit the first and last tokens they end with.
-
-    Returns also the sequences that have their last token, in the order in which their scheduler is to close them.
-    """
+def fast_forward(scheduler: Scheduler, num_steps: int) -> Forwarded:
+    """Take ``num_steps`` turns, at most `steady_steps`, and emit the first and last tokens they end with."""
+    table, running = scheduler.table, scheduler.running
     leaving = _leaving(table)
-    old_rows, step = _begin_last_step(table, num_steps)
-    rows, sequences = ([], []) if step is None else (step.batch.rows, step.sequences)
+    step = next(iter(table.steps_in_flight), None)
+    old_rows: list[StepRow] = []
+    rows: list[StepRow] = []
+    sequences: list[Sequence] = []
+    if step is not None:
+        old_rows = step.batch.rows
+        step.batch = StepBatch(step_id=step.batch.step_id, rows=rows)
+        step.sequences, step.num_chunk_tokens = sequences, 0
     block_size = table.pool.block_size
     zeros = [0] * num_steps
     finished: list[Sequence] = []
@@ -174,13 +202,15 @@ def fast_forward(table: SequenceTable, running: Sized[Sequence], num_steps: int)
     if table.pool.caches_content:
         for sequence in running:
             table.register_written(sequence)
+    num_unneeded = sum([sequence.num_in_flight for sequence in finished])
+    num_context_tokens = sum([row.cached_length for row in rows])
     batch = None
     if step is not None:
         finished.sort(key=lambda sequence: sequence.last_row)  # rows in flight may have another order than `running`
-        batch = table.commit(step)
-    num_unneeded = sum([sequence.num_in_flight for sequence in finished])
-    num_context_tokens = sum([row.cached_length for row in rows])
-    return Forwarded(batch, num_unneeded, num_context_tokens, second_tokens), finished
+        batch = step.batch
+        scheduler.swapping.step_ended(batch.step_id)
+    scheduler.close(finished)
+    return Forwarded(batch, num_unneeded, num_context_tokens, second_tokens)
 
 
 def _move(table: SequenceTable, sequence: Sequence, step: PlannedStep | None, num_steps: int, num_rows: int) -> bool:
@@ -206,22 +236,10 @@ def _move(table: SequenceTable, sequence: Sequence, step: PlannedStep | None, nu
     return table.take_token(sequence, SampledToken(token, None)) is not FinishReason.NONE
 
 
-def _grow(table: SequenceTable, sequences: Sized[Sequence]) -> None:
+def _grow(table: SequenceTable, sequences: list[Sequence]) -> None:
     """Allocate blocks for all computed tokens."""
     missing = [s.num_blocks_for(s.num_computed) - len(s.block_table) for s in sequences]
     blocks = table.pool.allocate(sum(missing))
     for sequence, num_missing in zip(sequences, missing, strict=True):
         sequence.block_table.extend(blocks[-num_missing:])
         del blocks[-num_missing:]
-
-
-def _begin_last_step(table: SequenceTable, num_steps: int) -> tuple[list[StepRow], PlannedStep | None]:
-    """Build the step in flight after the turns. Returns the rows of the current one and its successor; nothing if
-    none is in flight."""
-    if not table.steps_in_flight:
-        table.skip_steps(num_steps)
-        return [], None
-    (step,) = table.steps_in_flight
-    table.take_step(step.batch.step_id)
-    table.skip_steps(num_steps - 1)
-    return step.batch.rows, table.begin_step()

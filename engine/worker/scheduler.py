@@ -1,0 +1,407 @@
+"""The scheduler of a worker of any role: which sequences compute in each step, and which requests get blocks.
+
+A step holds one row for every running sequence, then prefill chunks in the rest of the token budget, so that both
+phases share one forward pass. A request to decode here comes by `Scheduler.prepare` (its prompt is computed elsewhere
+and pulled) or by `Scheduler.add` (computed here); one with handoff comes by `add` and leaves with its prompt. A worker
+whose `Scheduler.may_decode` is off takes only the last kind, and finishes what it has of the others.
+
+Its parts: `pdserve.prefill_worker` orders prompts and parks those to hand off, `pdserve.decode_worker` reserves blocks
+for pulls, swaps preempted sequences, and bounds the gaps between tokens.
+
+Admission counts future need: a sequence starts when the blocks that it and all running sequences are expected to
+need before they end (`Sequence.num_blocks_expected`) fit the pool together. A single sequence always fits; otherwise
+it was rejected on arrival.
+
+When a running sequence needs a block and none is free, the last arrival is preempted: its KV is swapped to host
+memory if that is cheaper (`pdserve.decode_worker.swapping`), else recomputed later. It resumes ahead of new work. If
+the last arrival is the sequence that needs the block, it waits instead. So the oldest sequence is never preempted,
+and some sequence always advances.
+
+Pure: no I/O, no torch, no clock. ``now_s`` is an argument, monotonic, with any origin: the live step loop passes real
+time, the planner's simulator virtual time. Results may arrive one step late: `Scheduler.plan` may be called once more
+before `Scheduler.complete` of the previous step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterator
+from math import inf
+from operator import attrgetter
+
+from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad
+from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
+from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
+from pdserve.decode_worker.gap_limit import GapLimit, MixedSeconds
+from pdserve.decode_worker.reservations import Reservations
+from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
+from pdserve.engine.scheduling.interface import Event, PullResult
+from pdserve.engine.scheduling.sequence import Sequence, sum_blocks_missing
+from pdserve.engine.scheduling.table import AdmissionBudget, PlannedStep, SequenceTable
+from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.kv_transfer.transports import ABORTED, REFUSED
+from pdserve.prefill_worker.parking import Parking
+from pdserve.prefill_worker.prompts import Prompts
+
+DEFAULT_PARK_TIMEOUT_S = 30.0
+DEFAULT_PULL_TIMEOUT_S = 60.0
+
+_ARRIVAL = attrgetter("sequence_id")
+
+
+class Scheduler:
+    """Decides what each step computes. Not thread-safe: one loop owns it."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: ModelLimits,
+        *,
+        may_decode: bool,
+        mint_handle: Callable[[], bytes],
+        max_batch_tokens: int,
+        max_batch_size: int,
+        park_timeout_s: float = DEFAULT_PARK_TIMEOUT_S,
+        pull_timeout_s: float = DEFAULT_PULL_TIMEOUT_S,
+        swap_space: SwapSpace = NO_SWAP_SPACE,
+        mixed_s: MixedSeconds | None = None,
+    ) -> None:
+        """
+        Args:
+            may_decode: whether requests may decode here, or only prompts are taken, to hand off. It may change later.
+            mint_handle: returns 16 unguessable bytes, never the same twice.
+            max_batch_tokens: maximum number of new tokens in a step.
+            max_batch_size: maximum number of sequences that hold blocks in order to decode, or, if none may, of
+                prompts that are admitted and not yet computed. If sequences may decode and the token budget is
+                smaller, the limit is the budget minus one, which leaves a token for prefill.
+            park_timeout_s: a parked prompt without a pull is freed after this long.
+            pull_timeout_s: a pull times out after this long.
+            swap_space: host memory for preempted sequences; none by default.
+            mixed_s: predicts steps with prefill, to bound them by ``max_gap_s`` of requests; ``None`` bounds none.
+
+        Raises:
+            ValueError: a limit is below 1.
+        """
+        if max_batch_tokens < 1 or max_batch_size < 1:
+            raise ValueError(
+                f"max_batch_tokens {max_batch_tokens} and max_batch_size {max_batch_size} must be 1 or more"
+            )
+        self.may_decode = may_decode
+        self.table = SequenceTable(pool, limits)
+        self.parking = Parking(self.table, park_timeout_s=park_timeout_s, mint_handle=mint_handle)
+        self.prompts = Prompts(self.table, self.parking)
+        self.reservations = Reservations(self.table, pull_timeout_s=pull_timeout_s)
+        self.swapping = Swapping(self.table, swap_space)
+        self.running: list[Sequence] = []
+        """Sequences that decode, in order of arrival."""
+        self._pool = pool
+        self._max_batch_tokens = max_batch_tokens
+        self._max_batch_size = max_batch_size
+        self._num_preemptions = 0
+        self._mixed_s = mixed_s
+
+    # Requests
+
+    def add(self, key: RequestKey, request: GenerationRequest, now_s: float) -> None:
+        """Add a request to prefill here. A request that can never run gets a REJECTED event.
+
+        Args:
+            now_s: time the worker received the request; may be earlier than that of previous calls.
+        """
+        if not (self.may_decode or request.handoff):
+            self.table.reject(key, "this worker only prefills: send the request with handoff, or to a decode worker")
+            return
+        sequence = self.table.open(key, request, now_s, is_handoff=request.handoff)
+        if sequence is not None:
+            self.prompts.enqueue(sequence)
+
+    def prepare(self, key: RequestKey, request: GenerationRequest, source: KvSource, now_s: float) -> None:
+        """Add a request whose prompt another worker prefills: reserve blocks, pull, decode."""
+        if not self.may_decode:
+            self.table.reject(key, "this worker only prefills: prepare the request on a decode worker")
+            return
+        sequence = self.table.open(key, request, now_s, is_handoff=False)
+        if sequence is not None:
+            self.reservations.push(sequence, source)
+
+    def cancel(self, key: RequestKey, now_s: float) -> None:
+        """Drop a request in any state and emit CANCELLED. Unknown keys are ignored."""
+        sequence = self.table.get(key)
+        if sequence is not None:
+            self._end(sequence, RequestEventKind.CANCELLED)
+
+    def _end(self, sequence: Sequence, kind: RequestEventKind, message: str = "") -> None:
+        self._remove_running(sequence)
+        self.reservations.drop(sequence)
+        self.swapping.drop(sequence)
+        self.prompts.drop(sequence)
+        self.parking.withdraw(sequence)
+        self.table.close(sequence)
+        self.table.emit(sequence.key, kind, message)
+
+    def _remove_running(self, sequence: Sequence) -> bool:
+        """Remove a sequence from the running ones; returns whether it was there."""
+        index = bisect_left(self.running, sequence.sequence_id, key=_ARRIVAL)
+        is_running = index < len(self.running) and self.running[index] is sequence
+        if is_running:
+            del self.running[index]
+        return is_running
+
+    # Planning
+
+    def plan(self, now_s: float) -> StepBatch | None:
+        """Schedule the next step; ``None`` when nothing can run now. Expires requests past their deadline."""
+        self.expire(now_s)
+        if self.table.must_drain:
+            return None
+        if not self.may_decode and self.table.steps_in_flight and self.prompts.is_patient(now_s):
+            return None
+        step = self.table.begin_step()
+        self._plan_decode(step)
+        if self._has_waiting_work():
+            self.plan_new_work(step, now_s)
+        return self.table.commit(step)
+
+    def expire(self, now_s: float) -> None:
+        """End requests past their deadline and parked prompts that timed out."""
+        while (sequence := self.table.past_deadline(now_s)) is not None:
+            message = f"deadline: {sequence.request.deadline_s:g} s have passed since the worker received the request"
+            self._end(sequence, RequestEventKind.FAILED, message)
+        for sequence in self.parking.take_expired(now_s):
+            self._end(sequence, RequestEventKind.KV_UNAVAILABLE, "parked: nobody pulled the prompt in time")
+
+    def _has_waiting_work(self) -> bool:
+        return bool(self.reservations.num_waiting or self.swapping.num_waiting or not self.prompts.is_idle)
+
+    def _plan_decode(self, step: PlannedStep) -> None:
+        """Add a row for every running sequence that has a token left to generate and a block to write to."""
+        block_size = self._pool.block_size
+        # Preemption removes sequences after the current one only, never before it.
+        for sequence in self.running:
+            if len(sequence.tokens) + sequence.num_pending >= sequence.max_length:
+                continue
+            if sequence.num_computed < len(sequence.block_table) * block_size or self._grow(step, sequence):
+                step.add_decode(sequence)
+
+    def _grow(self, step: PlannedStep, sequence: Sequence) -> bool:
+        """Allocate one more block for the sequence, preempting the last arrivals if needed; ``False`` if it must
+        wait."""
+        while not self._pool.can_allocate(1):
+            if self.table.num_retiring:
+                return False  # the steps in flight will free blocks, so no preemption
+            victim = self._latest()
+            if victim is sequence:
+                return False
+            self._preempt(step, victim)
+        sequence.block_table.extend(self._pool.allocate(1))
+        return True
+
+    def _latest(self) -> Sequence:
+        """Last arrival among sequences that can be recomputed here. Excludes pulls and handoffs, which end soon."""
+        return max((*self.running[-1:], *self._local_prefills()), key=_ARRIVAL)
+
+    def _local_prefills(self) -> Iterator[Sequence]:
+        return (sequence for sequence in self.prompts.admitted if not sequence.is_handoff)
+
+    def _preempt(self, step: PlannedStep, sequence: Sequence) -> None:
+        self._num_preemptions += 1
+        is_running = self._remove_running(sequence)
+        self.prompts.drop(sequence)
+        if sequence.state is not RequestState.PREEMPTED:
+            self.table.emit(sequence.key, RequestEventKind.PREEMPTED)
+        sequence.state = RequestState.PREEMPTED
+        if is_running and self.swapping.can_swap_out(sequence):
+            self.swapping.swap_out(step, sequence)
+        else:
+            self.prompts.enqueue(sequence)
+        self.table.retire(sequence)
+
+    def plan_new_work(self, step: PlannedStep, now_s: float) -> None:
+        """Resume swapped sequences, reserve blocks and prefill, which compete for blocks and batch slots. Preempted
+        sequences go first, then the older of the first reservation and the first prompt, once it lacked blocks."""
+        local, reserving = self.prompts.waiting.first(), self.reservations.first_waiting(now_s)
+        budget = AdmissionBudget(0, 0)
+        if local is not None or reserving is not None or self.swapping.num_waiting:
+            budget = self._budget()
+        self._resume_swapped(step, budget)
+        while reserving is not None and budget.num_slots > 0 and not self._must_wait(reserving, local):
+            if not self.reservations.reserve(reserving, budget, now_s):
+                break
+            reserving = self.reservations.first_waiting(now_s)
+        if reserving is not None and local is not None and not _is_ahead(local, reserving):
+            budget.num_slots = 0
+        max_tokens = self._max_batch_tokens - step.num_rows
+        self.prompts.plan_chunks(step, budget, max_tokens=max_tokens, now_s=now_s, fit=self._gap_limit(step))
+        for sequence in self.prompts.take_ready():
+            if sequence.state is RequestState.PREEMPTED:
+                self.table.emit(sequence.key, RequestEventKind.RESUMED)
+            self._join(sequence)
+
+    def _gap_limit(self, step: PlannedStep) -> GapLimit | None:
+        """Limit of the step's chunks, if one of its decode rows has a longest gap."""
+        if self._mixed_s is None or self.prompts.is_idle:
+            return None
+        max_gap_s = min([s.request.max_gap_s for s in step.sequences if s.request.max_gap_s], default=0.0)
+        if not max_gap_s:
+            return None
+        num_context_tokens = sum([row.cached_length for row in step.batch.rows])
+        return GapLimit(self._mixed_s, max_gap_s, step.num_rows, num_context_tokens, self._pool.block_size)
+
+    def _resume_swapped(self, step: PlannedStep, budget: AdmissionBudget) -> None:
+        """Resume swapped sequences in order, as far as they fit. None overtakes one that does not fit."""
+        while budget.num_slots > 0 and (sequence := self.swapping.first_waiting()) is not None:
+            if not self.swapping.resume(step, budget):
+                budget.num_slots = 0
+                return
+            self.table.emit(sequence.key, RequestEventKind.RESUMED)
+            self._join(sequence)
+
+    def _must_wait(self, reserving: Sequence, local: Sequence | None) -> bool:
+        """Whether the first reservation in line must let the first prompt waiting for prefill go ahead.
+
+        Never for a prompt that will be handed off: two workers could wait for each other's reservations.
+        """
+        if local is None or local.is_handoff:
+            return False
+        is_hungry = self.prompts.is_blocked or local.state is RequestState.PREEMPTED
+        return is_hungry and _is_ahead(local, reserving)
+
+    def _budget(self) -> AdmissionBudget:
+        """Free batch slots, and available blocks beyond the expected need of all sequences that hold blocks and
+        decode now or soon."""
+        soon = [*self._local_prefills(), *self.reservations.pulling()]
+        num_blocks_missing = sum_blocks_missing(self.running) + sum_blocks_missing(soon)
+        if self.may_decode:
+            max_batch_size = min(self._max_batch_size, max(1, self._max_batch_tokens - 1))
+            num_slots = max_batch_size - len(self.running) - len(soon)
+        else:
+            num_slots = self._max_batch_size - len(self.prompts.admitted)
+        return AdmissionBudget(num_slots, self._pool.num_available - num_blocks_missing)
+
+    def _join(self, sequence: Sequence) -> None:
+        self.table.stop_waiting(sequence)
+        sequence.state = RequestState.DECODING
+        insort(self.running, sequence, key=_ARRIVAL)
+
+    # Results
+
+    def complete(self, output: StepOutput, now_s: float) -> None:
+        """Process the results of the oldest planned step that is not completed."""
+        results = self.table.complete(output)
+        for sequence, token in results:
+            if sequence.handle and token is not None:
+                self.parking.park(sequence, token, now_s)
+            elif sequence.handle:
+                self.parking.grant_written(sequence)
+        self.close([sequence for sequence, token in results if token is not None and token.finish])
+        self.swapping.step_ended(output.step_id)
+        for sequence, message in self.table.take_failed():
+            self._end(sequence, RequestEventKind.FAILED, message)
+
+    def close(self, finished: Collection[Sequence]) -> None:
+        """Forget sequences whose last token is known, preempted ones included."""
+        for sequence in finished:
+            self.prompts.drop(sequence)
+            self.table.close(sequence)
+        if finished:
+            self.running = [sequence for sequence in self.running if not sequence.is_over]
+
+    def fail_step(self, step_id: int, message: str, now_s: float) -> None:
+        """Handle an exception in the oldest planned step: its requests emit FAILED, and their blocks are freed, not
+        cached."""
+        for sequence in self.table.fail_step(step_id):
+            self._end(sequence, RequestEventKind.FAILED, message)
+        self.swapping.step_ended(step_id)
+
+    # Transfers
+
+    def pull_done(self, result: PullResult, now_s: float) -> None:
+        """Handle the end of a pull. Called exactly once per StartPullEvent."""
+        sequence = self.reservations.finish(result)
+        if sequence is None:
+            return
+        first = result.first_token
+        failure = result.failure or _mismatch(result, sequence)
+        if failure or first is None:
+            refusal = RefusalCode.SOURCE if result.failure_stage in (REFUSED, ABORTED) else RefusalCode.NONE
+            self.table.events.append(
+                RequestEvent(sequence.key, RequestEventKind.KV_UNAVAILABLE, failure, refusal=refusal)
+            )
+            self.table.close(sequence)
+        elif self.table.receive(sequence, result.num_tokens, first):
+            # The request ended with token 0, which the prefill worker has emitted.
+            self.table.emit(sequence.key, RequestEventKind.RELEASED)
+            self.table.close(sequence)
+        else:
+            self._join(sequence)
+            waited_s = now_s - sequence.arrived_s
+            self.table.events.append(RequestEvent(key=sequence.key, kind=RequestEventKind.JOINED, waited_s=waited_s))
+
+    def set_leased(self, handle: bytes, is_leased: bool) -> None:
+        """A decode worker began to pull the parked prompt, which does not time out meanwhile, or it left without
+        releasing the prompt, and another may come until the park timeout."""
+        self.parking.set_leased(handle, is_leased)
+
+    def released(self, handle: bytes) -> None:
+        """The puller has every block: demote the local ones to cached."""
+        sequence = self.parking.take_released(handle)
+        if sequence is not None:
+            self.table.emit(sequence.key, RequestEventKind.RELEASED)
+            self.table.close(sequence)
+
+    # What others see
+
+    def next_deadline_s(self) -> float | None:
+        """Time at which `plan` has something to expire; ``None`` if never."""
+        first_s = min(self.parking.next_expiry_s(), self.table.next_deadline_s())
+        return first_s if first_s < inf else None
+
+    def take_events(self) -> list[Event]:
+        """Return the events since the last call, in order."""
+        return self.table.take_events()
+
+    def load(self) -> SchedulerLoad:
+        admitted, pulling = self.prompts.admitted, list(self.reservations.pulling())
+        num_in_flight = self.table.num_chunk_tokens_in_flight
+        return SchedulerLoad(
+            num_running=len(admitted) + len(self.running) + len(pulling),
+            num_waiting=len(self.prompts.waiting) + self.reservations.num_waiting + self.swapping.num_waiting,
+            num_parked=self.parking.num_parked,
+            num_blocks_parked=self.parking.num_blocks,
+            num_blocks_free=self._pool.num_free,
+            num_blocks_cached=self._pool.num_cached,
+            num_blocks_referenced=self._pool.num_referenced,
+            num_waiting_tokens=self.prompts.waiting.num_tokens,
+            num_started_tokens=num_in_flight + sum([sequence.num_uncomputed for sequence in admitted]),
+            num_tokens_in_flight=num_in_flight,
+            num_context_tokens=sum([sequence.num_computed for sequence in admitted])
+            + sum([sequence.num_computed for sequence in self.running])
+            + sum([len(sequence.tokens) for sequence in pulling]),
+            num_preemptions=self._num_preemptions,
+            num_swap_outs=self.swapping.num_swap_outs,
+            num_swap_ins=self.swapping.num_swap_ins,
+            num_swap_slots_used=self.swapping.num_slots_used,
+        )
+
+    def check_integrity(self) -> None:
+        """Recount the pool's blocks, the parked prompts and the host's slots.
+
+        Raises:
+            AssertionError: names the broken invariant.
+        """
+        self._pool.check_integrity()
+        self.parking.check_integrity()
+        self.swapping.check_integrity()
+
+
+def _mismatch(result: PullResult, sequence: Sequence) -> str:
+    """Mismatch between the pulled prompt and the sequence; empty if they match."""
+    if result.first_token is None:
+        return "verify: the source granted no first token"
+    if not result.first_token.finish and result.num_tokens != len(sequence.tokens):
+        return f"verify: KV of {result.num_tokens} tokens for a prompt of {len(sequence.tokens)}"
+    return ""
+
+
+def _is_ahead(local: Sequence, reserving: Sequence) -> bool:
+    return local.state is RequestState.PREEMPTED or local.sequence_id < reserving.sequence_id
