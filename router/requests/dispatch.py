@@ -475,7 +475,8 @@ class Dispatcher:
     def _blame_for(self, worker: Worker, computed: Sequence[Attempt]) -> None:
         """Count the loss of ``worker``, and fail the request whose fault it is, if any."""
         process = whole_worker_id(worker.worker_id), worker.epoch
-        culprit = self._blame.worker_lost(process, [attempt.request_id for attempt in computed], self._now_s())
+        num_new_tokens = {attempt.request_id: len(attempt.emitted) - attempt.num_resumed for attempt in computed}
+        culprit = self._blame.worker_lost(process, num_new_tokens, self._now_s())
         suspects = [attempt.name for attempt in computed if attempt.request_id in self._blame.suspects]
         if suspects:
             log.warning("what ended worker %s may be one of the requests %s", worker.worker_id, ", ".join(suspects))

@@ -10,7 +10,9 @@ A worker's end has no cause that the router could know, so blame goes by what wa
 2. Suspects are tried one at a time, in the order in which they became suspects. The first is *on trial*: it begins
    `TRIAL_WAIT_S` after its last loss, beside requests that are no suspects. The others wait.
 3. It passes with 4 new tokens after two losses, 16 after three, and so on: the first ones may only repeat what a lost
-   worker had computed and the router had not read. Then it is no suspect until its next loss.
+   worker had computed and the router had not read. Then it is no suspect until its next loss. A request with as many
+   tokens between two losses has passed already: of workers that end now and then, each with hundreds of answers, so
+   many suspects would be left that their trials take minutes.
 4. If a worker ends in its trial that computed nothing else, or for the second time (`MAX_TRIALS`) since it passed one,
    it is at fault and fails.
 5. Requests that lost their first worker in a trial are *bystanders*: they wait for the end of that trial, so that the
@@ -23,7 +25,7 @@ in its place only if new ones like it end the worker beside that one in both of 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.router.cluster.worker import Worker
@@ -118,6 +120,11 @@ class _Losses:
     """Workers that ended while it was on trial, since it last passed one."""
     try_at_s: float = 0.0
 
+    @property
+    def num_trial_tokens(self) -> int:
+        """New tokens with which a trial is passed."""
+        return int(4 ** max(1, self.num - 1))
+
 
 class Blame:
     """Losses of the requests in flight, by id."""
@@ -132,12 +139,13 @@ class Blame:
     def on_trial(self) -> int | None:
         return next(iter(self.suspects), None)
 
-    def worker_lost(self, process: object, computed: Iterable[int], now_s: float) -> int | None:
+    def worker_lost(self, process: object, computed: Mapping[int, int], now_s: float) -> int | None:
         """Count the end of a worker for the requests that it computed; return the one whose fault it is, if known.
 
         Args:
             process: that of the worker. Its micro-batches are lost one after the other, and with each what the one
                 before it held: they count once.
+            computed: requests, and the new tokens of each since it was placed there.
         """
         losses = {request_id: self._losses.setdefault(request_id, _Losses()) for request_id in computed}
         losses = {request_id: each for request_id, each in losses.items() if each.process != process}
@@ -145,7 +153,8 @@ class Blame:
         for request_id, each in losses.items():
             each.num += 1
             each.process = process
-            if each.num >= MAX_LOSSES:
+            has_passed = request_id not in self.suspects and computed[request_id] >= each.num_trial_tokens
+            if each.num >= MAX_LOSSES and not has_passed:
                 each.try_at_s = now_s + TRIAL_WAIT_S
                 self.suspects.setdefault(request_id)
                 self._bystanders.discard(request_id)
@@ -172,7 +181,7 @@ class Blame:
 
     def passes(self, request_id: int, num_new_tokens: int) -> bool:
         """Whether a suspect has just passed its trial, with ``num_new_tokens`` since it began."""
-        if request_id not in self.suspects or num_new_tokens < 4 ** max(1, self._losses[request_id].num - 1):
+        if request_id not in self.suspects or num_new_tokens < self._losses[request_id].num_trial_tokens:
             return False
         self._losses[request_id].num_trials = 0
         self._remove(request_id)

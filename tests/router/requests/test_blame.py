@@ -54,8 +54,9 @@ def test_every_poison_fails_and_nothing_else_does(
             is_poisoned = any(num_tokens[request] == poisons.get(request) for request in batch)
             if is_poisoned or (not blame.suspects and chance.random() < 0.02):
                 num_losses += is_poisoned
-                num_new_tokens -= Counter({request: num_new_tokens[request] for request in batch})
-                culprit = blame.worker_lost(next(epochs), batch, now_s)
+                lost = {request: num_new_tokens[request] for request in batch}
+                num_new_tokens -= Counter(lost)
+                culprit = blame.worker_lost(next(epochs), lost, now_s)
                 if culprit is not None:
                     failed.append(culprit)
                     running.remove(culprit)
@@ -76,33 +77,33 @@ def test_every_poison_fails_and_nothing_else_does(
 
 def test_the_request_on_trial_fails_at_once_if_it_was_alone() -> None:
     blame = Blame()
-    assert [blame.worker_lost(epoch, [1, 2], 0.0) for epoch in range(MAX_LOSSES)] == [None] * MAX_LOSSES
-    assert blame.worker_lost("apart from trials", [2, 3], 0.0) is None
-    assert blame.worker_lost("in a trial", [1], 1.0) == 1
+    assert [blame.worker_lost(epoch, {1: 0, 2: 0}, 0.0) for epoch in range(MAX_LOSSES)] == [None] * MAX_LOSSES
+    assert blame.worker_lost("apart from trials", {2: 0, 3: 0}, 0.0) is None
+    assert blame.worker_lost("in a trial", {1: 0}, 1.0) == 1
 
 
 def test_the_request_on_trial_is_tried_again_if_it_was_not_alone() -> None:
     blame = Blame()
     for epoch in range(MAX_LOSSES):
-        blame.worker_lost(epoch, [1], 0.0)
+        blame.worker_lost(epoch, {1: 0}, 0.0)
     assert not blame.has_to_wait(3, 0.0)
-    assert blame.worker_lost("in a trial", [3, 1], 1.0) is None
+    assert blame.worker_lost("in a trial", {3: 0, 1: 0}, 1.0) is None
     assert blame.has_to_wait(3, 10.0)
     assert blame.has_to_wait(1, 1.0 + TRIAL_WAIT_S / 2)
     assert not blame.has_to_wait(1, 1.0 + TRIAL_WAIT_S)
-    assert blame.worker_lost("in the second trial", [4, 1], 3.0) == 1
+    assert blame.worker_lost("in the second trial", {4: 0, 1: 0}, 3.0) == 1
 
 
 @pytest.mark.parametrize("is_poison", [True, False])
 def test_what_lost_its_first_worker_in_a_trial_waits_for_that_trial_alone(is_poison: bool) -> None:
     blame, bystanders = Blame(), range(2, 258)
     for epoch in range(MAX_LOSSES):
-        blame.worker_lost(epoch, [1], 0.0)
-    assert blame.worker_lost("in a trial", [1, *bystanders], 1.0) is None
+        blame.worker_lost(epoch, {1: 0}, 0.0)
+    assert blame.worker_lost("in a trial", dict.fromkeys([1, *bystanders], 0), 1.0) is None
     assert all(blame.has_to_wait(each, 10.0) for each in bystanders)
     assert not blame.has_to_wait(1, 10.0)
     if is_poison:
-        assert blame.worker_lost("in the second trial", [1], 10.0) == 1
+        assert blame.worker_lost("in the second trial", {1: 0}, 10.0) == 1
         blame.forget(1)
     else:
         assert blame.passes(1, 4**MAX_LOSSES)
@@ -112,13 +113,31 @@ def test_what_lost_its_first_worker_in_a_trial_waits_for_that_trial_alone(is_poi
 
 def test_each_loss_makes_the_trial_longer() -> None:
     blame = Blame()
-    blame.worker_lost(1, [1], 0.0)
+    blame.worker_lost(1, {1: 0}, 0.0)
     for num_losses in range(MAX_LOSSES, 6):
-        blame.worker_lost(num_losses, [1], 0.0)
+        blame.worker_lost(num_losses, {1: 0}, 0.0)
         num_tokens = 4 ** (num_losses - 1)
         assert not blame.passes(1, num_tokens - 1)
         assert blame.passes(1, num_tokens)
         assert not blame.suspects
+
+
+def test_tokens_since_the_loss_before_pass_as_those_of_a_trial() -> None:
+    blame = Blame()
+    blame.worker_lost(1, {1: 0, 2: 0}, 0.0)
+    blame.worker_lost(2, {1: 4, 2: 3}, 10.0)
+    assert list(blame.suspects) == [2]
+    assert blame.passes(2, 4)
+    blame.worker_lost(3, {1: 16, 2: 15}, 20.0)
+    assert list(blame.suspects) == [2]
+
+
+def test_a_suspect_that_ends_another_worker_stays_one() -> None:
+    blame = Blame()
+    for epoch in range(MAX_LOSSES):
+        blame.worker_lost(epoch, {1: 0}, 0.0)
+    assert blame.worker_lost("in a trial", {1: 15, 2: 0}, 1.0) is None
+    assert list(blame.suspects) == [1]
 
 
 class World:
@@ -298,6 +317,20 @@ def test_losses_apart_from_trials_fail_nothing() -> None:
     while not request.outcome:
         world.turn()
     assert request.outcome is Outcome.FINISHED
+
+
+def test_losses_that_lie_apart_make_no_suspects() -> None:
+    """Each loses all answers, and most of them lose a second worker before they end."""
+    world = World(("prefill-0", "decode-0", "decode-1"), poisoned_index=-1, num_tokens=100)
+    requests = [world.start(number) for number in range(100)]
+    for number in range(3):
+        for _ in range(20):
+            world.turn()
+        world.end(world.dispatcher.workers[f"decode-{number % 2}"])  # type: ignore[arg-type]
+        assert world.dispatcher.num_queued == 0
+    for _ in range(100):
+        world.turn()
+    assert {request.outcome for request in requests} == {Outcome.FINISHED}
 
 
 def test_only_prompts_that_the_last_steps_may_have_held_are_blamed() -> None:
