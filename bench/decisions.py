@@ -2,9 +2,9 @@
 
     python -m pdserve.bench.decisions [--json FILE]
 
-N prefill and N decode workers, 256 answers on each of the latter. Before each decision one decode worker reports a
-step, as happens where answers are 256 tokens long. Prompts are cached nowhere, or on every worker; their block hashes
-are computed once, by the first decision.
+N prefill and N decode workers, 256 answers on each of the latter. Before each request every decode worker reports a
+step, so that nothing holds that was computed of it before. Prompts are cached nowhere, or on every worker; their block
+hashes are computed once, by the first decision.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import GenerationRequest, KvSource
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.goodput import Goodput
-from pdserve.router.requests.placement import Arrival
-from pdserve.router.requests.policy import PromptBlocks
+from pdserve.router.requests.placement import Arrival, PromptBlocks
 
 NUM_ANSWERS, NUM_CONTEXT_TOKENS = 256, 900
 """On each decode worker, and the context of each."""
@@ -85,7 +84,8 @@ def decision_times_us(num_workers: int, num_tokens: int, num_decisions: int, *, 
     times_us = []
     blocks = PromptBlocks(prompt, BLOCK_SIZE)
     for request_id in range(num_decisions):
-        _step(decodes[request_id % num_workers])
+        for worker in decodes:
+            _step(worker)
         now_s = request_id * 0.005
         arrival = Arrival(request_id, blocks, now_s, now_s + TTFT_S, tpot_slo_s=TPOT_S)
         began_ns = time.process_time_ns()

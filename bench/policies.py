@@ -132,7 +132,7 @@ SETTINGS = (
         tpot_s=0.012,
         rate=57,
         rates=(70,),
-        parts=(REFUSED, "goodput-decode", "goodput-lengths", "goodput-waiting"),
+        parts=(REFUSED, "goodput-decode", "goodput-lengths", "goodput-holding"),
     ),
     Setting(
         workload=replace(preset("chat"), name="bursts", arrivals=RandomGaps(4.0)),
@@ -148,7 +148,7 @@ SETTINGS = (
         ttft_s=0.5,
         tpot_s=0.05,
         rate=125,
-        parts=(REFUSED, "goodput-order", "goodput-price"),
+        parts=(REFUSED, "goodput-order", "goodput-cost"),
     ),
     Setting(
         workload=Workload(name="prefixes", contents=_PREFIXED),
@@ -156,7 +156,7 @@ SETTINGS = (
         ttft_s=0.5,
         tpot_s=0.016,
         rate=70,
-        parts=("goodput-local", "goodput-price"),
+        parts=("goodput-local", "goodput-cost"),
     ),
     Setting(
         workload=replace(preset("code"), name="two-hosts"),

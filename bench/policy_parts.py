@@ -5,18 +5,18 @@ The names in `PARTS` are those of policies in this process once it has imported 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pdserve.router.requests import policies
-from pdserve.router.requests.goodput import Goodput, _View
+from pdserve.router.requests.goodput import Goodput
+from pdserve.router.requests.least_time import choose_decode
 from pdserve.router.requests.lengths import Lengths
-from pdserve.router.requests.placement import Arrival, Binding, LeastTime
-from pdserve.router.requests.policy import Costs, PrefillChoice, WorkerSnapshot
-from pdserve.router.requests.worker_table import FloatArray
+from pdserve.router.requests.placement import Arrival, Binding, Costs, PrefillChoice, WorkerSnapshot
 
 
 class _WithoutDecode(Goodput):
@@ -26,8 +26,8 @@ class _WithoutDecode(Goodput):
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
     ) -> Binding | None:
         binding = super().decode(arrival, workers, cut_off, source_host)
-        least = LeastTime.decode(self, arrival, workers, cut_off, source_host)  # type: ignore[arg-type]
-        return None if binding is None or least is None else binding._replace(worker_id=least.worker_id)
+        worker_id = choose_decode(arrival.blocks, workers, self.costs, cut_off, source_host=source_host)
+        return None if binding is None or worker_id is None else binding._replace(worker_id=worker_id)
 
 
 class _WithoutOrder(Goodput):
@@ -45,26 +45,24 @@ class _WithoutOrder(Goodput):
 
 
 class _WithoutPrefillOnDecode(Goodput):
-    def _may_prefill(self, arrival: Arrival, view: _View, own_s: FloatArray) -> npt.NDArray[np.bool_]:
-        return np.zeros(len(own_s), np.bool_)
+    def _may_prefill_beside(self, *_: Any) -> bool:
+        return False
 
 
-class _WithoutPrice(Goodput):
-    def _price(self, now_s: float) -> float:
-        return 0.0
+class _WithoutPrefillCost(Goodput):
+    def placed(self, arrival: Arrival, choice: PrefillChoice) -> None:
+        super().placed(arrival, choice._replace(misses_per_s=0.0))
 
 
 class _WithoutLinks(Goodput):
     """Pulls take no time."""
 
-    def _view(
-        self, arrival: Arrival, workers: Sequence[WorkerSnapshot], pulled_token_s: FloatArray | float = 0.0
-    ) -> _View:
-        return super()._view(arrival, workers)
+    def _pull_token_s(self, worker: WorkerSnapshot, source_host: str) -> float:
+        return 0.0
 
 
 class _Unlearned(Lengths):
-    def count(self, num_tokens: npt.NDArray[np.int64]) -> None:
+    def count(self, running: Iterable[npt.NDArray[np.int64]]) -> None:
         """Keep what is assumed before any answer has ended."""
 
 
@@ -74,10 +72,10 @@ class _WithoutLengths(Goodput):
         self._lengths = _Unlearned()
 
 
-class _WithoutWaiting(Goodput):
-    """What would earn nothing is computed at once, or refused."""
+class _WithoutHolding(Goodput):
+    """What meets its objectives nowhere is computed at once, or refused."""
 
-    def _has_to_wait(self, arrival: Arrival, view: _View) -> bool:
+    def _is_held(self, *_: Any) -> bool:
         return False
 
 
@@ -85,9 +83,9 @@ PARTS: dict[str, type[Goodput]] = {
     "goodput-decode": _WithoutDecode,
     "goodput-order": _WithoutOrder,
     "goodput-local": _WithoutPrefillOnDecode,
-    "goodput-price": _WithoutPrice,
+    "goodput-cost": _WithoutPrefillCost,
     "goodput-links": _WithoutLinks,
     "goodput-lengths": _WithoutLengths,
-    "goodput-waiting": _WithoutWaiting,
+    "goodput-holding": _WithoutHolding,
 }
 policies._POLICIES.update(PARTS)

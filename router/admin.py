@@ -24,7 +24,7 @@ from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.cluster.remote_worker import RemoteWorker
 from pdserve.router.overview import Overview
 from pdserve.router.process_config import RouterProcessConfig
-from pdserve.router.requests.policy import Costs
+from pdserve.router.requests.placement import Costs
 
 _WELCOME_FIELDS = ("hardware", "tensor_parallel", "pipeline_parallel", "dtype", "kv_dtype", "quantization")
 _LIMITS = ("max_model_len", "block_size", "num_blocks", "max_batch_tokens", "max_batch_size")

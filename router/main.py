@@ -50,7 +50,7 @@ from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.replicas import Replicas
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.interface import DispatchSettings
-from pdserve.router.requests.policy import Costs
+from pdserve.router.requests.placement import Costs
 from pdserve.router.text.tokenizer import ChatTokenizer
 from pdserve.router.text.tool_calls import TOOL_FORMATS
 

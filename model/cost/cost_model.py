@@ -202,11 +202,6 @@ class CostModel:
         attention_s = self._attention_s(num_new, num_cached) + decode_attention_s
         return self._sum_s(num_new + batch_size, 1 + batch_size, attention_s)
 
-    def decode_beside_s(self, num_new: int, batch_size: int, context_tokens: int) -> float:
-        """Seconds that decode rows as in `decode_s` add to a step that computes ``num_new`` tokens of one prompt."""
-        products_s = self._sum_s(num_new + batch_size, 1 + batch_size, 0.0) - self._sum_s(num_new, 1, 0.0)
-        return products_s + (context_tokens + batch_size) * self._decode_token_s
-
     def terms(self, counts: FloatArray) -> CountTerms:
         """Terms of `step_s` for an array of counts of 1 or more."""
         parts: Any = self._token_parts(counts)

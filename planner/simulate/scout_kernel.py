@@ -31,7 +31,7 @@ PREFILL, DECODE, MIXED = range(3)
 LOOKAHEAD_TOKENS = 64
 """See `pdserve.engine.scheduling.sequence`."""
 STALL_TOKENS = 100
-"""See `pdserve.router.requests.policy`."""
+"""See `pdserve.router.requests.least_time`."""
 
 INBOX, WAITING, RESERVED, ADMITTED, COMPUTED, RUNNING, LAST_STEP, GROWTH, AHEAD, SWAPPED = range(10)
 """Lists of a worker: messages; prompts and reservations in line; prompts in chunks; prompts whose last chunk is in
@@ -157,7 +157,7 @@ def mixed_s(state, worker, num_new, num_cached, batch_size, num_context):
     return sum_s(state, worker, num_new + batch_size, 1 + batch_size, attention)
 
 
-# Router: `pdserve.router.requests.policy` and `pdserve.router.cluster.worker.InFlightLoad.snapshot`
+# Router: `pdserve.router.requests.least_time` and `pdserve.router.cluster.worker.InFlightLoad.snapshot`
 
 
 @njit(inline="always")

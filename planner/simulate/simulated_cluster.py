@@ -26,7 +26,7 @@ from pdserve.planner.simulate.event_queue import EventQueue
 from pdserve.planner.simulate.simulated_worker import SimulatedWorker, WorkerSink
 from pdserve.planner.simulate.simulation import WorkerUse
 from pdserve.router.cluster.worker import Worker
-from pdserve.router.requests.policy import WorkerSnapshot
+from pdserve.router.requests.placement import WorkerSnapshot
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ from collections.abc import Container
 from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import GenerationRequest, Grammar, KvSource
-from pdserve.router.requests.policy import WorkerSnapshot
+from pdserve.router.requests.placement import WorkerSnapshot
 
 
 class InFlightLoad:

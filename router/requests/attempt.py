@@ -48,8 +48,7 @@ from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import GenerationRequest, KvSource
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.journey import Journey
-from pdserve.router.requests.placement import Arrival
-from pdserve.router.requests.policy import PrefillChoice, PromptBlocks
+from pdserve.router.requests.placement import Arrival, PrefillChoice, PromptBlocks
 from pdserve.router.requests.request import Request
 
 MAX_PULLS = 2

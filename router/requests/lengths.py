@@ -4,6 +4,7 @@ are off. Pure; `pdserve.router.requests.goodput` owns both.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import exp, log
 
 import numpy as np
@@ -18,7 +19,9 @@ LENGTH_MEMORY = 2000.0
 MAX_LENGTH = 8192
 """Answers are counted as at most this long."""
 CHANGES_PER_COUNT = 32
-"""Answers that begin or end between two counts of lengths."""
+"""Answers that begin or end between two counts of lengths, at least."""
+MIN_CHANGE = 1 / 64
+"""Share of the running answers that does, at least."""
 _SCALE = 1 / (2 * log(2))
 """Scale of a logistic distribution, as a share of its mean absolute deviation."""
 
@@ -40,16 +43,20 @@ class Lengths:
         self._ended[min(num_tokens, MAX_LENGTH)] += 1
         self._num_new += 1
 
-    def is_due(self) -> bool:
-        """Note that an answer began or ended; True if `count` is to be called."""
+    def is_due(self, num_running: int) -> bool:
+        """Note that an answer began or ended; True if `count` is to be called. That takes time for each of the answers
+        that run, so the more there are, the more change between two counts."""
         self._num_changes += 1
-        return self._num_changes >= CHANGES_PER_COUNT
+        return self._num_changes >= max(CHANGES_PER_COUNT, num_running * MIN_CHANGE)
 
-    def count(self, num_tokens: npt.NDArray[np.int64]) -> None:
-        """Compute the curve anew. ``num_tokens``: tokens so far of each running answer, at most `MAX_LENGTH`."""
+    def count(self, running: Iterable[npt.NDArray[np.int64]]) -> None:
+        """Compute the curve anew. ``running``: tokens so far of answers that run, at most `MAX_LENGTH`, by worker."""
         self._ended *= exp(-self._num_new / LENGTH_MEMORY)
         self._num_new = self._num_changes = 0
-        self._rebuild(np.bincount(num_tokens, minlength=MAX_LENGTH + 1))
+        num_running = np.zeros(MAX_LENGTH + 1, np.int64)
+        for num_tokens in running:
+            np.add.at(num_running, num_tokens, 1)
+        self._rebuild(num_running)
 
     def remaining(self, num_tokens: int) -> float:
         """Expected tokens after ``num_tokens``, at least 1."""
@@ -66,9 +73,11 @@ class Lengths:
         after = np.cumsum(survival[::-1])[::-1]
         self.table = np.maximum(1.0, after / np.maximum(survival, 1e-300))
         """Expected remaining tokens by tokens so far."""
+        self.mean = float(self.table[0])
+        """Expected tokens of an answer."""
 
 
-class Errors:
+class TtftErrors:
     """How far predictions of TTFT are off, learned from log-ratios of what came to what was predicted."""
 
     def __init__(self) -> None:

@@ -1,34 +1,119 @@
-"""Placement policies behind one interface: which worker computes a prompt, and which one decodes its answer.
+"""Interface between the dispatcher and the policies: which worker computes a prompt, and which one decodes its answer.
 
-The dispatcher owns one `Placement`, live and in the planner's simulator alike, asks it for both decisions and reports
-what became of them. Pure: no I/O and no clock; the same calls give the same decisions. Here are ``least-time``, which
-`pdserve.router.requests.policy` computes, and the baselines to compare with.
+The dispatcher owns one `Placement`, live and in the planner's simulator alike, asks it for both decisions with a
+snapshot of every worker, and reports what became of them. Pure: no I/O and no clock; the same calls give the same
+decisions. `pdserve.router.requests.policies` names the policies.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from math import inf
 from typing import NamedTuple
 
+from pdserve.contracts.block_hash import block_hash, root_hash
 from pdserve.contracts.placement import WorkerRole
-from pdserve.router.requests.policy import (
-    Costs,
-    PrefillChoice,
-    PromptBlocks,
-    WorkerSnapshot,
-    choose_decode,
-    choose_prefill,
-    prefill_candidates,
-    shortfall,
-    tie_order,
-)
+from pdserve.model.cost.cost_model import CostModel
 
-MAX_IMBALANCE = 32
-"""Difference in requests or thousands of waiting tokens above which ``cache-aware`` ignores caches."""
-MIN_MATCH = 0.5
-"""Cached share of a prompt from which ``cache-aware`` follows the cache."""
+Costs = Mapping[WorkerRole, CostModel]
+"""Cost model of each role; hardware and parallelism may differ between roles."""
+
+
+class WorkerSnapshot(NamedTuple):
+    """State of one worker at the moment of a decision; another object once anything has changed."""
+
+    worker_id: str
+    role: WorkerRole
+    max_batch_tokens: int
+    max_batch_size: int
+    num_waiting_tokens: int
+    """Prompt tokens still to be prefilled, including those just sent and those of steps in flight."""
+    num_context_tokens: int
+    """Context tokens of sequences that decode or are about to."""
+    num_decoding: int
+    """Sequences that decode or were sent to decode."""
+    num_free_blocks: int
+    """Blocks available to a new sequence, less those of sequences just sent."""
+    prefill_correction: float
+    """Observed over predicted time of steps with prefill rows."""
+    decode_correction: float
+    """Observed over predicted time of pure decode steps."""
+    cached_blocks: Container[bytes]
+    """Hashes of the blocks in the worker's prefix cache, as far as its events have reported."""
+    host: str = ""
+    """Host of the worker: KV between two workers of one host takes the faster path."""
+    num_steps: int = 0
+    """Steps in which its sequences decoded so far."""
+    stepped_s: float = 0.0
+    """Instant of the last of those steps."""
+    num_tokens_in_flight: int = 0
+    """Prompt tokens of steps in flight, which no other prompt can go before."""
+    num_empty_blocks: int = 0
+    """Of the free blocks, those that no prefix is cached in."""
+
+
+class PromptBlocks:
+    """Block hashes of a prompt, computed lazily.
+
+    Looking up a prompt that most workers do not cache costs one hash. The last block is never counted, because the last
+    token of a prompt is always computed.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        block_size: int,
+        cache_salt: bytes = b"",
+        *,
+        may_use_cache: bool = True,
+        known_hashes: Sequence[bytes] = (),
+    ) -> None:
+        """
+        Args:
+            may_use_cache: False forces every token to be computed, cached or not.
+            known_hashes: hashes of leading full blocks that were computed before.
+        """
+        self.num_tokens = len(tokens)
+        self.block_size = block_size
+        self._tokens = tokens
+        self._num_cacheable = (self.num_tokens - 1) // block_size if may_use_cache else 0
+        self._hashes = list(known_hashes[: self._num_cacheable])
+        self._parent = self._hashes[-1] if self._hashes else root_hash(cache_salt)
+
+    def num_blocks(self) -> int:
+        """Blocks that hold the prompt and the next token."""
+        return self.num_tokens // self.block_size + 1
+
+    def num_cached_tokens(self, cached_blocks: Container[bytes]) -> int:
+        """Leading tokens whose blocks are all in ``cached_blocks``, which has the parent of each of its blocks: workers
+        evict the leaves of a chain first. Takes a logarithm of the known hashes, and each new one once."""
+        if not self._num_cacheable:
+            return 0
+        hashes = self._hashes
+        if hashes and hashes[0] not in cached_blocks:
+            return 0
+        num_blocks = bisect_left(hashes, True, key=lambda each: each not in cached_blocks)
+        if num_blocks < len(hashes):
+            return num_blocks * self.block_size
+        while num_blocks < self._num_cacheable and self._next_hash() in cached_blocks:
+            num_blocks += 1
+        return num_blocks * self.block_size
+
+    def cached_on(self, workers: Iterable[WorkerSnapshot]) -> dict[str, int]:
+        """`num_cached_tokens` of the workers that cache any of the prompt, by id."""
+        if not self._num_cacheable:
+            return {}
+        first = self._hashes[0] if self._hashes else self._next_hash()
+        holders = [worker for worker in workers if first in worker.cached_blocks]
+        return {worker.worker_id: self.num_cached_tokens(worker.cached_blocks) for worker in holders}
+
+    def _next_hash(self) -> bytes:
+        start = len(self._hashes) * self.block_size
+        self._parent = block_hash(self._parent, self._tokens[start : start + self.block_size])
+        self._hashes.append(self._parent)
+        return self._parent
 
 
 class Arrival(NamedTuple):
@@ -53,6 +138,30 @@ class Arrival(NamedTuple):
     """Instant from which it waits."""
     share: str = ""
     """Prompts of one share wait behind each other, those of several side by side: its tenant and tier."""
+
+
+class PrefillChoice(NamedTuple):
+    """Worker chosen to compute a prompt."""
+
+    worker_id: str
+    handoff: bool
+    """Whether another worker decodes; False runs the whole request here."""
+    ttft_s: float
+    """Predicted seconds from now to the first new token; on a busy decode worker, with the larger correction."""
+    num_cached_tokens: int
+    """Expected prefix-cache hit."""
+    is_late: bool = False
+    """It is unlikely to meet its TTFT objective, or would cost others more: it runs behind prompts that can."""
+    is_held: bool = False
+    """It is not to be sent yet: late, and its answer would take room from others wherever it decodes."""
+    prefill_s: float = 0.0
+    """Predicted seconds of its own tokens."""
+    due_s: float = inf
+    """Instant by which workers order prompts; infinite for none."""
+    retry_after_s: float = 0.0
+    """Above 0: the request is refused, and may be served after so many seconds."""
+    misses_per_s: float = 0.0
+    """Expected misses of TTFT, times weight, that each second of delay would cost it."""
 
 
 class Binding(NamedTuple):
@@ -100,105 +209,36 @@ class Placement:
         """The request is on no worker any more; its answer ended with ``num_tokens``, or 0 if it did not."""
 
 
-class LeastTime(Placement):
-    """Least predicted TTFT, then least predicted TPOT."""
+def prefill_candidates(workers: Iterable[WorkerSnapshot]) -> list[tuple[WorkerSnapshot, bool]]:
+    """Workers that may compute any prompt now, each with whether it hands off.
 
-    def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
-        tpot_slo_s = 0.0 if arrival.is_probe else self.tpot_slo_s
-        choice = choose_prefill(arrival.blocks, workers, self.costs, tpot_slo_s=tpot_slo_s)
-        return None if choice is None else choice._replace(due_s=arrival.wanted_s)
-
-    def decode(
-        self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
-    ) -> Binding | None:
-        choice = choose_decode(arrival.blocks, workers, self.costs, cut_off, source_host=source_host)
-        return None if choice is None else Binding(choice.worker_id)
-
-
-class _Baseline(Placement):
-    """A policy with one rule for both phases. It never prefills on decode workers while prefill workers are up."""
-
-    def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
-        handoffs = {worker.worker_id: handoff for worker, handoff in prefill_candidates(workers)}
-        candidates = [worker for worker in workers if worker.worker_id in handoffs]
-        if not candidates:
-            return None
-        chosen = self._pick(arrival.blocks, candidates, _prompts)
-        num_cached = arrival.blocks.num_cached_tokens(chosen.cached_blocks)
-        return PrefillChoice(chosen.worker_id, handoffs[chosen.worker_id], 0.0, num_cached, due_s=arrival.wanted_s)
-
-    def decode(
-        self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
-    ) -> Binding | None:
-        up = [worker for worker in workers if worker.role is WorkerRole.DECODE]
-        near = [worker for worker in up if worker.worker_id not in cut_off] or up
-        roomy = [worker for worker in near if not shortfall(arrival.blocks, worker)] or near
-        return Binding(self._pick(arrival.blocks, roomy, _answers).worker_id) if roomy else None
-
-    def _pick(
-        self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
-    ) -> WorkerSnapshot:
-        """One of ``workers``, which are one or more."""
-        raise NotImplementedError
+    Prefill workers count only while a decode worker can take over from them, decode workers only while no prefill
+    worker is up. Mixed workers always run the whole request.
+    """
+    workers = list(workers)
+    roles = [worker.role for worker in workers]
+    has_decode, has_prefill = WorkerRole.DECODE in roles, WorkerRole.PREFILL in roles
+    candidates = []
+    for worker in workers:
+        if worker.role is WorkerRole.PREFILL:
+            if has_decode:
+                candidates.append((worker, True))
+        elif worker.role is WorkerRole.MIXED or not has_prefill:
+            candidates.append((worker, False))
+    return candidates
 
 
-class RoundRobin(_Baseline):
-    """Each worker in turn, by phase."""
-
-    def __init__(self, costs: Costs, *, tpot_slo_s: float = 0.0) -> None:
-        super().__init__(costs, tpot_slo_s=tpot_slo_s)
-        self._last: dict[Callable[[WorkerSnapshot], float], str] = {}
-
-    def _pick(
-        self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
-    ) -> WorkerSnapshot:
-        last = self._last.get(load, "")
-        chosen = min(workers, key=lambda worker: (worker.worker_id <= last, worker.worker_id))
-        self._last[load] = chosen.worker_id
-        return chosen
+def tie_order(blocks: PromptBlocks, worker: WorkerSnapshot) -> tuple[int, str]:
+    """Order of workers between which nothing else decides: the most empty blocks first, if they hold the prompt, so
+    that all caches fill before one evicts; then the lowest id."""
+    num_empty = worker.num_empty_blocks
+    return -num_empty if num_empty >= blocks.num_blocks() else 0, worker.worker_id
 
 
-class LeastLoaded(_Baseline):
-    """Fewest waiting prompt tokens, then fewest answers."""
-
-    def _pick(
-        self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
-    ) -> WorkerSnapshot:
-        return min(workers, key=lambda worker: (load(worker), tie_order(blocks, worker)))
-
-
-class PowerOfTwo(LeastLoaded):
-    """The less loaded of two random workers (Mitzenmacher, 2001)."""
-
-    def __init__(self, costs: Costs, *, tpot_slo_s: float = 0.0) -> None:
-        super().__init__(costs, tpot_slo_s=tpot_slo_s)
-        self._random = random.Random(0)
-
-    def _pick(
-        self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
-    ) -> WorkerSnapshot:
-        return super()._pick(blocks, self._random.sample(workers, min(2, len(workers))), load)
-
-
-class CacheAware(LeastLoaded):
-    """The longest cached prefix while loads are balanced, as SGLang's router does; else the least load."""
-
-    def _pick(
-        self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
-    ) -> WorkerSnapshot:
-        loads = [load(worker) for worker in workers]
-        if max(loads) - min(loads) <= MAX_IMBALANCE:
-            cached = {worker.worker_id: blocks.num_cached_tokens(worker.cached_blocks) for worker in workers}
-            most = max(cached.values())
-            if most >= MIN_MATCH * blocks.num_tokens:
-                workers = [worker for worker in workers if cached[worker.worker_id] == most]
-        return super()._pick(blocks, workers, load)
-
-
-def _prompts(worker: WorkerSnapshot) -> float:
-    """Load of a candidate for prefill: thousands of waiting tokens, and answers, of which a prefill worker has none."""
-    return worker.num_waiting_tokens / 1000 + worker.num_decoding
-
-
-def _answers(worker: WorkerSnapshot) -> float:
-    return worker.num_decoding
+def shortfall(blocks: PromptBlocks, worker: WorkerSnapshot, *, num_cached_tokens: int = 0) -> int:
+    """Blocks and batch slots that ``worker`` lacks for one more sequence, which shares the blocks of so many cached
+    tokens."""
+    num_new_blocks = blocks.num_blocks() - num_cached_tokens // blocks.block_size
+    missing_blocks = max(0, num_new_blocks - worker.num_free_blocks)
+    missing_slots = max(0, worker.num_decoding + 1 - worker.max_batch_size)
+    return missing_blocks + missing_slots

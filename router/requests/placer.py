@@ -20,8 +20,7 @@ from pdserve.router.requests.attempt import Attempt, Decision, Held, Parked, Pre
 from pdserve.router.requests.attempt_table import AttemptTable
 from pdserve.router.requests.failover import Blame, Retries
 from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
-from pdserve.router.requests.placement import Arrival, Placement
-from pdserve.router.requests.policy import PromptBlocks, prefill_candidates, shortfall
+from pdserve.router.requests.placement import Arrival, Placement, PromptBlocks, prefill_candidates, shortfall
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +157,7 @@ class Placer:
             if decision is None:
                 self._table.move(attempt, Queued(now_s))  # it waits for a worker from now on
                 self._observer.fell_back("no_worker")
-            elif decision.choice.waits:
+            elif decision.choice.is_held:
                 self._table.held.end_turn()
                 self._held_until_s = now_s + HELD_REST * (now_s - began_s)
                 break
@@ -231,7 +230,7 @@ class Placer:
                 self._observer.fell_back("no_worker")
             return False
         arrival, choice = decision
-        is_behind = choice.waits or (choice.is_late and self._table.held.is_any_of(arrival.share))
+        is_behind = choice.is_held or (choice.is_late and self._table.held.is_any_of(arrival.share))
         if is_behind and attempt.choice == 0 and attempt.number < 0:
             self._table.move(attempt, Held(arrival.queued_s, arrival.share))
         else:

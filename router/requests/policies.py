@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pdserve.router.requests.baselines import CacheAware, LeastLoaded, PowerOfTwo, RoundRobin
 from pdserve.router.requests.goodput import Goodput
-from pdserve.router.requests.placement import CacheAware, LeastLoaded, LeastTime, Placement, PowerOfTwo, RoundRobin
-from pdserve.router.requests.policy import Costs
+from pdserve.router.requests.least_time import LeastTime
+from pdserve.router.requests.placement import Costs, Placement
 
 _POLICIES: dict[str, type[Placement]] = {
     "least-time": LeastTime,

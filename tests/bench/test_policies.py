@@ -27,7 +27,7 @@ def test_goodput_serves_more_at_saturation() -> None:
 
 def test_to_refuse_what_is_hopeless_or_to_let_it_wait_serves_more() -> None:
     (bound,) = [setting for setting in SETTINGS if setting.name == "decode-bound"]
-    served_at_once = served(bound, "goodput-waiting", 200.0, 1500, 0).share
+    served_at_once = served(bound, "goodput-holding", 200.0, 1500, 0).share
     for policy in ("goodput", "goodput+refuse"):
         assert served(bound, policy, 200.0, 1500, 0).share > served_at_once + 0.1
 
@@ -51,7 +51,7 @@ def test_policies_serve_the_same_rates() -> None:
     assert least_time["good/s at 2 x"][0] > other["good/s at 2 x"][0]
 
 
-@pytest.mark.parametrize("part", [part for part in PARTS if part != "goodput-waiting"])  # which is tested above
+@pytest.mark.parametrize("part", [part for part in PARTS if part != "goodput-holding"])  # which is tested above
 def test_a_policy_without_a_part_decides_otherwise(part: str) -> None:
     setting = next(setting for setting in SETTINGS if part in setting.parts)
     assert part in CASES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from heapq import heappop
+from math import inf
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,17 +56,14 @@ def test_the_ledger_holds_what_the_schedulers_hold(
         for worker in run._workers.values():
             if worker.engine._inbox:
                 continue
-            row, load = policy._row(worker.worker_id), worker.engine.load()
-            held = [prompt for prompt in policy._prompts._prompts.values() if prompt.row == row]
-            num_waiting = sum(prompt.num_tokens for prompt in held)
-            assert num_waiting >= load.num_waiting_tokens
+            view, load = policy._view(worker.snapshot()), worker.engine.load()
+            assert view.prompts.num_tokens_after(-inf) >= load.num_waiting_tokens
             if worker.role is WorkerRole.DECODE:
-                num_answers = len(policy._answers._ids[row])
-                num_soon = len(held) + len(list(worker.engine._scheduler.reservations.pulling()))
+                num_answers = len(view.answers)
+                num_soon = len(view.prompts) + len(list(worker.engine._scheduler.reservations.pulling()))
                 assert num_answers + num_soon == load.num_running + load.num_waiting, (num_answers, num_soon, load)
                 num_seen += num_answers
     assert num_seen or cancelled, "the second arrives while the first decodes"
-    assert not policy._prompts._prompts
-    assert not len(policy._answers)
+    assert not any(len(view.prompts) or len(view.answers) for view in policy._views.values())
     assert not policy._requests
-    assert policy._joining.num == policy._joining.num_tokens == policy._late_joining.num == 0
+    assert policy._num_answers == len(policy._joining) == len(policy._late_joining) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.placement import WorkerRole
 from pdserve.router.cluster.worker import InFlightLoad, Worker
-from pdserve.router.requests.policy import WorkerSnapshot
+from pdserve.router.requests.placement import WorkerSnapshot
 
 LOAD = SchedulerLoad(
     num_running=3,

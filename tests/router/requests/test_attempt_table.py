@@ -38,7 +38,8 @@ def check(core: Core, workers: list[RecordingWorker]) -> None:
     policy = core.dispatcher._placement
     assert isinstance(policy, Goodput)
     assert policy._requests.keys() == ids([each for each in attempts if each.state.workers])
-    assert policy._prompts._prompts.keys() == ids([each for each in attempts if isinstance(each.state, Prefilling)])
+    waiting = {request_id for view in policy._views.values() for request_id in view.prompts._prompts}
+    assert waiting == ids([each for each in attempts if isinstance(each.state, Prefilling)])
 
 
 HANDED_OFF = [("start", 0, 5, RequestEventKind.STARTED, False), ("lose", 0, 3, RequestEventKind.STARTED, True)]

@@ -29,7 +29,8 @@ from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.attempt import Attempt, Queued
 from pdserve.router.requests.attempt_table import HeldBack
 from pdserve.router.requests.dispatch import Dispatcher
-from pdserve.router.requests.goodput import LATE_S, Goodput
+from pdserve.router.requests.goodput import Goodput
+from pdserve.router.requests.goodput_rules import LATE_S
 from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
 from pdserve.router.requests.placer import MIN_DURATION_S
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
@@ -477,8 +478,8 @@ def test_a_request_whose_shortest_prompt_would_be_hopeless_is_refused_before_its
     assert core.dispatcher.num_accepted == core.dispatcher.num_in_flight == 0
     placement = core.dispatcher._placement
     assert isinstance(placement, Goodput)
-    assert placement._price(1.0) == 0.0
-    assert not placement._joining.num
+    assert placement._prefill_cost.misses_per_s(1.0) == 0.0
+    assert not len(placement._joining)
 
 
 def test_a_tenant_may_hold_as_many_choices_as_are_free() -> None:

@@ -5,28 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp, inf
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.placement import WorkerRole
-from pdserve.router.requests.goodput import (
-    LATE_S,
-    MAX_BOOKED_S,
-    MAX_MEAN_STEP,
-    MIN_CHANCE,
-    MIN_TTFT_SPREAD_S,
-    SLACK_VALUE,
-    TURN,
-    Goodput,
-)
-from pdserve.router.requests.ledger import TPOT_SPREAD
+from pdserve.router.requests.goodput import MAX_MEAN_STEP, MIN_SCORE, MIN_TTFT_SPREAD_S, Goodput
+from pdserve.router.requests.goodput_rules import LATE_S, MAX_RETRY_AFTER_S, SLACK_MISSES, TPOT_SPREAD, TURN
+from pdserve.router.requests.least_time import predict_ttft_s
 from pdserve.router.requests.lengths import TTFT_SPREAD
-from pdserve.router.requests.placement import Arrival
-from pdserve.router.requests.policy import PrefillChoice, PromptBlocks, WorkerSnapshot, predict_ttft_s, shortfall
-from tests.router.requests.test_policy import BLOCK_SIZE, COST, COSTS, worker
+from pdserve.router.requests.placement import Arrival, PrefillChoice, PromptBlocks, WorkerSnapshot, shortfall
+from tests.router.requests.test_least_time import BLOCK_SIZE, COST, COSTS, worker
 
 P0, P1 = worker("prefill-0"), worker("prefill-1")
 D0, D1 = (worker(f"decode-{index}", WorkerRole.DECODE, max_batch_size=64, num_free_blocks=10_000) for index in range(2))
@@ -147,12 +137,12 @@ def test_shared_blocks_are_not_missing() -> None:
 
 def test_the_price_follows_recent_harm_and_decays() -> None:
     policy = Goodput(COSTS)
-    assert policy._price(0.0) == 0.0
+    assert policy._prefill_cost.misses_per_s(0.0) == 0.0
     for number in range(20):
         placed(policy, arrival(number, 1000, ttft_s=COST.prefill_s(1000, 0)), P0, D0)
-    price = policy._price(0.0)
-    assert price > 0
-    assert policy._price(10.0) == pytest.approx(price * 0.0067, rel=0.01)
+    cost = policy._prefill_cost.misses_per_s(0.0)
+    assert cost > 0
+    assert policy._prefill_cost.misses_per_s(10.0) == pytest.approx(cost * 0.0067, rel=0.01)
 
 
 def test_a_decision_among_some_workers_leaves_the_answers_of_others_as_long_as_they_are() -> None:
@@ -161,8 +151,8 @@ def test_a_decision_among_some_workers_leaves_the_answers_of_others_as_long_as_t
     policy.decoding(1, 0.0, 1, mixed)
     placed(policy, arrival(2), mixed._replace(num_steps=1400))
     decoder(policy, arrival(3), D0)
-    steps = policy._workers.columns(slice(None)).num_steps
-    assert policy._answers.num_tokens(steps).tolist() == [401]
+    view = policy._views["mixed-0"]
+    assert view.answers.num_tokens(view.snapshot.num_steps).tolist() == [401]
 
 
 def test_the_ledger_forgets_what_has_left() -> None:
@@ -173,8 +163,9 @@ def test_the_ledger_forgets_what_has_left() -> None:
     for number in range(600):
         policy.left(number, 10)
     assert not policy._requests
-    assert not policy._prompts._prompts
-    assert not len(policy._answers)
+    assert policy._num_answers == len(policy._joining) == len(policy._late_joining) == 0
+    assert not policy._late_tokens
+    assert not any(len(view.prompts) or len(view.answers) for view in policy._views.values())
 
 
 def test_a_decode_worker_prefills_only_while_its_mean_step_meets_tpot() -> None:
@@ -226,8 +217,8 @@ def test_what_would_earn_nothing_anywhere_is_refused_if_that_is_wished() -> None
         assert first is not None
         assert second is not None
         own_s = COST.prefill_s(100, 0)
-        assert first.retry_after_s == pytest.approx(wait_s + own_s if wait_s else MAX_BOOKED_S)
-        assert second.retry_after_s == pytest.approx(wait_s + 2 * own_s if wait_s else MAX_BOOKED_S)
+        assert first.retry_after_s == pytest.approx(wait_s + own_s if wait_s else MAX_RETRY_AFTER_S)
+        assert second.retry_after_s == pytest.approx(wait_s + 2 * own_s if wait_s else MAX_RETRY_AFTER_S)
         assert placed(policy, one._replace(may_refuse=False), waiting, full).is_late
         assert not placed(policy, one, P0, full).retry_after_s
     light = one._replace(weight=1e-3)
@@ -270,30 +261,30 @@ def test_what_would_earn_nothing_waits_while_it_would_take_the_room_of_others() 
     ):
         choice = policy.prefill(one, [P0, decode])
         assert choice is not None
-        assert choice.waits == waits
+        assert choice.is_held == waits
         assert choice.is_late or not waits
     policy.decoding(1000, 0.0, 1, D1)
     choice = policy.prefill(arrival(1)._replace(tpot_slo_s=policy.tpot_slo_s), [P0, loaded(policy, 1.5)])
     assert choice is not None
-    assert choice.waits, "an answer may meet its objectives"
+    assert choice.is_held, "an answer may meet its objectives"
     unreachable = Goodput(COSTS, tpot_slo_s=0.5 * COST.decode_s(1, 100))
     choice = unreachable.prefill(worthless, [P0, full])
     assert choice is not None
-    assert not choice.waits, "nobody is spared"
+    assert not choice.is_held, "nobody is spared"
 
 
 def test_late_ones_on_their_way_count_for_those_that_wait() -> None:
     policy = Goodput(COSTS, tpot_slo_s=2 * STEP_S)
     worthless = arrival(1)._replace(weight=0.0, tpot_slo_s=1.0)
     one_left = D0._replace(max_batch_size=1)
-    assert not placed(policy, worthless, P0, one_left).waits
+    assert not placed(policy, worthless, P0, one_left).is_held
     following = policy.prefill(worthless._replace(request_id=2), [P0, one_left])
     assert following is not None
-    assert following.waits
+    assert following.is_held
     decoder(policy, worthless, one_left)
     again = policy.prefill(worthless._replace(request_id=2), [P0, one_left])
     assert again is not None
-    assert not again.waits
+    assert not again.is_held
 
 
 def test_one_in_eight_is_one_that_has_waited_for_long_unless_it_is_of_no_worth() -> None:
@@ -305,7 +296,7 @@ def test_one_in_eight_is_one_that_has_waited_for_long_unless_it_is_of_no_worth()
             one = arrival(100, now_s=LATE_S, ttft_s=-LATE_S)._replace(tpot_slo_s=policy.tpot_slo_s, weight=weight)
             choice = policy.prefill(one, [P0, full])
             assert choice is not None
-            if not choice.waits:
+            if not choice.is_held:
                 num_turns += 1
                 policy.placed(one, choice)
             placed(policy, arrival(number), P0, D0)
@@ -321,7 +312,7 @@ def test_what_has_waited_for_long_has_a_turn_though_nothing_else_moves() -> None
         one = arrival(100 + now_s, now_s=now_s, ttft_s=-now_s)._replace(tpot_slo_s=policy.tpot_slo_s)
         choice = policy.prefill(one._replace(queued_s=0.0), [P0, full])
         assert choice is not None
-        if not choice.waits:
+        if not choice.is_held:
             turns_s.append(now_s)
             policy.placed(one._replace(queued_s=0.0), choice)
     assert turns_s == [LATE_S, 2 * LATE_S, 3 * LATE_S]
@@ -449,21 +440,21 @@ def test_the_same_events_give_the_same_decisions(events: list[tuple[float, int, 
 def plain_gains(policy: Goodput, one: Arrival, workers: Sequence[WorkerSnapshot]) -> dict[str, float]:
     """Gain of each candidate for prefill, one after the other, before any was placed."""
     blocks, tpot_slo_s, length = one.blocks, policy.tpot_slo_s, policy._lengths.remaining(0)
-    rows = {each.worker_id: policy._workers.rows([each]) for each in workers}
-    policy._view(one, workers)
     own_s, decodes = dict[str, float](), dict[str, tuple[float, float]]()
     for each in workers:
         num_cached = blocks.num_cached_tokens(each.cached_blocks)
         prefill_s = COST.prefill_s(blocks.num_tokens - num_cached, num_cached)
         own_s[each.worker_id] = prefill_s * each.prefill_correction
         step_s = COST.decode_s(each.num_decoding + 1, each.num_context_tokens + blocks.num_tokens)
-        tpot_s = step_s = step_s * each.decode_correction
+        step_s *= each.decode_correction
+        tpot_s = step_s + (COST.pipeline_depth - 0.5) * step_s / length
         if each.num_free_blocks < blocks.num_blocks():
             lacking = shortfall(blocks, each, num_cached_tokens=num_cached)
             tpot_s += step_s * lacking * BLOCK_SIZE / max(each.num_context_tokens, blocks.num_tokens)
         chance = 1 / (1 + exp(-(1 - tpot_s / tpot_slo_s) / TPOT_SPREAD))
-        harm = float(policy._answers.harm(rows[each.worker_id], blocks.num_tokens)[0])
-        decodes[each.worker_id] = chance, harm + SLACK_VALUE * tpot_s / tpot_slo_s
+        view = policy._updated(each)
+        harm = view.misses_of_steps(0.0, step_s - view.step_s, policy._lengths)
+        decodes[each.worker_id] = chance, harm + SLACK_MISSES * tpot_s / tpot_slo_s
     best = max(decodes[each.worker_id][0] - decodes[each.worker_id][1] for each in workers[-2:])
     gains = {}
     for each in workers:
@@ -479,9 +470,9 @@ def plain_gains(policy: Goodput, one: Arrival, workers: Sequence[WorkerSnapshot]
             lacking = shortfall(blocks, each._replace(num_free_blocks=left), num_cached_tokens=num_cached)
             if step_s * each.decode_correction > MAX_MEAN_STEP * tpot_slo_s * (1 - share) or lacking:
                 continue
-            delay = policy._answers.delay_harm(rows[each.worker_id], np.array([own]))
-            gain = chance * decodes[each.worker_id][0] - decodes[each.worker_id][1] - float(delay[0])
-        gains[each.worker_id] = gain - SLACK_VALUE * ttft_s / max(TTFT_S, ttft_s)
+            delay = policy._views[each.worker_id].misses_of_delay(own, policy._lengths)
+            gain = chance * decodes[each.worker_id][0] - decodes[each.worker_id][1] - delay
+        gains[each.worker_id] = gain - SLACK_MISSES * ttft_s / max(TTFT_S, ttft_s)
     return gains
 
 
@@ -525,7 +516,7 @@ def test_the_best_candidate_of_all_is_chosen(
     gains, choice = plain_gains(policy, prompt, workers), policy.prefill(prompt, workers)
     assert choice is not None
     if choice.is_late:
-        assert max(gains.values()) < MIN_CHANCE
+        assert max(gains.values()) < MIN_SCORE
     else:
         assert gains[choice.worker_id] == pytest.approx(max(gains.values()), abs=1e-6)
 
@@ -549,3 +540,13 @@ def test_a_request_that_would_wait_too_long_for_blocks_is_refused() -> None:
     one = arrival(1)._replace(may_refuse=True, tpot_slo_s=0.02)
     assert not placed(policy, one, P0, full).retry_after_s
     assert placed(policy, one, P0, full._replace(num_free_blocks=-8000)).retry_after_s > 0
+
+
+def test_answers_that_a_prefill_beside_them_delays_count_against_it() -> None:
+    policy, one = Goodput(COSTS, tpot_slo_s=1.1 * STEP_S), arrival(1, 4000, ttft_s=10.0)
+    view = policy._updated(with_answers(policy, D0, 16, late_s=0.0))
+    there = policy._decode_option(one, view, {})
+    option = policy._prefill_option(one, view, {}, {view.worker_id: there}, handoff=False, cost_per_s=0.0)
+    delayed = view.misses_of_delay(option.prefill_s, policy._lengths)
+    assert delayed > 0.01
+    assert option.score == pytest.approx(there.score(option.chance) - SLACK_MISSES * option.ttft_s / 10.0 - delayed)

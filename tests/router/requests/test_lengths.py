@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdserve.router.requests.lengths import CHANGES_PER_COUNT, MAX_LENGTH, PRIOR_TOKENS, Lengths
+from pdserve.router.requests.lengths import CHANGES_PER_COUNT, MAX_LENGTH, MIN_CHANGE, PRIOR_TOKENS, Lengths
 
 
 def counted(lengths: Lengths, num_answers: int, num_tokens: int) -> None:
     """Count ``num_answers`` that run."""
-    lengths.count(np.full(num_answers, num_tokens))
+    lengths.count([np.full(num_answers // 2, num_tokens), np.full(-(-num_answers // 2), num_tokens)])
 
 
 def test_lengths_are_learned() -> None:
@@ -18,7 +18,7 @@ def test_lengths_are_learned() -> None:
     assert lengths.remaining(0) == pytest.approx(PRIOR_TOKENS, rel=0.02)
     for _ in range(2000):
         lengths.add(50)
-        if lengths.is_due():
+        if lengths.is_due(0):
             counted(lengths, 0, 0)
     assert lengths.remaining(0) == pytest.approx(50, rel=0.1)
     assert lengths.remaining(40) == pytest.approx(10, rel=0.5)
@@ -27,10 +27,12 @@ def test_lengths_are_learned() -> None:
 
 def test_a_count_is_due_now_and_then() -> None:
     lengths = Lengths()
-    due = [lengths.is_due() for _ in range(CHANGES_PER_COUNT)]
+    due = [lengths.is_due(100) for _ in range(CHANGES_PER_COUNT)]
     assert due == [False] * (CHANGES_PER_COUNT - 1) + [True]
     counted(lengths, 0, 0)
-    assert not lengths.is_due()
+    num_running = round(4 * CHANGES_PER_COUNT / MIN_CHANGE)
+    due = [lengths.is_due(num_running) for _ in range(4 * CHANGES_PER_COUNT)]
+    assert due == [False] * (4 * CHANGES_PER_COUNT - 1) + [True], "the more answers run, the fewer counts"
 
 
 def test_answers_that_run_lengthen_what_is_expected() -> None:

@@ -10,10 +10,9 @@ import pytest
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.deployment import POLICIES
 from pdserve.contracts.placement import WorkerRole
-from pdserve.router.requests.placement import Arrival, Placement
+from pdserve.router.requests.placement import Arrival, Placement, PromptBlocks, WorkerSnapshot
 from pdserve.router.requests.policies import placement
-from pdserve.router.requests.policy import PromptBlocks, WorkerSnapshot
-from tests.router.requests.test_policy import BLOCK_SIZE, COSTS, worker
+from tests.router.requests.test_least_time import BLOCK_SIZE, COSTS, worker
 
 PREFILLS = [worker(f"prefill-{index}") for index in range(3)]
 DECODES = [worker(f"decode-{index}", WorkerRole.DECODE) for index in range(3)]

@@ -15,15 +15,14 @@ from pdserve.contracts.precision import Precision
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
-from pdserve.router.requests.policy import (
-    PromptBlocks,
-    WorkerSnapshot,
+from pdserve.router.requests.least_time import (
     choose_decode,
     choose_prefill,
     may_prefill_locally,
+    predict_tpot_s,
     predict_ttft_s,
-    prefill_candidates,
 )
+from pdserve.router.requests.placement import PromptBlocks, WorkerSnapshot, prefill_candidates, shortfall
 
 BLOCK_SIZE = 4
 SHAPE = ModelShape(
@@ -87,10 +86,9 @@ def test_nobody_to_choose() -> None:
 
 def test_ties_go_to_the_lowest_id() -> None:
     prefill = choose_prefill(prompt(8), [P1, P0, D0], COSTS)
-    decode = choose_decode(prompt(8), [D1, D0], COSTS)
     assert prefill is not None
-    assert decode is not None
-    assert (prefill.worker_id, decode.worker_id) == ("prefill-0", "decode-0")
+    assert prefill.worker_id == "prefill-0"
+    assert choose_decode(prompt(8), [D1, D0], COSTS) == "decode-0"
 
 
 def test_ttft_of_an_idle_worker_is_the_cost_models() -> None:
@@ -226,30 +224,21 @@ def test_a_prompt_of_which_all_must_be_computed_is_at_home_nowhere() -> None:
 def test_of_equally_loaded_decode_workers_the_one_with_less_to_pull() -> None:
     d1 = D1._replace(cached_blocks=OF_HISTORY, num_free_blocks=2000, num_decoding=1, num_context_tokens=100)
     d0 = D0._replace(num_free_blocks=2000)
-    choice = choose_decode(TURN, [d0, d1], COSTS)
-    assert choice is not None
-    assert choice.worker_id == "decode-1"
-    assert choice.transfer_s == COST.transfer_s(100, same_host=True)
+    assert choose_decode(TURN, [d0, d1], COSTS) == "decode-1"
     loaded = d1._replace(num_context_tokens=50_000)
-    choice = choose_decode(TURN, [d0, loaded], COSTS)
-    assert choice is not None
-    assert choice.worker_id == "decode-0"
+    assert choose_decode(TURN, [d0, loaded], COSTS) == "decode-0"
 
 
 def test_a_decode_worker_on_the_host_of_the_prompt_pulls_faster() -> None:
     far, near = D0._replace(host="10.0.0.2"), D1._replace(host="10.0.0.1")
     for source_host, expected in (("10.0.0.1", "decode-1"), ("10.0.0.2", "decode-0")):
-        choice = choose_decode(prompt(1000), [far, near], COSTS, source_host=source_host)
-        assert choice is not None
-        assert (choice.worker_id, choice.transfer_s) == (expected, COST.transfer_s(1000, same_host=True))
+        assert choose_decode(prompt(1000), [far, near], COSTS, source_host=source_host) == expected
 
 
 def test_decode_prefers_the_lighter_batch() -> None:
     heavy = D0._replace(num_decoding=4, num_context_tokens=40_000)
-    choice = choose_decode(prompt(100), [heavy, D1], COSTS)
-    assert choice is not None
-    assert choice.worker_id == "decode-1"
-    assert choice.tpot_s == COST.decode_s(1, 100)
+    assert choose_decode(prompt(100), [heavy, D1], COSTS) == "decode-1"
+    assert predict_tpot_s(D1, 100, COST) == COST.decode_s(1, 100)
 
 
 def test_decode_prefers_room_over_speed() -> None:
@@ -257,10 +246,8 @@ def test_decode_prefers_room_over_speed() -> None:
     no_seat = D0._replace(num_decoding=8)
     slow = D1._replace(decode_correction=50.0)
     for other in (full, no_seat):
-        choice = choose_decode(prompt(100), [other, slow], COSTS)
-        assert choice is not None
-        assert choice.worker_id == "decode-1"
-        assert choice.has_room
+        assert shortfall(prompt(100), other) > shortfall(prompt(100), slow) == 0
+        assert choose_decode(prompt(100), [other, slow], COSTS) == "decode-1"
 
 
 def test_a_worker_that_is_cut_off_is_the_last_resort() -> None:
@@ -269,16 +256,13 @@ def test_a_worker_that_is_cut_off_is_the_last_resort() -> None:
         ([D0, D1._replace(num_free_blocks=3)], "decode-1"),
         ([D0], D0[0]),
     ):
-        choice = choose_decode(prompt(100), workers, COSTS, {"decode-0"})
-        assert choice is not None
-        assert choice.worker_id == expected
+        assert choose_decode(prompt(100), workers, COSTS, {"decode-0"}) == expected
 
 
 def test_where_nobody_has_room_the_least_shortfall_wins() -> None:
-    choice = choose_decode(prompt(100), [D0._replace(num_free_blocks=3), D1._replace(num_free_blocks=20)], COSTS)
-    assert choice is not None
-    assert choice.worker_id == "decode-1"
-    assert not choice.has_room
+    worse, better = D0._replace(num_free_blocks=3), D1._replace(num_free_blocks=20)
+    assert shortfall(prompt(100), worse) > shortfall(prompt(100), better) > 0
+    assert choose_decode(prompt(100), [worse, better], COSTS) == "decode-1"
 
 
 def test_the_last_token_is_always_computed() -> None:
@@ -361,26 +345,23 @@ def test_prefill_on_a_decode_worker_is_faster_and_harmless(
         assert guest.role is WorkerRole.DECODE
         assert choice.ttft_s < usual.ttft_s
         assert may_prefill_locally(guest, num_tokens, 0, COST, tpot_slo_s=tpot_slo_s)
-        there = choose_decode(blocks, [guest], COSTS)
-        assert there is not None
-        assert there.has_room
+        assert not shortfall(blocks, guest)
 
 
 @given(loads.filter(lambda snapshot: snapshot.role is WorkerRole.DECODE), st.integers(1, 3000))
 def test_room_means_blocks_and_a_seat(snapshot: WorkerSnapshot, num_tokens: int) -> None:
     blocks = prompt(num_tokens)
-    choice = choose_decode(blocks, [snapshot], COSTS)
-    assert choice is not None
     has_blocks = snapshot.num_free_blocks >= blocks.num_blocks()
-    assert choice.has_room == (has_blocks and snapshot.num_decoding < snapshot.max_batch_size)
+    has_slot = snapshot.num_decoding < snapshot.max_batch_size
+    assert (shortfall(blocks, snapshot) == 0) == (has_blocks and has_slot)
 
 
 def test_every_role_has_a_cost_model_of_its_own() -> None:
-    slow = CostModel(SHAPE, replace(hardware("h100-sxm"), memory_bandwidth=1e11), Precision(dtype="bfloat16"))
-    costs = {**COSTS, WorkerRole.DECODE: slow}
-    choice = choose_decode(prompt(100), [D0], costs)
-    assert choice is not None
-    assert choice.tpot_s == slow.decode_s(D0.num_decoding + 1, D0.num_context_tokens + 100)
+    slow_links = CostModel(SHAPE, replace(hardware("h100-sxm"), network_bandwidth=1e7), Precision(dtype="bfloat16"))
+    costs = {**COSTS, WorkerRole.DECODE: slow_links}
+    near, far = D0._replace(num_context_tokens=9000, num_decoding=3, host="a"), D1._replace(host="b")
+    assert choose_decode(prompt(100), [near, far], COSTS, source_host="a") == "decode-1"
+    assert choose_decode(prompt(100), [near, far], costs, source_host="a") == "decode-0"
     prefill = choose_prefill(prompt(100), [P0, D0], costs)
     assert prefill is not None
     assert prefill.ttft_s == COST.prefill_s(100, 0)

@@ -1,0 +1,115 @@
+"""Placement policies to compare with: one simple rule each, for both phases."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+
+from pdserve.contracts.placement import WorkerRole
+from pdserve.router.requests.placement import (
+    Arrival,
+    Binding,
+    Costs,
+    Placement,
+    PrefillChoice,
+    PromptBlocks,
+    WorkerSnapshot,
+    prefill_candidates,
+    shortfall,
+    tie_order,
+)
+
+MAX_IMBALANCE = 32
+"""Difference in requests or thousands of waiting tokens above which ``cache-aware`` ignores caches."""
+MIN_MATCH = 0.5
+"""Cached share of a prompt from which ``cache-aware`` follows the cache."""
+
+
+class _Baseline(Placement):
+    """A policy with one rule for both phases. It never prefills on decode workers while prefill workers are up."""
+
+    def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
+        handoffs = {worker.worker_id: handoff for worker, handoff in prefill_candidates(workers)}
+        candidates = [worker for worker in workers if worker.worker_id in handoffs]
+        if not candidates:
+            return None
+        chosen = self._pick(arrival.blocks, candidates, _prompts)
+        num_cached = arrival.blocks.num_cached_tokens(chosen.cached_blocks)
+        return PrefillChoice(chosen.worker_id, handoffs[chosen.worker_id], 0.0, num_cached, due_s=arrival.wanted_s)
+
+    def decode(
+        self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
+    ) -> Binding | None:
+        up = [worker for worker in workers if worker.role is WorkerRole.DECODE]
+        near = [worker for worker in up if worker.worker_id not in cut_off] or up
+        roomy = [worker for worker in near if not shortfall(arrival.blocks, worker)] or near
+        return Binding(self._pick(arrival.blocks, roomy, _answers).worker_id) if roomy else None
+
+    def _pick(
+        self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
+    ) -> WorkerSnapshot:
+        """One of ``workers``, which are one or more."""
+        raise NotImplementedError
+
+
+class RoundRobin(_Baseline):
+    """Each worker in turn, by phase."""
+
+    def __init__(self, costs: Costs, *, tpot_slo_s: float = 0.0) -> None:
+        super().__init__(costs, tpot_slo_s=tpot_slo_s)
+        self._last: dict[Callable[[WorkerSnapshot], float], str] = {}
+
+    def _pick(
+        self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
+    ) -> WorkerSnapshot:
+        last = self._last.get(load, "")
+        chosen = min(workers, key=lambda worker: (worker.worker_id <= last, worker.worker_id))
+        self._last[load] = chosen.worker_id
+        return chosen
+
+
+class LeastLoaded(_Baseline):
+    """Fewest waiting prompt tokens, then fewest answers."""
+
+    def _pick(
+        self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
+    ) -> WorkerSnapshot:
+        return min(workers, key=lambda worker: (load(worker), tie_order(blocks, worker)))
+
+
+class PowerOfTwo(LeastLoaded):
+    """The less loaded of two random workers (Mitzenmacher, 2001)."""
+
+    def __init__(self, costs: Costs, *, tpot_slo_s: float = 0.0) -> None:
+        super().__init__(costs, tpot_slo_s=tpot_slo_s)
+        self._random = random.Random(0)
+
+    def _pick(
+        self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
+    ) -> WorkerSnapshot:
+        return super()._pick(blocks, self._random.sample(workers, min(2, len(workers))), load)
+
+
+class CacheAware(LeastLoaded):
+    """The longest cached prefix while loads are balanced, as SGLang's router does; else the least load."""
+
+    def _pick(
+        self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
+    ) -> WorkerSnapshot:
+        loads = [load(worker) for worker in workers]
+        if max(loads) - min(loads) <= MAX_IMBALANCE:
+            cached = {worker.worker_id: blocks.num_cached_tokens(worker.cached_blocks) for worker in workers}
+            most = max(cached.values())
+            if most >= MIN_MATCH * blocks.num_tokens:
+                workers = [worker for worker in workers if cached[worker.worker_id] == most]
+        return super()._pick(blocks, workers, load)
+
+
+def _prompts(worker: WorkerSnapshot) -> float:
+    """Load of a candidate for prefill: thousands of waiting tokens, and answers, of which a prefill worker has none."""
+    return worker.num_waiting_tokens / 1000 + worker.num_decoding
+
+
+def _answers(worker: WorkerSnapshot) -> float:
+    return worker.num_decoding
