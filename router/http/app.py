@@ -1,4 +1,4 @@
-"""Public HTTP application: OpenAI's API over a `Cluster`, plus the health routes.
+"""Public HTTP application: OpenAI's API and Anthropic's over a `Cluster`, plus the health routes.
 
 Owns the routes. `pdserve.router.main` runs it under uvicorn. Metrics and control have their own port.
 """
@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import EdgeMiddleware
 from pdserve.router.http.edge import Edge
-from pdserve.router.http.errors import ApiError, install_error_handlers
-from pdserve.router.http.json_body import JsonRoute
+from pdserve.router.http.errors import MESSAGES_PATH, ApiError, install_error_handlers
+from pdserve.router.http.json_body import BodyRoute
 from pdserve.router.http.keys import RATE_HEADERS, KeyFile
 from pdserve.router.http.page import add_page_routes
 from pdserve.router.http.request_log import RequestLog
@@ -93,14 +93,14 @@ def create_app(
             expose_headers=["Retry-After", "X-Request-Id", "X-Should-Retry", *RATE_HEADERS],
             max_age=CORS_MAX_AGE_S,
         )
-    _add_openai_routes(app, edge)
+    _add_model_routes(app, edge)
     _add_status_routes(app, cluster)
     if overview is not None:
         add_page_routes(app, overview, keys)
     return app
 
 
-def _add_openai_routes(app: FastAPI, edge: Edge) -> None:
+def _add_model_routes(app: FastAPI, edge: Edge) -> None:
     created = int(time.time())
 
     def model_card() -> dict[str, Any]:
@@ -115,10 +115,12 @@ def _add_openai_routes(app: FastAPI, edge: Edge) -> None:
             "permission": [],
         }
 
-    routes = APIRouter(route_class=JsonRoute)
+    routes = APIRouter(route_class=BodyRoute)
     routes.post("/v1/chat/completions")(edge.create_chat_completion)
     routes.post("/v1/completions")(edge.create_completion)
     routes.post("/v1/responses")(edge.create_response)
+    routes.post(MESSAGES_PATH)(edge.create_message)
+    routes.post(f"{MESSAGES_PATH}/count_tokens")(edge.count_tokens)
     routes.post("/tokenize")(edge.tokenize)
     routes.post("/detokenize")(edge.detokenize)
     app.include_router(routes)

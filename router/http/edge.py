@@ -16,14 +16,14 @@ from math import ceil
 from typing import TypeVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pdserve.contracts.deployment import DEFAULT_TIER
-from pdserve.contracts.request import Grammar
 from pdserve.router.cluster.cluster import Cluster
+from pdserve.router.http.anthropic import MessagesBody, MessageWriter
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import ApiError, refusal
+from pdserve.router.http.exchange import Exchange
 from pdserve.router.http.grammars import after_reasoning, grammar_of
 from pdserve.router.http.json_body import LARGE_BYTES
 from pdserve.router.http.keys import Caller
@@ -46,6 +46,7 @@ from pdserve.router.text.tool_calls import whole_text
 from pdserve.router.text.xml_calls import call_parser
 
 Result = TypeVar("Result")
+Writer = AnswerWriter | ResponseWriter | MessageWriter
 
 PIECE_TOKENS = 64
 """Tokens decoded together where no reader needs them one by one."""
@@ -80,39 +81,56 @@ class Edge:
     tokenizer_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the request that has the tokenizer's turn."""
 
-    async def create_chat_completion(self, body: ChatBody, request: Request) -> Response:
+    async def create_chat_completion(self, body: ChatBody, exchange: Exchange) -> Response:
         """Answer a conversation with the assistant's turn."""
-        answer = await self._chat(body, request)
-        writer = AnswerWriter(self.tokenizer, body, [answer], request.state.request_id, self.served_name)
-        return await self._respond(body, request, [answer], writer)
+        answer = await self._chat(body, exchange)
+        writer = AnswerWriter(self.tokenizer, body, [answer], exchange.id, self.served_name)
+        return await self._respond(body, exchange, [answer], writer)
 
-    async def create_response(self, body: ResponsesBody, request: Request) -> Response:
+    async def create_response(self, body: ResponsesBody, exchange: Exchange) -> Response:
         """Answer as the responses API does."""
         self._fill(body)  # the response tells
         with body.naming_its_fields():
-            chat = await self._aside(request, body.as_chat)
-            answer = await self._chat(chat, request)
-        writer = ResponseWriter(body, answer, request.state.request_id, self.served_name)
-        return await self._respond(chat, request, [answer], writer)
+            chat = await self._aside(exchange, body.as_chat)
+            answer = await self._chat(chat, exchange)
+        writer = ResponseWriter(body, answer, exchange.id, self.served_name)
+        return await self._respond(chat, exchange, [answer], writer)
 
-    async def _chat(self, body: ChatBody, request: Request) -> Answer:
-        max_model_len = await self._admit(body, request)
-        tools = await self._aside(request, partial(tools_of, body, self.tokenizer.tool_format, request.state.grammar))
+    async def create_message(self, body: MessagesBody, exchange: Exchange) -> Response:
+        """Answer as Anthropic's API does."""
+        with body.naming_its_fields():
+            chat = await self._aside(exchange, body.as_chat)
+            answer = await self._chat(chat, exchange)
+        writer = MessageWriter(answer, chat.token_limit, exchange.id, self.served_name)
+        return await self._respond(chat, exchange, [answer], writer)
+
+    async def count_tokens(self, body: MessagesBody, exchange: Exchange) -> JSONResponse:
+        """Tokens of the prompt that a message would have."""
+        with body.naming_its_fields():
+            chat = await self._aside(exchange, body.as_chat)
+            self._check_model(chat.model)
+            tools = await self._aside(exchange, partial(tools_of, chat, self.tokenizer.tool_format))
+            tokens = await self._tokens(chat, exchange, tools.offered if tools else ())
+        return JSONResponse({"input_tokens": len(tokens)})
+
+    async def _chat(self, body: ChatBody, exchange: Exchange) -> Answer:
+        max_model_len = await self._admit(body, exchange)
+        tools = await self._aside(exchange, partial(tools_of, body, self.tokenizer.tool_format, exchange.grammar))
         if tools is not None:
-            request.state.grammar = tools.grammar
-        text = await self._aside(request, partial(self._chat_text, body, tools.offered if tools else ()))
+            exchange.grammar = tools.grammar
+        text = await self._aside(exchange, partial(self._chat_text, body, tools.offered if tools else ()))
         reasoning = self._reasoning(body, text)
-        if request.state.grammar is not None and reasoning is not None:
-            request.state.grammar = after_reasoning(request.state.grammar, is_open=reasoning)
+        if exchange.grammar is not None and reasoning is not None:
+            exchange.grammar = after_reasoning(exchange.grammar, is_open=reasoning)
         with _too_long(body, max_model_len):
             tokens = await self.tokenizer.encode_chat(text, most_tokens=max_model_len)
-        spec = self._spec(body, request, max_model_len, tokens)
+        spec = self._spec(body, exchange, max_model_len, tokens)
         context = tokens if body.prompt_end is PromptEnd.LAST_MESSAGE else ()
         return self._answer(body, spec, context=context, new_parts=_parts(reasoning, tools))
 
-    async def create_completion(self, body: CompletionBody, request: Request) -> Response:
+    async def create_completion(self, body: CompletionBody, exchange: Exchange) -> Response:
         """Continue texts or token ids, one answer or more for each."""
-        max_model_len = await self._admit(body, request)
+        max_model_len = await self._admit(body, exchange)
         answers: list[Answer] = []
         for prompt in body.prompt:
             if isinstance(prompt, str):
@@ -120,29 +138,18 @@ class Edge:
                     tokens = await self.tokenizer.encode(prompt, most_tokens=max_model_len)
             else:
                 tokens = prompt
-            spec = self._spec(body, request, max_model_len, tokens)
+            spec = self._spec(body, exchange, max_model_len, tokens)
             echo = await off_loop(len(tokens), partial(self._echo, body, prompt, tokens)) if body.echo else None
             first_index = len(answers) * body.num_choices
             answers.append(self._answer(body, spec, first_index=first_index, context=tokens, echo=echo))
-        writer = AnswerWriter(self.tokenizer, body, answers, request.state.request_id, self.served_name)
-        return await self._respond(body, request, answers, writer)
+        writer = AnswerWriter(self.tokenizer, body, answers, exchange.id, self.served_name)
+        return await self._respond(body, exchange, answers, writer)
 
-    async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
+    async def tokenize(self, body: TokenizeBody, exchange: Exchange) -> Response:
         """Token ids of a prompt, or of a chat as the model would be asked it."""
         body.check()
         self._check_model(body.model)
-        async with asyncio.timeout(TOKENIZER_S), self._tokenizer_turn(request):
-            if body.messages is not None:
-                text = await self._aside(request, partial(self._chat_text, body, body.tools or ()))
-            else:
-                text = body.prompt or ""
-            if len(text) > MAX_TOKENIZED_CHARS:
-                message = f"the text has {len(text)} characters; send {MAX_TOKENIZED_CHARS} at a time"
-                raise ApiError(400, message, param="prompt" if body.messages is None else "messages")
-            if body.messages is not None:
-                tokens = await self.tokenizer.encode_chat(text)
-            else:
-                tokens = await self.tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
+        tokens = await self._tokens(body, exchange, body.tools or ())
         texts = None
         if body.return_token_strs:
             texts = await off_loop(len(tokens), lambda: list(map(self.tokenizer.token_text, tokens)))
@@ -161,46 +168,57 @@ class Edge:
         source = None if template is None else template.source
         return JSONResponse({**special_tokens, "chat_template": source})
 
-    async def detokenize(self, body: DetokenizeBody, request: Request) -> JSONResponse:
+    async def detokenize(self, body: DetokenizeBody, exchange: Exchange) -> JSONResponse:
         """Text of token ids, special tokens included."""
         self._check_model(body.model)
         check_token_ids("tokens", body.tokens, self.tokenizer.vocab_size)
-        async with asyncio.timeout(TOKENIZER_S), self._tokenizer_turn(request):
+        async with asyncio.timeout(TOKENIZER_S), self._tokenizer_turn(exchange):
             text = await off_loop(len(body.tokens), partial(self.tokenizer.decode, body.tokens))
         return JSONResponse({"prompt": text})
 
-    def _tokenizer_turn(self, request: Request) -> asyncio.Lock:
+    async def _tokens(
+        self, body: ChatBody | TokenizeBody, exchange: Exchange, tools: Sequence[Mapping[str, object]] = ()
+    ) -> list[int]:
+        """Tokens of a prompt that nobody answers."""
+        async with asyncio.timeout(TOKENIZER_S), self._tokenizer_turn(exchange):
+            if isinstance(body, ChatBody) or body.messages is not None:
+                text = await self._aside(exchange, partial(self._chat_text, body, tools))
+                return await self.tokenizer.encode_chat(_tokenized(text, "messages"))
+            text = _tokenized(body.prompt or "", "prompt")
+            return await self.tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
+
+    def _tokenizer_turn(self, exchange: Exchange) -> asyncio.Lock:
         """Count a request for the tokenizer alone to its key as others are; return what it holds meanwhile. They go one
         at a time, so that a prompt waits for one at most.
 
         Raises:
             ApiError: the key has nothing left.
         """
-        if request.state.caller is not None:
-            request.state.caller.check_left()
-            request.state.caller.begin(1)
+        if exchange.caller is not None:
+            exchange.caller.check_left()
+            exchange.caller.begin(1)
         return self.tokenizer_lock
 
-    async def _aside(self, request: Request, work: Callable[[], Result]) -> Result:
+    async def _aside(self, exchange: Exchange, work: Callable[[], Result]) -> Result:
         """Return ``work()``, run in a thread if the body is large."""
-        return await off_loop(request.state.num_body_bytes, work, LARGE_BYTES)
+        return await off_loop(exchange.num_body_bytes, work, LARGE_BYTES)
 
-    async def _admit(self, body: GenerationBody, request: Request) -> int:
+    async def _admit(self, body: GenerationBody, exchange: Exchange) -> int:
         """Check the request as far as possible before reading the prompt; return the model's maximum length."""
-        await self._aside(request, body.check)
+        await self._aside(exchange, body.check)
         self._fill(body)
-        request.state.grammar = await self._aside(request, partial(grammar_of, body))
+        exchange.grammar = await self._aside(exchange, partial(grammar_of, body))
         check_token_ids("logit_bias", map(int, body.logit_bias or ()), self.tokenizer.vocab_size)
         check_token_ids("stop_token_ids", body.stop_token_ids or (), self.tokenizer.vocab_size)
         self._check_model(body.model)
         max_model_len = self.cluster.max_model_len
         if max_model_len is None:
             raise ApiError(503, "no worker has joined the cluster yet; try again soon", headers={"Retry-After": "1"})
-        caller: Caller | None = request.state.caller
-        request.state.tier = tier = self._tier(body, caller)
-        tenant = "" if caller is None else caller.key.tenant
+        caller = exchange.caller
+        exchange.tier = tier = self._tier(body, caller)
+        tenant = exchange.tenant
         try:
-            self.cluster.check_room(body.num_answers, tenant=tenant, tier=tier, arrived_s=request.state.arrived_s)
+            self.cluster.check_room(body.num_answers, tenant=tenant, tier=tier, arrived_s=exchange.arrived_s)
         except GenerationError as error:
             if error.status != 400:
                 self.metrics.tenant_served(tenant, is_good=False)
@@ -218,7 +236,7 @@ class Edge:
         """Tier that the request names, or that of its key."""
         tiers = self.cluster.tiers
         allowed = tiers if caller is None else caller.key.tiers or (DEFAULT_TIER,)
-        if len(tiers) == 1 or body.service_tier in (None, "auto"):
+        if len(tiers) == 1 or body.service_tier in (None, "auto", "standard_only"):
             return allowed[0]
         if body.service_tier not in allowed:
             remedy = f"use {', '.join(allowed)} or auto"
@@ -253,17 +271,17 @@ class Edge:
         return prompt.rstrip().endswith(OPENING)
 
     def _spec(
-        self, body: GenerationBody, request: Request, max_model_len: int, prompt_tokens: Sequence[int]
+        self, body: GenerationBody, exchange: Exchange, max_model_len: int, prompt_tokens: Sequence[int]
     ) -> RequestSpec:
         """Check a prompt and combine it with the request's parameters."""
         if not prompt_tokens:
             raise ApiError(400, "the prompt is empty; it needs one token at least", param=body.prompt_field)
         check_token_ids(body.prompt_field, prompt_tokens, self.tokenizer.vocab_size)
         num_shown = body.num_choices * (2 + body.num_prompt_logprobs) if body.shows_prompt else 0
-        request.state.memory.take(len(prompt_tokens) * (TOKEN_BYTES + num_shown * SHOWN_BYTES))
-        caller: Caller | None = request.state.caller
+        exchange.hold(len(prompt_tokens) * (TOKEN_BYTES + num_shown * SHOWN_BYTES))
+        caller = exchange.caller
         salt = body.cache_salt or ""
-        grammar: Grammar | None = request.state.grammar
+        grammar = exchange.grammar
         if caller is not None:
             if grammar is not None and (wait_s := caller.grammars.spend(grammar)):
                 limit = caller.key.grammars_per_minute
@@ -284,12 +302,12 @@ class Edge:
                 most_tokens=min(filter(None, limits), default=0),
                 grammar=grammar,
             ),
-            arrived_s=request.state.arrived_s,
-            request_id=request.state.request_id,
+            arrived_s=exchange.arrived_s,
+            request_id=exchange.id,
             num_choices=body.num_choices,
             cache_salt=cache_salt,
-            tenant="" if caller is None else caller.key.tenant,
-            tier=request.state.tier,
+            tenant=exchange.tenant,
+            tier=exchange.tier,
         )
 
     def _answer(
@@ -345,24 +363,31 @@ class Edge:
         return TextDelta(0, prompt if isinstance(prompt, str) else text, end, echoed, len(echoed))
 
     async def _respond(
-        self, body: GenerationBody, request: Request, answers: Sequence[Answer], writer: AnswerWriter | ResponseWriter
+        self, body: GenerationBody, exchange: Exchange, answers: Sequence[Answer], writer: Writer
     ) -> Response:
         """Run the answers and write them, whole or as a stream."""
-        if request.state.caller is not None:
-            request.state.caller.num_answered = lambda: sum(answer.num_completion_tokens for answer in answers)
-        timer = TokenTimer(self.metrics, request.state.arrived_s, request.state.request_id, tier=request.state.tier)
-        request.state.entry.answering(answers, timer)
+        exchange.answers = answers
+        timer = TokenTimer(self.metrics, exchange.arrived_s, exchange.id, tier=exchange.tier)
+        exchange.entry.answering(answers, timer)
         if body.stream:
+            shows_workers = "x-show-workers" in exchange.headers
             generation = Generation(self.cluster.dispatcher, answers)
-            return EventStream(generation, writer, timer, self.keep_alive_s, "x-show-workers" in request.headers)
-        async with cancel_on_disconnect(request.receive):
+            return EventStream(generation, writer, timer, self.keep_alive_s, shows_workers)
+        async with cancel_on_disconnect(exchange.receive):
             with Generation(self.cluster.dispatcher, answers, timer.token) as generation:
                 while batch := await generation.next():
                     for delta in batch:
                         num_bytes = await off_loop(delta.num_echoed, partial(writer.add, delta))
-                        request.state.memory.take(num_bytes)
+                        exchange.hold(num_bytes)
         timer.finished([answer.journey for answer in answers])
         return Response(await writer.whole(), media_type="application/json")
+
+
+def _tokenized(text: str, field: str) -> str:
+    """A text that is not too long for the tokenizer's turn."""
+    if len(text) > MAX_TOKENIZED_CHARS:
+        raise refusal(field, f"has {len(text)} characters; send {MAX_TOKENIZED_CHARS} at a time")
+    return text
 
 
 @contextmanager

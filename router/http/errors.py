@@ -1,7 +1,7 @@
-"""Errors in the format of OpenAI's API: ``{"error": {"message", "type", "param", "code"}}``.
+"""Errors in the format of OpenAI's API: ``{"error": {"message", "type", "param", "code"}}``, or of Anthropic's.
 
-Handlers raise `ApiError` for a client's mistake and pass on `GenerationError` of the cluster; FastAPI's own errors are
-rewritten here. Details of an unexpected exception are logged and never reach a client.
+Handlers raise `ApiError` for a client's mistake and pass on `GenerationError` of the cluster; errors of FastAPI's
+routing are rewritten here. Details of an unexpected exception are logged and never reach a client.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 import msgspec
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -30,6 +29,13 @@ MAX_NAME_CHARS = 64
 
 _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error", 504: "timeout_error"}
 _CODES = {429: "rate_limit_exceeded"}
+
+MESSAGES_PATH = "/v1/messages"
+"""Errors of this route, and of those below it, are in Anthropic's format."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 500: "api_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
 
 
 class ApiError(HTTPException):
@@ -50,7 +56,13 @@ class ApiError(HTTPException):
         self.param = param
         self.code = code or _CODES.get(status)
 
-    def body(self) -> bytes:
+    def body(self, path: str) -> bytes:
+        """JSON for a request to ``path``."""
+        if path.startswith(MESSAGES_PATH):
+            kind = _ANTHROPIC_TYPES.get(self.status_code, "invalid_request_error")
+            # Claude Code compacts a conversation at these words
+            before = "prompt is too long: " if self.code == "context_length_exceeded" else ""
+            return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": before + self.detail}})
         error = {
             "message": self.detail,
             "type": _TYPES.get(self.status_code, "invalid_request_error"),
@@ -59,8 +71,8 @@ class ApiError(HTTPException):
         }
         return msgspec.json.encode({"error": error})
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status_code, self.headers, media_type="application/json")
+    def response(self, path: str) -> Response:
+        return Response(self.body(path), self.status_code, self.headers, media_type="application/json")
 
 
 def refusal(field: str, message: str) -> ApiError:
@@ -75,8 +87,6 @@ def api_error(error: Exception) -> ApiError:
             return error
         case GenerationError():
             return ApiError(error.status, error.message, headers=_retry_headers(error))
-        case RequestValidationError():
-            return ApiError(400, "the request body must be a JSON object")  # it is empty
         case TimeoutError():
             return ApiError(503, "the router is too busy to answer in time; try again", headers={"Retry-After": "1"})
         case HTTPException():
@@ -100,12 +110,13 @@ async def answer_error(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_LEFT)
     if isinstance(error, HTTPException) and not isinstance(error, ApiError):
         if error.status_code == 404:
-            error.detail = f"there is no route {request.method} {request.url.path}; base URLs of clients end with /v1"
+            remedy = "base URLs of clients end with /v1, those of Anthropic's clients before it"
+            error.detail = f"there is no route {request.method} {request.url.path}; {remedy}"
         elif error.status_code == 405:
             error.detail = f"{request.url.path} does not take {request.method}"
-    return api_error(error).response()
+    return api_error(error).response(request.url.path)
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    for kind in (HTTPException, RequestValidationError, ClientDisconnect):
+    for kind in (HTTPException, ClientDisconnect):
         app.add_exception_handler(kind, answer_error)

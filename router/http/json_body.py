@@ -1,4 +1,4 @@
-"""JSON bodies: bounded before anything of them is built, decoded, and checked by the model of the route.
+"""JSON bodies: received in time, bounded before anything of them is built, decoded, and checked by a model.
 
 While C code builds or checks objects, no other thread of the process runs, the event loop included. So the number of
 objects is bounded while a body arrives, and large bodies are read in a thread, one at a time.
@@ -10,9 +10,10 @@ import asyncio
 import codecs
 import gc
 import re
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 from fastapi import Request, Response
@@ -21,7 +22,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 from pydantic_core import PydanticCustomError
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
+from pdserve.router.http.exchange import CLOSE, Exchange
 
+BODY_TIMEOUT_S = 60.0
+"""Seconds from a request's headers to the end of its body."""
 LARGE_BYTES = 2**16
 """A larger body is read in a thread, as is what follows from it."""
 MAX_CONTAINERS = 2**16
@@ -42,6 +46,8 @@ _HALVES = re.compile(
 )
 """Halves of surrogate pairs, in group 1, or what has none: no more than other threads can wait for."""
 
+Model = TypeVar("Model", bound=BaseModel)
+
 _decode = msgspec.json.Decoder().decode
 
 INTEGRAL = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
@@ -61,60 +67,71 @@ class Body(BaseModel):
         return value
 
 
-class JsonRoute(APIRoute):
-    """Route that accepts only ``application/json``, of keys that have something left. Sets ``num_body_bytes`` in the
-    request's state."""
+class BodyRoute(APIRoute):
+    """Route whose handler gets a body, as `read` returns it, and the `Exchange`. FastAPI makes ``/openapi.json`` of the
+    handler's signature; its own path to a body would have no bounds."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-        assert self.body_field is not None
-        model = self.body_field.field_info.annotation
-        assert isinstance(model, type)
-        assert issubclass(model, BaseModel)
+        handle = self.endpoint
+        model: type[BaseModel] = get_type_hints(handle)["body"]
 
-        async def handle_json(request: Request) -> Response:
-            content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if content_type != "application/json":
-                shown = content_type[:MAX_NAME_CHARS] or "none"
-                raise ApiError(415, f"send the request with Content-Type: application/json; it was {shown}")
-            encoding = request.headers.get("content-encoding", "identity").strip().lower()
-            if encoding != "identity":
-                message = f"send the request without Content-Encoding; it was {encoding[:MAX_NAME_CHARS]}"
-                raise ApiError(415, message, headers={"Accept-Encoding": "identity"})
-            if request.state.caller is not None:
-                request.state.caller.check_left()
-            return await handle(_JsonRequest(request, model))
+        async def handle_body(request: Request) -> Response:
+            exchange: Exchange = request.state.exchange
+            response: Response = await handle(await read(exchange, model), exchange)
+            return response
 
-        return handle_json
+        return handle_body
 
 
-class _JsonRequest(Request):
-    """`json` returns the body as an instance of its model, which FastAPI passes on as it is."""
+async def read(exchange: Exchange, model: type[Model]) -> Model:
+    """Receive and decode the body of a request, whose key must have something left.
 
-    def __init__(self, request: Request, model: type[BaseModel]) -> None:
-        super().__init__(request.scope, request.receive)
-        self._model = model
-        self._data = bytearray()
+    Raises:
+        ApiError: it is not ``application/json``, or not of the model.
+    """
+    content_type = exchange.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        shown = content_type[:MAX_NAME_CHARS] or "none"
+        raise ApiError(415, f"send the request with Content-Type: application/json; it was {shown}")
+    encoding = exchange.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        message = f"send the request without Content-Encoding; it was {encoding[:MAX_NAME_CHARS]}"
+        raise ApiError(415, message, headers={"Accept-Encoding": "identity"})
+    if exchange.caller is not None:
+        exchange.caller.check_left()
+    data = (await _receive(exchange)).removeprefix(codecs.BOM_UTF8)
+    exchange.num_body_bytes = len(data)
+    if len(data) <= LARGE_BYTES:
+        return read_body(data, model)
+    return await asyncio.to_thread(_read_large, data, model)
 
-    async def body(self) -> bytes:
-        """Receive the body; return its first byte, because FastAPI keeps what this returns and only asks whether it is
-        empty."""
-        structure = Structure()
-        async with aclosing(self.stream()) as pieces:
+
+async def _receive(exchange: Exchange) -> bytearray:
+    """Body of a request; a declared length is checked before reading."""
+    structure, data, most = Structure(), bytearray(), exchange.max_body_bytes
+    length = exchange.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most:
+        raise _too_large(most)
+    try:
+        left_s = exchange.arrived_s + BODY_TIMEOUT_S - time.monotonic()
+        async with asyncio.timeout(left_s), aclosing(exchange.stream()) as pieces:
             async for piece in pieces:
+                exchange.hold(len(piece))
+                if len(data) + len(piece) > most:
+                    raise _too_large(most)
                 structure.add(piece)
-                self._data += piece
-        return bytes(self._data[:1])
-
-    async def json(self) -> Any:
-        data, self._data = self._data.removeprefix(codecs.BOM_UTF8), bytearray()
-        self.state.num_body_bytes = len(data)
-        if len(data) <= LARGE_BYTES:
-            return read_body(data, self._model)
-        return await asyncio.to_thread(_read_large, data, self._model)
+                data += piece
+    except TimeoutError:
+        refusal = f"the request body did not arrive within {BODY_TIMEOUT_S:g} s"
+        raise ApiError(408, refusal, headers=CLOSE) from None
+    return data
 
 
-def _read_large(data: bytearray, model: type[BaseModel]) -> BaseModel:
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the request body is larger than {most} bytes; shorten the prompt", headers=CLOSE)
+
+
+def _read_large(data: bytearray, model: type[Model]) -> Model:
     """`read_body` without the collections that so many new objects cause: none of them is garbage, and a collection
     holds up the event loop for longer than all else."""
     gc.disable()
@@ -124,12 +141,14 @@ def _read_large(data: bytearray, model: type[BaseModel]) -> BaseModel:
         gc.enable()
 
 
-def read_body(data: bytes | bytearray, model: type[BaseModel]) -> BaseModel:
+def read_body(data: bytes | bytearray, model: type[Model]) -> Model:
     """Decode a body whose structure is bounded.
 
     Raises:
         ApiError: it is not JSON, or not of the model.
     """
+    if not data:
+        raise ApiError(400, "the request body must be a JSON object")
     try:
         return model.model_validate(decoded(data))
     except UnicodeDecodeError:

@@ -15,7 +15,7 @@ import re
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import ceil
@@ -295,8 +295,6 @@ class Caller:
         self._num_answers = 0
         self._prompt_tokens = 0.0
         """Taken for prompts."""
-        self.num_answered: Callable[[], int] = lambda: 0
-        """Returns the tokens of the request's answers, which `close` takes from the budget."""
 
     def check_left(self, num_answers: int = 1) -> None:
         """Check that the key has enough left for a request that wants so many answers.
@@ -341,9 +339,10 @@ class Caller:
         self._in_flight[self.key.id] += num_answers
         self.spend(requests=1)
 
-    def close(self, *, is_refused: bool = False) -> None:
-        num_answered = self.num_answered()
-        self.spend(tokens=-self._prompt_tokens if is_refused and not num_answered else num_answered)
+    def close(self, num_answered_tokens: int = 0, *, is_refused: bool = False) -> None:
+        """Take the tokens of the request's answers; give back those of its prompt if it was refused."""
+        is_given_back = is_refused and not num_answered_tokens
+        self.spend(tokens=-self._prompt_tokens if is_given_back else num_answered_tokens)
         self._in_flight[self.key.id] -= self._num_answers
         self._num_answers = 0
         if not self._in_flight[self.key.id]:

@@ -1,7 +1,7 @@
-"""Messages of a conversation: read from a chat or a response, and passed to the chat template in one form.
+"""Messages of a conversation: read from any of the APIs, and passed to the chat template in one form.
 
-Clients write the same message in many ways. `ChatMessage` and `messages_of` read all of them; `forms_of` has those in
-which a template may accept them.
+Clients write the same message in many ways. `ChatMessage`, `messages_of` (OpenAI's responses) and `turns_of`
+(Anthropic's messages) read all of them; `forms_of` has those in which a template may accept them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ MAX_MESSAGE_CALLS = 128
 MAX_MESSAGES = 2**14
 """Maximum messages in one chat. Each delays other requests, however short it is."""
 
-_TEXTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
+_TEXTS = {
+    "text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text", "tool_reference": "tool_name",
+}  # fmt: skip
 """Type of a part to the member that holds its text."""
 _SYSTEM = ("system", "developer")
 _MAY_BE_EMPTY = ("assistant", "tool")
@@ -42,13 +44,20 @@ def _joined_text(value: object) -> object:
         return value
     if not isinstance(value, list):
         raise PydanticCustomError("content", "Input should be a string or a list of text parts")
-    texts: list[Any] = [part.get(_TEXTS.get(str(part.get("type")))) for part in value if isinstance(part, dict)]
-    if len(texts) < len(value) or not all(isinstance(text, str) for text in texts):
-        raise PydanticCustomError("content", 'Parts should be {"type": "text", "text": "..."}')
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in _TEXTS:
+            message = "Parts of the type {kind} are not supported: the model reads text alone"
+            raise PydanticCustomError("content", message, {"kind": kind[:MAX_NAME_CHARS]})
+        text = part.get(_TEXTS[kind]) if isinstance(kind, str) else None
+        if not isinstance(text, str):
+            raise PydanticCustomError("content", 'Parts should be {"type": "text", "text": "..."}')
+        texts.append(text)
     return "\n".join(texts)
 
 
-def _arguments(value: object) -> dict[str, object]:
+def call_arguments(value: object) -> dict[str, object]:
     """Arguments of an earlier call as an object, whatever the model wrote: templates go through its members."""
     if isinstance(value, str):
         try:
@@ -66,9 +75,9 @@ MessageText = Annotated[str, BeforeValidator(_joined_text, json_schema_input_typ
 
 class CalledFunction(Body):
     name: str
-    arguments: Annotated[object, PlainValidator(_arguments, json_schema_input_type=str | dict[str, object] | None)] = (
-        Field(default_factory=dict)
-    )
+    arguments: Annotated[
+        object, PlainValidator(call_arguments, json_schema_input_type=str | dict[str, object] | None)
+    ] = Field(default_factory=dict)
     """JSON text, which may be empty, or an object."""
 
 
@@ -200,3 +209,55 @@ def _reasoning_of(item: Mapping[str, Any]) -> str:
         return "\n".join(map(str, texts)) or b64decode(str(item.get("encrypted_content") or "")).decode()
     except ValueError:
         return ""
+
+
+def turns_of(system: object, turns: Sequence[Mapping[str, Any]], places: dict[str, str]) -> list[dict[str, Any]]:
+    """Messages of a chat with the turns of Anthropic's API, of which a user's has the results of calls.
+
+    Args:
+        places: gets the place in the body of each message and call, by its place among the messages.
+    """
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for index, turn in enumerate(turns):
+        content = turn.get("content")
+        message: dict[str, Any] = {"role": turn.get("role"), "content": content}
+        if isinstance(content, list):
+            message["content"] = parts = []
+            for number, block in enumerate(content):
+                place = f"messages.{index}.content.{number}"
+                match block.get("type") if isinstance(block, dict) else None:
+                    case "thinking":
+                        message["reasoning"] = f"{message.get('reasoning', '')}{block.get('thinking') or ''}"
+                    case "tool_use":
+                        calls = message.setdefault("tool_calls", [])
+                        call = f"messages.{len(messages)}.tool_calls.{len(calls)}"
+                        places |= {
+                            call: place,
+                            f"{call}.function": place,
+                            f"{call}.function.arguments": f"{place}.input",
+                        }
+                        function = {"name": block.get("name"), "arguments": block.get("input")}
+                        calls.append({"id": block.get("id"), "function": function})
+                    case "tool_result":
+                        places[f"messages.{len(messages)}"] = place
+                        result = {"tool_call_id": block.get("tool_use_id"), "content": _result_of(block)}
+                        messages.append({"role": "tool", **result})
+                    case "redacted_thinking" | "server_tool_use":  # of another server
+                        pass
+                    case str() as kind if kind.endswith("_tool_result"):
+                        pass
+                    case _:
+                        parts.append(block)
+            if not parts and len(message) == 2:
+                continue
+        places[f"messages.{len(messages)}"] = f"messages.{index}"
+        messages.append(message)
+    return messages
+
+
+def _result_of(block: Mapping[str, Any]) -> object:
+    """What a tool returned; an error says that it is one, for chats have no other sign of it."""
+    content = block.get("content") or ""
+    if not block.get("is_error"):
+        return content
+    return [{"type": "text", "text": "error:"}, *content] if isinstance(content, list) else f"error: {content}"

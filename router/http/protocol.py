@@ -4,7 +4,7 @@ Without them, a client could send headers for ever, before or after the body, an
 none and keep the connection. Offers of another protocol are ignored, and a client that has sent its request may close
 its sending half.
 
-`pdserve.router.main` configures uvicorn to create one per connection. `pdserve.router.http.asgi` bounds the body.
+`pdserve.router.main` configures uvicorn to create one per connection. `pdserve.router.http.json_body` bounds the body.
 """
 
 from __future__ import annotations

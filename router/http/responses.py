@@ -9,17 +9,15 @@ import json
 import time
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, refusal
-from pdserve.router.http.json_body import Body, refusal_of
 from pdserve.router.http.messages import FREE_TEXT, MAX_MESSAGES, messages_of
-from pdserve.router.http.schema import ChatBody, ToolList
-from pdserve.router.http.unsupported_fields import RESPONSES, check_extra_fields, warn_once
+from pdserve.router.http.schema import ChatBody, ConvertedBody, ToolList
+from pdserve.router.http.unsupported_fields import RESPONSES, warn_once
 from pdserve.router.http.writer import DELTA_BYTES, text_bytes
 from pdserve.router.text.answer import Answer, TextDelta
 from pdserve.router.text.tool_calls import whole_text
@@ -53,8 +51,11 @@ def _as_items(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ResponsesBody(Body):
-    """Body of ``POST /v1/responses``. Fields that a chat has, too, are checked as those of a chat."""
+class ResponsesBody(ConvertedBody):
+    """Body of ``POST /v1/responses``."""
+
+    other_fields = _OTHER_FIELDS
+    neutral = RESPONSES
 
     input: Annotated[
         list[dict[str, object]],
@@ -73,7 +74,6 @@ class ResponsesBody(Body):
     """``{"effort": "..."}``; the rest changes no answer."""
     include: list[str] | None = None
 
-    _places: dict[str, str] = PrivateAttr(default_factory=lambda: dict(_PLACES))
     _calls: dict[str, dict[str, Any]] = PrivateAttr(default_factory=dict)
 
     @property
@@ -82,45 +82,22 @@ class ResponsesBody(Body):
         return self._calls
 
     def as_chat(self) -> ChatBody:
-        """The same request as a chat.
-
-        Raises:
-            ApiError: it has what this server does not support, named as in a chat.
-        """
-        extra = self.model_extra or {}
-        shared = ChatBody.model_fields.keys() - _OTHER_FIELDS
-        check_extra_fields({name: value for name, value in extra.items() if name not in shared}, RESPONSES)
         if _LOGPROBS in (self.include or ()):
             raise refusal("include", f"has {_LOGPROBS}, which is not supported; leave it out")
-        fields = {name: value for name, value in extra.items() if name in shared}
-        fields |= {"temperature": self.temperature, "top_p": self.top_p}
-        fields["max_completion_tokens"] = self.max_output_tokens
-        fields["reasoning_effort"] = (self.reasoning or {}).get("effort")
-        fields["messages"] = messages_of(self.instructions, self.input, self._places)
-        fields["response_format"] = _response_format((self.text or {}).get("format"))
-        fields["tools"] = self._chat_tools()
-        fields["tool_choice"] = _chat_tool(self.tool_choice) if isinstance(self.tool_choice, dict) else self.tool_choice
-        try:
-            return ChatBody.model_validate(fields)
-        except ValidationError as error:
-            raise refusal_of(error) from error
-
-    @contextmanager
-    def naming_its_fields(self) -> Iterator[None]:
-        """Name fields in refusals as the client does, not as the chat that it became."""
-        try:
-            yield
-        except ApiError as error:
-            head, tail = error.param or "", ""
-            while head and head not in self._places:
-                head, _, last = head.rpartition(".")
-                tail = f".{last}{tail}"
-            if head and error.param:
-                place = self._places[head] + tail
-                if error.detail.startswith(error.param):
-                    error.detail = place + error.detail.removeprefix(error.param)
-                error.param = place
-            raise
+        self._places |= _PLACES
+        choice = self.tool_choice
+        return self._chat_of(
+            {
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "max_completion_tokens": self.max_output_tokens,
+                "reasoning_effort": (self.reasoning or {}).get("effort"),
+                "messages": messages_of(self.instructions, self.input, self._places),
+                "response_format": _response_format((self.text or {}).get("format")),
+                "tools": self._chat_tools(),
+                "tool_choice": _chat_tool(choice) if isinstance(choice, dict) else choice,
+            }
+        )
 
     def _chat_tools(self) -> list[dict[str, object]]:
         """Tools that can be offered. Those that OpenAI runs, such as ``web_search``, are not."""

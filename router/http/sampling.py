@@ -117,6 +117,8 @@ def _max_tokens(body: GenerationBody, num_prompt_tokens: int, max_model_len: int
     wanted = body.token_limit
     check_prompt_length(body, num_prompt_tokens, max_model_len)
     left = max_model_len - num_prompt_tokens
+    if wanted is not None and body.may_fill_context:
+        wanted = min(wanted, left)
     if wanted is not None and wanted > left:
         message = (
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "

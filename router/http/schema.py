@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI-compatible API, checked by pydantic: supported fields and their ranges.
+"""Request bodies of OpenAI's chats and completions, checked by pydantic: supported fields and their ranges.
 
 `pdserve.router.http.unsupported_fields` handles all other fields. Only values are checked here;
 `pdserve.router.http.sampling` combines them with the model's limits.
@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, PrivateAttr, ValidationError
 from pydantic_core import PydanticCustomError
 
 from pdserve.contracts.request import (
@@ -21,9 +23,9 @@ from pdserve.contracts.request import (
     REPETITION_PENALTIES,
 )
 from pdserve.router.http.errors import ApiError, refusal
-from pdserve.router.http.json_body import INTEGRAL, Body
+from pdserve.router.http.json_body import INTEGRAL, Body, refusal_of
 from pdserve.router.http.messages import Messages
-from pdserve.router.http.unsupported_fields import CHAT, CHAT_MESSAGE, COMPLETION, check_extra_fields
+from pdserve.router.http.unsupported_fields import CHAT, CHAT_MESSAGE, COMPLETION, Neutral, check_extra_fields
 from pdserve.router.text.chat_template import PromptEnd
 
 MAX_STOP_STRINGS = 16
@@ -123,6 +125,8 @@ class GenerationBody(Body):
 
     prompt_field: ClassVar[str]
     """Name of the field that holds the prompt."""
+    may_fill_context: ClassVar[bool] = False
+    """A limit of more tokens than the context leaves is no mistake, but none."""
 
     model: str | None = None
     max_tokens: _TokenLimit | None = None
@@ -293,6 +297,54 @@ class ChatBody(GenerationBody, TemplatedBody):
                 text = f"are an assistant's; this message is of {message.role}"
                 raise refusal(f"messages.{index}.tool_calls", text)
             check_extra_fields(message.model_extra, CHAT_MESSAGE, f"messages.{index}.")
+
+
+class ConvertedBody(Body):
+    """Body of another API, answered as the chat that it becomes. Fields that both have are checked as the chat's."""
+
+    chat_model: ClassVar[type[ChatBody]] = ChatBody
+    other_fields: ClassVar[Set[str]]
+    """Fields of a chat that this API lacks, or has in another form."""
+    neutral: ClassVar[Neutral]
+    """Fields that are not supported."""
+
+    _places: dict[str, str] = PrivateAttr(default_factory=dict)
+    """Field of this body by that of the chat which has its value."""
+
+    def as_chat(self) -> ChatBody:
+        """The same request as a chat.
+
+        Raises:
+            ApiError: it has what this server does not support, named as in a chat.
+        """
+        raise NotImplementedError
+
+    def _chat_of(self, converted: Mapping[str, object]) -> ChatBody:
+        extra = self.model_extra or {}
+        shared = ChatBody.model_fields.keys() - self.other_fields
+        check_extra_fields({name: value for name, value in extra.items() if name not in shared}, self.neutral)
+        fields = {name: value for name, value in extra.items() if name in shared}
+        try:
+            return self.chat_model.model_validate({**fields, **converted})
+        except ValidationError as error:
+            raise refusal_of(error) from error
+
+    @contextmanager
+    def naming_its_fields(self) -> Iterator[None]:
+        """Name fields in refusals as the client does, not as the chat that it became."""
+        try:
+            yield
+        except ApiError as error:
+            head, tail = error.param or "", ""
+            while head and head not in self._places:
+                head, _, last = head.rpartition(".")
+                tail = f".{last}{tail}"
+            if head and error.param:
+                place = self._places[head] + tail
+                if error.detail.startswith(error.param):
+                    error.detail = place + error.detail.removeprefix(error.param)
+                error.param = place
+            raise
 
 
 class CompletionBody(GenerationBody):

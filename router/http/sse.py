@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from pdserve.router.http.anthropic import MessageWriter
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import api_error
 from pdserve.router.http.responses import ResponseWriter
@@ -34,7 +35,7 @@ class EventStream(StreamingResponse):
     def __init__(
         self,
         generation: Generation,
-        writer: AnswerWriter | ResponseWriter,
+        writer: AnswerWriter | ResponseWriter | MessageWriter,
         timer: TokenTimer,
         keep_alive_s: float,
         shows_workers: bool,
@@ -52,7 +53,7 @@ class EventStream(StreamingResponse):
         super().__init__((), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send_part = scope["state"]["send"]
+        self._send_part = scope["state"]["exchange"].send
         try:
             async with cancel_on_disconnect(receive, self._stall):
                 # A task of its own: for each token, every await that is pending is resumed

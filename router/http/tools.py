@@ -20,7 +20,7 @@ from pdserve.router.text.chat_template import ChatTemplate
 from pdserve.router.text.tool_calls import ToolFormat
 
 _OWN_VARIABLES = frozenset({"add_generation_prompt", "messages", "tools"})
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
@@ -106,7 +106,7 @@ def _function(tool: object, place: str) -> _Function:
         raise refusal(place, 'should be {"type": "function", "function": {"name": "...", ...}}')
     name, parameters, is_strict = function.get("name"), function.get("parameters"), function.get("strict")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise refusal(f"{place}.function.name", "should have 1 to 64 letters, digits, dots, dashes or underscores")
+        raise refusal(f"{place}.function.name", "should have 1 to 128 letters, digits, dots, dashes or underscores")
     if parameters is not None and not isinstance(parameters, dict):
         raise refusal(f"{place}.function.parameters", "should be a JSON schema, an object")
     if not isinstance(is_strict, bool | None):

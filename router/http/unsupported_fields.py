@@ -1,4 +1,4 @@
-"""Request fields of OpenAI's and vLLM's APIs that this server does not support.
+"""Request fields of OpenAI's, Anthropic's and vLLM's APIs that this server does not support.
 
 Such a field is refused unless its value changes nothing. Unknown fields are accepted and logged. No field is ignored
 silently.
@@ -45,6 +45,10 @@ RESPONSES: Neutral = {
     "previous_response_id": (), "prompt": (), "response_format": (), "top_logprobs": (0,),
 }  # fmt: skip
 
+MESSAGES: Neutral = {
+    **_BOTH, "container": (), "logprobs": (False,), "mcp_servers": ([],), "n": (1,), "output_format": (),
+}  # fmt: skip
+
 CHAT_MESSAGE: Neutral = {"audio": (), "function_call": ()}
 
 _REMEDIES: Mapping[str, str] = {
@@ -52,17 +56,19 @@ _REMEDIES: Mapping[str, str] = {
     "functions": "send tools, and leave it out",
     "max_tokens": "send max_output_tokens, and leave it out",
     "messages": "send input, and leave it out",
+    "output_format": "send output_config.format, and leave it out",
     "previous_response_id": "nothing is stored: send the whole conversation as input, and leave it out",
     "response_format": "send text.format, and leave it out",
 }
 
 _LABELS = frozenset({
-    "access_programs", "annotations", "client_metadata", "context_management", "early_stopping", "image",
-    "include_reasoning", "length_penalty", "max_tool_calls", "media_io_kwargs", "metadata", "mm_processor_kwargs",
-    "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-    "reasoning_details", "refusal", "request_id", "return_mm_kwargs", "return_token_offsets",
-    "routed_experts_prompt_start", "safety_identifier", "session_id", "spaces_between_special_tokens", "store",
-    "stream_interval", "stream_options", "thinking_token_budget", "truncation", "truncation_side", "user", "verbosity",
+    "access_programs", "annotations", "cache_control", "client_metadata", "context_management", "diagnostics",
+    "early_stopping", "image", "include_reasoning", "inference_geo", "length_penalty", "max_tool_calls",
+    "media_io_kwargs", "metadata", "mm_processor_kwargs", "parallel_tool_calls", "prediction", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention", "reasoning_details", "refusal", "request_id", "return_mm_kwargs",
+    "return_token_offsets", "routed_experts_prompt_start", "safety_identifier", "session_id",
+    "spaces_between_special_tokens", "speed", "store", "stream_interval", "stream_options", "thinking_token_budget",
+    "truncation", "truncation_side", "user", "user_profile_id", "verbosity", "workspace_id",
 })  # fmt: skip
 """Fields that describe a request or its sender, concern what a request cannot have here, or wish for what nobody can
 promise. They change no answer."""

@@ -88,7 +88,7 @@ class AnswerWriter:
 
     def failure(self, error: ApiError) -> bytes:
         """Event that ends a stream early: an OpenAI error object."""
-        return event(error.body())
+        return event(error.body(""))
 
     def _events(self, delta: TextDelta) -> bytes:
         data = b""

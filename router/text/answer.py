@@ -48,6 +48,8 @@ class TextDelta(NamedTuple):
     num_echoed: int = 0
     reasoning: str = ""
     calls: Sequence[CallDelta] = ()
+    stop_string: str = ""
+    """At which the choice ended."""
 
 
 class AnswerParts:
@@ -148,7 +150,7 @@ class Choice:
             if end is None and len(text) < PIECE_CHARS:
                 return None
             self._held = ""
-        return TextDelta(self.index, text, end, tokens, 0, reasoning, calls)
+        return TextDelta(self.index, text, end, tokens, 0, reasoning, calls, self._stop_strings.found)
 
 
 _NO_CALLS: Sequence[CallDelta] = ()

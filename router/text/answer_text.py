@@ -117,6 +117,8 @@ class StopStrings:
         self._held = ""
         self.is_found = False
         """The text returned last is cut at a stop string."""
+        self.found = ""
+        """That stop string."""
 
     def push(self, text: str) -> str:
         """Take the next piece of text and return what may be written. Must not be called after a stop."""
@@ -126,7 +128,7 @@ class StopStrings:
         found = self._find(text)
         if found is not None:
             end, start = found
-            self.is_found = True
+            self.is_found, self.found = True, text[start:end]
             return text[: end if self._are_shown else start]
         safe = len(text) - self._num_doubtful(text)
         self._held = text[safe:]

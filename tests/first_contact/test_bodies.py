@@ -53,10 +53,24 @@ def answer_of(response: httpx.Response) -> Any:
     events = [json.loads(line) for line in lines if line != "[DONE]"]
     if "response" in events[-1]:
         return events[-1]["response"]
+    if events[-1].get("type") == "message_stop":
+        return _message_of(events)
     joined: dict[str, str] = {}
     for name, part in [item for event in events for item in event["choices"][0]["delta"].items()]:
         joined[name] = joined.get(name, "") + (part if isinstance(part, str) else json.dumps(part))
     return joined
+
+
+def _message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
+    message: dict[str, Any] = {**events[0]["message"], **events[-2]["delta"]}
+    for event in events:
+        if event["type"] == "content_block_start":
+            message["content"].append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            _, (name, text) = event["delta"].items()
+            block = message["content"][event["index"]]
+            block[name] = block.get(name, "") + text
+    return message
 
 
 def has(whole: Any, part: Any) -> bool:

@@ -407,7 +407,7 @@ def test_bodies_of_another_type_are_415(edge: EdgeServer, http: httpx.Client, co
 @pytest.mark.parametrize("stalled", [b"", b'{"prompt"'])
 def test_a_body_that_does_not_arrive_is_408(edge: EdgeServer, monkeypatch: pytest.MonkeyPatch, stalled: bytes) -> None:
     """The body is shorter than declared, or arrives too slowly; a server cannot distinguish them."""
-    monkeypatch.setattr("pdserve.router.http.asgi.BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("pdserve.router.http.json_body.BODY_TIMEOUT_S", 0.2)
     host, port = edge.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         head = (
@@ -424,7 +424,7 @@ def test_a_body_that_does_not_arrive_is_408(edge: EdgeServer, monkeypatch: pytes
 def test_an_answer_may_take_longer_than_a_body(
     edge: EdgeServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.router.http.asgi.BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("pdserve.router.http.json_body.BODY_TIMEOUT_S", 0.05)
 
     async def slowly(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
         await asyncio.sleep(0.2)
@@ -678,3 +678,23 @@ def test_every_token_is_timed(edge: EdgeServer, http: httpx.Client, stream: bool
 def test_one_token_has_no_tpot(edge: EdgeServer, http: httpx.Client) -> None:
     http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1})
     assert edge.metrics.timings[0].tpot_s is None
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate Operation ID")
+@pytest.mark.parametrize(
+    ("path", "model"),
+    [
+        ("/v1/chat/completions", "ChatBody"),
+        ("/v1/completions", "CompletionBody"),
+        ("/v1/responses", "ResponsesBody"),
+        ("/v1/messages", "MessagesBody"),
+        ("/v1/messages/count_tokens", "MessagesBody"),
+        ("/tokenize", "TokenizeBody"),
+        ("/detokenize", "DetokenizeBody"),
+    ],
+)
+def test_the_schema_has_the_bodies(edge: EdgeServer, path: str, model: str) -> None:
+    schema = edge.app.openapi()
+    content = schema["paths"][path]["post"]["requestBody"]["content"]
+    assert content["application/json"]["schema"] == {"$ref": f"#/components/schemas/{model}"}
+    assert schema["components"]["schemas"][model]["properties"]

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 from starlette.types import Message, Receive, Scope, Send
 
 from pdserve.router.http.asgi import EdgeMiddleware
+from pdserve.router.http.exchange import Exchange
 from pdserve.router.metrics import RouterMetrics
 
 
@@ -38,3 +41,19 @@ def test_requests_that_arrive_together_begin_in_turns_of_the_loop() -> None:
 
     assert len(set(asyncio.run(begin_five("POST")))) == 5
     assert len(set(asyncio.run(begin_five("GET")))) == 1
+
+
+def test_nothing_of_a_request_outlives_it() -> None:
+    """Its answers hold prompts, which may be large, and a collection of garbage may be far away."""
+    exchanges: list[weakref.ref[Exchange]] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        exchanges.append(weakref.ref(scope["state"]["exchange"]))
+
+    edge = EdgeMiddleware(app, RouterMetrics(), 100, None, None, None)
+    gc.disable()
+    try:
+        asyncio.run(edge({"type": "http", "method": "POST", "path": "/", "headers": []}, _nothing, _drop))
+        assert [each() for each in exchanges] == [None]
+    finally:
+        gc.enable()

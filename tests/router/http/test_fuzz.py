@@ -39,6 +39,7 @@ DEADLINE_S = 30.0
 """Seconds for one answer, which takes about a millisecond."""
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 SENT = Path(__file__).parents[2] / "first_contact" / "bodies"
 
 
@@ -116,6 +117,9 @@ def check_answer(path: str, status: int, answer: bytes) -> None:
     if status != 200:
         assert status in (400, 404, 413), (status, answer)
         error = json.loads(answer)["error"]
+        if path == MESSAGES:
+            error |= {"param": None, "code": None}
+            error["type"] = error["type"].replace("not_found_error", "invalid_request_error")
         assert set(error) == {"message", "type", "param", "code"}
         assert isinstance(error["message"], str)
         assert 0 < len(error["message"]) < 2000
@@ -163,10 +167,11 @@ def test_odd_bodies(app: FastAPI, path: str) -> None:
     assert statuses[413]
 
 
-def test_odd_responses(app: FastAPI) -> None:
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+def test_odd_bodies_of_other_apis(app: FastAPI, path: str) -> None:
     cases = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(SENT.glob("*.json"))]
-    bodies = [case["body"] for case in cases if case.get("route") == RESPONSES]
-    random = Random(RESPONSES)
+    bodies = [case["body"] for case in cases if case.get("route") == path]
+    random = Random(path)
 
     async def run() -> Counter[int]:
         statuses = Counter[int]()
@@ -174,10 +179,10 @@ def test_odd_responses(app: FastAPI) -> None:
             body = random.choice(bodies)
             for _ in range(random.randrange(3)):
                 body = mutated(random, body)
-            status, answer = await post(app, RESPONSES, json.dumps(body).encode())
+            status, answer = await post(app, path, json.dumps(body).encode())
             assert b"internal error" not in answer, body
             if status != 200:
-                check_answer(RESPONSES, status, answer)
+                check_answer(path, status, answer)
             statuses[status] += 1
         return statuses
 

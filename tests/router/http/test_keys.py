@@ -93,6 +93,10 @@ def test_every_route_but_live_needs_a_key(server: KeyedServer) -> None:
         assert refusal.json()["error"]["code"] == "invalid_api_key"
         assert refusal.json()["error"]["type"] == "invalid_request_error"
         assert client.get("/v1/models", headers={"Authorization": f"bearer {server.key}"}).status_code == 200
+        for key, status in ((server.key, 200), (f"{server.key}x", 401)):  # of Anthropic's clients
+            assert client.get("/v1/models", headers={"X-Api-Key": key}).status_code == status
+        refusal = client.post("/v1/messages/count_tokens", headers={"X-Api-Key": "none"})
+        assert refusal.json()["error"]["type"] == "authentication_error"
 
 
 def test_the_openai_client_with_a_right_and_a_wrong_key(server: KeyedServer) -> None:

@@ -242,7 +242,7 @@ def forced(name: str) -> dict[str, object]:
     [
         ({"tools": [{"type": "function"}]}, "tools.0", "should be {"),
         ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools.0", "should be {"),
-        ({"tools": [TIME, {"type": "function", "function": {"name": "a b"}}]}, "tools.1.function.name", "1 to 64"),
+        ({"tools": [TIME, {"type": "function", "function": {"name": "a b"}}]}, "tools.1.function.name", "1 to 128"),
         ({"tools": [TIME, TIME]}, "tools.1.function.name", "'get_time' is there twice"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},

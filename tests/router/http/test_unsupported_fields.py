@@ -1,4 +1,4 @@
-"""Each field of the two APIs is decided: supported, refused by name, or without effect."""
+"""Each field of the APIs is decided: supported, refused by name, or without effect."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from typing import get_type_hints
 
 import pytest
+from anthropic.types import message_create_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from pdserve.router.http import unsupported_fields
+from pdserve.router.http.anthropic import MessagesBody
 from pdserve.router.http.responses import ResponsesBody
 from pdserve.router.http.schema import ChatBody, CompletionBody
-from pdserve.router.http.unsupported_fields import CHAT, COMPLETION, RESPONSES, Neutral
+from pdserve.router.http.unsupported_fields import CHAT, COMPLETION, MESSAGES, RESPONSES, Neutral
 
 VLLM = [
     "add_generation_prompt", "add_special_tokens", "allowed_token_ids", "bad_words", "best_of", "cache_salt",
@@ -44,6 +46,12 @@ VLLM_RESPONSES = [
             VLLM_RESPONSES,
             {**ChatBody.model_fields, **ResponsesBody.model_fields},
             RESPONSES,
+        ),
+        (
+            message_create_params.MessageCreateParamsBase,
+            ["container", "mcp_servers", "output_format", "stream", "temperature", "top_k", "top_p"],
+            {**ChatBody.model_fields, **MessagesBody.model_fields},
+            MESSAGES,
         ),
     ],
 )

@@ -1,0 +1,83 @@
+"""What the edge knows of one HTTP request on its way to an answer, and the memory that it holds."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from pdserve.contracts.request import Grammar
+from pdserve.router.http.errors import ApiError
+from pdserve.router.http.keys import Caller
+from pdserve.router.http.request_log import RequestEntry
+from pdserve.router.text.answer import Answer
+
+MAX_HELD_BYTES = 2**30
+"""Limit for bodies, prompts and whole answers of all requests together."""
+
+CLOSE = {"Connection": "close"}
+"""The rest of the body is not read."""
+FULL = {**CLOSE, "Retry-After": "1"}
+
+_CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
+"""Id that a client may choose for its request."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """Bounded number of bytes that requests hold."""
+
+    max_bytes: int
+    num_bytes: int = 0
+
+
+class Exchange(Request):
+    """One request: what it sent, and what `EdgeMiddleware` and the edge find out. Handlers get it in place of
+    Starlette's request, whose ``state`` has it as ``exchange``."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, memory: Memory, max_body_bytes: int) -> None:
+        """``send``: for the parts of a stream; those further in only look at the start of a response."""
+        super().__init__(scope, receive, send)
+        self.send = send
+        wanted_id = self.headers.get("x-request-id", "")
+        self.id = wanted_id if _CLIENT_ID.fullmatch(wanted_id) else uuid.uuid4().hex
+        self.arrived_s = time.monotonic()
+        self.entry = RequestEntry(self.id, scope["path"], self.arrived_s)
+        """Of the log."""
+        self.caller: Caller | None = None
+        """Of a key; None without keys."""
+        self.tier = ""
+        """Of its objectives, once it is admitted."""
+        self.grammar: Grammar | None = None
+        """Of its answers, once it is admitted."""
+        self.answers: Sequence[Answer] = ()
+        """To each prompt, once they run."""
+        self.num_body_bytes = 0
+        """Once the body has arrived."""
+        self.max_body_bytes = max_body_bytes
+        self._num_held_bytes = 0
+        self._memory = memory
+
+    @property
+    def tenant(self) -> str:
+        return "" if self.caller is None else self.caller.key.tenant
+
+    def hold(self, num_bytes: int) -> None:
+        """Take memory until `release`.
+
+        Raises:
+            ApiError: requests hold too much already.
+        """
+        if self._memory.num_bytes + num_bytes > self._memory.max_bytes:
+            raise ApiError(429, "the router holds as many large requests as it can; try again", headers=FULL)
+        self._memory.num_bytes += num_bytes
+        self._num_held_bytes += num_bytes
+
+    def release(self) -> None:
+        self._memory.num_bytes -= self._num_held_bytes
+        self._num_held_bytes = 0
