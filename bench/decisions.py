@@ -20,8 +20,8 @@ from pdserve.bench.policies import layout
 from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.events import SchedulerLoad
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import GenerationRequest, KvSource
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.goodput import Goodput
 from pdserve.router.requests.placement import Arrival, PromptBlocks

@@ -23,7 +23,7 @@ from pdserve.bench.plans_that_hold import FIRST_FRESH_SEED, Case, plan_of
 from pdserve.bench.policies import MAX_IN_FLIGHT, layout
 from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import DEFAULT_POLICY, PLANNED_POLICY, SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.layout import Layout
 from pdserve.planner.simulate.attainment import Attainment, measure
 from pdserve.planner.simulate.simulator import simulate

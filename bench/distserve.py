@@ -31,7 +31,7 @@ from rich.console import Console
 from pdserve.bench.models import OPT_13B, OPT_66B
 from pdserve.bench.script import csv_records, publish, script_parser
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool

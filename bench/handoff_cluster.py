@@ -22,8 +22,8 @@ import psutil
 from pdserve.bench.handoff_models import MAX_ANSWER, MAX_PROMPT, ComputedModel, Model, Question
 from pdserve.contracts.codec import from_json, to_json
 from pdserve.contracts.events import RequestEvent, RequestEventKind
-from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.kv_transfer.data_stream import MAGIC
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.cost.cost_model import CostModel

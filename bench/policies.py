@@ -30,7 +30,7 @@ from pdserve.bench.models import LLAMA_3_8B
 from pdserve.bench.policy_parts import PARTS
 from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import DEFAULT_POLICY, PLANNED_POLICY, POLICIES, SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.search.goodput import highest_rate

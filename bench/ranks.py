@@ -27,10 +27,10 @@ import torch
 
 from pdserve.bench.script import publish, script_parser
 from pdserve.bench.shapes import LLAMA_3_8B_CONFIG, SHAPES
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import Executor, StepBatch, StepRow
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.engine.worker.backend import choose_backend
 from pdserve.engine.worker.followers import rank_cores
 from pdserve.kernels.cpu.ranks import RankMemory

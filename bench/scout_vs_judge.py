@@ -23,7 +23,7 @@ import numpy as np
 from pdserve.bench.models import dense
 from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.scout import ScoutRequests, ScoutResult, scout

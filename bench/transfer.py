@@ -38,7 +38,7 @@ import xxhash
 
 from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.kv_layout import KvLayout
-from pdserve.contracts.placement import TlsFiles
+from pdserve.contracts.worker_config import TlsFiles
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.rpc import channel_options, server_options

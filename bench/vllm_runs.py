@@ -17,7 +17,7 @@ import numpy as np
 from pdserve.bench.models import LLAMA_3_70B, MISTRAL_NEMO, QWEN_25_7B
 from pdserve.bench.script import csv_records
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.planner.arrays import FloatArray
 from pdserve.planner.cost_fit import best_fit

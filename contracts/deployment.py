@@ -12,8 +12,8 @@ from typing import Annotated
 
 from pdserve.contracts.codec import Fraction, NotNegative, Positive, Rule, between, one_of
 from pdserve.contracts.errors import ConfigError
-from pdserve.contracts.placement import DEVICE_SETTINGS, TRANSPORTS, TlsFiles, WorkerRole
 from pdserve.contracts.precision import DtypeSetting, KvDtype, Precision, Quantization
+from pdserve.contracts.worker_config import DEVICE_SETTINGS, TRANSPORTS, TlsFiles, WorkerRole
 
 MAX_DEGREE = 64
 """Largest degree of tensor or pipeline parallelism."""

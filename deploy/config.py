@@ -14,7 +14,7 @@ from typing import Literal
 from pdserve.contracts.codec import from_plain, to_plain
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig
 from pdserve.contracts.errors import ConfigError
-from pdserve.contracts.placement import TlsFiles, WorkerRole
+from pdserve.contracts.worker_config import TlsFiles, WorkerRole
 from pdserve.model.config.dtype import checkpoint_dtype
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.hardware_file import read_hardware_file

@@ -10,7 +10,7 @@ from typing import Any
 
 from pdserve.contracts.codec import to_json
 from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig, parse_ports
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.deploy.cluster.host_facts import LOOPBACK, HostFacts
 from pdserve.deploy.cluster.resources import CoreSplit, gpu_shares, split_cores
 from pdserve.kv_transfer.pool_memory import available_memory_bytes

@@ -23,7 +23,7 @@ import ssl
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from pdserve.contracts.placement import TlsFiles
+from pdserve.contracts.worker_config import TlsFiles
 from pdserve.proto.rpc import TLS_NAME
 from pdserve.proto.token_proof import NONCE_BYTES, PROOF_BYTES, token_proof
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from pdserve.contracts.kv_layout import KV_LAYOUT_VERSION, KvLayout
-from pdserve.contracts.placement import DIRECT_TRANSPORTS, TRANSPORTS
+from pdserve.contracts.worker_config import DIRECT_TRANSPORTS, TRANSPORTS
 from pdserve.kv_transfer.resharding import KvShard
 from pdserve.proto.v1 import kv_pb2
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import grpc
 
-from pdserve.contracts.placement import TlsFiles
+from pdserve.contracts.worker_config import TlsFiles
 from pdserve.kv_transfer.transports import ABORTED, REFUSED, PullError
 from pdserve.proto.rpc import channel_options, open_channel
 from pdserve.proto.token_proof import ClientProof

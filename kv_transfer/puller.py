@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, closing
 from functools import partial
 
 from pdserve.contracts.kv_layout import KvLayout
-from pdserve.contracts.placement import DIRECT_TRANSPORTS, TRANSPORTS
+from pdserve.contracts.worker_config import DIRECT_TRANSPORTS, TRANSPORTS
 from pdserve.kv_transfer import data_stream
 from pdserve.kv_transfer.handshake import check_grant, check_layout, ends_request, host_id, layout_message
 from pdserve.kv_transfer.ipc_pulls import IpcCopyOrders, IpcReceiver, IpcSource

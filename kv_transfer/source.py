@@ -17,7 +17,7 @@ from itertools import count
 import grpc
 from google.protobuf.message import DecodeError
 
-from pdserve.contracts.placement import DIRECT_TRANSPORTS
+from pdserve.contracts.worker_config import DIRECT_TRANSPORTS
 from pdserve.kv_transfer.data_stream import DataListener, ExpectedStream
 from pdserve.kv_transfer.handshake import (
     check_grant,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from pdserve.contracts.codec import to_json
 from pdserve.contracts.kv_layout import KvLayout
-from pdserve.contracts.placement import TlsFiles
+from pdserve.contracts.worker_config import TlsFiles
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.resharding import KvShard
 from pdserve.proto.framing import encode_frame, receive_frame

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import Hardware

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 
-from pdserve.contracts.placement import TlsFiles
+from pdserve.contracts.worker_config import TlsFiles
 
 KEEPALIVE_TIME_MS = 2000
 KEEPALIVE_TIMEOUT_MS = 2000

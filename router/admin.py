@@ -19,7 +19,7 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
-from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
+from pdserve.contracts.worker_config import WorkerEndpoint, WorkerRole
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.cluster.remote_worker import RemoteWorker
 from pdserve.router.overview import Overview

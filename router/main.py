@@ -31,7 +31,7 @@ from fastapi import FastAPI
 
 from pdserve.contracts.codec import from_json
 from pdserve.contracts.deployment import DEFAULT_TIER
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.sampling_defaults import sampling_defaults
 from pdserve.model.cost.cost_model import CostModel

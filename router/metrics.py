@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from pdserve.contracts import metrics
 from pdserve.contracts.deployment import DEFAULT_TIER, SloConfig
-from pdserve.contracts.placement import TRANSPORTS, WorkerRole, whole_worker_id
 from pdserve.contracts.request import Outcome
+from pdserve.contracts.worker_config import TRANSPORTS, WorkerRole, whole_worker_id
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.plain_histogram import PlainHistogram

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdserve.contracts.deployment import DEFAULT_POLICY, Policy, SloConfig, ToolFormatName
-from pdserve.contracts.placement import TlsFiles, WorkerRole
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.worker_config import TlsFiles, WorkerRole
 from pdserve.model.cost.hardware import Hardware
 
 

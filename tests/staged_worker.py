@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from pdserve.contracts.placement import WorkerConfig
+from pdserve.contracts.worker_config import WorkerConfig
 from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend
 from pdserve.engine.worker.followers import RanksIpcCopies
 from pdserve.engine.worker.model_device import build_copies

@@ -21,8 +21,8 @@ import psutil
 
 from pdserve.contracts.codec import from_json, to_json
 from pdserve.contracts.events import TokenEvent
-from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.contracts.request import GenerationRequest, KvSource
+from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.proto.codec import request_to_proto, source_to_proto, unpack_tokens
 from pdserve.proto.token_proof import ClientProof
 from pdserve.proto.v1 import worker_pb2, worker_pb2_grpc

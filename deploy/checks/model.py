@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pdserve.contracts.deployment import ModelConfig
 from pdserve.contracts.errors import DeployError
-from pdserve.contracts.placement import WorkerConfig
+from pdserve.contracts.worker_config import WorkerConfig
 from pdserve.deploy.launch import Launch, worker_configs
 from pdserve.engine.worker.backend import choose_backend
 from pdserve.engine.worker.pool_size import num_kv_blocks, num_swap_slots

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdserve.contracts.errors import DeployError
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.checks.model import model_rows
 from pdserve.deploy.cluster.resources import MAX_SHARE
 from pdserve.deploy.commands.check import Links, find_links

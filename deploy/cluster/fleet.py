@@ -11,7 +11,7 @@ import itertools
 from pathlib import Path
 
 from pdserve.contracts.errors import DeployError
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.deploy.checks.model import check_host_memory
 from pdserve.deploy.checks.preflight import check_cores, check_devices
 from pdserve.deploy.cluster.host_facts import LOOPBACK, check_network, host_facts

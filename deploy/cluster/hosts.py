@@ -19,7 +19,7 @@ import psutil
 
 from pdserve.contracts.codec import from_plain, to_plain
 from pdserve.contracts.errors import DeployError
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.cluster.folder import cluster_folder
 from pdserve.deploy.cluster.host_facts import HostFacts, check_host, host_facts
 from pdserve.deploy.cluster.ray_cluster import RayNode

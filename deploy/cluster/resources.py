@@ -16,7 +16,7 @@ from math import floor, inf, isclose
 from pathlib import Path
 
 from pdserve.contracts.errors import DeployError
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.model.cost.hardware import catalogue_name
 
 _LOAD = {WorkerRole.PREFILL: 2.0, WorkerRole.MIXED: 2.0, WorkerRole.DECODE: 1.0}

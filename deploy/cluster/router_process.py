@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 
 from pdserve.contracts.codec import to_json, to_plain
-from pdserve.contracts.placement import WorkerEndpoint
+from pdserve.contracts.worker_config import WorkerEndpoint
 from pdserve.deploy.cluster.processes import end_session, last_error, start_tied
 from pdserve.deploy.cluster.supervised_process import SupervisedProcess
 from pdserve.router.process_config import RouterProcessConfig

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from pdserve.contracts.errors import DeployError
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.checks import preflight
 from pdserve.deploy.checks.model import NO_CHAT_TEMPLATE, check_model
 from pdserve.deploy.cluster.banner import banner_rows

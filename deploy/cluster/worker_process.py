@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.contracts.codec import from_plain, to_plain
-from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint
+from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint
 from pdserve.deploy.cluster.hosts import Host
 from pdserve.deploy.cluster.processes import last_error
 from pdserve.deploy.cluster.ray_desk import RayDesk

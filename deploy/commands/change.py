@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from pdserve.contracts.errors import ConfigError
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.cluster.control import send_command
 from pdserve.deploy.cluster.folder import find_cluster
 

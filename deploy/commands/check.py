@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.kv_layout import KvLayout, resolve_kv_dtype
-from pdserve.contracts.placement import DIRECT_TRANSPORTS, WorkerRole
+from pdserve.contracts.worker_config import DIRECT_TRANSPORTS, WorkerRole
 from pdserve.deploy.checks.model import check_model
 from pdserve.deploy.checks.preflight import check_launch, kernel_warning
 from pdserve.deploy.launch import Launch

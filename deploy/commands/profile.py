@@ -21,7 +21,7 @@ from rich.table import Table
 
 from pdserve.contracts.deployment import ModelConfig
 from pdserve.contracts.errors import ConfigError, DeployError
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.cluster.host_facts import slow_dtype_reason
 from pdserve.deploy.cluster.resources import split_cores
 from pdserve.deploy.config import find_dtype

@@ -14,7 +14,7 @@ import typer
 
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig
 from pdserve.contracts.errors import ConfigError
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.commands import plan_options as options
 from pdserve.deploy.config import (
     check_deployment,

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve.contracts.codec import from_json
 from pdserve.contracts.kv_layout import KvLayout
-from pdserve.contracts.placement import DIRECT_TRANSPORTS, WorkerConfig, WorkerRole
 from pdserve.contracts.step import Executor, ModelLimits
+from pdserve.contracts.worker_config import DIRECT_TRANSPORTS, WorkerConfig, WorkerRole
 from pdserve.engine.worker.followers import (
     FollowerConfig,
     Followers,

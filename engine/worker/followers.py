@@ -32,7 +32,7 @@ import numpy as np
 
 from pdserve.contracts.codec import to_json
 from pdserve.contracts.kv_layout import KvLayout
-from pdserve.contracts.placement import WorkerConfig
+from pdserve.contracts.worker_config import WorkerConfig
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.proto.framing import encode_frame, receive_frame
 from pdserve.proto.v1.kv_pb2 import RankPool

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import distributed
 
-from pdserve.contracts.placement import DEVICE_SETTINGS, DIRECT_TRANSPORTS, WorkerConfig
+from pdserve.contracts.worker_config import DEVICE_SETTINGS, DIRECT_TRANSPORTS, WorkerConfig
 from pdserve.engine.worker.pool_size import KvMemory, kv_memory_on_cpu, kv_memory_on_gpu
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kv_transfer.group_copies import GroupCopies, device_id

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import ModelLimits
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 
 AUTO_MEMORY_SHARE = 0.1
 """Share of the host's available memory, after weights, for an automatic pool. Several workers size their pools at

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from pdserve.contracts.codec import from_json, from_plain, to_json, to_plain
-from pdserve.contracts.placement import WorkerConfig
+from pdserve.contracts.worker_config import WorkerConfig
 from pdserve.engine.worker.worker import EngineWorker
 from pdserve.proto.parent_death import die_with_parent
 

@@ -20,9 +20,9 @@ from contextlib import suppress
 import grpc
 
 from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey
-from pdserve.contracts.placement import WorkerConfig
 from pdserve.contracts.request import Grammar
 from pdserve.contracts.step import ModelLimits
+from pdserve.contracts.worker_config import WorkerConfig
 from pdserve.engine.worker.live_loop import STALL_LIMIT_S, Inbox
 from pdserve.engine.worker.loop import (
     AddRequest,

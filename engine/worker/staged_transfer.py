@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from pdserve.contracts.placement import DIRECT_TRANSPORTS
+from pdserve.contracts.worker_config import DIRECT_TRANSPORTS
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, Stage, Staged, TransferToEngine
 

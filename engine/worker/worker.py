@@ -25,9 +25,9 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.contracts.request import HANDLE_BYTES
 from pdserve.contracts.step import Executor, ModelLimits
+from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.scheduling.interface import PullResult
 from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend

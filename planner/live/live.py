@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.contracts import metrics
 from pdserve.contracts.metrics import Metric
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 
 Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
 """Values by sample name and sorted labels."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner import wording
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.report.plan_json import Json, attainment_json, layout_json, plan_json

@@ -16,8 +16,8 @@ import numpy as np
 
 from pdserve.contracts.codec import from_plain, read_value, to_plain
 from pdserve.contracts.deployment import ModelConfig, SloConfig
-from pdserve.contracts.placement import WorkerRole, whole_worker_id
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.worker_config import WorkerRole, whole_worker_id
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.layout import Hosts, Layout, PlannedModel, Pool
 from pdserve.planner.live.live import LiveError, ObservedTraffic

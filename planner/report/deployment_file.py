@@ -22,7 +22,7 @@ from pdserve.contracts.deployment import (
     RouterConfig,
     SloConfig,
 )
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner import wording
 from pdserve.planner.layout import Layout, PlannedModel, Pool

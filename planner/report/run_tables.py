@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pdserve.contracts.codec import to_plain
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner import wording
 from pdserve.planner.report.plan_json import Json, attainment_json, layout_json, model_json
 from pdserve.planner.report.serving_figures import serving_figures

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.layout import Layout, Pool
 from pdserve.planner.search.estimates import Estimate, Estimator, Resource
 from pdserve.planner.search.goodput import Goodput

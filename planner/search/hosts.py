@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.layout import Hosts, Layout
 from pdserve.planner.search.plan import Supply
 from pdserve.planner.simulate.attainment import Attainment

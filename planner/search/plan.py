@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.search.estimates import Estimate, Resource

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.arrays import BoolArray, FloatArray
 from pdserve.planner.simulate.simulation import RequestTimes, Simulation
 

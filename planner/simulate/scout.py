@@ -17,7 +17,7 @@ from math import nan
 import numpy as np
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.engine.worker.pool_size import AUTO_SWAP_SHARE
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel, CountTerms

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from pdserve.contracts.events import RequestKey
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import GenerationRequest, KvSource
 from pdserve.contracts.step import ModelLimits
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.worker.loop import AddRequest, CancelRequest, PrepareRequest, StepTimes
 from pdserve.engine.worker.pool_size import AUTO_SWAP_SHARE

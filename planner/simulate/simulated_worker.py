@@ -17,8 +17,8 @@ from math import ceil, sqrt
 from typing import NamedTuple, Protocol
 
 from pdserve.contracts.events import SchedulerLoad
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.step import SampledToken, StepBatch, StepOutput, StepRow
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.engine.worker.loop import Message, StepLoop, StepReport, Wait
 from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.arrays import FloatArray, IntArray
 
 _LEAST_ANSWERED, _MOST_DRIFT = 0.97, 0.25

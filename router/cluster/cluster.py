@@ -13,8 +13,8 @@ import secrets
 import time
 from collections.abc import Iterable
 
-from pdserve.contracts.placement import TlsFiles, WorkerEndpoint, WorkerRole, whole_worker_id
 from pdserve.contracts.request import SamplingParams
+from pdserve.contracts.worker_config import TlsFiles, WorkerEndpoint, WorkerRole, whole_worker_id
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.remote_worker import RemoteWorker, SessionRefusedError
 from pdserve.router.metrics import RouterMetrics

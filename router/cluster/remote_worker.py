@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import grpc
 
 from pdserve.contracts.events import SchedulerLoad
-from pdserve.contracts.placement import WorkerEndpoint, whole_worker_id
 from pdserve.contracts.request import GenerationRequest, Grammar, KvSource
+from pdserve.contracts.worker_config import WorkerEndpoint, whole_worker_id
 from pdserve.proto.codec import (
     event_from_proto,
     grammar_to_proto,

@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Container
 
 from pdserve.contracts.events import SchedulerLoad
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import GenerationRequest, Grammar, KvSource
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.placement import WorkerSnapshot
 
 

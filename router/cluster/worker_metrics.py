@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.metrics import STEP_KINDS, Family, RouterMetrics
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.placement import (
     Arrival,
     Binding,

@@ -30,8 +30,8 @@ from math import inf
 from pdserve.contracts.deployment import DEFAULT_TIER
 from pdserve.contracts.events import PromptLogprobsEvent, RefusalCode, RequestEvent, RequestKey, TokenEvent
 from pdserve.contracts.events import RequestEventKind as Kind
-from pdserve.contracts.placement import WorkerRole, whole_worker_id
 from pdserve.contracts.request import KvSource, Outcome, SamplingParams
+from pdserve.contracts.worker_config import WorkerRole, whole_worker_id
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.replicas import Replicas
 from pdserve.router.requests.admission import MIN_RETRY_AFTER_S, Admission

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import inf, log
 from typing import NamedTuple
 
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.goodput_rules import (
     LATE_S,
     HeldTurns,

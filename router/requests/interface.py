@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.contracts.deployment import DEFAULT_POLICY, Policy, SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.request import Request, RequestSpec
 
 SWEEP_S = 0.1

@@ -14,7 +14,7 @@ from math import inf
 from typing import NamedTuple
 
 from pdserve.contracts.block_hash import block_hash, root_hash
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.cost_model import CostModel
 
 Costs = Mapping[WorkerRole, CostModel]

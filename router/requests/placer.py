@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
 
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import GenerationRequest
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.admission import Admission
 from pdserve.router.requests.attempt import Attempt, Decision, Held, Parked, Prefilling, Pull, Queued

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.cost_model import OnlineCorrection
 from pdserve.router.requests.goodput_rules import TPOT_SPREAD
 from pdserve.router.requests.least_time import predict_ttft_s

@@ -13,8 +13,8 @@ import pytest
 from pdserve.contracts.codec import between, from_json, from_plain, to_json, to_plain
 from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
 from pdserve.contracts.errors import ConfigError
-from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.kv_transfer.transfer_client import TransferConfig
 from pdserve.model.cost.hardware import HARDWARE_NAMES, Hardware, Measured, hardware
 from pdserve.router.process_config import RouterProcessConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 from pdserve.contracts.codec import from_json
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.deploy.cluster.supervisor import curl_command
 from pdserve.deploy.config import Use, parse_deployment
 from pdserve.deploy.launch import Launch, router_config, worker_configs

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pdserve.contracts.kv_layout import KvLayout
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.request import GenerationRequest, SamplingParams
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.kv_transfer import host_staging
 from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory

@@ -25,7 +25,7 @@ import psutil
 import torch
 
 from pdserve.contracts.kv_layout import KvLayout
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.engine.worker import followers
 from pdserve.engine.worker.followers import Followers, RanksCopies, RanksIpcCopies
 from pdserve.engine.worker.staged_transfer import StagedTransfer

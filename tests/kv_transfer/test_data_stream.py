@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.contracts.placement import TlsFiles
+from pdserve.contracts.worker_config import TlsFiles
 from pdserve.kv_transfer import data_stream
 from pdserve.kv_transfer.data_stream import DataListener, DataStream, ExpectedStream, connect, tls_context
 from tests.kv_transfer.streams import MAGIC, receive_exactly, stream_pair, token_proof

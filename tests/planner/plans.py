@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.estimates import Estimate, Resource
 from pdserve.planner.search.goodput import Goodput

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import Measured, hardware
 from pdserve.planner.extrapolation import extrapolations
 from pdserve.planner.layout import Layout, Pool

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pdserve.contracts.placement import TlsFiles
+from pdserve.contracts.worker_config import TlsFiles
 from pdserve.kv_transfer.pull_stream import PullStream
 from pdserve.kv_transfer.transports import PullError
 from pdserve.proto.rpc import channel_options, listen, open_channel, server_options

@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.events import RequestEventKind
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 
 from pdserve.contracts.events import RequestEventKind
-from pdserve.contracts.placement import WorkerEndpoint, WorkerRole
 from pdserve.contracts.request import FinishReason
+from pdserve.contracts.worker_config import WorkerEndpoint, WorkerRole
 from pdserve.proto.token_proof import ServerProof
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server

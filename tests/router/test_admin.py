@@ -13,8 +13,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.events import RequestEventKind
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.live.running import running_cluster

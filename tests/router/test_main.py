@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from pdserve.contracts.codec import from_json, to_json, to_plain
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.router.main import build_cost_models

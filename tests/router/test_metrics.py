@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.contracts import metrics as contract
 from pdserve.contracts.deployment import SloConfig, Tier
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome, SamplingParams
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router import metrics as router_metrics
 from pdserve.router.cluster.worker_metrics import WorkerMetrics

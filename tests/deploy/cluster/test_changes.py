@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from pdserve.contracts.errors import DeployError
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.cluster.changes import Changes
 from pdserve.deploy.cluster.supervised_process import ProcessState
 

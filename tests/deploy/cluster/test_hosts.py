@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.contracts.deployment import SecurityConfig
 from pdserve.contracts.errors import DeployError
-from pdserve.contracts.placement import TlsFiles, WorkerRole
+from pdserve.contracts.worker_config import TlsFiles, WorkerRole
 from pdserve.deploy.cluster.host_facts import check_host, check_network, host_facts, model_digest
 from pdserve.deploy.cluster.hosts import Host, RayHost, WorkerNeeds, check_gpus, choose_hosts
 from pdserve.deploy.cluster.ray_cluster import RayNode

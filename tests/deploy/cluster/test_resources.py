@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.contracts.errors import DeployError
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.deploy.cluster.resources import gpu_shares, installed_gpu, num_gpus, split_cores
 
 P, D, M = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.MIXED

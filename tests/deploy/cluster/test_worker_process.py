@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
+from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.deploy.cluster.host_facts import LOOPBACK, host_facts
 from pdserve.deploy.cluster.hosts import Host
 from pdserve.deploy.cluster.ray_cluster import PrivateRay

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.contracts.deployment import DeploymentConfig, KvTransferConfig, PhaseConfig
 from pdserve.contracts.errors import DeployError
-from pdserve.contracts.placement import DIRECT_TRANSPORTS
+from pdserve.contracts.worker_config import DIRECT_TRANSPORTS
 from pdserve.deploy.commands.check import find_links
 from pdserve.deploy.launch import Launch
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint

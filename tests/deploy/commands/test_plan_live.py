@@ -17,8 +17,8 @@ import pytest
 
 from pdserve.contracts.codec import to_plain
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.cli import run
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from tests.planner.live.test_live import Router

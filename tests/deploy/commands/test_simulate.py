@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pdserve.contracts.deployment import POLICIES
 from pdserve.contracts.errors import ConfigError
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.cli import run
 from pdserve.deploy.config import parse_deployment
 from tests.planner.test_planned_model import written

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from pdserve.contracts.deployment import DeploymentConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.config import parse_deployment
 
 FILE = Path(__file__).parents[3] / "deploy/ray/kuberay.yaml"

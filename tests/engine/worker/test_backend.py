@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pdserve.contracts.codec import to_json
-from pdserve.contracts.placement import TlsFiles, WorkerConfig, WorkerRole
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.worker_config import TlsFiles, WorkerConfig, WorkerRole
 from pdserve.engine.worker import backend
 from pdserve.engine.worker.backend import choose_backend
 from pdserve.engine.worker.model_device import build_copies

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 import pytest
 
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import GenerationRequest, SamplingParams
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.engine.worker import followers
 from pdserve.engine.worker.followers import Direction, Followers, RanksIpcCopies, rank_cores
 from pdserve.kv_transfer.pool_memory import PoolMemory

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.step import ModelLimits
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.engine.worker.pool_size import (
     KvMemory,
     check_pool_fits,

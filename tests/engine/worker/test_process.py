@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pdserve.contracts.codec import from_plain, to_plain
-from pdserve.contracts.placement import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.contracts.request import GenerationRequest, SamplingParams
+from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.engine.worker.process import WorkerActor
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from tests.expected_tokens import expected_tokens

@@ -15,7 +15,6 @@ import grpc
 import pytest
 
 from pdserve.contracts.events import ClientEvent, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.request import (
     FinishReason,
     GenerationRequest,
@@ -25,6 +24,7 @@ from pdserve.contracts.request import (
     SamplingParams,
 )
 from pdserve.contracts.step import ModelLimits, StepOutput
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.engine.scheduling.interface import FirstToken, PullResult
 from pdserve.engine.worker import service as service_module
 from pdserve.engine.worker.live_loop import Inbox

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import GenerationRequest, SamplingParams
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from tests.e2e.reference import assert_same_tokens, greedy_answers
 from tests.engine.worker.test_followers import Degrees, followers_of, wait_until_ended

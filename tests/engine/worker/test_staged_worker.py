@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.request import GenerationRequest
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.proto.v1 import worker_pb2
 from tests.engine.worker.test_worker import VOCAB_SIZE, a_request, oracle, real_model_config

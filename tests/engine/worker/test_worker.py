@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from pdserve.contracts.codec import to_json
-from pdserve.contracts.placement import WorkerConfig, WorkerRole
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParams
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.proto.v1 import worker_pb2
 from tests.expected_tokens import expected_tokens

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.live.live import LiveError, observe
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.worker_metrics import WorkerMetrics

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.layout import Layout
 from pdserve.planner.live.replan import Proposal, Running, change_between, compare, propose, sentences
 from pdserve.planner.search.goodput import Goodput

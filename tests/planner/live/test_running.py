@@ -6,8 +6,8 @@ import pytest
 
 from pdserve.contracts.codec import to_plain
 from pdserve.contracts.deployment import ModelConfig, SloConfig
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import Hardware, hardware, slowed
 from pdserve.planner.live.live import LengthHistogram, LiveError, ObservedTraffic
 from pdserve.planner.live.running import (

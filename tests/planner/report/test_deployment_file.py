@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.contracts.deployment import PLANNED_POLICY, DeploymentConfig, PhaseConfig
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.config import read_deployment
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.layout import Layout
 from pdserve.planner.report.plan_rows import binds
 from pdserve.planner.search.candidates import assemble, verdict_of

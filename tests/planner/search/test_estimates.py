@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.arrays import FloatArray
 from pdserve.planner.layout import Layout

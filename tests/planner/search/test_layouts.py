@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.search.layouts import check_fits, dollars_per_hour, enumerate_layouts

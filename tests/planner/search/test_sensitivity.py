@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import slowed
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.goodput import Runner, find_goodput

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.simulate.attainment import Distribution, measure, warm_up_s
 from pdserve.planner.simulate.simulation import RequestTimes, Simulation, WorkerUse
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, _Simulator
 from pdserve.planner.workload.requests import SimulatedRequest
 from pdserve.router.requests.goodput import Goodput

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdserve.contracts.deployment import POLICIES, SloConfig, Tier
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.layout import Layout
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
 from pdserve.planner.workload.requests import SimulatedRequest

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("numba", reason="the scout needs the planner's extra")
 
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.arrays import FloatArray
 from pdserve.planner.layout import Layout
 from pdserve.planner.simulate.scout import ScoutRequests, ScoutResult, scout, step_table

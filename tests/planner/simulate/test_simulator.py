@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdserve.contracts.deployment import POLICIES, SloConfig
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.config.shape import ModelShape
 from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.simulate import simulated_worker

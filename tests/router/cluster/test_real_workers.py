@@ -15,9 +15,9 @@ import pytest
 
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.contracts.step import TokenLogprobs
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.router.requests.attempt import Decoding, Parked, Prefilling

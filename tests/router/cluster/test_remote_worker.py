@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.contracts.placement import TlsFiles, WorkerEndpoint, WorkerRole
 from pdserve.contracts.request import Grammar, GrammarKind
+from pdserve.contracts.worker_config import TlsFiles, WorkerEndpoint, WorkerRole
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.cluster.remote_worker import RemoteWorker, SessionRefusedError

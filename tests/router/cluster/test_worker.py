@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.contracts.events import SchedulerLoad
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.cluster.worker import InFlightLoad, Worker
 from pdserve.router.requests.placement import WorkerSnapshot
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, TokenEvent
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import FinishReason
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.attempt import Attempt, Held, Parked, Prefilling, Queued
 from pdserve.router.requests.goodput import Goodput
 from tests.router.requests.test_dispatch_core import HANDLE, Core, RecordingWorker

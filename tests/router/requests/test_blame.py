@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.failover import MAX_LOSSES, MAX_TRIALS, TRIAL_WAIT_S, Blame
 from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import RequestSpec

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from pdserve.contracts.deployment import SloConfig, Tier
 from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import (
     FinishReason,
     GenerationRequest,
@@ -25,6 +24,7 @@ from pdserve.contracts.request import (
     Outcome,
     SamplingParams,
 )
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.attempt import Attempt, Queued
 from pdserve.router.requests.attempt_table import HeldBack

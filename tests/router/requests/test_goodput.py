@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.contracts.block_hash import block_hashes
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.goodput import MAX_MEAN_STEP, MIN_SCORE, MIN_TTFT_SPREAD_S, Goodput
 from pdserve.router.requests.goodput_rules import LATE_S, MAX_RETRY_AFTER_S, SLACK_MISSES, TPOT_SPREAD, TURN
 from pdserve.router.requests.least_time import predict_ttft_s

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.contracts.block_hash import block_hashes
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware

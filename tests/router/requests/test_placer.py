@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, TokenEvent
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
 from pdserve.router.requests.placer import TURN_S

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.deployment import POLICIES
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.placement import Arrival, Placement, PromptBlocks, WorkerSnapshot
 from pdserve.router.requests.policies import placement
 from tests.router.requests.test_least_time import BLOCK_SIZE, COSTS, worker

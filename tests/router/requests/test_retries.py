@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, TokenEvent
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.attempt import Attempt, Parked, Queued
 from pdserve.router.requests.failover import BUDGET, MAX_BACKOFF_S, MIN_BACKOFF_S, MIN_RETRIES, Retries, backoff_s
 from pdserve.router.requests.interface import DispatchSettings

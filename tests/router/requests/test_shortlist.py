@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.shortlist import NUM_SCORED, by_backlog, by_room
 from tests.router.requests.test_least_time import COST, prompt, worker
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.contracts.placement import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.goodput_rules import TPOT_SPREAD
 from pdserve.router.requests.least_time import predict_ttft_s
 from pdserve.router.requests.lengths import Lengths
