@@ -61,6 +61,8 @@ class Placer:
         self._heaviest = max(tier.weight for tier in tiers) or 1.0
         self._due: tuple[deque[Attempt], deque[Attempt]] = deque(), deque()
         """To be placed or bound for the first time in their state: those whose client has tokens, and others."""
+        self._unseen: deque[Attempt] = deque()
+        """Of the queue as it was when it was last due: what no turn has looked at since."""
         self._is_woken = self._is_queue_due = self._is_held_due = False
         self._held_until_s = 0.0
         """Until then the policy is not asked again for what is held back."""
@@ -120,15 +122,21 @@ class Placer:
         """Place queued attempts while a worker has less to prefill than two steps compute: the first one that comes up
         would get all, and the next none. As new requests pass them meanwhile, none waits for that longer than for a
         worker, nor after an error."""
-        if not self._is_queue_due:
+        if self._is_queue_due and not self._unseen:
+            self._is_queue_due = False
+            self._unseen.extend(self._table.queued.values())
+        if not self._unseen:
             return True
         can_start = bool(prefill_candidates(worker.snapshot() for worker in self.taking_work()))
         are_full = False
-        for attempt in list(self._table.queued.values()):
-            now_s, state = self._now_s(), attempt.state
+        while self._unseen:
+            now_s = self._now_s()
             if now_s >= end_s:
                 return False
-            assert isinstance(state, Queued)
+            attempt = self._unseen.popleft()
+            state = attempt.state
+            if not isinstance(state, Queued):
+                continue
             if self._has_to_wait(attempt):
                 self._table.move(attempt, replace(state, since_s=now_s))
                 continue
@@ -141,8 +149,7 @@ class Placer:
             wait_s = self._settings.new_wait_s if is_new else self._settings.worker_wait_s
             if not is_placed and waited_s >= wait_s:
                 overdue.append(attempt)
-        self._is_queue_due = False
-        return True
+        return not self._is_queue_due
 
     def _release_held(self, end_s: float) -> bool:
         """Send attempts that were held back, until one has to wait; queue them if no worker is up."""

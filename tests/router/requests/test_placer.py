@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, TokenEvent
-from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
+from pdserve.contracts.request import FinishReason, GenerationRequest, Outcome, SamplingParams
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
@@ -33,11 +33,13 @@ class Loop:
     def __init__(self, *names: str) -> None:
         self.clock = Clock()
         self.clock.now_s = 1.0
+        self.tick_s = 0.0
+        """By which the clock moves whenever it is read."""
         self.turns: list[Callable[[], None]] = []
         self.dispatcher = Dispatcher(
             dict.fromkeys(WorkerRole, COST),
             DispatchSettings(policy="least-loaded"),
-            lambda: self.clock.now_s,
+            self._read_clock,
             SlowPolicy(self.clock),
             call_soon=self.turns.append,
         )
@@ -45,6 +47,10 @@ class Loop:
         for worker in self.workers:
             self.dispatcher.worker_up(worker)
         self.run()
+
+    def _read_clock(self) -> float:
+        self.clock.now_s += self.tick_s
+        return self.clock.now_s
 
     def start(self, num_choices: int = 1) -> ReadRequest:
         sampling = SamplingParams(max_tokens=100)
@@ -70,9 +76,10 @@ class Loop:
         drain()
         return self.clock.now_s - began_s
 
-    def run(self) -> list[float]:
-        turns_s = []
+    def run(self, max_turns: int = 1000) -> list[float]:
+        turns_s = list[float]()
         while self.turns:
+            assert len(turns_s) < max_turns, "turns follow each other without end"
             turns_s.append(self.turn())
         return turns_s
 
@@ -151,3 +158,18 @@ def test_what_was_cancelled_before_its_turn_goes_nowhere() -> None:
     loop.run()
     assert not other.submitted
     assert loop.dispatcher.num_queued == 0
+
+
+def test_a_queue_that_no_turn_can_look_through_is_looked_through_in_several() -> None:
+    loop = Loop()
+    requests = [loop.start() for _ in range(1000)]
+    loop.tick_s = TURN_S / 100
+    loop.dispatcher.sweep()
+    turns_s = loop.run(max_turns=100)
+    assert len(turns_s) > 1
+    assert max(turns_s) <= TURN_S + 10 * loop.tick_s
+    assert not loop.turns, "it is looked through once"
+    loop.clock.now_s += DispatchSettings().new_wait_s
+    loop.dispatcher.sweep()
+    loop.run(max_turns=100)
+    assert {request.outcome for request in requests} == {Outcome.FAILED}
