@@ -4,6 +4,7 @@ what lost workers computed, and through the dispatcher."""
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
 
@@ -405,3 +406,74 @@ def test_workers_that_end_together_fail_nothing(num_requests: int) -> None:
     for _ in range(1500):
         world.turn()
     assert {request.outcome for request in requests} == {Outcome.FINISHED}
+
+
+def _started(world: World, name: str) -> tuple[RecordingWorker, list[GenerationRequest]]:
+    """Have a worker say that it started all that it got."""
+    worker = world.dispatcher.workers[name]
+    assert isinstance(worker, RecordingWorker)
+    for sent in worker.submitted:
+        world._send(worker, sent, RequestEventKind.STARTED)
+    return worker, worker.submitted
+
+
+def _suspects(world: World, num: int) -> list[ReadRequest]:
+    """Requests that lost two workers."""
+    requests = [world.start(number) for number in range(num)]
+    for _ in range(MAX_LOSSES):
+        worker, _ = _started(world, "mixed-0")
+        world.end(worker)
+    return requests
+
+
+def test_a_suspect_is_not_bound_anew() -> None:
+    """Another decode worker would compute it before its trial."""
+    world = World(("mixed-0",), poisoned_index=-1)
+    request = world.start(1)
+    world.dispatcher.worker_lost(_started(world, "mixed-0")[0])
+    decoders = [RecordingWorker(f"decode-{number}", WorkerRole.DECODE) for number in range(2)]
+    for worker in (RecordingWorker("prefill-0", WorkerRole.PREFILL), *decoders):
+        world.dispatcher.worker_up(worker)
+    prefill, [sent] = _started(world, "prefill-0")
+    world._send(prefill, sent, RequestEventKind.LAST_CHUNK)
+    bound, other = sorted(decoders, key=lambda decoder: not decoder.prepared)
+    world._send(bound, bound.prepared[0][0], RequestEventKind.STARTED)
+    world.dispatcher.worker_lost(bound)
+    assert not other.prepared
+    assert prefill.cancelled == [(sent.request_id, sent.attempt)]
+    world.clock.now_s += TRIAL_WAIT_S
+    prefill.submitted.clear()
+    while not request.outcome:
+        world.turn()
+    assert request.outcome is Outcome.FINISHED
+
+
+def test_the_next_trial_begins_when_the_suspect_on_trial_leaves() -> None:
+    world = World(("mixed-0",), poisoned_index=-1)
+    requests = _suspects(world, 2)
+    world.clock.now_s += TRIAL_WAIT_S
+    world.dispatcher.sweep()
+    worker = world.dispatcher.workers["mixed-0"]
+    assert isinstance(worker, RecordingWorker)
+    assert [sent.prompt_tokens[0] for sent in worker.submitted] == [0]
+    world.dispatcher.cancel(requests[0])
+    world.dispatcher.drain()
+    assert [sent.prompt_tokens[0] for sent in worker.submitted] == [0, 1]
+
+
+def test_what_waits_for_a_trial_does_not_wait_for_a_worker_meanwhile() -> None:
+    world = World(("mixed-0",), poisoned_index=-1)
+    on_trial, waiting = _suspects(world, 2)
+    worker_wait_s = DispatchSettings().worker_wait_s
+    for _ in range(math.ceil(worker_wait_s) + 1):
+        world.clock.now_s += 1.0
+        world.dispatcher.sweep()
+    worker = world.dispatcher.workers["mixed-0"]
+    worker.is_draining = True  # its end is nobody's fault
+    world.dispatcher.worker_lost(worker)
+    world.dispatcher.cancel(on_trial)
+    world.dispatcher.sweep()
+    assert waiting.outcome is None
+    world.clock.now_s += worker_wait_s
+    world.dispatcher.sweep()
+    assert waiting.outcome is Outcome.FAILED
