@@ -62,9 +62,15 @@ class RequestLog:
         self._writer.join(CLOSE_TIMEOUT_S)
 
     def _write_all(self) -> None:
-        num_told = 0
+        num_told, is_writable = 0, True
         while (line := self._lines.get()) is not None:
-            self._file.handle(logging.makeLogRecord({"msg": line.decode()}))
+            try:
+                self._file.handle(logging.makeLogRecord({"msg": line.decode()}))
+                is_writable = True
+            except OSError as error:  # it was moved, and there can be no new one yet
+                if is_writable:
+                    log.error("the request log cannot be written, and its lines are lost until it can: %s", error)
+                is_writable = False
             if self._num_dropped > num_told:
                 num_told = self._num_dropped
                 log.warning("the request log is too slow: %d lines dropped so far", num_told)

@@ -88,6 +88,24 @@ def test_a_file_that_was_moved_away_is_made_again(tmp_path: Path) -> None:
         assert [line["request_id"] for line in lines_of(path)] == ["second"]
 
 
+def test_a_folder_that_is_gone_for_a_while_costs_the_lines_of_that_while_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "logs" / "requests.jsonl"
+    path.parent.mkdir()
+    log = RequestLog(path)
+    path.parent.rename(tmp_path / "moved")
+    for request_id in ("lost", "lost, too"):
+        log.write(RequestEntry(request_id, "/v1/completions", 0.0), 200)
+    wait_until(log._lines.empty, "the writer to take the lines")
+    wait_until(lambda: "cannot be written" in caplog.text, "the writer to say so")
+    path.parent.mkdir()
+    log.write(RequestEntry("written", "/v1/completions", 0.0), 200)
+    log.close()
+    assert lines_of(path)[-1]["request_id"] == "written"
+    assert caplog.text.count("cannot be written") == 1
+
+
 def test_a_disk_that_hangs_stops_nobody_and_lines_beyond_the_bound_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
