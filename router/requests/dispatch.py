@@ -278,6 +278,9 @@ class Dispatcher:
             case Prefilling() as state, Kind.LAST_CHUNK if state.sent.handoff:
                 source = KvSource(address=worker.kv_address, worker_epoch=worker.epoch, handle=event.handle)
                 self._placer.park(attempt, Parked(worker, state.sent, source, state.started_s))
+            case Parked(pull=None), Kind.RELEASED:
+                # A decode worker has it all and was lost before its join was heard: there is nothing left to pull.
+                self._retry(attempt, "worker_lost", "the worker that pulled the prompt was lost", is_error=False)
             case Parked() as state, Kind.RELEASED if worker is state.prefill:
                 self.attempts.move(attempt, replace(state, is_released=True))
             case Parked() as state, Kind.STARTED if worker is not state.prefill:

@@ -155,6 +155,21 @@ async def test_after_the_release_there_is_nothing_to_pull(
         stream.cancel()
 
 
+@with_workers("prefill-0", "decode-0")
+async def test_a_prompt_released_to_a_worker_that_was_lost_waits_for_no_other(
+    p: ScriptedWorker, d: ScriptedWorker
+) -> None:
+    """The release is heard after the loss of the puller, and no other is up."""
+    async with running_rig() as rig:
+        await rig.up(p, d)
+        stream, first = await park(rig, p, d)
+        await d.stop()
+        await until(lambda: is_unbound(attempt_of(stream)))
+        p.send_event(first.request, RequestEventKind.RELEASED)
+        await until(lambda: isinstance(attempt_of(stream).state, Queued), timeout_s=10.0)
+        stream.cancel()
+
+
 @with_workers("prefill-0", "decode-0", "decode-1")
 async def test_a_draining_decode_worker_passes_the_prompt_on(
     p: ScriptedWorker, d0: ScriptedWorker, d1: ScriptedWorker
