@@ -119,7 +119,7 @@ class Edge:
         if tools is not None:
             exchange.grammar = tools.grammar
         text = await self._aside(exchange, partial(self._chat_text, body, tools.offered if tools else ()))
-        reasoning = self._reasoning(body, text)
+        reasoning = await self._aside(exchange, partial(self._reasoning, body, text))
         if exchange.grammar is not None and reasoning is not None:
             exchange.grammar = after_reasoning(exchange.grammar, is_open=reasoning)
         with _too_long(body, max_model_len):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +17,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from pdserve.contracts.request import FinishReason, Grammar, GrammarKind
 from pdserve.router.http.errors import ApiError
+from pdserve.router.http.json_body import LARGE_BYTES
 from pdserve.router.http.schema import ChatBody
 from pdserve.router.http.tools import template_options, tools_of
 from pdserve.router.text.chat_template import ChatTemplate
+from pdserve.router.text.reasoning import CLOSING
 from pdserve.router.text.tokenizer import ChatTokenizer
 from pdserve.router.text.tool_calls import HERMES, LLAMA_3, QWEN_3_CODER, ToolCallParser, ToolFormat, tool_format
 from pdserve.router.text.xml_calls import call_parser
@@ -210,6 +213,27 @@ def test_a_structure_leaves_room_for_reasoning_that_the_template_allows(
     grammar = server.generator.last.sampling.grammar
     assert grammar is not None
     assert grammar.kind is kind
+
+
+@pytest.mark.parametrize("is_long", [True, False])
+def test_whether_a_long_prompt_begins_reasoning_is_decided_beside_the_event_loop(
+    server: EdgeServer, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, is_long: bool
+) -> None:
+    readers = set[int]()
+
+    class NotedSource(str):
+        def __contains__(self, part: object) -> bool:
+            if part == CLOSING:
+                readers.add(threading.get_ident())
+            return str(part) in str(self)
+
+    assert server.tokenizer.template is not None
+    monkeypatch.setattr(server.tokenizer.template, "source", NotedSource(TEMPLATE))
+    server.say("Yes.")
+    ignored = " " * LARGE_BYTES if is_long else ""
+    client.chat.completions.create(model=MODEL, messages=ASKED, metadata={"ignored": ignored})
+    assert len(readers) == 1
+    assert (server.loop_thread not in readers) == is_long
 
 
 def test_variables_of_the_template_can_be_set(server: EdgeServer, client: openai.OpenAI) -> None:
