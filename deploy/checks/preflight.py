@@ -182,6 +182,13 @@ def check_devices(launch: Launch) -> None:
             raise DeployError(f"{'--emulate' if launch.emulate else 'model.profile'}: {error}") from error
 
 
+def core_warning(launch: Launch) -> str:
+    """That workers share cores of this host; empty if each has its own, or another Ray places them."""
+    if launch.ray_address or len(launch.cores) >= len(launch.roles):
+        return ""
+    return f"fewer than workers: {len(launch.roles)} workers on {len(launch.cores)}"
+
+
 def kernel_warning(launch: Launch) -> str:
     """Reason why kernels are slow on this host; empty if they are fast."""
     return "" if launch.emulate else slow_kernels_reason()

@@ -130,16 +130,14 @@ class Supervisor:
         self._read_s = sum(file.stat().st_size for file in files) / _READ_BYTES_PER_S
         self._start_timeout_s = START_TIMEOUT_S + self._read_s
         self._start_deadline_s = time.monotonic() + self._start_timeout_s
-        if not launch.ray_address and len(launch.cores) < len(launch.roles):
-            self._progress.warn("cores", f"fewer than workers: {len(launch.roles)} workers on {len(launch.cores)}")
-        kernel_warning = preflight.kernel_warning(launch)
-        for name, warning in (("kernels", kernel_warning), ("model", model_warning)):
+        cores, kernels = preflight.core_warning(launch), preflight.kernel_warning(launch)
+        for name, warning in (("cores", cores), ("kernels", kernels), ("model", model_warning)):
             if warning:
                 self._progress.warn(name, warning)
         if Path(launch.config.model.path) == DEMO_MODEL:
             self._progress.note("model", "serving the demo model; --model FOLDER serves another")
         self._reconcile_processes()
-        if not (launch.emulate or kernel_warning or is_built()):  # workers wait for them
+        if not (launch.emulate or kernels or is_built()):  # workers wait for them
             self._progress.note("kernels", "compiling CPU kernels (once for this machine)")
             command = [sys.executable, "-P", "-m", "pdserve.kernels.cpu.build"]
             self._compiler = start_tied(command, env=os.environ, log_path=self._folder / "kernels.log")

@@ -17,7 +17,7 @@ from pdserve.contracts.errors import DeployError
 from pdserve.contracts.kv_layout import KvLayout, resolve_kv_dtype
 from pdserve.contracts.worker_config import DIRECT_TRANSPORTS, WorkerRole
 from pdserve.deploy.checks.model import check_model
-from pdserve.deploy.checks.preflight import check_launch, kernel_warning
+from pdserve.deploy.checks.preflight import check_launch, core_warning, kernel_warning
 from pdserve.deploy.launch import Launch
 from pdserve.kv_transfer.handshake import choose_transport
 from pdserve.model.config.decoder_config import DecoderConfig
@@ -39,19 +39,26 @@ class Links(NamedTuple):
 
 
 def check_cluster(launch: Launch, console: Console) -> int:
-    """Print warnings, and a line for each kind of link.
+    """Print warnings, a line for each kind of link, and that `pdserve up` would start.
 
     Raises:
         DeployError: ``pdserve up`` would not start; the text has the remedy.
     """
     check_launch(launch)
-    for name, warning in (("model", check_model(launch)), ("kernels", kernel_warning(launch))):
+    cores, kernels, model = core_warning(launch), kernel_warning(launch), check_model(launch)
+    for name, warning in (("cores", cores), ("kernels", kernels), ("model", model)):
         if warning:
             console.print(f"[yellow]{name}[/] {warning}", highlight=False, soft_wrap=True)
-    links = find_links(launch)
+    _show_links(launch, find_links(launch), console)
+    if not launch.ray_address:  # whose hosts are not checked
+        console.print("pdserve up would start here")
+    return 0
+
+
+def _show_links(launch: Launch, links: Sequence[Links], console: Console) -> None:
     if not links:
         console.print("no KV moves: one worker serves both phases")
-        return 0
+        return
     layout = _prompt_layout(launch)
     seconds = _measure(launch, layout, sorted({each.transport for each in links} - {*DIRECT_TRANSPORTS}))
     num_tokens, mebibytes = layout.num_blocks * layout.block_size, layout.pool_bytes / 2**20
@@ -64,7 +71,6 @@ def check_cluster(launch: Launch, console: Console) -> int:
                 figures = f"not measured; over loopback {figures}"
         line = f"  {', '.join(each.pairs)}: [cyan]{each.transport}[/] ({each.reason}), {figures}"
         console.print(line, highlight=False, soft_wrap=True)
-    return 0
 
 
 def find_links(launch: Launch) -> list[Links]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -73,8 +74,11 @@ def test_a_transport_that_does_not_join_all_workers_is_refused(launch: Launch, s
 
 def test_check_measures_the_links_and_starts_nothing(tmp_path: Path) -> None:
     folder = write_random_checkpoint(tmp_path, num_layers=1)
-    run = pdserve("check", "--port", "0", "--model", str(folder))
+    num_decode = len(os.sched_getaffinity(0))  # with the prefill worker, one worker more than cores
+    run = pdserve("check", "--port", "0", "--model", str(folder), "--decode", str(num_decode))
     assert run.returncode == 0, run.stderr
+    assert f"cores fewer than workers: {num_decode + 1} workers on {num_decode}" in run.stdout
+    assert "pdserve up would start here" in run.stdout
     found = re.search(
         r"^  prefill to decode: memfd \(it is on this host\), ([\d.]+) ms, ([\d.]+) GB/s$", run.stdout, re.M
     )
