@@ -26,19 +26,6 @@ MAX_CHOICES = 128
 """Upper limit of answers to one request; choices are numbered from 0."""
 
 
-class RequestState(Enum):
-    """State of a request: ``QUEUED -> PREFILLING -> HANDOFF -> DECODING (<-> PREEMPTED) -> outcome``.
-
-    Losing a worker returns the request to ``QUEUED`` with ``attempt + 1``.
-    """
-
-    QUEUED = "queued"
-    PREFILLING = "prefilling"
-    HANDOFF = "handoff"
-    DECODING = "decoding"
-    PREEMPTED = "preempted"
-
-
 class Outcome(Enum):
     """Outcome of a request, exactly one each: accepted = sum of outcomes + in flight, always."""
 

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from math import log
 
-from pdserve.contracts.request import KvSource, RequestState
+from pdserve.contracts.request import KvSource
 from pdserve.engine.scheduling.interface import AbortPullEvent, PullResult, StartPullEvent
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import AdmissionBudget, SequenceTable
@@ -78,7 +78,6 @@ class Reservations:
         self._with_objective.pop(sequence, None)
         self._num_reserved += 1
         num_cached_blocks = sequence.num_registered_blocks
-        sequence.state = RequestState.HANDOFF
         sequence.is_pulling = True
         self._pulls[sequence.sequence_id] = sequence
         pull = StartPullEvent(

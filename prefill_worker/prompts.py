@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from pdserve.contracts.request import RequestState
 from pdserve.engine.scheduling.queue import SequenceQueue
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import AdmissionBudget, PlannedStep, SequenceTable
@@ -118,8 +117,7 @@ class Prompts:
             return False
         self.waiting.discard(sequence)
         self.admitted.insert(index, sequence)
-        if sequence.state is RequestState.QUEUED:
-            sequence.state = RequestState.PREFILLING
+        if not sequence.is_preempted:
             self._table.emit_started(sequence, now_s)
         return True
 
@@ -142,7 +140,6 @@ class Prompts:
             if not sequence.is_handoff:
                 self._ready.append(sequence)
             elif len(sequence.tokens) + 1 < sequence.max_length:
-                sequence.state = RequestState.HANDOFF
                 self._parking.offer(sequence)
 
     def take_ready(self) -> list[Sequence]:
@@ -154,7 +151,7 @@ class Prompts:
 
 def _due_s(sequence: Sequence) -> float:
     """Time at which token 0 is due. A preempted sequence is always late, and so is a resumed answer."""
-    if sequence.state is RequestState.PREEMPTED or sequence.request.emitted_tokens:
+    if sequence.is_preempted or sequence.request.emitted_tokens:
         return -inf
     return sequence.arrived_s + (sequence.request.ttft_slo_s or PATIENCE_S)
 
@@ -164,7 +161,7 @@ def _order(sequence: Sequence) -> tuple[float, int]:
 
 
 def _has_patience(sequence: Sequence, now_s: float) -> bool:
-    return now_s < sequence.arrived_s + sequence.request.patience_s and sequence.state is not RequestState.PREEMPTED
+    return now_s < sequence.arrived_s + sequence.request.patience_s and not sequence.is_preempted
 
 
 def _gives_way(sequence: Sequence, first: Sequence, now_s: float) -> bool:

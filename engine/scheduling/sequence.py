@@ -17,7 +17,7 @@ from itertools import chain
 
 from pdserve.contracts.block_hash import block_hash, root_hash
 from pdserve.contracts.events import RequestKey
-from pdserve.contracts.request import FinishReason, GenerationRequest, RequestState, SamplingParams
+from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
 
 LOOKAHEAD_TOKENS = 64
 """Minimum number of further tokens a running sequence is expected to need, up to its length limit."""
@@ -41,8 +41,9 @@ class Sequence:
     early_end_ids: tuple[int, ...]
     """Tokens banned from sampling until the answer has ``min_tokens`` tokens."""
 
-    # Set by the schedulers.
-    state: RequestState = RequestState.QUEUED
+    # Set by the scheduler.
+    is_preempted: bool = False
+    """It lost its blocks to an earlier arrival, and does not decode again yet."""
     is_over: bool = False
     """The request has ended here; results of its planned rows are ignored."""
     is_retiring: bool = False

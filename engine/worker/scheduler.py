@@ -30,7 +30,7 @@ from math import inf
 from operator import attrgetter
 
 from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad
-from pdserve.contracts.request import GenerationRequest, KvSource, RequestState
+from pdserve.contracts.request import GenerationRequest, KvSource
 from pdserve.contracts.step import ModelLimits, StepBatch, StepOutput
 from pdserve.decode_worker.gap_limit import GapLimit, MixedSeconds
 from pdserve.decode_worker.reservations import Reservations
@@ -207,9 +207,9 @@ class Scheduler:
         self._num_preemptions += 1
         is_running = self._remove_running(sequence)
         self.prompts.drop(sequence)
-        if sequence.state is not RequestState.PREEMPTED:
+        if not sequence.is_preempted:
             self.table.emit(sequence.key, RequestEventKind.PREEMPTED)
-        sequence.state = RequestState.PREEMPTED
+        sequence.is_preempted = True
         if is_running and self.swapping.can_swap_out(sequence):
             self.swapping.swap_out(step, sequence)
         else:
@@ -233,7 +233,7 @@ class Scheduler:
         max_tokens = self._max_batch_tokens - step.num_rows
         self.prompts.plan_chunks(step, budget, max_tokens=max_tokens, now_s=now_s, fit=self._gap_limit(step))
         for sequence in self.prompts.take_ready():
-            if sequence.state is RequestState.PREEMPTED:
+            if sequence.is_preempted:
                 self.table.emit(sequence.key, RequestEventKind.RESUMED)
             self._join(sequence)
 
@@ -263,7 +263,7 @@ class Scheduler:
         """
         if local is None or local.is_handoff:
             return False
-        is_hungry = self.prompts.is_blocked or local.state is RequestState.PREEMPTED
+        is_hungry = self.prompts.is_blocked or local.is_preempted
         return is_hungry and _is_ahead(local, reserving)
 
     def _budget(self) -> AdmissionBudget:
@@ -280,7 +280,7 @@ class Scheduler:
 
     def _join(self, sequence: Sequence) -> None:
         self.table.stop_waiting(sequence)
-        sequence.state = RequestState.DECODING
+        sequence.is_preempted = False
         insort(self.running, sequence, key=_ARRIVAL)
 
     # Results
@@ -404,4 +404,4 @@ def _mismatch(result: PullResult, sequence: Sequence) -> str:
 
 
 def _is_ahead(local: Sequence, reserving: Sequence) -> bool:
-    return local.state is RequestState.PREEMPTED or local.sequence_id < reserving.sequence_id
+    return local.is_preempted or local.sequence_id < reserving.sequence_id
