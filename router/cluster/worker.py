@@ -53,10 +53,6 @@ class InFlightLoad:
     def num_decodes(self) -> int:
         return len(self._decodes)
 
-    def clear(self) -> None:
-        for request_id in [*self._prefills, *self._decodes]:
-            self.remove(request_id)
-
 
 class Worker(ABC):
     """One incarnation of a worker. Its driver sets the attributes; the dispatcher reads them and sends commands."""

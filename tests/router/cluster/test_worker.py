@@ -51,13 +51,3 @@ def test_what_was_sent_counts_until_it_shows() -> None:
     in_flight.remove(1)
     in_flight.remove(2)
     assert view(in_flight) == before
-
-
-def test_a_lost_worker_has_nothing_in_flight() -> None:
-    in_flight = InFlightLoad()
-    before = view(in_flight)
-    in_flight.add_prefill(1, 400)
-    in_flight.add_decode(2, 40, 4)
-    in_flight.clear()
-    in_flight.remove(1)
-    assert view(in_flight) == before
