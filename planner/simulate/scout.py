@@ -85,9 +85,9 @@ class PrefixTree:
     answers: IntArray
     """Node of each request's answer, which its next turn continues."""
     from_tokens: IntArray
-    """First token of each node, counted from the beginning of the prompt ..."""
+    """First token of each node, counted from the beginning of the prompt."""
     to_tokens: IntArray
-    """... and the one after its last."""
+    """The one after its last, counted likewise."""
 
     @classmethod
     def of(cls, turns: Sequence[SimulatedRequest], next_turn: Sequence[int]) -> PrefixTree:

@@ -138,8 +138,8 @@ class Simulation:
     times: RequestTimes
     workers: list[WorkerUse]
     gap_s: FloatArray
-    """Distinct lengths of gaps between tokens of answers (ITL) ..."""
+    """Distinct lengths of gaps between tokens of answers (ITL)."""
     gap_weights: FloatArray
-    """... and the number of gaps of each length."""
+    """Number of gaps of each length."""
     ended_s: float
     """Time of the last event."""

@@ -48,17 +48,17 @@ class Exchange(Request):
         self.id = wanted_id if _CLIENT_ID.fullmatch(wanted_id) else uuid.uuid4().hex
         self.arrived_s = time.monotonic()
         self.entry = RequestEntry(self.id, scope["path"], self.arrived_s)
-        """Of the log."""
+        """The request's line in the log."""
         self.caller: Caller | None = None
-        """Of a key; None without keys."""
+        """Who holds the request's key; None without keys."""
         self.tier = ""
-        """Of its objectives, once it is admitted."""
+        """Name of its objectives, once it is admitted."""
         self.grammar: Grammar | None = None
-        """Of its answers, once it is admitted."""
+        """Grammar of its answers, once it is admitted."""
         self.answers: Sequence[Answer] = ()
-        """To each prompt, once they run."""
+        """One for each prompt, once they run."""
         self.num_body_bytes = 0
-        """Once the body has arrived."""
+        """Length of the body, once it has arrived."""
         self.max_body_bytes = max_body_bytes
         self._num_held_bytes = 0
         self._memory = memory

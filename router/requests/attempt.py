@@ -64,7 +64,7 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Of an attempt; as it stands here, without workers."""
+    """State of an attempt. This base class is one without workers."""
 
     @property
     def workers(self) -> tuple[Worker, ...]:

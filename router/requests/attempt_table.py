@@ -1,7 +1,7 @@
 """Attempts by state, and `AttemptTable.move`, which alone takes them from one state to the next. Never decides.
 
 All that a state means to others follows from the move: the tables here, commands to workers, their load in flight, and
-the ledgers of the policy.
+what the policy is told.
 """
 
 from __future__ import annotations
@@ -122,8 +122,7 @@ class AttemptTable:
 
 
 class HeldBack:
-    """Attempts that are held back: late ones that would harm others wherever they would be computed now. Shares take
-    turns; in each, the first that was added goes first."""
+    """Attempts that are `Held`. Shares take turns; in each, the first that was added goes first."""
 
     def __init__(self) -> None:
         self._shares: dict[str, dict[int, Attempt]] = {}

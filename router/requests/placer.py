@@ -33,7 +33,7 @@ MIN_DURATION_S = 1e-3
 
 
 class Placer:
-    """Places and binds."""
+    """Places queued attempts and binds parked ones."""
 
     def __init__(
         self,
@@ -245,7 +245,6 @@ class Placer:
         return True
 
     def _send(self, attempt: Attempt, decision: Decision) -> None:
-        """Send the attempt to the worker chosen."""
         arrival, choice = decision
         now_s, spec = self._now_s(), attempt.request.spec
         if attempt.number < 0 and attempt.choice == 0:
