@@ -155,7 +155,7 @@ def test_a_decision_among_some_workers_leaves_the_answers_of_others_as_long_as_t
     assert view.answers.num_tokens(view.snapshot.num_steps).tolist() == [401]
 
 
-def test_the_ledger_forgets_what_has_left() -> None:
+def test_the_policy_forgets_what_has_left() -> None:
     policy = Goodput(COSTS, tpot_slo_s=0.02)
     for number in range(600):
         placed(policy, arrival(number, ttft_s=0.0), P0, D0._replace(num_free_blocks=0))

@@ -1,4 +1,4 @@
-"""The router's ledgers against what the schedulers hold, in the simulator."""
+"""What the router's policy knows of workers, against what their schedulers hold, in the simulator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdserve.router.requests.interface import DispatchSettings
 from tests.planner.stand_ins import LLAMA_3_8B, disaggregated
 
 SLO = SloConfig(ttft_seconds=60.0, tpot_seconds=0.05)
-"""No request is late, so that all answers are in the ledger."""
+"""No request is late, so that the policy knows all answers."""
 
 
 @settings(max_examples=10)
@@ -26,7 +26,7 @@ SLO = SloConfig(ttft_seconds=60.0, tpot_seconds=0.05)
     st.lists(st.tuples(st.floats(0, 0.3), st.integers(1, 9000), st.integers(1, 60)), max_size=12),
     st.lists(st.tuples(st.floats(0, 1.0), st.integers(0, 11)), max_size=6),
 )
-def test_the_ledger_holds_what_the_schedulers_hold(
+def test_the_policy_knows_what_the_schedulers_hold(
     drawn: list[tuple[float, int, int]], cancelled: list[tuple[float, int]]
 ) -> None:
     """Whenever no message is on its way: answers where they decode, and prompts that wait where they wait."""
