@@ -80,20 +80,7 @@ class Cluster:
         """Maximum tokens of prompt and answer together; ``None`` until the first worker has connected."""
         return None if self._model is None else self._model.max_model_len
 
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        """Names of the deployment's tiers, the default one first."""
-        return self.dispatcher.tiers
-
     # Requests
-
-    def check_room(self, num_choices: int, *, tenant: str, tier: str, arrived_s: float) -> None:
-        """Check, before its prompt is read, that a request may be accepted now.
-
-        Raises:
-            GenerationError: it would not be, whatever its prompt (overload, drain).
-        """
-        self.dispatcher.check(num_choices, tenant=tenant, tier=tier, arrived_s=arrived_s)
 
     async def sweep_forever(self) -> None:
         while True:

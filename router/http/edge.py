@@ -1,7 +1,7 @@
-"""The two generating routes, from a request body to a response, and those of the tokenizer.
+"""Handlers of the routes that generate or tokenise, from a request's body to its response.
 
-The former differ in how they read a prompt; `pdserve.router.http.writer` writes the answers of both. Called by
-`pdserve.router.http.app`.
+Chats, responses and messages are read as one kind of body, a chat; text completions have prompts. Each API has its
+writer. `pdserve.router.http.app` routes to them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pdserve.router.http.messages import forms_of
 from pdserve.router.http.responses import ResponsesBody, ResponseWriter
 from pdserve.router.http.sampling import check_prompt_length, check_token_ids, sampling_params
 from pdserve.router.http.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
-from pdserve.router.http.sse import EventStream
+from pdserve.router.http.sse import EventStream, Writer
 from pdserve.router.http.token_timer import TokenTimer
 from pdserve.router.http.tools import Tools, new_call_id, template_options, tools_of
 from pdserve.router.http.writer import AnswerWriter, off_loop
@@ -46,7 +46,6 @@ from pdserve.router.text.tool_calls import whole_text
 from pdserve.router.text.xml_calls import call_parser
 
 Result = TypeVar("Result")
-Writer = AnswerWriter | ResponseWriter | MessageWriter
 
 PIECE_TOKENS = 64
 """Tokens decoded together where no reader needs them one by one."""
@@ -55,7 +54,7 @@ SALT_BYTES = 32
 TOKEN_BYTES = 40
 """Memory of a prompt's token."""
 SHOWN_BYTES = 256
-"""Of each entry about it in an answer that shows the prompt."""
+"""Memory of each entry about such a token in an answer that shows the prompt."""
 MAX_TOKENIZED_CHARS = 2**20
 """Longest text for ``/tokenize``."""
 TOKENIZER_S = 10.0
@@ -64,7 +63,7 @@ TOKENIZER_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """Handlers of the generating routes.
+    """Handlers of the routes that generate or tokenise.
 
     Each raises `ApiError` if the request cannot be served as it is, `GenerationError` if the cluster cannot serve it,
     and `ClientDisconnect` if the client left before a whole answer was complete.
@@ -218,7 +217,7 @@ class Edge:
         exchange.tier = tier = self._tier(body, caller)
         tenant = exchange.tenant
         try:
-            self.cluster.check_room(body.num_answers, tenant=tenant, tier=tier, arrived_s=exchange.arrived_s)
+            self.cluster.dispatcher.check_room(body.num_answers, tenant=tenant, tier=tier, arrived_s=exchange.arrived_s)
         except GenerationError as error:
             if error.status != 400:
                 self.metrics.tenant_served(tenant, is_good=False)
@@ -234,7 +233,7 @@ class Edge:
 
     def _tier(self, body: GenerationBody, caller: Caller | None) -> str:
         """Tier that the request names, or that of its key."""
-        tiers = self.cluster.tiers
+        tiers = self.cluster.dispatcher.tiers
         allowed = tiers if caller is None else caller.key.tiers or (DEFAULT_TIER,)
         if len(tiers) == 1 or body.service_tier in (None, "auto", "standard_only"):
             return allowed[0]

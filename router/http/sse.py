@@ -22,6 +22,9 @@ from pdserve.router.http.token_timer import TokenTimer
 from pdserve.router.http.writer import AnswerWriter, off_loop
 from pdserve.router.text.answer import Generation, TextDelta
 
+Writer = AnswerWriter | ResponseWriter | MessageWriter
+"""Writes the answer to one request, as a stream or whole."""
+
 WRITE_TIMEOUT_S = 60.0
 """Seconds without progress while an event waits, after which the reader counts as gone."""
 
@@ -35,7 +38,7 @@ class EventStream(StreamingResponse):
     def __init__(
         self,
         generation: Generation,
-        writer: AnswerWriter | ResponseWriter | MessageWriter,
+        writer: Writer,
         timer: TokenTimer,
         keep_alive_s: float,
         shows_workers: bool,

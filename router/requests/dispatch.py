@@ -1,4 +1,4 @@
-"""Dispatch core: places requests on workers, binds decode workers, retries, delivers tokens.
+"""Dispatch core: takes a request from its acceptance to its one outcome, by events of workers and readers.
 
 A pure `Placement` decides where to go, `Admission` what is accepted, `Blame` and `Retries` when it may be tried again;
 `AttemptTable` carries out what they mean. At all times, accepted requests equal the sum of outcomes and requests in the
@@ -128,8 +128,8 @@ class Dispatcher:
 
     # Requests
 
-    def check(self, num_choices: int, *, tenant: str, tier: str, arrived_s: float) -> None:
-        """Check that a request, whose prompt may be as short as can be, would be accepted now.
+    def check_room(self, num_choices: int, *, tenant: str, tier: str, arrived_s: float) -> None:
+        """Check, before its prompt is read, that a request would be accepted now if its prompt is short.
 
         Raises:
             GenerationError: it would not (overload, drain).

@@ -466,12 +466,12 @@ def test_a_request_whose_shortest_prompt_would_be_hopeless_is_refused_before_its
     fast, slow = (Tier(ttft_seconds=0.5, tpot_seconds=1.0, when_hopeless=when) for when in ("refuse", "last"))
     core = Core(SloConfig(tiers={"fast": fast, "slow": slow}))
     core.clock.now_s = 1.0
-    core.dispatcher.check(1, tenant="", tier="fast", arrived_s=0.1)
+    core.dispatcher.check_room(1, tenant="", tier="fast", arrived_s=0.1)
     core.all_up()
-    core.dispatcher.check(1, tenant="", tier="fast", arrived_s=1.0)
-    core.dispatcher.check(1, tenant="", tier="slow", arrived_s=0.1)
+    core.dispatcher.check_room(1, tenant="", tier="fast", arrived_s=1.0)
+    core.dispatcher.check_room(1, tenant="", tier="slow", arrived_s=0.1)
     with pytest.raises(GenerationError) as caught:
-        core.dispatcher.check(1, tenant="", tier="fast", arrived_s=0.1)
+        core.dispatcher.check_room(1, tenant="", tier="fast", arrived_s=0.1)
     assert caught.value.status == 429
     assert core.observer.refused_tiers == ["fast"]
     assert not core.prefill.submitted
