@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, TokenEvent
-from pdserve.contracts.placement import WorkerRole
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.attempt import Held, Parked, Queued
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.goodput import Goodput
