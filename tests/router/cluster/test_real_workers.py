@@ -287,8 +287,10 @@ def test_pulls_of_requests_that_end_meanwhile_have_not_failed(checkpoint: Path, 
                     stream.cancel()
                 await until(lambda: not any(w.load.num_blocks_referenced for w in rig.cluster.workers.values()))
             await until(lambda: num_pulls("ended", "aborted") > 0)
-            assert num_pulls("done", "failed") == 0
-            assert rig.metrics.transports == {("prefill-0", "decode-0"): ""}
+            assert num_pulls("failed") == 0
+            if end == "with token 0":  # the client may leave just after a pull is done
+                assert num_pulls("done") == 0
+                assert rig.metrics.transports == {("prefill-0", "decode-0"): ""}
 
     asyncio.run(run())
 
