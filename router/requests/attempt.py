@@ -262,6 +262,11 @@ class Attempt:
         return f"{self.request.spec.request_id or '-'} ({self.request_id:x})"
 
     @property
+    def is_new(self) -> bool:
+        """Whether no worker has had anything of the request: other choices start when choice 0 has its prompt."""
+        return self.number < 0 and self.choice == 0
+
+    @property
     def asks_prompt_logprobs(self) -> bool:
         """Whether this choice requests the prompt's log probabilities."""
         return self.choice == 0 and self.request.wants_prompt_logprobs

@@ -140,13 +140,13 @@ class Placer:
             if self._has_to_wait(attempt):
                 self._table.move(attempt, replace(state, since_s=now_s))
                 continue
-            waited_s, is_new = now_s - state.since_s, attempt.number < 0
+            waited_s = now_s - state.since_s
             if can_start and waited_s < self._settings.new_wait_s and not attempt.num_errors:
                 are_full = are_full or self._are_full(attempt)
                 if are_full:
                     continue
             is_placed = can_start and self.place(attempt, self.decide(attempt), is_first=False)
-            wait_s = self._settings.new_wait_s if is_new else self._settings.worker_wait_s
+            wait_s = self._settings.new_wait_s if attempt.is_new else self._settings.worker_wait_s
             if not is_placed and waited_s >= wait_s:
                 overdue.append(attempt)
         return not self._is_queue_due
@@ -238,7 +238,7 @@ class Placer:
             return False
         arrival, choice = decision
         is_behind = choice.is_held or (choice.is_late and self._table.held.is_any_of(arrival.share))
-        if is_behind and attempt.choice == 0 and attempt.number < 0:
+        if is_behind and attempt.is_new:
             self._table.move(attempt, Held(arrival.queued_s, arrival.share))
         else:
             self._send(attempt, decision)
@@ -247,7 +247,7 @@ class Placer:
     def _send(self, attempt: Attempt, decision: Decision) -> None:
         arrival, choice = decision
         now_s, spec = self._now_s(), attempt.request.spec
-        if attempt.number < 0 and attempt.choice == 0:
+        if attempt.is_new:
             self._observer.phase_ended("queue", now_s - arrival.queued_s)
             attempt.journey.spent("queue", now_s - arrival.queued_s, now_s)
             if choice.ttft_s:

@@ -86,6 +86,18 @@ def with_token_0(core: Core) -> ReadRequest:
     return request
 
 
+def sibling(core: Core) -> ReadRequest:
+    """Of a choice that has its first token, while no decode worker is up."""
+    core.all_up()
+    request = core.start(num_choices=2)
+    core.event(core.prefill, RequestEventKind.STARTED)
+    for worker in core.decodes:
+        core.dispatcher.worker_lost(worker)
+    core.event(core.prefill, RequestEventKind.LAST_CHUNK)
+    core.token(core.prefill, 0)
+    return request
+
+
 def decoding(core: Core) -> ReadRequest:
     request = joined(core)
     core.token(core.prefill, 0)
@@ -115,6 +127,7 @@ class Bound(NamedTuple):
 BOUNDS = [
     Bound(none_up, Queued, SETTINGS.new_wait_s),
     Bound(none_left, Queued, SETTINGS.worker_wait_s),
+    Bound(sibling, Queued, SETTINGS.worker_wait_s),
     Bound(failed, Queued, 1.25 * MAX_BACKOFF_S, Prefilling),
     Bound(suspected, Queued, TRIAL_WAIT_S, Prefilling),
     Bound(held, Held, LATE_S, Prefilling),
@@ -133,7 +146,7 @@ BOUNDS = [
 def test_every_state_is_left_though_nothing_else_moves(bound: Bound) -> None:
     core = Core(SLO, settings=SETTINGS)
     core.clock.now_s = 1000.0
-    attempt = bound.enter(core).attempts[0]
+    attempt = [*bound.enter(core).attempts.values()][-1]
     assert isinstance(attempt.state, bound.state)
     waited_s = wait_while(core, attempt, bound.state, bound.seconds + 2 * SWEEP_S)
     assert isinstance(attempt.state, bound.then)
