@@ -1,15 +1,17 @@
-"""Time of the router's two decisions about a request by the policy `goodput`, snapshots of workers included.
+"""Time of the router's two decisions about a request by the policy `goodput`, and of what each report of a worker adds.
 
     python -m pdserve.bench.decisions [--json FILE]
 
-N prefill and N decode workers, 256 answers on each of the latter. Before each request every decode worker reports a
-step, so that nothing holds that was computed of it before. Prompts are cached nowhere, or on every worker; their block
-hashes are computed once, by the first decision.
+N prefill and N decode workers, 256 answers on each of the latter, and a prompt on its way to each. Before each request
+every decode worker reports a step, so that nothing holds that was computed of it before; its snapshot is made then, as
+a session does with each frame, and counted apart. Prompts are cached nowhere, or on every worker; their block hashes
+are computed once, by the first decision.
 """
 
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -22,14 +24,16 @@ from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.request import GenerationRequest, KvSource
 from pdserve.contracts.worker_config import WorkerRole
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.router.cluster.block_set import BlockSet
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.goodput import Goodput
 from pdserve.router.requests.placement import Arrival, PromptBlocks
 
 NUM_ANSWERS, NUM_CONTEXT_TOKENS = 256, 900
-"""On each decode worker, and the context of each."""
+"""On each decode worker, and the least context of each."""
 TTFT_S, TPOT_S = 0.25, 0.05
-BLOCK_SIZE = 16
+BLOCK_SIZE, NUM_BLOCKS = 16, 20_000
 CASES = ((8, 1000, False, 2000), (8, 8000, True, 200), (8, 128_000, True, 40), (512, 1000, False, 40))
 """Workers of each role, prompt tokens, whether they are cached, and decisions."""
 
@@ -47,15 +51,24 @@ class IdleWorker(Worker):
         raise AssertionError
 
 
-def _worker(role: WorkerRole, index: int, cached: frozenset[bytes]) -> IdleWorker:
+class Times(NamedTuple):
+    """Process times of one request."""
+
+    decisions_us: float
+    """Of both together."""
+    report_us: float
+    """For the snapshot that follows one report."""
+
+
+def _worker(role: WorkerRole, index: int, cost: CostModel, cached: BlockSet) -> IdleWorker:
     worker = IdleWorker(f"{role.value}-{index}", role)
     worker.block_size, worker.max_batch_tokens, worker.max_batch_size = BLOCK_SIZE, 2048, 512
-    worker.cached_blocks = cached
+    worker.cost, worker.cached_blocks = cost, cached
     if role is WorkerRole.PREFILL:
-        worker.load = SchedulerLoad(num_blocks_free=20_000, num_waiting_tokens=3000)
+        worker.load = SchedulerLoad(num_blocks_free=NUM_BLOCKS, num_waiting_tokens=3000 + 97 * index % 1000)
     else:
-        num_context = NUM_ANSWERS * NUM_CONTEXT_TOKENS
-        worker.load = SchedulerLoad(num_running=NUM_ANSWERS, num_blocks_free=20_000, num_context_tokens=num_context)
+        num_context = NUM_ANSWERS * (NUM_CONTEXT_TOKENS + 13 * index % 100)
+        worker.load = SchedulerLoad(num_running=NUM_ANSWERS, num_blocks_free=NUM_BLOCKS, num_context_tokens=num_context)
     return worker
 
 
@@ -67,53 +80,62 @@ def _step(worker: Worker) -> None:
     worker.load = load._replace(num_context_tokens=load.num_context_tokens + load.num_running)
 
 
-def decision_times_us(num_workers: int, num_tokens: int, num_decisions: int, *, is_cached: bool) -> list[float]:
-    """Process time of each request's two decisions."""
+def decision_times(num_workers: int, num_tokens: int, num_decisions: int, *, is_cached: bool) -> list[Times]:
+    """Times of each request but the first."""
     costs = {pool.role: pool.cost(LLAMA_3_8B) for pool in layout(1, 1).pools}
     policy = Goodput(costs, tpot_slo_s=TPOT_S)
     prompt = range(num_tokens)
-    cached = frozenset(block_hashes(prompt, BLOCK_SIZE)) if is_cached else frozenset[bytes]()
+    cached = BlockSet(NUM_BLOCKS)
+    cached.update(b"%d" % other for other in range(NUM_BLOCKS // 2))
+    cached.update(block_hashes(prompt, BLOCK_SIZE) if is_cached else ())
     prefills, decodes = (
-        [_worker(role, index, cached) for index in range(num_workers)]
+        [_worker(role, index, costs[role], cached) for index in range(num_workers)]
         for role in (WorkerRole.PREFILL, WorkerRole.DECODE)
     )
     for worker_index, worker in enumerate(decodes):
         snapshot = worker.snapshot()
         for index in range(NUM_ANSWERS):
             policy.decoding(-1 - worker_index * NUM_ANSWERS - index, -100 * TPOT_S * index / NUM_ANSWERS, 100, snapshot)
-    times_us = []
+    times = []
     blocks = PromptBlocks(prompt, BLOCK_SIZE)
-    for request_id in range(num_decisions):
+    for request_id in range(num_decisions + num_workers):
         for worker in decodes:
             _step(worker)
+        reported_ns = time.process_time_ns()
+        for worker in decodes:
+            worker.snapshot()
         now_s = request_id * 0.005
         arrival = Arrival(request_id, blocks, now_s, now_s + TTFT_S, tpot_slo_s=TPOT_S)
         began_ns = time.process_time_ns()
         choice = policy.prefill(arrival, [worker.snapshot() for worker in (*prefills, *decodes)])
         assert choice is not None
         policy.placed(arrival, choice)
+        if request_id < num_workers:
+            continue
         policy.prefilled(request_id, choice.worker_id)
         binding = policy.decode(arrival, [worker.snapshot() for worker in decodes], set(), "")
-        times_us.append((time.process_time_ns() - began_ns) / 1e3)
+        decisions_us = (time.process_time_ns() - began_ns) / 1e3
+        times.append(Times(decisions_us, (began_ns - reported_ns) / 1e3 / num_workers))
         assert binding is not None
         bound = next(worker for worker in decodes if worker.worker_id == binding.worker_id)
         bound.in_flight.add_decode(request_id, num_tokens, blocks.num_blocks())
         bound.in_flight.remove(request_id)
-    return times_us[1:]
+    return times[1:]
 
 
 def main() -> None:
     parser = script_parser(__doc__)
     arguments = parser.parse_args()
-    table = Table("workers", "prompt", "cached", "p50 us", "p99 us", box=None)
+    table = Table("workers", "prompt", "cached", "p50 us", "p99 us", "us per report", box=None)
     records = []
     for num_workers, num_tokens, is_cached, num_decisions in CASES:
-        times_us = decision_times_us(num_workers, num_tokens, num_decisions, is_cached=is_cached)
-        p50, p99 = (round(float(each)) for each in np.percentile(times_us, (50, 99)))
-        table.add_row(f"{num_workers} + {num_workers}", f"{num_tokens:,}", str(is_cached), f"{p50:,}", f"{p99:,}")
-        records.append(
-            {"workers": num_workers, "prompt_tokens": num_tokens, "cached": is_cached, "p50_us": p50, "p99_us": p99}
-        )
+        times = decision_times(num_workers, num_tokens, num_decisions, is_cached=is_cached)
+        p50, p99 = (round(float(each)) for each in np.percentile([each.decisions_us for each in times], (50, 99)))
+        report = round(float(np.median([each.report_us for each in times])), 1)
+        name = f"{num_workers} + {num_workers}"
+        table.add_row(name, f"{num_tokens:,}", str(is_cached), f"{p50:,}", f"{p99:,}", f"{report}")
+        case = {"workers": num_workers, "prompt_tokens": num_tokens, "cached": is_cached}
+        records.append({**case, "p50_us": p50, "p99_us": p99, "report_us": report})
     Console(stderr=True).print(table)
     publish({"decisions": records}, arguments.json, unshown=("decisions",))
 

@@ -90,11 +90,13 @@ class VirtualWorker(Worker):
         snapshot = super().snapshot()
         num_steps, num_tokens, num_blocks = engine.run_growth()
         if num_steps:
+            num_context_tokens = snapshot.num_context_tokens + num_tokens
             return snapshot._replace(
-                num_context_tokens=snapshot.num_context_tokens + num_tokens,
+                num_context_tokens=num_context_tokens,
                 num_free_blocks=snapshot.num_free_blocks - num_blocks,
                 num_steps=snapshot.num_steps + num_steps,
                 stepped_s=self._queue.now_s,
+                next_step_s=engine.cost.decode_s(snapshot.num_decoding + 1, num_context_tokens),
             )
         return snapshot
 

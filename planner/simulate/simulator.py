@@ -240,7 +240,7 @@ class _Simulator:
     def _sweep(self) -> None:
         self._is_sweep_due = False
         self._dispatcher.sweep()
-        self._dispatcher.drain()
+        self._dispatcher.place_some()
         self._sweep_soon()
 
     # Events of workers
@@ -267,7 +267,7 @@ class _Simulator:
                 dispatcher.tokens_received(worker, (event,))
             elif isinstance(event, RequestEvent):
                 dispatcher.event_received(worker, event)
-            dispatcher.drain()
+            dispatcher.place_some()
         self._sweep_soon()
 
     # Progress of requests

@@ -23,7 +23,11 @@ class BlockSet:
         return self._num_blocks
 
     def __contains__(self, block_hash: object) -> bool:
-        return self._slots[self._find(hash(block_hash) or 1)] != 0
+        slots, mask, key = self._slots, self._mask, hash(block_hash) or 1  # as in `_find`, in a third of the time
+        slot = key & mask
+        while (each := slots[slot]) and each != key:
+            slot = slot + 1 & mask
+        return each != 0
 
     def update(self, block_hashes: Iterable[bytes]) -> None:
         for block_hash in block_hashes:

@@ -161,6 +161,7 @@ class RemoteWorker(Worker):
         dispatcher.tokens_received(self, unpack_tokens(frame.tokens))
         for event in endings:
             dispatcher.event_received(self, event)
+        self.snapshot()  # made now, so that no decision takes that time
 
     def session_broken(self, reason: str) -> None:
         """The stream broke; called exactly once per `session_opened` that returned."""

@@ -12,6 +12,7 @@ from collections.abc import Container
 from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.request import GenerationRequest, Grammar, KvSource
 from pdserve.contracts.worker_config import WorkerRole
+from pdserve.model.cost.cost_model import CostModel
 from pdserve.router.requests.placement import WorkerSnapshot
 
 
@@ -83,6 +84,8 @@ class Worker(ABC):
         self.cached_blocks: Container[bytes] = frozenset()
         """Hashes of the blocks in its prefix cache."""
         self.in_flight = InFlightLoad()
+        self.cost: CostModel | None = None
+        """Predicts its steps; the dispatcher sets it when the worker is up."""
         self._snapshot: WorkerSnapshot | None = None
         self._seen: tuple[SchedulerLoad, int, int]
         """Load, changes in flight and steps that the snapshot was made of."""
@@ -93,22 +96,25 @@ class Worker(ABC):
 
     def snapshot(self) -> WorkerSnapshot:
         """Snapshot for decisions of the policy; the same one until a load is reported, a step ends, or what is in
-        flight changes. A waiting prompt appears in the reported load soon after it is sent and stays in flight until it
-        starts, so the larger of the two counts is used, not the sum; started ones are added."""
+        flight changes. The driver asks for it with each report, so that a decision finds it. A waiting prompt appears
+        in the reported load soon after it is sent and stays in flight until it starts, so the larger of the two counts
+        is used, not the sum; started ones are added."""
         load, in_flight = self.load, self.in_flight
         if self._snapshot is not None:
             seen_load, num_changes, num_steps = self._seen
             if seen_load is load and num_changes == in_flight.num_changes and num_steps == self.num_steps:
                 return self._snapshot
         self._seen = load, in_flight.num_changes, self.num_steps
+        num_context_tokens = load.num_context_tokens + in_flight.num_context_tokens
+        num_decoding = load.num_running + max(load.num_waiting, in_flight.num_decodes)
         self._snapshot = WorkerSnapshot(  # by position, which takes half the time
             self.worker_id,
             self.role,
             self.max_batch_tokens,
             self.max_batch_size,
             load.num_started_tokens + max(load.num_waiting_tokens, in_flight.num_prefill_tokens),
-            load.num_context_tokens + in_flight.num_context_tokens,
-            load.num_running + max(load.num_waiting, in_flight.num_decodes),
+            num_context_tokens,
+            num_decoding,
             load.num_blocks_free + load.num_blocks_cached - in_flight.num_blocks,
             self.prefill_correction,
             self.decode_correction,
@@ -118,6 +124,7 @@ class Worker(ABC):
             self.stepped_s,
             load.num_tokens_in_flight,
             max(0, load.num_blocks_free - in_flight.num_blocks),
+            self.cost.decode_s(num_decoding + 1, num_context_tokens) * self.decode_correction if self.cost else 0.0,
         )
         return self._snapshot
 

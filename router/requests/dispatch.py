@@ -8,7 +8,7 @@ Everything the core needs is injected, so a virtual clock drives it as well as a
 
 - Time: ``now_s`` returns the current instant; the driver calls `Dispatcher.sweep` periodically.
 - Turns: what follows from an event is placed later, so that a lost worker with a thousand answers stops no stream.
-  ``call_soon`` has `Dispatcher.drain` called in a turn of its own; a driver without it calls `drain` after each event.
+  ``call_soon`` has `Dispatcher.place_some` called in a turn of its own; a driver without it calls it after each event.
 - Commands: a subclass implements `Worker.submit`, `Worker.prepare` and `Worker.cancel`. They return at once.
 - Events: `Dispatcher.worker_up`, `worker_lost`, `tokens_received`, `event_received`, `prompt_logprobs_received`, in the
   vocabulary of `pdserve.contracts.events`. Events of one worker arrive in order: starts, prompt log probabilities,
@@ -51,7 +51,7 @@ from pdserve.router.requests.failover import MAX_FAILURES, computed_by
 from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
 from pdserve.router.requests.placement import Costs, tie_order
 from pdserve.router.requests.placer import Placer
-from pdserve.router.requests.policies import placement
+from pdserve.router.requests.policies import new_placement
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Dispatcher:
         self.num_accepted = 0
         self.costs = costs
         tiers = [settings.slo, *settings.slo.tiers.values()]
-        self._placement = placement(settings.policy, costs, tpot_slo_s=min(tier.tpot_seconds for tier in tiers))
+        self._placement = new_placement(settings.policy, costs, tpot_slo_s=min(tier.tpot_seconds for tier in tiers))
         self._settings = settings
         self.replicas = replicas or Replicas()
         self._now_s = now_s
@@ -105,7 +105,7 @@ class Dispatcher:
             self.admission,
             self._observer,
             now_s,
-            wake=lambda: call_soon(self.drain),
+            wake=lambda: call_soon(self.place_some),
         )
         self._blame, self._retries = self._placer.blame, self._placer.retries
         self._request_ids = itertools.count(1)
@@ -212,6 +212,7 @@ class Dispatcher:
         """Give queued work to ``worker``, which accepts commands and has its limits set: it has come up, or its drain
         has ended."""
         worker.is_up = True
+        worker.cost = self.costs.get(worker.role)
         self.workers[worker.worker_id] = worker
         for attempt in self.attempts.unbound.values():
             self._placer.put(attempt)
@@ -383,7 +384,7 @@ class Dispatcher:
         self._observer.phase_ended(phase, seconds)
         attempt.journey.spent(phase, seconds, self._now_s())
 
-    def drain(self) -> None:
+    def place_some(self) -> None:
         """Place and bind what can be, for a few milliseconds; what is left follows in another turn."""
         for attempt in self._placer.turn():
             missing = "decode worker" if self._placer.taking_work() else "worker"

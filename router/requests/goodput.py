@@ -100,25 +100,28 @@ class Goodput(Placement):
             for view in views
             if view.role is not PREFILL
         }
+        decoding = [option for option in decodes.values() if option.view.role is DECODE]
+        elsewhere = [max(decoding, key=lambda option: option.score(weight))] if decoding else []
         computing = [view for view in views if self._may_prefill(arrival, view, cached, fleet)]
         if not computing:
             return None
         num_workers = len(computing) * len(workers) / len(views)  # as many of all as of those on the short list
         cost_per_s = self._prefill_cost.misses_per_s(arrival.now_s) / num_workers
         options = [
-            self._prefill_option(arrival, view, cached, decodes, handoff=handoff, cost_per_s=cost_per_s)
+            self._prefill_option(arrival, view, decode, cached.get(view.worker_id, 0), cost_per_s)
             for view in computing
-            for handoff in ((False, True) if view.role is MIXED and fleet[DECODE] else (view.role is PREFILL,))
+            for decode in (
+                *((decodes[view.worker_id],) if view.role is not PREFILL else ()),
+                *(elsewhere if view.role is not DECODE else ()),
+            )
         ]
         best = min(options, key=lambda option: option.order(blocks))
         meets_nothing = best.score < MIN_SCORE * weight
         if meets_nothing and arrival.may_refuse:
             backlog_s, prefill_s = self._last_in_line(blocks, options)[0], min(each.prefill_s for each in options)
             ends_per_s = self._ends_per_s(workers)
-            retry_after_s = self._retry_times.retry_after_s(
-                arrival.now_s, backlog_s, prefill_s, num_workers, ends_per_s
-            )
-            return best.choice()._replace(retry_after_s=retry_after_s)
+            wait_s = self._retry_times.retry_after_s(arrival.now_s, backlog_s, prefill_s, num_workers, ends_per_s)
+            return best.choice()._replace(retry_after_s=wait_s)
         is_held = meets_nothing and self._is_held(arrival, fleet, decodes.values())
         if is_held or _is_late(arrival, options):
             backlog_s, last = self._last_in_line(blocks, options)
@@ -129,10 +132,9 @@ class Goodput(Placement):
     def decode(
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
     ) -> Binding | None:
-        workers = [worker for worker in workers if worker.role is DECODE]
         if not workers:
             return None
-        blocks, cost, request = arrival.blocks, self.costs[DECODE], self._requests.get(arrival.request_id)
+        blocks, request = arrival.blocks, self._requests.get(arrival.request_id)
         weight = arrival.weight if request is None or request.wanted_s >= arrival.now_s else 0.0
         near = [worker for worker in workers if worker.worker_id not in cut_off] or workers
         cached = blocks.cached_on(near)
@@ -140,7 +142,7 @@ class Goodput(Placement):
             self._decode_option(
                 arrival, self._updated(each), cached, pull_token_s=self._pull_token_s(each, source_host)
             )
-            for each in by_room(blocks, near, cached, cost)
+            for each in by_room(blocks, near, cached)
         ]
         # One that meets nothing waits for room rather than cause misses.
         yields = not weight and self.tpot_slo_s > 0
@@ -264,13 +266,10 @@ class Goodput(Placement):
 
     def _shortlist(self, blocks: PromptBlocks, fleet: _Fleet, cached: Mapping[str, int]) -> Iterable[WorkerSnapshot]:
         """Workers to score: those that may compute the prompt by what is before it, those that may decode by room."""
-        chosen: dict[str, WorkerSnapshot] = {}
-        for role, workers in fleet.items():
-            if role is not DECODE or not fleet[PREFILL]:
-                chosen |= {each.worker_id: each for each in by_backlog(blocks, workers, cached, self._late_tokens)}
-            if role is not PREFILL and workers:
-                chosen |= {each.worker_id: each for each in by_room(blocks, workers, cached, self.costs[role])}
-        return chosen.values()
+        computing = (fleet[PREFILL] or fleet[DECODE], fleet[MIXED])
+        chosen = [each for workers in computing for each in by_backlog(blocks, workers, cached, self._late_tokens)]
+        chosen += [each for workers in (fleet[DECODE], fleet[MIXED]) for each in by_room(blocks, workers, cached)]
+        return {each.worker_id: each for each in chosen}.values()
 
     def _decode_option(
         self,
@@ -314,7 +313,7 @@ class Goodput(Placement):
         """Seconds to pull one token."""
         return self.costs[DECODE].transfer_s(1, same_host=worker.host == source_host)
 
-    def _wait_for_blocks_s(self, blocks: PromptBlocks, view: WorkerView, num_lacking: int) -> float:
+    def _wait_for_blocks_s(self, blocks: PromptBlocks, view: WorkerView, num_lacking: float) -> float:
         """Seconds until the blocks that are lacking are free: all that answers hold goes in the time of an answer."""
         if view.snapshot.num_free_blocks >= blocks.num_blocks():
             return 0.0
@@ -339,36 +338,24 @@ class Goodput(Placement):
             return False
         # A prompt that is prefilled where it decodes takes its blocks early: all answers must have room for their rest.
         num_growing = int(self._lengths.mean * (snapshot.num_decoding + 1) // blocks.block_size)
-        left = snapshot._replace(num_free_blocks=snapshot.num_free_blocks - num_growing)
-        return shortfall(blocks, left, num_cached_tokens=num_cached) == 0
+        return not shortfall(blocks, snapshot, num_cached_tokens=num_cached, num_taken=num_growing)
 
     def _prefill_option(
-        self,
-        arrival: Arrival,
-        view: WorkerView,
-        cached: Mapping[str, int],
-        decodes: Mapping[str, _DecodeOption],
-        *,
-        handoff: bool,
-        cost_per_s: float,
+        self, arrival: Arrival, view: WorkerView, decode: _DecodeOption, num_cached: int, cost_per_s: float
     ) -> _PrefillOption:
         """What the prompt may expect on a worker, and others from it.
 
         Args:
-            decodes: workers that may decode the answer.
+            decode: where its answer decodes: on the same worker, or the best one to hand it off to.
             cost_per_s: misses that a second of delay to what arrives at the worker would cause, per second.
         """
         num_tokens, weight, slack_s = arrival.blocks.num_tokens, arrival.weight, arrival.wanted_s - arrival.now_s
-        num_cached = cached.get(view.worker_id, 0)
+        handoff = decode.view is not view
         prefill_s, due_s = view.prefill_s(num_tokens, num_cached), _due_s(arrival, view)
         ttft_s = view.ttft_s(num_tokens, num_cached, num_behind=view.prompts.num_tokens_after(due_s))
         spread_s = max(MIN_TTFT_SPREAD_S, self._errors[handoff].spread * ttft_s)
         ttft_chance = chance((slack_s - ttft_s) / spread_s)
-        if handoff:
-            decode_score = max(each.score(weight) for each in decodes.values() if each.view.role is DECODE)
-            score = handoff_score(ttft_chance, decode_score)
-        else:
-            score = decodes[view.worker_id].score(weight * ttft_chance)
+        score = handoff_score(ttft_chance, decode.score(weight)) if handoff else decode.score(weight * ttft_chance)
         cost = cost_per_s * prefill_s * ttft_s
         score -= cost + slack_misses(weight, ttft_s / (max(slack_s, ttft_s) if slack_s < inf else 1.0))
         score -= view.misses_of_delay(prefill_s, self._lengths)
@@ -428,14 +415,10 @@ class Goodput(Placement):
         be handed off, late ones included."""
         parts = [joining.part_of(num_workers) for joining in (self._joining, self._late_joining)]
         num_answers, num_tokens = (sum(each) for each in zip(*parts, strict=True))
-        snapshot, blocks = option.view.snapshot, arrival.blocks
-        left = snapshot._replace(
-            num_decoding=snapshot.num_decoding + num_answers,
-            num_free_blocks=snapshot.num_free_blocks - num_tokens / blocks.block_size,
-        )
+        blocks, num_blocks = arrival.blocks, num_tokens / arrival.blocks.block_size
+        num_lacking = shortfall(blocks, option.view.snapshot, option.num_cached, num_answers, num_blocks)
         step_s = option.step_s + option.view.added_s(num_answers, num_tokens)
-        has_room = shortfall(blocks, left, num_cached_tokens=option.num_cached) == 0
-        return has_room and self._fits_beside(option.misses, step_s)
+        return not num_lacking and self._fits_beside(option.misses, step_s)
 
 
 _Fleet = Mapping[WorkerRole, Sequence[WorkerSnapshot]]
@@ -465,7 +448,7 @@ class _DecodeOption(NamedTuple):
     view: WorkerView
     num_cached: int
     """Tokens of the prompt that the worker caches."""
-    lacking: int
+    lacking: float
     """Blocks and batch slots, as in `shortfall`."""
     step_s: float
     """Seconds of a step with the answer."""

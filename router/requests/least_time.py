@@ -46,22 +46,31 @@ class LeastTime(Placement):
 
 
 def predict_ttft_s(
-    worker: WorkerSnapshot, num_tokens: int, num_cached_tokens: int, cost: CostModel, *, least_correction: float = 0.0
+    worker: WorkerSnapshot,
+    num_tokens: int,
+    num_cached_tokens: int,
+    cost: CostModel,
+    *,
+    num_behind: int = 0,
+    least_correction: float = 0.0,
 ) -> float:
     """Seconds to the first new token of a prompt that joins ``worker``'s queue now.
 
     Prompts ahead fill steps of ``max_batch_tokens``; sequences that decode in the same steps lengthen each.
 
     Args:
+        num_behind: waiting tokens that it goes before, unless they are in flight.
         least_correction: lower bound of the worker's correction.
     """
     num_new = num_tokens - num_cached_tokens
-    budget = worker.max_batch_tokens
-    ahead_s = queue_s(worker.num_waiting_tokens, budget, cost)
+    budget, num_ahead = worker.max_batch_tokens, worker.num_waiting_tokens
+    if num_behind:
+        num_ahead = max(worker.num_tokens_in_flight, num_ahead - num_behind)
+    ahead_s = queue_s(num_ahead, budget, cost)
     own_s = cost.prefill_s(num_new, num_cached_tokens)
     beside_s = 0.0
     if worker.role is not WorkerRole.PREFILL and worker.num_decoding > 0:
-        num_left = worker.num_waiting_tokens + num_new
+        num_left = num_ahead + num_new
         chunk = min(num_left, budget)
         step_s = cost.mixed_s(chunk, num_cached_tokens, worker.num_decoding, worker.num_context_tokens)
         beside_s = -(-num_left // budget) * (step_s - cost.prefill_s(chunk, num_cached_tokens))

@@ -22,6 +22,7 @@ CHANGES_PER_COUNT = 32
 """Answers that begin or end between two counts of lengths, at least."""
 MIN_CHANGE = 1 / 64
 """Share of the running answers that does, at least."""
+_LENGTHS = np.arange(MAX_LENGTH + 1)
 _SCALE = 1 / (2 * log(2))
 """Scale of a logistic distribution, as a share of its mean absolute deviation."""
 
@@ -32,8 +33,7 @@ class Lengths:
     only."""
 
     def __init__(self) -> None:
-        lengths = np.arange(MAX_LENGTH + 1)
-        self._ended = PRIOR_ANSWERS / PRIOR_TOKENS * np.exp(-lengths / PRIOR_TOKENS)
+        self._ended = PRIOR_ANSWERS / PRIOR_TOKENS * np.exp(-_LENGTHS / PRIOR_TOKENS)
         """Weight of the answers that ended, by length."""
         self._num_new, self._num_changes = 0, 0
         self._rebuild(np.zeros(MAX_LENGTH + 1, np.int64))
@@ -58,10 +58,6 @@ class Lengths:
             np.add.at(num_running, num_tokens, 1)
         self._rebuild(num_running)
 
-    def remaining(self, num_tokens: int) -> float:
-        """Expected tokens after ``num_tokens``, at least 1."""
-        return float(self.table[min(num_tokens, MAX_LENGTH)])
-
     def _rebuild(self, running: npt.NDArray[np.int64]) -> None:
         """``running``: number of running answers by tokens so far."""
         as_long = np.cumsum((self._ended + running)[::-1])[::-1]
@@ -71,10 +67,14 @@ class Lengths:
         """Chance of an answer to be longer than each length."""
         self.median = int(np.argmax(survival < 0.5)) or MAX_LENGTH
         after = np.cumsum(survival[::-1])[::-1]
-        self.table = np.maximum(1.0, after / np.maximum(survival, 1e-300))
-        """Expected remaining tokens by tokens so far."""
-        self.mean = float(self.table[0])
+        self.remaining = np.maximum(1.0, after / np.maximum(survival, 1e-300))
+        """Expected remaining tokens by tokens so far, at least 1."""
+        self.mean = float(self.remaining[0])
         """Expected tokens of an answer."""
+        per_token = 1 / (_LENGTHS + self.remaining)
+        self.shares = np.stack((per_token, self.remaining * per_token))
+        """Of an answer's expected length: the share of one token, and of those that remain; by tokens so far."""
+        self.shares[:, 0] = self.shares[:, 1]  # an answer that runs has one token at least
 
 
 class TtftErrors:

@@ -22,7 +22,7 @@ Costs = Mapping[WorkerRole, CostModel]
 
 
 class WorkerSnapshot(NamedTuple):
-    """State of one worker at the moment of a decision; another object once anything has changed."""
+    """State of one worker as of its last report, with what was sent since; another object once anything has changed."""
 
     worker_id: str
     role: WorkerRole
@@ -52,6 +52,8 @@ class WorkerSnapshot(NamedTuple):
     """Prompt tokens of steps in flight, which no other prompt can go before."""
     num_empty_blocks: int = 0
     """Of the free blocks, those that no prefix is cached in."""
+    next_step_s: float = 0.0
+    """Predicted seconds of a decode step with one more answer."""
 
 
 class PromptBlocks:
@@ -86,28 +88,27 @@ class PromptBlocks:
         """Blocks that hold the prompt and the next token."""
         return self.num_tokens // self.block_size + 1
 
-    def num_cached_tokens(self, cached_blocks: Container[bytes]) -> int:
+    def num_cached_tokens(self, cached_blocks: Container[bytes], guess: int = 0) -> int:
         """Leading tokens whose blocks are all in ``cached_blocks``, which has the parent of each of its blocks: workers
-        evict the leaves of a chain first. Takes a logarithm of the known hashes, and each new one once."""
-        if not self._num_cacheable:
-            return 0
-        hashes = self._hashes
-        if hashes and hashes[0] not in cached_blocks:
-            return 0
-        num_blocks = bisect_left(hashes, True, key=lambda each: each not in cached_blocks)
-        if num_blocks < len(hashes):
-            return num_blocks * self.block_size
-        while num_blocks < self._num_cacheable and self._next_hash() in cached_blocks:
-            num_blocks += 1
+        evict the leaves of a chain first. Takes a logarithm of the known hashes, unless it is as many as ``guess``, and
+        each new one once."""
+        hashes, num_blocks = self._hashes, guess // self.block_size
+        has_as_many = not num_blocks or hashes[num_blocks - 1] in cached_blocks
+        if not has_as_many or (num_blocks < len(hashes) and hashes[num_blocks] in cached_blocks):
+            num_blocks = bisect_left(hashes, True, key=lambda each: each not in cached_blocks)
+        if num_blocks == len(hashes):
+            while num_blocks < self._num_cacheable and self._next_hash() in cached_blocks:
+                num_blocks += 1
         return num_blocks * self.block_size
 
     def cached_on(self, workers: Iterable[WorkerSnapshot]) -> dict[str, int]:
-        """`num_cached_tokens` of the workers that cache any of the prompt, by id."""
+        """`num_cached_tokens` of the workers that cache any of the prompt, by id. Often they cache the same part."""
         if not self._num_cacheable:
             return {}
-        first = self._hashes[0] if self._hashes else self._next_hash()
-        holders = [worker for worker in workers if first in worker.cached_blocks]
-        return {worker.worker_id: self.num_cached_tokens(worker.cached_blocks) for worker in holders}
+        first, num_cached, cached = self._hashes[0] if self._hashes else self._next_hash(), 0, {}
+        for worker in [worker for worker in workers if first in worker.cached_blocks]:
+            cached[worker.worker_id] = num_cached = self.num_cached_tokens(worker.cached_blocks, num_cached)
+        return cached
 
     def _next_hash(self) -> bytes:
         start = len(self._hashes) * self.block_size
@@ -210,10 +211,10 @@ class Placement:
 
 
 def prefill_candidates(workers: Iterable[WorkerSnapshot]) -> list[tuple[WorkerSnapshot, bool]]:
-    """Workers that may compute any prompt now, each with whether it hands off.
+    """Workers that may compute any prompt now, each with whether it has to hand off.
 
     Prefill workers count only while a decode worker can take over from them, decode workers only while no prefill
-    worker is up. Mixed workers always run the whole request.
+    worker is up. Mixed workers always count, and never have to hand off; ``goodput`` alone has them do so.
     """
     workers = list(workers)
     roles = [worker.role for worker in workers]
@@ -235,10 +236,12 @@ def tie_order(blocks: PromptBlocks, worker: WorkerSnapshot) -> tuple[int, str]:
     return -num_empty if num_empty >= blocks.num_blocks() else 0, worker.worker_id
 
 
-def shortfall(blocks: PromptBlocks, worker: WorkerSnapshot, *, num_cached_tokens: int = 0) -> int:
-    """Blocks and batch slots that ``worker`` lacks for one more sequence, which shares the blocks of so many cached
-    tokens."""
+def shortfall(
+    blocks: PromptBlocks, worker: WorkerSnapshot, num_cached_tokens: int = 0, num_more: float = 0, num_taken: float = 0
+) -> float:
+    """Blocks and batch slots that ``worker`` lacks for a sequence that shares the blocks of so many cached tokens, with
+    so many more beside it and so many of the free blocks taken."""
     num_new_blocks = blocks.num_blocks() - num_cached_tokens // blocks.block_size
-    missing_blocks = max(0, num_new_blocks - worker.num_free_blocks)
-    missing_slots = max(0, worker.num_decoding + 1 - worker.max_batch_size)
-    return missing_blocks + missing_slots
+    missing_blocks = num_new_blocks - (worker.num_free_blocks - num_taken)
+    missing_slots = worker.num_decoding + num_more + 1 - worker.max_batch_size
+    return (missing_blocks if missing_blocks > 0 else 0) + (missing_slots if missing_slots > 0 else 0)

@@ -17,6 +17,6 @@ _POLICIES: dict[str, type[Placement]] = {
 }
 
 
-def placement(policy: str, costs: Costs, *, tpot_slo_s: float = 0.0) -> Placement:
-    """New placement with the policy of that name."""
+def new_placement(policy: str, costs: Costs, *, tpot_slo_s: float = 0.0) -> Placement:
+    """Placement with the policy of that name, which has decided nothing yet."""
     return _POLICIES[policy](costs, tpot_slo_s=tpot_slo_s)

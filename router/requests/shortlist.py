@@ -1,7 +1,7 @@
 """First stage of a decision of the ``goodput`` policy: the few workers that are worth a score.
 
-All workers of a role are ordered by one number each that follows from their snapshots alone, so the time of a decision
-grows with the number of workers by that number only. Pure.
+All workers of a role are ordered by one number each that follows from their snapshots alone, which are made when they
+report: the time of a decision grows with the number of workers by that number only. Pure.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from heapq import nsmallest
 
-from pdserve.model.cost.cost_model import CostModel
 from pdserve.router.requests.placement import PromptBlocks, WorkerSnapshot, shortfall
 
 NUM_SCORED = 4
 """Workers that are scored of each order. More than one, because the orders know neither how much time the answers there
 have left nor which prompts would run behind the new one; few, because neighbours in an order differ little."""
-_Keys = list[tuple[float, float, int, int]]
-"""For each worker two numbers of its order, its empty blocks, of which the most go first, and its index."""
+_LACKING_S = 1e6
+"""What a block or batch slot that is lacking counts as, in seconds of a step: more than any."""
 
 
 def by_backlog(
@@ -37,22 +36,17 @@ def by_backlog(
     if len(workers) <= NUM_SCORED:
         return workers
     num_tokens, num_cached, num_late = blocks.num_tokens, cached.get, late_tokens.get
-    keys = [
-        (
-            (worker.num_waiting_tokens + num_tokens - num_cached(worker.worker_id, 0) - num_late(worker.worker_id, 0))
-            * worker.prefill_correction,
-            0.0,
-            -worker.num_empty_blocks,
-            index,
-        )
-        for index, worker in enumerate(workers)
+    order = [
+        (worker.num_waiting_tokens + num_tokens - num_cached(worker.worker_id, 0) - num_late(worker.worker_id, 0))
+        * worker.prefill_correction
+        for worker in workers
     ]
-    others = [min(range(len(workers)), key=lambda index: workers[index].num_waiting_tokens)] if late_tokens else []
-    return _first(keys, others, blocks, workers, cached)
+    others = [min(workers, key=lambda worker: worker.num_waiting_tokens)] if late_tokens else []
+    return _first(order, others, blocks, workers, cached)
 
 
 def by_room(
-    blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], cached: Mapping[str, int], cost: CostModel
+    blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], cached: Mapping[str, int]
 ) -> Sequence[WorkerSnapshot]:
     """Workers of one role where one more answer may cause the fewest misses.
 
@@ -61,32 +55,35 @@ def by_room(
     """
     if len(workers) <= NUM_SCORED:
         return workers
-    num_blocks, decode_s = blocks.num_blocks(), cost.decode_s
-    keys: _Keys = [
-        (
-            0
-            if worker.num_free_blocks >= num_blocks and worker.num_decoding < worker.max_batch_size
-            else shortfall(blocks, worker),
-            decode_s(worker.num_decoding + 1, worker.num_context_tokens) * worker.decode_correction,
-            -worker.num_empty_blocks,
-            index,
-        )
-        for index, worker in enumerate(workers)
+    num_blocks = blocks.num_blocks()
+    order = [
+        worker.next_step_s
+        if worker.num_free_blocks >= num_blocks and worker.num_decoding < worker.max_batch_size
+        else worker.next_step_s + _LACKING_S * shortfall(blocks, worker)
+        for worker in workers
     ]
-    longest = max(keys, key=lambda key: (-key[0], key[1]))[-1]
-    return _first(keys, [longest], blocks, workers, cached)
+    lacks_more_s = (min(order) // _LACKING_S + 1) * _LACKING_S
+    longest = order.index(max([each for each in order if each < lacks_more_s]))
+    return _first(order, [workers[longest]], blocks, workers, cached)
 
 
 def _first(
-    keys: _Keys,
-    others: Sequence[int],
+    order: Sequence[float],
+    others: Sequence[WorkerSnapshot],
     blocks: PromptBlocks,
     workers: Sequence[WorkerSnapshot],
     cached: Mapping[str, int],
 ) -> list[WorkerSnapshot]:
-    """First workers of all, those of them that cache most of the prompt, and ``others`` by index."""
-    holders = (
-        [key for key in keys if 2 * cached.get(workers[key[-1]].worker_id, 0) > blocks.num_tokens] if cached else []
-    )
-    first = [key[-1] for key in (*nsmallest(NUM_SCORED, keys), *nsmallest(NUM_SCORED, holders))]
-    return [workers[index] for index in dict.fromkeys((*first, *others))]
+    """First workers of all, those of them that cache most of the prompt, and ``others``. Ties go to the most empty
+    blocks, then to those that come first.
+
+    Args:
+        order: number of each worker.
+    """
+    last, num_tokens = nsmallest(NUM_SCORED, order)[-1], blocks.num_tokens
+    groups = [[index for index, each in enumerate(order) if each <= last]]
+    if cached:
+        groups.append([i for i, worker in enumerate(workers) if 2 * cached.get(worker.worker_id, 0) > num_tokens])
+    keys = [sorted((order[index], -workers[index].num_empty_blocks, index) for index in group) for group in groups]
+    chosen = [workers[index] for group in keys for _, _, index in group[:NUM_SCORED]]
+    return list({each.worker_id: each for each in (*chosen, *others)}.values())

@@ -7,7 +7,7 @@ Pure; `pdserve.router.requests.goodput` owns one view for each worker that it ha
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from math import exp, inf
+from math import exp, floor, inf
 from typing import NamedTuple
 
 import numpy as np
@@ -80,6 +80,8 @@ class Prompts:
 
     def num_tokens_after(self, due_s: float) -> int:
         """Tokens of the prompts that run after one due at ``due_s``."""
+        if not self._in_order:
+            return 0
         index, prompts = bisect_right(self._in_order, due_s, key=lambda prompt: prompt.due_s), self._in_order
         if 2 * index > len(prompts):
             return sum(prompt.num_tokens for prompt in prompts[index:])
@@ -93,7 +95,8 @@ class Prompts:
 
 
 class _Forecast(NamedTuple):
-    """Answers of one worker as of a step, in units of the error of what they take: an element each."""
+    """Answers of one worker as of a step: an element each, in units of twice the error of what they take. The error has
+    a logistic distribution, so the probability of a miss is ``(1 + tanh(excess)) / 2``."""
 
     excess: FloatArray
     """Beyond the objective, if steps stay as they are; below 0 for those that are likely to meet it."""
@@ -101,8 +104,9 @@ class _Forecast(NamedTuple):
     """Excess for each second that is added to every step."""
     per_s: FloatArray
     """Excess for each second of one delay."""
-    meeting: FloatArray
-    """Probability of meeting the objective with the excess as it is."""
+    weights: FloatArray
+    missing: float
+    """`_missing` with the excess as it is."""
 
 
 class Answers:
@@ -118,9 +122,10 @@ class Answers:
         """Request ids by column."""
         self._columns: dict[int, int] = {}
         """Columns by request id."""
-        self._values = np.zeros((4, 32))
-        """Instant of token 0, tokens less the worker's steps at that time, TPOT objective and weight, by column."""
-        self._forecast: _Forecast | None = None
+        self._values, self._tokens_ahead = np.zeros((3, 32)), np.zeros(32, np.int64)
+        """By column: instant of token 0, weight, and excess for a second per token; tokens less the worker's steps."""
+        self._in_use: tuple[tuple[FloatArray, ...], IntArray] | None = None
+        """Views of the columns that are taken."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -128,12 +133,14 @@ class Answers:
     def add(self, request_id: int, began_s: float, tokens_ahead: float, tpot_slo_s: float, weight: float) -> None:
         """``tokens_ahead``: its tokens less the worker's steps."""
         column = len(self._ids)
-        if column == self._values.shape[1]:
+        if column == len(self._tokens_ahead):
             self._values = np.pad(self._values, ((0, 0), (0, column)))
-        self._values[:, column] = began_s, tokens_ahead, tpot_slo_s, weight
+            self._tokens_ahead = np.pad(self._tokens_ahead, (0, column))
+        self._values[:, column] = began_s, weight, 0.5 / max(TPOT_SPREAD * tpot_slo_s, 1e-9)
+        self._tokens_ahead[column] = floor(tokens_ahead)
         self._ids.append(request_id)
         self._columns[request_id] = column
-        self._forecast = None
+        self._in_use = None
 
     def remove(self, request_id: int) -> None:
         """Remove an answer that is there; the last one takes its column."""
@@ -142,42 +149,29 @@ class Answers:
             self._ids[column] = last
             self._columns[last] = column
             self._values[:, column] = self._values[:, len(self._ids)]
-        self._forecast = None
+            self._tokens_ahead[column] = self._tokens_ahead[len(self._ids)]
+        self._in_use = None
 
     def num_tokens(self, num_steps: int) -> IntArray:
         """Tokens so far of each answer, as `Lengths` counts them, once the worker has taken so many steps."""
-        num_tokens = self._values[1, : len(self._ids)] + num_steps
-        counted: IntArray = np.minimum(np.maximum(num_tokens, 1), MAX_LENGTH).astype(np.int64)
-        return counted
-
-    def stepped(self) -> None:
-        """The worker has taken a step, or its steps are predicted anew."""
-        self._forecast = None
+        return (self._tokens_ahead[: len(self._ids)] + num_steps).clip(1, MAX_LENGTH)
 
     def forecast(self, num_steps: int, stepped_s: float, step_s: float, lengths: Lengths) -> _Forecast:
         """``step_s``: predicted seconds of a step."""
-        if self._forecast is None:
-            began_s, _, tpot_slo_s, _ = self._values[:, : len(self._ids)]
-            num_tokens = self.num_tokens(num_steps)
-            remaining = lengths.table[num_tokens]
-            slo_s = tpot_slo_s * (num_tokens + remaining)
-            per_s = 1 / np.maximum(slo_s * TPOT_SPREAD, 1e-9)
-            per_step_s = remaining * per_s
-            elapsed_s = np.maximum(stepped_s - began_s, 0.0)
-            excess = per_step_s * step_s - (slo_s - elapsed_s) * per_s
-            self._forecast = _Forecast(excess, per_step_s, per_s, _meeting(excess))
-        return self._forecast
-
-    def misses(self, before: FloatArray, excess: FloatArray) -> float:
-        """Expected misses, times weight, that it causes if the excess becomes ``excess``; ``before`` are probabilities
-        of meeting the objective."""
-        return float(self._values[3, : len(self._ids)] @ (before - _meeting(excess)))
+        if self._in_use is None:
+            self._in_use = tuple(self._values[:, : len(self._ids)]), self._tokens_ahead[: len(self._ids)]
+        (began_s, weights, scale), tokens_ahead = self._in_use
+        per_s, per_step_s = lengths.shares.take(tokens_ahead + num_steps, axis=1, mode="clip") * scale
+        excess = np.maximum(stepped_s - began_s, 0.0)
+        excess *= per_s
+        excess += per_step_s * step_s
+        excess -= 0.5 / TPOT_SPREAD
+        return _Forecast(excess, per_step_s, per_s, weights, _missing(weights, excess))
 
 
-def _meeting(excess: FloatArray) -> FloatArray:
-    """Probability of each answer to meet its objective: a logistic distribution."""
-    meeting: FloatArray = 1 / (1 + np.exp(np.minimum(excess, 50.0)))
-    return meeting
+def _missing(weights: FloatArray, excess: FloatArray) -> float:
+    """Expected misses, times weight, less half of all weights."""
+    return 0.5 * float(weights.dot(np.tanh(excess)))
 
 
 class _Seen(NamedTuple):
@@ -199,48 +193,43 @@ class WorkerView:
     """
 
     def __init__(self, snapshot: WorkerSnapshot, costs: Costs) -> None:
+        self.snapshot, self.worker_id, self.role = snapshot, snapshot.worker_id, snapshot.role
         self.prompts = Prompts()
         self.answers = Answers()
-        self._costs = costs
+        self.cost = costs[self.role]
         self._steps = OnlineCorrection()
         """Observed over predicted time of steps."""
+        self._known_forecast: _Forecast | None = None
         self._seen: _Seen | None = None
         """None if no answer is known to decode there."""
         self._prefill_s, self._prefill_at_s = 0.0, 0.0
         """Decaying seconds of prefill beside answers, and the instant of the sum."""
-        self._predict(snapshot)
-
-    @property
-    def worker_id(self) -> str:
-        return self.snapshot.worker_id
-
-    @property
-    def role(self) -> WorkerRole:
-        return self.snapshot.role
+        self._learn_and_predict()
 
     def update(self, snapshot: WorkerSnapshot) -> None:
         """Learn from the steps that ended since the last snapshot, and predict the next ones."""
         if snapshot is not self.snapshot:
-            self._observe(snapshot)
-            self._predict(snapshot)
+            self.snapshot = snapshot
+            if self.role is not WorkerRole.PREFILL:  # nothing decodes there
+                self._learn_and_predict()
 
-    def _predict(self, snapshot: WorkerSnapshot) -> None:
-        cost, num_decoding, num_context = self._costs[snapshot.role], snapshot.num_decoding, snapshot.num_context_tokens
-        self.snapshot, self.cost = snapshot, cost
-        self.step_correction = correction = snapshot.decode_correction * self._steps.factor
-        self.step_s = cost.decode_s(num_decoding, num_context) * correction if num_decoding else 0.0
+    def _learn_and_predict(self) -> None:
+        cost, num_decoding, num_context = self.cost, self.snapshot.num_decoding, self.snapshot.num_context_tokens
+        step_s = cost.decode_s(max(1, num_decoding), num_context) * self.snapshot.decode_correction
+        self._observe(step_s)
+        self.step_correction = correction = self.snapshot.decode_correction * self._steps.factor
+        self.step_s = step_s * self._steps.factor if num_decoding else 0.0
         """Seconds of a decode step; 0 on a worker that decodes nothing."""
         self._next_step_s = cost.decode_s(num_decoding + 1, num_context) * correction
         self._answer_s = cost.decode_s(num_decoding + 2, num_context) * correction - self._next_step_s
         self._token_s = cost.decode_token_s * correction
-        self.answers.stepped()
+        self._known_forecast = None
 
-    def _observe(self, snapshot: WorkerSnapshot) -> None:
-        last = self._seen
+    def _observe(self, step_s: float) -> None:
+        """``step_s``: seconds of the next step, as the worker's own correction has it."""
+        snapshot, last = self.snapshot, self._seen
         if last is None or snapshot.num_steps == last.num_steps:
             return
-        num_decoding, num_context = max(1, snapshot.num_decoding), snapshot.num_context_tokens
-        step_s = self._costs[snapshot.role].decode_s(num_decoding, num_context) * snapshot.decode_correction
         self._seen = _Seen(snapshot.num_steps, snapshot.stepped_s, step_s)
         if last.step_s and snapshot.num_steps > last.num_steps:
             predicted_s = (snapshot.num_steps - last.num_steps) * (last.step_s + step_s) / 2 + last.prefill_s
@@ -250,11 +239,7 @@ class WorkerView:
 
     def ttft_s(self, num_tokens: int, num_cached: int, *, num_behind: int = 0) -> float:
         """Seconds to token 0 of a prompt before which all run that wait, but for ``num_behind`` tokens."""
-        snapshot = self.snapshot
-        if num_behind:
-            num_ahead = max(snapshot.num_tokens_in_flight, snapshot.num_waiting_tokens - num_behind)
-            snapshot = snapshot._replace(num_waiting_tokens=num_ahead)
-        return predict_ttft_s(snapshot, num_tokens, num_cached, self.cost)
+        return predict_ttft_s(self.snapshot, num_tokens, num_cached, self.cost, num_behind=num_behind)
 
     def prefill_s(self, num_tokens: int, num_cached: int) -> float:
         """Seconds of a prompt's own tokens."""
@@ -272,19 +257,22 @@ class WorkerView:
         """Expected misses caused if steps get longer by ``after_s`` instead of ``before_s``."""
         if not len(self.answers):
             return 0.0
-        excess, per_step_s, _, meeting = self._forecast(lengths)
-        before = _meeting(excess + before_s * per_step_s) if before_s else meeting
-        return self.answers.misses(before, excess + after_s * per_step_s)
+        excess, per_step_s, _, weights, missing = self._forecast(lengths)
+        before = _missing(weights, excess + before_s * per_step_s) if before_s else missing
+        return _missing(weights, excess + after_s * per_step_s) - before
 
     def misses_of_delay(self, delay_s: float, lengths: Lengths) -> float:
         """Expected misses caused if all answers are delayed once, by ``delay_s``."""
         if not len(self.answers):
             return 0.0
-        excess, _, per_s, meeting = self._forecast(lengths)
-        return self.answers.misses(meeting, excess + delay_s * per_s)
+        excess, _, per_s, weights, missing = self._forecast(lengths)
+        return _missing(weights, excess + delay_s * per_s) - missing
 
     def _forecast(self, lengths: Lengths) -> _Forecast:
-        return self.answers.forecast(self.snapshot.num_steps, self.snapshot.stepped_s, self.step_s, lengths)
+        if self._known_forecast is None:
+            snapshot = self.snapshot
+            self._known_forecast = self.answers.forecast(snapshot.num_steps, snapshot.stepped_s, self.step_s, lengths)
+        return self._known_forecast
 
     # What becomes of requests
 
@@ -303,10 +291,12 @@ class WorkerView:
     ) -> None:
         """An answer decodes on the worker, which has taken ``num_steps``."""
         self.answers.add(request_id, began_s, tokens_ahead, tpot_slo_s, weight)
+        self._known_forecast = None
         if self._seen is None:
             self._seen = _Seen(num_steps)
 
     def answer_left(self, request_id: int) -> None:
         self.answers.remove(request_id)
+        self._known_forecast = None
         if not len(self.answers):
             self._seen = None

@@ -17,6 +17,7 @@ from pdserve.router.cluster.remote_worker import RemoteWorker, SessionRefusedErr
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.interface import DispatchSettings
+from tests.router.rig import COST
 from tests.router.scripted_worker import ScriptedWorker, until
 
 
@@ -102,6 +103,19 @@ def test_cache_events_of_a_frame_count_in_order() -> None:
     events = [worker_pb2.CacheEvents(stored=stored, evicted=evicted) for stored, evicted in changes]
     worker.frame_received(worker_pb2.StepFrame(cache=events))
     assert [each in worker.cached_blocks for each in (b"a", b"b", b"c", b"d")] == [True, False, False, True]
+
+
+def test_a_frame_leaves_the_snapshot_of_what_it_reports() -> None:
+    endpoint = WorkerEndpoint(worker_id="d", role=WorkerRole.DECODE, address="127.0.0.1:1", epoch=1)
+    dispatcher = Dispatcher({WorkerRole.DECODE: COST}, DispatchSettings(), time.monotonic)
+    worker = RemoteWorker(endpoint, Cluster(dispatcher, RouterMetrics()))
+    worker.session_opened(worker_pb2.Welcome(num_blocks=2))
+    load = worker_pb2.Load(num_running=3, num_context_tokens=50, decode_correction=2.0)
+    worker.frame_received(worker_pb2.StepFrame(load=load))
+    made = worker._snapshot
+    assert made is not None
+    assert (made.num_decoding, made.next_step_s) == (3, 2 * COST.decode_s(4, 50))
+    assert worker.snapshot() is made
 
 
 def test_a_grammar_is_announced_once_in_a_session() -> None:

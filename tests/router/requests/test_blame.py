@@ -457,7 +457,7 @@ def test_the_next_trial_begins_when_the_suspect_on_trial_leaves() -> None:
     assert isinstance(worker, RecordingWorker)
     assert [sent.prompt_tokens[0] for sent in worker.submitted] == [0]
     world.dispatcher.cancel(requests[0])
-    world.dispatcher.drain()
+    world.dispatcher.place_some()
     assert [sent.prompt_tokens[0] for sent in worker.submitted] == [0, 1]
 
 

@@ -82,27 +82,27 @@ class DrainedDispatcher(Dispatcher):
 
     def worker_up(self, worker: Worker) -> None:
         super().worker_up(worker)
-        self.drain()
+        self.place_some()
 
     def worker_lost(self, worker: Worker) -> None:
         super().worker_lost(worker)
-        self.drain()
+        self.place_some()
 
     def tokens_received(self, worker: Worker, tokens: Iterable[TokenEvent]) -> None:
         super().tokens_received(worker, tokens)
-        self.drain()
+        self.place_some()
 
     def event_received(self, worker: Worker, event: RequestEvent) -> None:
         super().event_received(worker, event)
-        self.drain()
+        self.place_some()
 
     def finish(self, request: Request, choice: int) -> None:
         super().finish(request, choice)
-        self.drain()
+        self.place_some()
 
     def sweep(self) -> None:
         super().sweep()
-        self.drain()
+        self.place_some()
 
 
 class Observer(DispatchObserver):

@@ -228,7 +228,7 @@ def test_what_would_earn_nothing_anywhere_is_refused_if_that_is_wished() -> None
 def test_a_request_is_refused_if_answers_that_it_would_delay_are_worth_more() -> None:
     before_s, after_s = COST.decode_s(16, 16_000), COST.decode_s(17, 24_000)
     policy = Goodput(COSTS, tpot_slo_s=1.2 * after_s)
-    late_s = policy._lengths.remaining(100) * (policy.tpot_slo_s - (before_s + after_s) / 2)
+    late_s = policy._lengths.remaining[100] * (policy.tpot_slo_s - (before_s + after_s) / 2)
     one = arrival(1, 8000)._replace(may_refuse=True, tpot_slo_s=policy.tpot_slo_s)
     tight = with_answers(policy, D0._replace(num_free_blocks=one.blocks.num_blocks()), 16, late_s=late_s)
     assert placed(policy, one, P0, tight).retry_after_s > 0
@@ -439,7 +439,7 @@ def test_the_same_events_give_the_same_decisions(events: list[tuple[float, int, 
 
 def plain_gains(policy: Goodput, one: Arrival, workers: Sequence[WorkerSnapshot]) -> dict[str, float]:
     """Gain of each candidate for prefill, one after the other, before any was placed."""
-    blocks, tpot_slo_s, length = one.blocks, policy.tpot_slo_s, policy._lengths.remaining(0)
+    blocks, tpot_slo_s, length = one.blocks, policy.tpot_slo_s, policy._lengths.remaining[0]
     own_s, decodes = dict[str, float](), dict[str, tuple[float, float]]()
     for each in workers:
         num_cached = blocks.num_cached_tokens(each.cached_blocks)
@@ -528,7 +528,7 @@ def test_what_an_answer_may_lose_is_told_unless_all_is_lost() -> None:
     binding = policy.decode(one, [D0], set(), "")
     assert binding is not None
     step_s = COST.decode_s(1, 100)
-    assert binding.stall_slo_s == pytest.approx(policy._lengths.remaining(0) * (0.05 - step_s))
+    assert binding.stall_slo_s == pytest.approx(policy._lengths.remaining[0] * (0.05 - step_s))
     late = policy.decode(one._replace(now_s=TTFT_S + 1), [D0], set(), "")
     assert late is not None
     assert late.stall_slo_s == 0.0
@@ -546,7 +546,7 @@ def test_answers_that_a_prefill_beside_them_delays_count_against_it() -> None:
     policy, one = Goodput(COSTS, tpot_slo_s=1.1 * STEP_S), arrival(1, 4000, ttft_s=10.0)
     view = policy._updated(with_answers(policy, D0, 16, late_s=0.0))
     there = policy._decode_option(one, view, {})
-    option = policy._prefill_option(one, view, {}, {view.worker_id: there}, handoff=False, cost_per_s=0.0)
+    option = policy._prefill_option(one, view, there, 0, 0.0)
     delayed = view.misses_of_delay(option.prefill_s, policy._lengths)
     assert delayed > 0.01
     assert option.score == pytest.approx(there.score(option.chance) - SLACK_MISSES * option.ttft_s / 10.0 - delayed)

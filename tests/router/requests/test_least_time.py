@@ -367,10 +367,12 @@ def test_every_role_has_a_cost_model_of_its_own() -> None:
     assert prefill.ttft_s == COST.prefill_s(100, 0)
 
 
-@given(st.integers(1, 200), st.integers(0, 60), st.integers(0, 60))
-def test_the_longest_prefix_is_found_whatever_was_hashed_before(num_tokens: int, first: int, second: int) -> None:
+@given(st.integers(1, 200), st.lists(st.integers(0, 60), max_size=5))
+def test_the_longest_prefix_is_found_whatever_was_hashed_before(num_tokens: int, caches: list[int]) -> None:
     hashes = block_hashes(range(num_tokens), BLOCK_SIZE)
-    blocks = PromptBlocks(range(num_tokens), BLOCK_SIZE)
-    for num_cached in (first, second):
-        expected = min(num_cached, (num_tokens - 1) // BLOCK_SIZE) * BLOCK_SIZE
-        assert blocks.num_cached_tokens(frozenset(hashes[:num_cached])) == expected
+    expected = [min(each, (num_tokens - 1) // BLOCK_SIZE) * BLOCK_SIZE for each in caches]
+    blocks, others = (PromptBlocks(range(num_tokens), BLOCK_SIZE) for _ in range(2))
+    cached = [frozenset(hashes[:each]) for each in caches]
+    assert [blocks.num_cached_tokens(each) for each in cached] == expected
+    workers = [worker(str(index), cached_blocks=each) for index, each in enumerate(cached)]
+    assert others.cached_on(workers) == {str(index): each for index, each in enumerate(expected) if each}

@@ -15,14 +15,14 @@ def counted(lengths: Lengths, num_answers: int, num_tokens: int) -> None:
 
 def test_lengths_are_learned() -> None:
     lengths = Lengths()
-    assert lengths.remaining(0) == pytest.approx(PRIOR_TOKENS, rel=0.02)
+    assert lengths.remaining[0] == pytest.approx(PRIOR_TOKENS, rel=0.02)
     for _ in range(2000):
         lengths.add(50)
         if lengths.is_due(0):
             counted(lengths, 0, 0)
-    assert lengths.remaining(0) == pytest.approx(50, rel=0.1)
-    assert lengths.remaining(40) == pytest.approx(10, rel=0.5)
-    assert lengths.remaining(10 * MAX_LENGTH) == 1.0
+    assert lengths.remaining[0] == pytest.approx(50, rel=0.1)
+    assert lengths.remaining[40] == pytest.approx(10, rel=0.5)
+    assert lengths.remaining[MAX_LENGTH] == 1.0
 
 
 def test_a_count_is_due_now_and_then() -> None:
@@ -38,8 +38,8 @@ def test_a_count_is_due_now_and_then() -> None:
 def test_answers_that_run_lengthen_what_is_expected() -> None:
     lengths = Lengths()
     counted(lengths, 1000, 400)
-    assert lengths.remaining(0) > 400 + PRIOR_TOKENS / 2
-    assert lengths.remaining(400) == pytest.approx(PRIOR_TOKENS, rel=0.1), "nothing is known of what follows"
+    assert lengths.remaining[0] > 400 + PRIOR_TOKENS / 2
+    assert lengths.remaining[400] == pytest.approx(PRIOR_TOKENS, rel=0.1), "nothing is known of what follows"
 
 
 def test_where_most_answers_are_longer_than_any_counted_so_is_the_median() -> None:

@@ -11,7 +11,7 @@ from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.deployment import POLICIES
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.placement import Arrival, Placement, PromptBlocks, WorkerSnapshot
-from pdserve.router.requests.policies import placement
+from pdserve.router.requests.policies import new_placement
 from tests.router.requests.test_least_time import BLOCK_SIZE, COSTS, worker
 
 PREFILLS = [worker(f"prefill-{index}") for index in range(3)]
@@ -29,7 +29,7 @@ def decoder(chooser: Placement, workers: Sequence[WorkerSnapshot], *cut_off: str
 
 def picks(policy: str, workers: Sequence[WorkerSnapshot], num_picks: int = 1) -> list[str]:
     """Choices for equal prompts, by the phase of ``workers``."""
-    chooser, found = placement(policy, COSTS, tpot_slo_s=0.05), []
+    chooser, found = new_placement(policy, COSTS, tpot_slo_s=0.05), []
     for _ in range(num_picks):
         if workers[0].role is WorkerRole.PREFILL:
             choice = chooser.prefill(arrival(), [*workers, DECODES[0]._replace(num_decoding=8)])
@@ -72,7 +72,7 @@ def test_cache_aware_follows_a_prefix_while_loads_are_balanced() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_room_and_whole_pairs_come_first(policy: str) -> None:
-    chooser = placement(policy, COSTS, tpot_slo_s=0.05)
+    chooser = new_placement(policy, COSTS, tpot_slo_s=0.05)
     full = DECODES[0]._replace(num_free_blocks=3)
     assert decoder(chooser, [full, DECODES[1]]) == "decode-1"
     assert decoder(chooser, DECODES[:2], "decode-0") == "decode-1"
@@ -85,7 +85,7 @@ def test_room_and_whole_pairs_come_first(policy: str) -> None:
 @pytest.mark.parametrize("workers", [PREFILLS, DECODES], ids=["prefill", "decode"])
 def test_idle_workers_fill_their_caches_evenly(policy: str, workers: list[WorkerSnapshot]) -> None:
     """Prompts that no worker caches, one after the other."""
-    chooser = placement(policy, COSTS, tpot_slo_s=1e-4)
+    chooser = new_placement(policy, COSTS, tpot_slo_s=1e-4)
     cached: dict[str, set[bytes]] = {one.worker_id: set() for one in workers}
     for number in range(30):
         idle = [one._replace(num_empty_blocks=200 - len(cached[one.worker_id])) for one in workers]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.shortlist import NUM_SCORED, by_backlog, by_room
-from tests.router.requests.test_least_time import COST, prompt, worker
+from tests.router.requests.test_least_time import prompt, worker
 
 PREFILLS = [worker(f"prefill-{index}", num_waiting_tokens=100 * index) for index in range(12)]
 DECODES = [
-    worker(f"decode-{index}", WorkerRole.DECODE, max_batch_size=64, num_decoding=index, num_context_tokens=1000 * index)
+    worker(f"decode-{index}", WorkerRole.DECODE, max_batch_size=64, num_decoding=index, next_step_s=0.01 + index / 1000)
     for index in range(12)
 ]
 
@@ -19,7 +19,7 @@ def ids(workers: object) -> list[int]:
 
 def test_few_workers_are_all_scored() -> None:
     assert by_backlog(prompt(100), PREFILLS[:NUM_SCORED], {}, {}) == PREFILLS[:NUM_SCORED]
-    assert by_room(prompt(100), DECODES[:NUM_SCORED], {}, COST) == DECODES[:NUM_SCORED]
+    assert by_room(prompt(100), DECODES[:NUM_SCORED], {}) == DECODES[:NUM_SCORED]
 
 
 def test_the_first_tokens_before_token_0() -> None:
@@ -41,15 +41,15 @@ def test_late_prompts_delay_none_but_late_ones() -> None:
 def test_who_caches_most_of_the_prompt_is_scored_however_busy() -> None:
     cached = {"prefill-9": 600, "prefill-11": 900, "prefill-8": 100, "decode-7": 600}
     assert ids(by_backlog(prompt(1000), PREFILLS, cached, {})) == [0, 1, 2, 11, 9]
-    assert ids(by_room(prompt(1000), DECODES, cached, COST))[NUM_SCORED:] == [7, 11]
+    assert ids(by_room(prompt(1000), DECODES, cached))[NUM_SCORED:] == [7, 11]
 
 
 def test_the_shortest_steps_with_room_and_the_longest() -> None:
-    assert ids(by_room(prompt(100), DECODES[::-1], {}, COST)) == [0, 1, 2, 3, 11]
+    assert ids(by_room(prompt(100), DECODES[::-1], {})) == [0, 1, 2, 3, 11]
     full = [DECODES[0]._replace(num_free_blocks=3), *DECODES[1:11], DECODES[11]._replace(max_batch_size=11)]
-    assert ids(by_room(prompt(100), full, {}, COST)) == [1, 2, 3, 4, 10]
+    assert ids(by_room(prompt(100), full, {})) == [1, 2, 3, 4, 10]
     none = [each._replace(num_free_blocks=each.num_decoding) for each in DECODES]
-    assert ids(by_room(prompt(100), none, {}, COST)) == [11, 10, 9, 8], "those that lack least"
+    assert ids(by_room(prompt(100), none, {})) == [11, 10, 9, 8], "those that lack least"
 
 
 def test_equal_workers_are_taken_by_empty_blocks() -> None:

@@ -85,7 +85,7 @@ def misses(answers: list[tuple[float, int, float, float]], lengths: Lengths, ste
     """Expected ones, times weight, answer by answer, if steps take ``step_s`` and all are ``delay_s`` late."""
     total = 0.0
     for late_s, num_tokens, tpot_s, weight in answers:
-        remaining = lengths.remaining(num_tokens)
+        remaining = lengths.remaining[num_tokens]
         objective_s = (num_tokens + remaining) * tpot_s
         needs_s = max(0.0, num_tokens * tpot_s + late_s) + delay_s + remaining * step_s
         total += weight / (1 + exp(min(50, (objective_s - needs_s) / (TPOT_SPREAD * objective_s))))
