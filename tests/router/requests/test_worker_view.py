@@ -85,8 +85,8 @@ def misses(answers: list[tuple[float, int, float, float]], lengths: Lengths, ste
     """Expected ones, times weight, answer by answer, if steps take ``step_s`` and all are ``delay_s`` late."""
     total = 0.0
     for late_s, num_tokens, tpot_s, weight in answers:
-        remaining = lengths.remaining[num_tokens]
-        objective_s = (num_tokens + remaining) * tpot_s
+        remaining = lengths.remaining[max(1, num_tokens)]
+        objective_s = (max(1, num_tokens) + remaining) * tpot_s
         needs_s = max(0.0, num_tokens * tpot_s + late_s) + delay_s + remaining * step_s
         total += weight / (1 + exp(min(50, (objective_s - needs_s) / (TPOT_SPREAD * objective_s))))
     return total
@@ -94,7 +94,7 @@ def misses(answers: list[tuple[float, int, float, float]], lengths: Lengths, ste
 
 @given(
     st.lists(
-        st.tuples(st.floats(-0.5, 0.5), st.integers(1, 3000), st.floats(0.01, 0.05), st.floats(0, 1)),
+        st.tuples(st.floats(-0.5, 0.5), st.integers(-1, 3000), st.floats(0.01, 0.05), st.floats(0, 1)),
         min_size=1,
         max_size=40,
     ),
