@@ -34,6 +34,8 @@ NUM_ANSWERS, NUM_CONTEXT_TOKENS = 256, 900
 """On each decode worker, and the least context of each."""
 TTFT_S, TPOT_S = 0.25, 0.05
 BLOCK_SIZE, NUM_BLOCKS = 16, 20_000
+NUM_CACHES = 16
+"""Different prefix caches, half full of other prompts; each is that of several workers."""
 CASES = ((8, 1000, False, 2000), (8, 8000, True, 200), (8, 128_000, True, 40), (512, 1000, False, 40))
 """Workers of each role, prompt tokens, whether they are cached, and decisions."""
 
@@ -85,11 +87,12 @@ def decision_times(num_workers: int, num_tokens: int, num_decisions: int, *, is_
     costs = {pool.role: pool.cost(LLAMA_3_8B) for pool in layout(1, 1).pools}
     policy = Goodput(costs, tpot_slo_s=TPOT_S)
     prompt = range(num_tokens)
-    cached = BlockSet(NUM_BLOCKS)
-    cached.update(b"%d" % other for other in range(NUM_BLOCKS // 2))
-    cached.update(block_hashes(prompt, BLOCK_SIZE) if is_cached else ())
+    caches = [BlockSet(NUM_BLOCKS) for _ in range(NUM_CACHES)]
+    for number, cached in enumerate(caches):
+        cached.update(b"%d %d" % (number, other) for other in range(NUM_BLOCKS // 2))
+        cached.update(block_hashes(prompt, BLOCK_SIZE) if is_cached else ())
     prefills, decodes = (
-        [_worker(role, index, costs[role], cached) for index in range(num_workers)]
+        [_worker(role, index, costs[role], caches[index % NUM_CACHES]) for index in range(num_workers)]
         for role in (WorkerRole.PREFILL, WorkerRole.DECODE)
     )
     for worker_index, worker in enumerate(decodes):

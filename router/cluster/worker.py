@@ -86,8 +86,8 @@ class Worker(ABC):
         self.in_flight = InFlightLoad()
         self.cost: CostModel | None = None
         """Predicts its steps; the dispatcher sets it when the worker is up."""
-        self._snapshot: WorkerSnapshot | None = None
-        self._seen: tuple[SchedulerLoad, int, int]
+        self._snapshot: WorkerSnapshot
+        self._seen: tuple[SchedulerLoad | None, int, int] = None, 0, 0
         """Load, changes in flight and steps that the snapshot was made of."""
 
     @property
@@ -100,10 +100,9 @@ class Worker(ABC):
         in the reported load soon after it is sent and stays in flight until it starts, so the larger of the two counts
         is used, not the sum; started ones are added."""
         load, in_flight = self.load, self.in_flight
-        if self._snapshot is not None:
-            seen_load, num_changes, num_steps = self._seen
-            if seen_load is load and num_changes == in_flight.num_changes and num_steps == self.num_steps:
-                return self._snapshot
+        seen_load, num_changes, num_steps = self._seen
+        if seen_load is load and num_changes == in_flight.num_changes and num_steps == self.num_steps:
+            return self._snapshot
         self._seen = load, in_flight.num_changes, self.num_steps
         num_context_tokens = load.num_context_tokens + in_flight.num_context_tokens
         num_decoding = load.num_running + max(load.num_waiting, in_flight.num_decodes)

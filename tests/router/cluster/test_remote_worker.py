@@ -113,7 +113,6 @@ def test_a_frame_leaves_the_snapshot_of_what_it_reports() -> None:
     load = worker_pb2.Load(num_running=3, num_context_tokens=50, decode_correction=2.0)
     worker.frame_received(worker_pb2.StepFrame(load=load))
     made = worker._snapshot
-    assert made is not None
     assert (made.num_decoding, made.next_step_s) == (3, 2 * COST.decode_s(4, 50))
     assert worker.snapshot() is made
 
