@@ -2,7 +2,7 @@
 
     python -m pdserve.bench.decisions [--json FILE]
 
-N prefill and N decode workers, 256 answers on each of the latter, and a prompt on its way to each. Before each request
+N prefill and N decode workers, 256 answers on each of the latter, and a prompt on its way to each. Before each decision
 every decode worker reports a step, so that nothing holds that was computed of it before; its snapshot is made then, as
 a session does with each frame, and counted apart. Prompts are cached nowhere, or on every worker; their block hashes
 are computed once, by the first decision.
@@ -11,6 +11,7 @@ are computed once, by the first decision.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +60,7 @@ class Times(NamedTuple):
     decisions_us: float
     """Of both together."""
     report_us: float
-    """For the snapshot that follows one report."""
+    """For the snapshot that follows one report of a worker."""
 
 
 def _worker(role: WorkerRole, index: int, cost: CostModel, cached: BlockSet) -> IdleWorker:
@@ -74,12 +75,17 @@ def _worker(role: WorkerRole, index: int, cost: CostModel, cached: BlockSet) -> 
     return worker
 
 
-def _step(worker: Worker) -> None:
-    """All answers of ``worker`` have one more token."""
-    load = worker.load
-    worker.num_steps += 1
-    worker.stepped_s += TPOT_S / 2
-    worker.load = load._replace(num_context_tokens=load.num_context_tokens + load.num_running)
+def _step(workers: Sequence[Worker]) -> float:
+    """All answers of ``workers`` have one more token; return microseconds per snapshot."""
+    for worker in workers:
+        load = worker.load
+        worker.num_steps += 1
+        worker.stepped_s += TPOT_S / 2
+        worker.load = load._replace(num_context_tokens=load.num_context_tokens + load.num_running)
+    began_ns = time.process_time_ns()
+    for worker in workers:
+        worker.snapshot()
+    return (time.process_time_ns() - began_ns) / 1e3 / len(workers)
 
 
 def decision_times(num_workers: int, num_tokens: int, num_decisions: int, *, is_cached: bool) -> list[Times]:
@@ -102,13 +108,9 @@ def decision_times(num_workers: int, num_tokens: int, num_decisions: int, *, is_
     times = []
     blocks = PromptBlocks(prompt, BLOCK_SIZE)
     for request_id in range(num_decisions + num_workers):
-        for worker in decodes:
-            _step(worker)
-        reported_ns = time.process_time_ns()
-        for worker in decodes:
-            worker.snapshot()
         now_s = request_id * 0.005
         arrival = Arrival(request_id, blocks, now_s, now_s + TTFT_S, tpot_slo_s=TPOT_S)
+        report_us = _step(decodes)
         began_ns = time.process_time_ns()
         choice = policy.prefill(arrival, [worker.snapshot() for worker in (*prefills, *decodes)])
         assert choice is not None
@@ -116,9 +118,11 @@ def decision_times(num_workers: int, num_tokens: int, num_decisions: int, *, is_
         if request_id < num_workers:
             continue
         policy.prefilled(request_id, choice.worker_id)
+        chosen_ns = time.process_time_ns() - began_ns
+        _step(decodes)
+        began_ns = time.process_time_ns()
         binding = policy.decode(arrival, [worker.snapshot() for worker in decodes], set(), "")
-        decisions_us = (time.process_time_ns() - began_ns) / 1e3
-        times.append(Times(decisions_us, (began_ns - reported_ns) / 1e3 / num_workers))
+        times.append(Times((time.process_time_ns() - began_ns + chosen_ns) / 1e3, report_us))
         assert binding is not None
         bound = next(worker for worker in decodes if worker.worker_id == binding.worker_id)
         bound.in_flight.add_decode(request_id, num_tokens, blocks.num_blocks())

@@ -71,10 +71,9 @@ class Lengths:
         """Expected remaining tokens by tokens so far, at least 1."""
         self.mean = float(self.remaining[0])
         """Expected tokens of an answer."""
-        per_token = 1 / (_LENGTHS + self.remaining)
-        self.shares = np.stack((per_token, self.remaining * per_token))
-        """Of an answer's expected length: the share of one token, and of those that remain; by tokens so far."""
-        self.shares[:, 0] = self.shares[:, 1]  # an answer that runs has one token at least
+        self.of_running = np.stack((1 / (_LENGTHS + self.remaining), self.remaining))
+        """Of an answer that runs, by tokens so far: the inverse of its expected length, and its remaining tokens."""
+        self.of_running[:, 0] = self.of_running[:, 1]  # it has one token at least
 
 
 class TtftErrors:

@@ -124,6 +124,7 @@ class Answers:
         """Columns by request id."""
         self._values, self._tokens_ahead = np.zeros((3, 32)), np.zeros(32, np.int64)
         """By column: instant of token 0, weight, and excess for a second per token; tokens less the worker's steps."""
+        self._last_began_s = -inf
         self._in_use: tuple[tuple[FloatArray, ...], IntArray] | None = None
         """Views of the columns that are taken."""
 
@@ -140,6 +141,7 @@ class Answers:
         self._tokens_ahead[column] = floor(tokens_ahead)
         self._ids.append(request_id)
         self._columns[request_id] = column
+        self._last_began_s = max(self._last_began_s, began_s)
         self._in_use = None
 
     def remove(self, request_id: int) -> None:
@@ -161,10 +163,15 @@ class Answers:
         if self._in_use is None:
             self._in_use = tuple(self._values[:, : len(self._ids)]), self._tokens_ahead[: len(self._ids)]
         (began_s, weights, scale), tokens_ahead = self._in_use
-        per_s, per_step_s = lengths.shares.take(tokens_ahead + num_steps, axis=1, mode="clip") * scale
-        excess = np.maximum(stepped_s - began_s, 0.0)
+        num_tokens, (per_length, remaining) = tokens_ahead + num_steps, lengths.of_running
+        per_s, per_step_s = per_length.take(num_tokens, mode="clip"), remaining.take(num_tokens, mode="clip")
+        elapsed_s = stepped_s - began_s
+        if stepped_s < self._last_began_s:
+            elapsed_s = np.maximum(elapsed_s, 0.0)
+        excess = per_step_s * step_s + elapsed_s
+        per_s *= scale
+        per_step_s *= per_s
         excess *= per_s
-        excess += per_step_s * step_s
         excess -= 0.5 / TPOT_SPREAD
         return _Forecast(excess, per_step_s, per_s, weights, _missing(weights, excess))
 
