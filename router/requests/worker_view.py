@@ -166,7 +166,7 @@ class Answers:
         num_tokens, (per_length, remaining) = tokens_ahead + num_steps, lengths.of_running
         per_s, per_step_s = per_length.take(num_tokens, mode="clip"), remaining.take(num_tokens, mode="clip")
         elapsed_s = stepped_s - began_s
-        if stepped_s < self._last_began_s:
+        if stepped_s < self._last_began_s:  # some began after the step
             elapsed_s = np.maximum(elapsed_s, 0.0)
         excess = per_step_s * step_s + elapsed_s
         per_s *= scale
