@@ -18,11 +18,11 @@ snapshots alone; scores are computed for the first few, of which a `WorkerView` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import inf, log
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.goodput_rules import (
@@ -100,23 +100,23 @@ class Goodput(Placement):
             for view in views
             if view.role is not PREFILL
         }
-        decoding = [option for option in decodes.values() if option.view.role is DECODE]
-        elsewhere = [max(decoding, key=lambda option: option.score(weight))] if decoding else []
+        handoffs = [option for option in decodes.values() if option.view.role is DECODE]
+        elsewhere = [self._least(handoffs, lambda option, harm: (harm - option.gain(weight),))] if handoffs else []
         computing = [view for view in views if self._may_prefill(arrival, view, cached, fleet)]
         if not computing:
             return None
         num_workers = len(computing) * len(workers) / len(views)  # as many of all as of those on the short list
         cost_per_s = self._prefill_cost.misses_per_s(arrival.now_s) / num_workers
         options = [
-            self._prefill_option(arrival, view, decode, cached.get(view.worker_id, 0), cost_per_s)
+            self._prefill_option(arrival, view, decode, key, cached.get(view.worker_id, 0), cost_per_s)
             for view in computing
-            for decode in (
-                *((decodes[view.worker_id],) if view.role is not PREFILL else ()),
+            for key, decode in (
+                *((((), decodes[view.worker_id]),) if view.role is not PREFILL else ()),
                 *(elsewhere if view.role is not DECODE else ()),
             )
         ]
-        best = min(options, key=lambda option: option.order(blocks))
-        meets_nothing = best.score < MIN_SCORE * weight
+        key, best = self._least(options, lambda option, harm: option.order(blocks, harm))
+        meets_nothing = -key[0] < MIN_SCORE * weight
         if meets_nothing and arrival.may_refuse:
             backlog_s, prefill_s = self._last_in_line(blocks, options)[0], min(each.prefill_s for each in options)
             ends_per_s = self._ends_per_s(workers)
@@ -146,15 +146,14 @@ class Goodput(Placement):
         ]
         # One that meets nothing waits for room rather than cause misses.
         yields = not weight and self.tpot_slo_s > 0
-        _, _, _, _, best = min(
-            (
-                yields and not self._fits_beside(option.misses, option.step_s),
+        _, best = self._least(
+            options,
+            lambda option, harm: (
+                yields and not self._fits_beside(option.own_misses + harm, option.step_s),
                 option.lacking,
-                -option.score(weight),
+                harm - option.gain(weight),
                 tie_order(blocks, option.view.snapshot),
-                option,
-            )
-            for option in options
+            ),
         )
         self._bound(arrival.request_id)
         stall_slo_s = self._lengths.mean * ((arrival.tpot_slo_s or LENIENT_TPOT_S) - best.step_s)
@@ -305,9 +304,8 @@ class Goodput(Placement):
             tpot += joining_s / slo_s
             without = tpot_chance(tpot - view.added_s(1, num_tokens) / slo_s)
             joining_misses = joining[0] * arrival.weight * (without - tpot_chance(tpot))
-        misses = view.misses_of_steps(joining_s, joining_s + step_s - view.step_s, self._lengths) + joining_misses
-        misses += slack_misses(arrival.weight, tpot_alone)
-        return _DecodeOption(view, num_cached, lacking, step_s, tpot_chance(tpot), misses)
+        misses = joining_misses + slack_misses(arrival.weight, tpot_alone)
+        return _DecodeOption(view, num_cached, lacking, step_s, tpot_chance(tpot), joining_s, misses)
 
     def _pull_token_s(self, worker: WorkerSnapshot, source_host: str) -> float:
         """Seconds to pull one token."""
@@ -341,12 +339,13 @@ class Goodput(Placement):
         return not shortfall(blocks, snapshot, num_cached_tokens=num_cached, num_taken=num_growing)
 
     def _prefill_option(
-        self, arrival: Arrival, view: WorkerView, decode: _DecodeOption, num_cached: int, cost_per_s: float
+        self, arrival: Arrival, view: WorkerView, decode: _DecodeOption, key: _Key, num_cached: int, cost_per_s: float
     ) -> _PrefillOption:
         """What the prompt may expect on a worker, and others from it.
 
         Args:
-            decode: where its answer decodes: on the same worker, or the best one to hand it off to.
+            decode: where its answer decodes: on the same worker, or the best one to hand it off to, of which ``key``
+                has the score.
             cost_per_s: misses that a second of delay to what arrives at the worker would cause, per second.
         """
         num_tokens, weight, slack_s = arrival.blocks.num_tokens, arrival.weight, arrival.wanted_s - arrival.now_s
@@ -355,11 +354,24 @@ class Goodput(Placement):
         ttft_s = view.ttft_s(num_tokens, num_cached, num_behind=view.prompts.num_tokens_after(due_s))
         spread_s = max(MIN_TTFT_SPREAD_S, self._errors[handoff].spread * ttft_s)
         ttft_chance = chance((slack_s - ttft_s) / spread_s)
-        score = handoff_score(ttft_chance, decode.score(weight)) if handoff else decode.score(weight * ttft_chance)
+        gain = handoff_score(ttft_chance, -key[0]) if handoff else decode.gain(weight * ttft_chance)
         cost = cost_per_s * prefill_s * ttft_s
-        score -= cost + slack_misses(weight, ttft_s / (max(slack_s, ttft_s) if slack_s < inf else 1.0))
-        score -= view.misses_of_delay(prefill_s, self._lengths)
-        return _PrefillOption(view, handoff, num_cached, prefill_s, due_s, ttft_s, ttft_chance, spread_s, cost, score)
+        gain -= cost + slack_misses(weight, ttft_s / (max(slack_s, ttft_s) if slack_s < inf else 1.0))
+        return _PrefillOption(view, decode, num_cached, prefill_s, due_s, ttft_s, ttft_chance, spread_s, cost, gain)
+
+    def _least(self, options: Sequence[_Option], key: Callable[[_Option, float], _Key]) -> tuple[_Key, _Option]:
+        """The option with the least key, which grows with the harm to answers that decode there. That takes most of the
+        time of a decision, so it is computed only of options that would have the least key without."""
+        least: tuple[_Key, _Option] | None = None
+        for bound, index in sorted((key(option, 0.0), index) for index, option in enumerate(options)):
+            if least is not None and bound >= least[0]:
+                break
+            option = options[index]
+            exact = key(option, option.harm(self._lengths))
+            if least is None or exact < least[0]:
+                least = exact, option
+        assert least is not None
+        return least
 
     # Refused and held ones
 
@@ -394,7 +406,8 @@ class Goodput(Placement):
         num_idle = sum(not worker.num_decoding and not worker.num_waiting_tokens for worker in decoders)
         if num_idle > len(self._joining) + len(self._late_joining) or not self._may_meet_tpot(arrival, decodes):
             return False
-        fitting = [each for each in decodes if not each.lacking and self._fits_beside(each.misses, each.step_s)]
+        roomy = [each for each in decodes if not each.lacking]
+        fitting = [each for each in roomy if self._fits_beside(each.misses(self._lengths), each.step_s)]
         num_fitting = len(fitting) * len(decoders) / max(1, len(decodes))
         return not any(self._fits_after_joining(arrival, each, num_fitting) for each in fitting)
 
@@ -418,9 +431,11 @@ class Goodput(Placement):
         blocks, num_blocks = arrival.blocks, num_tokens / arrival.blocks.block_size
         num_lacking = shortfall(blocks, option.view.snapshot, option.num_cached, num_answers, num_blocks)
         step_s = option.step_s + option.view.added_s(num_answers, num_tokens)
-        return not num_lacking and self._fits_beside(option.misses, step_s)
+        return not num_lacking and self._fits_beside(option.misses(self._lengths), step_s)
 
 
+_Key = tuple[Any, ...]
+_Option = TypeVar("_Option", "_DecodeOption", "_PrefillOption")
 _Fleet = Mapping[WorkerRole, Sequence[WorkerSnapshot]]
 
 
@@ -454,18 +469,29 @@ class _DecodeOption(NamedTuple):
     """Seconds of a step with the answer."""
     chance: float
     """Probability of meeting TPOT."""
-    misses: float
-    """Expected ones of other answers, and what its own time counts as."""
+    joining_s: float
+    """Seconds that those add to a step that are about to be handed off."""
+    own_misses: float
+    """Expected ones of those, and what its own time counts as."""
 
-    def score(self, weight: float) -> float:
-        return weight * self.chance - self.misses
+    def gain(self, weight: float) -> float:
+        """Score, less the harm."""
+        return weight * self.chance - self.own_misses
+
+    def harm(self, lengths: Lengths) -> float:
+        """Expected misses of answers that decode there."""
+        after_s = self.joining_s + self.step_s - self.view.step_s
+        return self.view.misses_of_steps(self.joining_s, after_s, lengths)
+
+    def misses(self, lengths: Lengths) -> float:
+        return self.own_misses + self.harm(lengths)
 
 
 class _PrefillOption(NamedTuple):
     """A prompt on one worker."""
 
     view: WorkerView
-    handoff: bool
+    decode: _DecodeOption
     num_cached: int
     prefill_s: float
     """Seconds of its own tokens."""
@@ -477,12 +503,22 @@ class _PrefillOption(NamedTuple):
     """Error of the predicted TTFT."""
     cost: float
     """Misses that its seconds are expected to cause among prompts behind it."""
-    score: float
+    gain: float
+    """Score, less the harm."""
 
-    def order(self, blocks: PromptBlocks) -> tuple[float, float, bool, tuple[int, str], bool]:
-        """The best one has the least."""
+    @property
+    def handoff(self) -> bool:
+        return self.decode.view is not self.view
+
+    def harm(self, lengths: Lengths) -> float:
+        """Expected misses of answers that decode there."""
+        delayed = self.view.misses_of_delay(self.prefill_s, lengths)
+        return delayed if self.handoff else delayed + self.decode.harm(lengths)
+
+    def order(self, blocks: PromptBlocks, harm: float) -> _Key:
+        """The best one has the least; it begins with the score, negated."""
         is_on_decode = not self.handoff and self.view.role is DECODE
-        return -self.score, self.ttft_s, is_on_decode, tie_order(blocks, self.view.snapshot), self.handoff
+        return harm - self.gain, self.ttft_s, is_on_decode, tie_order(blocks, self.view.snapshot), self.handoff
 
     def spared_if_late(self, num_tokens: int) -> float:
         """Part of ``cost`` that a late prompt would not cause: it delays nothing that arrives while it waits, and what
@@ -491,8 +527,8 @@ class _PrefillOption(NamedTuple):
         return self.cost * (self.ttft_s - self.prefill_s * (1 + chunk) / 2) / self.ttft_s
 
     def choice(self) -> PrefillChoice:
-        view, handoff, num_cached, prefill_s, due_s, ttft_s, *_ = self
-        return PrefillChoice(view.worker_id, handoff, ttft_s, num_cached, prefill_s=prefill_s, due_s=due_s)
+        view, _, num_cached, prefill_s, due_s, ttft_s, *_ = self
+        return PrefillChoice(view.worker_id, self.handoff, ttft_s, num_cached, prefill_s=prefill_s, due_s=due_s)
 
 
 def _due_s(arrival: Arrival, view: WorkerView) -> float:
