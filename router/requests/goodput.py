@@ -101,19 +101,16 @@ class Goodput(Placement):
             if view.role is not PREFILL
         }
         handoffs = [option for option in decodes.values() if option.view.role is DECODE]
-        elsewhere = [self._least(handoffs, lambda option, harm: (harm - option.gain(weight),))] if handoffs else []
+        least = self._least(handoffs, lambda option, harm: (harm - option.gain(weight),))[0][0] if handoffs else 0.0
         computing = [view for view in views if self._may_prefill(arrival, view, cached, fleet)]
         if not computing:
             return None
         num_workers = len(computing) * len(workers) / len(views)  # as many of all as of those on the short list
         cost_per_s = self._prefill_cost.misses_per_s(arrival.now_s) / num_workers
         options = [
-            self._prefill_option(arrival, view, decode, key, cached.get(view.worker_id, 0), cost_per_s)
+            self._prefill_option(arrival, view, decode, -least, cached.get(view.worker_id, 0), cost_per_s)
             for view in computing
-            for key, decode in (
-                *((((), decodes[view.worker_id]),) if view.role is not PREFILL else ()),
-                *(elsewhere if view.role is not DECODE else ()),
-            )
+            for decode in [decodes.get(view.worker_id)] + [None] * (view.role is MIXED and bool(handoffs))
         ]
         key, best = self._least(options, lambda option, harm: option.order(blocks, harm))
         meets_nothing = -key[0] < MIN_SCORE * weight
@@ -125,8 +122,7 @@ class Goodput(Placement):
         is_held = meets_nothing and self._is_held(arrival, fleet, decodes.values())
         if is_held or _is_late(arrival, options):
             backlog_s, last = self._last_in_line(blocks, options)
-            due_s = arrival.now_s + LATE_S
-            return last.choice()._replace(is_late=True, is_held=is_held, ttft_s=backlog_s, due_s=due_s)
+            return last.choice()._replace(is_late=True, is_held=is_held, ttft_s=backlog_s, due_s=arrival.now_s + LATE_S)
         return best.choice()._replace(misses_per_s=weight * best.chance * (1 - best.chance) / best.spread_s)
 
     def decode(
@@ -149,7 +145,7 @@ class Goodput(Placement):
         _, best = self._least(
             options,
             lambda option, harm: (
-                yields and not self._fits_beside(option.own_misses + harm, option.step_s),
+                yields and not self._fits_beside(option, option.step_s),
                 option.lacking,
                 harm - option.gain(weight),
                 tie_order(blocks, option.view.snapshot),
@@ -339,22 +335,26 @@ class Goodput(Placement):
         return not shortfall(blocks, snapshot, num_cached_tokens=num_cached, num_taken=num_growing)
 
     def _prefill_option(
-        self, arrival: Arrival, view: WorkerView, decode: _DecodeOption, key: _Key, num_cached: int, cost_per_s: float
+        self,
+        arrival: Arrival,
+        view: WorkerView,
+        decode: _DecodeOption | None,
+        decode_score: float,
+        num_cached: int,
+        cost_per_s: float,
     ) -> _PrefillOption:
         """What the prompt may expect on a worker, and others from it.
 
         Args:
-            decode: where its answer decodes: on the same worker, or the best one to hand it off to, of which ``key``
-                has the score.
+            decode: its answer there; None if it is handed off, for a ``decode_score``.
             cost_per_s: misses that a second of delay to what arrives at the worker would cause, per second.
         """
         num_tokens, weight, slack_s = arrival.blocks.num_tokens, arrival.weight, arrival.wanted_s - arrival.now_s
-        handoff = decode.view is not view
         prefill_s, due_s = view.prefill_s(num_tokens, num_cached), _due_s(arrival, view)
         ttft_s = view.ttft_s(num_tokens, num_cached, num_behind=view.prompts.num_tokens_after(due_s))
-        spread_s = max(MIN_TTFT_SPREAD_S, self._errors[handoff].spread * ttft_s)
+        spread_s = max(MIN_TTFT_SPREAD_S, self._errors[decode is None].spread * ttft_s)
         ttft_chance = chance((slack_s - ttft_s) / spread_s)
-        gain = handoff_score(ttft_chance, -key[0]) if handoff else decode.gain(weight * ttft_chance)
+        gain = decode.gain(weight * ttft_chance) if decode else handoff_score(ttft_chance, decode_score)
         cost = cost_per_s * prefill_s * ttft_s
         gain -= cost + slack_misses(weight, ttft_s / (max(slack_s, ttft_s) if slack_s < inf else 1.0))
         return _PrefillOption(view, decode, num_cached, prefill_s, due_s, ttft_s, ttft_chance, spread_s, cost, gain)
@@ -362,27 +362,22 @@ class Goodput(Placement):
     def _least(self, options: Sequence[_Option], key: Callable[[_Option, float], _Key]) -> tuple[_Key, _Option]:
         """The option with the least key, which grows with the harm to answers that decode there. That takes most of the
         time of a decision, so it is computed only of options that would have the least key without."""
-        least: tuple[_Key, _Option] | None = None
-        for bound, index in sorted((key(option, 0.0), index) for index, option in enumerate(options)):
-            if least is not None and bound >= least[0]:
-                break
-            option = options[index]
-            exact = key(option, option.harm(self._lengths))
-            if least is None or exact < least[0]:
-                least = exact, option
-        assert least is not None
-        return least
+        keys = [(key(option, 0.0), index, False) for index, option in enumerate(options)]
+        while True:
+            least, index, is_exact = min(keys)
+            if is_exact:
+                return least, options[index]
+            keys[index] = key(options[index], options[index].harm(self._lengths)), index, True
 
     # Refused and held ones
 
     def _last_in_line(self, blocks: PromptBlocks, options: Sequence[_PrefillOption]) -> tuple[float, _PrefillOption]:
         """Where the prompt would end first behind all that waits, and after how many seconds; it is handed off if it
         can be."""
-        options = [option for option in options if option.handoff] or options
-        backlogs_s = [option.view.ttft_s(blocks.num_tokens, option.num_cached) for option in options]
+        options = [option for option in options if option.decode is None] or options
         backlog_s, _, last = min(
-            (backlog_s, tie_order(blocks, option.view.snapshot), option)
-            for backlog_s, option in zip(backlogs_s, options, strict=True)
+            (each.view.ttft_s(blocks.num_tokens, each.num_cached), tie_order(blocks, each.view.snapshot), each)
+            for each in options
         )
         return backlog_s, last
 
@@ -406,8 +401,7 @@ class Goodput(Placement):
         num_idle = sum(not worker.num_decoding and not worker.num_waiting_tokens for worker in decoders)
         if num_idle > len(self._joining) + len(self._late_joining) or not self._may_meet_tpot(arrival, decodes):
             return False
-        roomy = [each for each in decodes if not each.lacking]
-        fitting = [each for each in roomy if self._fits_beside(each.misses(self._lengths), each.step_s)]
+        fitting = [each for each in decodes if not each.lacking and self._fits_beside(each, each.step_s)]
         num_fitting = len(fitting) * len(decoders) / max(1, len(decodes))
         return not any(self._fits_after_joining(arrival, each, num_fitting) for each in fitting)
 
@@ -418,9 +412,10 @@ class Goodput(Placement):
         lone_s = cost.decode_s(1, arrival.blocks.num_tokens) * correction
         return self.tpot_slo_s > 0 and tpot_chance(lone_s / self.tpot_slo_s) >= 1 - MIN_SCORE
 
-    def _fits_beside(self, misses: float, step_s: float) -> bool:
-        """Whether one more answer, for steps of ``step_s``, causes few ``misses``, and leaves those a chance that may
-        come with the tightest TPOT objective."""
+    def _fits_beside(self, option: _DecodeOption, step_s: float) -> bool:
+        """Whether one more answer causes few misses and, with steps of ``step_s``, leaves those a chance that may come
+        with the tightest TPOT objective."""
+        misses = option.own_misses + option.harm(self._lengths)
         return misses <= MIN_SCORE and tpot_chance(step_s / self.tpot_slo_s) >= 1 - MIN_SCORE
 
     def _fits_after_joining(self, arrival: Arrival, option: _DecodeOption, num_workers: float) -> bool:
@@ -431,7 +426,7 @@ class Goodput(Placement):
         blocks, num_blocks = arrival.blocks, num_tokens / arrival.blocks.block_size
         num_lacking = shortfall(blocks, option.view.snapshot, option.num_cached, num_answers, num_blocks)
         step_s = option.step_s + option.view.added_s(num_answers, num_tokens)
-        return not num_lacking and self._fits_beside(option.misses(self._lengths), step_s)
+        return not num_lacking and self._fits_beside(option, step_s)
 
 
 _Key = tuple[Any, ...]
@@ -480,18 +475,15 @@ class _DecodeOption(NamedTuple):
 
     def harm(self, lengths: Lengths) -> float:
         """Expected misses of answers that decode there."""
-        after_s = self.joining_s + self.step_s - self.view.step_s
-        return self.view.misses_of_steps(self.joining_s, after_s, lengths)
-
-    def misses(self, lengths: Lengths) -> float:
-        return self.own_misses + self.harm(lengths)
+        return self.view.misses_of_steps(self.joining_s, self.joining_s + self.step_s - self.view.step_s, lengths)
 
 
 class _PrefillOption(NamedTuple):
     """A prompt on one worker."""
 
     view: WorkerView
-    decode: _DecodeOption
+    decode: _DecodeOption | None
+    """Its answer there; None if it is handed off."""
     num_cached: int
     prefill_s: float
     """Seconds of its own tokens."""
@@ -506,19 +498,15 @@ class _PrefillOption(NamedTuple):
     gain: float
     """Score, less the harm."""
 
-    @property
-    def handoff(self) -> bool:
-        return self.decode.view is not self.view
-
     def harm(self, lengths: Lengths) -> float:
         """Expected misses of answers that decode there."""
         delayed = self.view.misses_of_delay(self.prefill_s, lengths)
-        return delayed if self.handoff else delayed + self.decode.harm(lengths)
+        return delayed + self.decode.harm(lengths) if self.decode else delayed
 
     def order(self, blocks: PromptBlocks, harm: float) -> _Key:
         """The best one has the least; it begins with the score, negated."""
-        is_on_decode = not self.handoff and self.view.role is DECODE
-        return harm - self.gain, self.ttft_s, is_on_decode, tie_order(blocks, self.view.snapshot), self.handoff
+        tie = tie_order(blocks, self.view.snapshot)
+        return harm - self.gain, self.ttft_s, self.view.role is DECODE, tie, self.decode is None
 
     def spared_if_late(self, num_tokens: int) -> float:
         """Part of ``cost`` that a late prompt would not cause: it delays nothing that arrives while it waits, and what
@@ -527,8 +515,8 @@ class _PrefillOption(NamedTuple):
         return self.cost * (self.ttft_s - self.prefill_s * (1 + chunk) / 2) / self.ttft_s
 
     def choice(self) -> PrefillChoice:
-        view, _, num_cached, prefill_s, due_s, ttft_s, *_ = self
-        return PrefillChoice(view.worker_id, self.handoff, ttft_s, num_cached, prefill_s=prefill_s, due_s=due_s)
+        view, decode, num_cached, prefill_s, due_s, ttft_s, *_ = self
+        return PrefillChoice(view.worker_id, decode is None, ttft_s, num_cached, prefill_s=prefill_s, due_s=due_s)
 
 
 def _due_s(arrival: Arrival, view: WorkerView) -> float:

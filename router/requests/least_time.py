@@ -46,13 +46,7 @@ class LeastTime(Placement):
 
 
 def predict_ttft_s(
-    worker: WorkerSnapshot,
-    num_tokens: int,
-    num_cached_tokens: int,
-    cost: CostModel,
-    *,
-    num_behind: int = 0,
-    least_correction: float = 0.0,
+    worker: WorkerSnapshot, num_tokens: int, num_cached: int, cost: CostModel, num_behind: int = 0, least: float = 0.0
 ) -> float:
     """Seconds to the first new token of a prompt that joins ``worker``'s queue now.
 
@@ -60,21 +54,20 @@ def predict_ttft_s(
 
     Args:
         num_behind: waiting tokens that it goes before, unless they are in flight.
-        least_correction: lower bound of the worker's correction.
+        least: lower bound of the worker's correction.
     """
-    num_new = num_tokens - num_cached_tokens
+    num_new = num_tokens - num_cached
     budget, num_ahead = worker.max_batch_tokens, worker.num_waiting_tokens
-    if num_behind:
-        num_ahead = max(worker.num_tokens_in_flight, num_ahead - num_behind)
+    num_ahead = max(worker.num_tokens_in_flight, num_ahead - num_behind) if num_behind else num_ahead
     ahead_s = queue_s(num_ahead, budget, cost)
-    own_s = cost.prefill_s(num_new, num_cached_tokens)
+    own_s = cost.prefill_s(num_new, num_cached)
     beside_s = 0.0
     if worker.role is not WorkerRole.PREFILL and worker.num_decoding > 0:
         num_left = num_ahead + num_new
         chunk = min(num_left, budget)
-        step_s = cost.mixed_s(chunk, num_cached_tokens, worker.num_decoding, worker.num_context_tokens)
-        beside_s = -(-num_left // budget) * (step_s - cost.prefill_s(chunk, num_cached_tokens))
-    return (ahead_s + own_s + beside_s) * max(least_correction, mixed_correction(worker))
+        step_s = cost.mixed_s(chunk, num_cached, worker.num_decoding, worker.num_context_tokens)
+        beside_s = -(-num_left // budget) * (step_s - cost.prefill_s(chunk, num_cached))
+    return (ahead_s + own_s + beside_s) * max(least, mixed_correction(worker))
 
 
 def predict_tpot_s(worker: WorkerSnapshot, num_tokens: int, cost: CostModel) -> float:
@@ -141,7 +134,7 @@ def choose_prefill(
                 continue  # without blocks and a batch slot, the request would wait for them before its token 0
             num_cached = blocks.num_cached_tokens(worker.cached_blocks)
             if may_prefill_locally(worker, num_tokens, num_cached, cost, tpot_slo_s=tpot_slo_s):
-                ttft_s = predict_ttft_s(worker, num_tokens, num_cached, cost, least_correction=correction)
+                ttft_s = predict_ttft_s(worker, num_tokens, num_cached, cost, least=correction)
                 options.append((ttft_s, True, tie_order(blocks, worker), False, num_cached, correction))
     ttft_s, _, (_, worker_id), handoff, num_cached, _ = min(options)
     return PrefillChoice(worker_id, handoff, ttft_s, num_cached)

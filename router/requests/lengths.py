@@ -22,7 +22,6 @@ CHANGES_PER_COUNT = 32
 """Answers that begin or end between two counts of lengths, at least."""
 MIN_CHANGE = 1 / 64
 """Share of the running answers that does, at least."""
-_LENGTHS = np.arange(MAX_LENGTH + 1)
 _SCALE = 1 / (2 * log(2))
 """Scale of a logistic distribution, as a share of its mean absolute deviation."""
 
@@ -33,7 +32,7 @@ class Lengths:
     only."""
 
     def __init__(self) -> None:
-        self._ended = PRIOR_ANSWERS / PRIOR_TOKENS * np.exp(-_LENGTHS / PRIOR_TOKENS)
+        self._ended = PRIOR_ANSWERS / PRIOR_TOKENS * np.exp(-np.arange(MAX_LENGTH + 1) / PRIOR_TOKENS)
         """Weight of the answers that ended, by length."""
         self._num_new, self._num_changes = 0, 0
         self._rebuild(np.zeros(MAX_LENGTH + 1, np.int64))
@@ -71,7 +70,7 @@ class Lengths:
         """Expected remaining tokens by tokens so far, at least 1."""
         self.mean = float(self.remaining[0])
         """Expected tokens of an answer."""
-        self.of_running = np.stack((1 / (_LENGTHS + self.remaining), self.remaining))
+        self.of_running = np.stack((1 / (np.arange(MAX_LENGTH + 1) + self.remaining), self.remaining))
         """Of an answer that runs, by tokens so far: the inverse of its expected length, and its remaining tokens."""
         self.of_running[:, 0] = self.of_running[:, 1]  # it has one token at least
 

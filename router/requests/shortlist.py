@@ -74,12 +74,8 @@ def _first(
     workers: Sequence[WorkerSnapshot],
     cached: Mapping[str, int],
 ) -> list[WorkerSnapshot]:
-    """First workers of all, those of them that cache most of the prompt, and ``others``. Ties go to the most empty
-    blocks, then to those that come first.
-
-    Args:
-        order: number of each worker.
-    """
+    """First workers by ``order``, a number each: of all, and of those that cache most of the prompt; and ``others``.
+    Ties go to the most empty blocks, then to those that come first."""
     last, num_tokens = nsmallest(NUM_SCORED, order)[-1], blocks.num_tokens
     groups = [[index for index, each in enumerate(order) if each <= last]]
     if cached:

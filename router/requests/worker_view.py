@@ -7,7 +7,7 @@ Pure; `pdserve.router.requests.goodput` owns one view for each worker that it ha
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from math import exp, floor, inf
+from math import exp, inf
 from typing import NamedTuple
 
 import numpy as np
@@ -80,8 +80,6 @@ class Prompts:
 
     def num_tokens_after(self, due_s: float) -> int:
         """Tokens of the prompts that run after one due at ``due_s``."""
-        if not self._in_order:
-            return 0
         index, prompts = bisect_right(self._in_order, due_s, key=lambda prompt: prompt.due_s), self._in_order
         if 2 * index > len(prompts):
             return sum(prompt.num_tokens for prompt in prompts[index:])
@@ -122,11 +120,8 @@ class Answers:
         """Request ids by column."""
         self._columns: dict[int, int] = {}
         """Columns by request id."""
-        self._values, self._tokens_ahead = np.zeros((3, 32)), np.zeros(32, np.int64)
-        """By column: instant of token 0, weight, and excess for a second per token; tokens less the worker's steps."""
-        self._last_began_s = -inf
-        self._in_use: tuple[tuple[FloatArray, ...], IntArray] | None = None
-        """Views of the columns that are taken."""
+        self._values = np.zeros((4, 32))
+        """By column: instant of token 0, tokens less the worker's steps, weight, and excess for a second per token."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -134,15 +129,11 @@ class Answers:
     def add(self, request_id: int, began_s: float, tokens_ahead: float, tpot_slo_s: float, weight: float) -> None:
         """``tokens_ahead``: its tokens less the worker's steps."""
         column = len(self._ids)
-        if column == len(self._tokens_ahead):
+        if column == self._values.shape[1]:
             self._values = np.pad(self._values, ((0, 0), (0, column)))
-            self._tokens_ahead = np.pad(self._tokens_ahead, (0, column))
-        self._values[:, column] = began_s, weight, 0.5 / max(TPOT_SPREAD * tpot_slo_s, 1e-9)
-        self._tokens_ahead[column] = floor(tokens_ahead)
+        self._values[:, column] = began_s, tokens_ahead, weight, 0.5 / max(TPOT_SPREAD * tpot_slo_s, 1e-9)
         self._ids.append(request_id)
         self._columns[request_id] = column
-        self._last_began_s = max(self._last_began_s, began_s)
-        self._in_use = None
 
     def remove(self, request_id: int) -> None:
         """Remove an answer that is there; the last one takes its column."""
@@ -151,23 +142,17 @@ class Answers:
             self._ids[column] = last
             self._columns[last] = column
             self._values[:, column] = self._values[:, len(self._ids)]
-            self._tokens_ahead[column] = self._tokens_ahead[len(self._ids)]
-        self._in_use = None
 
     def num_tokens(self, num_steps: int) -> IntArray:
         """Tokens so far of each answer, as `Lengths` counts them, once the worker has taken so many steps."""
-        return (self._tokens_ahead[: len(self._ids)] + num_steps).clip(1, MAX_LENGTH)
+        return (self._values[1, : len(self._ids)] + num_steps).clip(1, MAX_LENGTH).astype(np.int64)
 
     def forecast(self, num_steps: int, stepped_s: float, step_s: float, lengths: Lengths) -> _Forecast:
         """``step_s``: predicted seconds of a step."""
-        if self._in_use is None:
-            self._in_use = tuple(self._values[:, : len(self._ids)]), self._tokens_ahead[: len(self._ids)]
-        (began_s, weights, scale), tokens_ahead = self._in_use
-        num_tokens, (per_length, remaining) = tokens_ahead + num_steps, lengths.of_running
+        began_s, tokens_ahead, weights, scale = self._values[:, : len(self._ids)]
+        num_tokens, (per_length, remaining) = (tokens_ahead + num_steps).astype(np.int64), lengths.of_running
         per_s, per_step_s = per_length.take(num_tokens, mode="clip"), remaining.take(num_tokens, mode="clip")
-        elapsed_s = stepped_s - began_s
-        if stepped_s < self._last_began_s:  # some began after the step
-            elapsed_s = np.maximum(elapsed_s, 0.0)
+        elapsed_s = np.maximum(stepped_s - began_s, 0.0)
         excess = per_step_s * step_s + elapsed_s
         per_s *= scale
         per_step_s *= per_s

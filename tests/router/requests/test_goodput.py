@@ -546,7 +546,7 @@ def test_answers_that_a_prefill_beside_them_delays_count_against_it() -> None:
     policy, one = Goodput(COSTS, tpot_slo_s=1.1 * STEP_S), arrival(1, 4000, ttft_s=10.0)
     view = policy._updated(with_answers(policy, D0, 16, late_s=0.0))
     there = policy._decode_option(one, view, {})
-    option = policy._prefill_option(one, view, there, (), 0, 0.0)
+    option = policy._prefill_option(one, view, there, 0.0, 0, 0.0)
     delayed = view.misses_of_delay(option.prefill_s, policy._lengths)
     assert delayed > 0.01
     assert option.gain == pytest.approx(there.gain(option.chance) - SLACK_MISSES * option.ttft_s / 10.0)
