@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import exp, inf
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -551,3 +552,28 @@ def test_answers_that_a_prefill_beside_them_delays_count_against_it() -> None:
     assert delayed > 0.01
     assert option.gain == pytest.approx(there.gain(option.chance) - SLACK_MISSES * option.ttft_s / 10.0)
     assert option.harm(policy._lengths) == pytest.approx(there.harm(policy._lengths) + delayed)
+
+
+class Choice(NamedTuple):
+    number: int
+    gain: float
+    cost: float
+
+    def harm(self, _: object) -> float:
+        return self.cost
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=9))
+def test_the_least_key_is_found_though_harm_is_computed_only_where_it_may_decide(
+    drawn: list[tuple[float, float]],
+) -> None:
+    choices = [Choice(number, *each) for number, each in enumerate(drawn)]
+    asked = list[int]()
+
+    def key(choice: Choice, harm: float) -> tuple[float, int]:
+        asked.extend([choice.number] * (harm > 0))
+        return harm - choice.gain, choice.number
+
+    least, best = Goodput(COSTS)._least(choices, key)  # type: ignore[type-var]
+    assert all(-choices[number].gain <= least[0] for number in asked)
+    assert (least, best) == min((key(choice, choice.cost), choice) for choice in choices)
