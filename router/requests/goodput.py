@@ -12,7 +12,8 @@ work, which counts the more the less it weighs: shares that send more than other
 weight. With one share, that is the order of arrival.
 
 A decision has two stages. `pdserve.router.requests.shortlist` orders all workers by a number that follows from their
-snapshots alone; scores are computed for the first few, of which a `WorkerView` each knows prompts and answers.
+snapshots alone; the first few are scored, of which a `WorkerView` each knows prompts and answers, and the misses there
+are computed of those that may be the best.
 """
 
 from __future__ import annotations
@@ -101,14 +102,14 @@ class Goodput(Placement):
             if view.role is not PREFILL
         }
         handoffs = [option for option in decodes.values() if option.view.role is DECODE]
-        least = self._least(handoffs, lambda option, harm: (harm - option.gain(weight),))[0][0] if handoffs else 0.0
+        score = -self._least(handoffs, lambda option, harm: (harm - option.gain(weight),))[0][0] if handoffs else 0.0
         computing = [view for view in views if self._may_prefill(arrival, view, cached, fleet)]
         if not computing:
             return None
         num_workers = len(computing) * len(workers) / len(views)  # as many of all as of those on the short list
         cost_per_s = self._prefill_cost.misses_per_s(arrival.now_s) / num_workers
         options = [
-            self._prefill_option(arrival, view, decode, -least, cached.get(view.worker_id, 0), cost_per_s)
+            self._prefill_option(arrival, view, decode, score, cached.get(view.worker_id, 0), cost_per_s)
             for view in computing
             for decode in [decodes.get(view.worker_id)] + [None] * (view.role is MIXED and bool(handoffs))
         ]
@@ -132,7 +133,7 @@ class Goodput(Placement):
             return None
         blocks, request = arrival.blocks, self._requests.get(arrival.request_id)
         weight = arrival.weight if request is None or request.wanted_s >= arrival.now_s else 0.0
-        near = [worker for worker in workers if worker.worker_id not in cut_off] or workers
+        near = [worker for worker in workers if worker.worker_id not in cut_off] or workers if cut_off else workers
         cached = blocks.cached_on(near)
         options = [
             self._decode_option(
