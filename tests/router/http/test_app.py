@@ -618,7 +618,8 @@ def test_an_answer_can_be_sent_back_as_it_came(edge: EdgeServer, http: httpx.Cli
     [
         ({"use_beam_search": True}, "set it to false, or leave it out"),
         ({"tool_choice": "required"}, 'set it to "none" or "auto", or leave it out'),
-        ({"regex": "a"}, "regex is not supported; leave it out"),
+        ({"regex": "a"}, "regex is not supported; send structured_outputs.regex, and leave it out"),
+        ({"lora_path": "a"}, "lora_path is not supported; leave it out"),
     ],
 )
 def test_a_remedy_can_be_sent_as_it_is_written(
