@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager, closing, suppress
 import psutil
 
 from pdserve.bench.handoff_models import MAX_ANSWER, MAX_PROMPT, ComputedModel, Model, Question
+from pdserve.contracts import metrics
 from pdserve.contracts.codec import from_json, to_json
 from pdserve.contracts.events import RequestEvent, RequestEventKind
 from pdserve.contracts.precision import Precision
@@ -371,7 +372,7 @@ class HandoffCluster:
                     f"blocks are still referenced: {[(each.worker_id, each.reported) for each in busy]}"
                 )
             await asyncio.sleep(POLL_S)
-        assert not self.metrics.redispatches.labels("failed")._value.get(), "a step found wrong KV"
+        assert not self.metrics[metrics.REDISPATCHES].labels("failed")._value.get(), "a step found wrong KV"
 
 
 @asynccontextmanager

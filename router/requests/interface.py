@@ -48,9 +48,6 @@ class DispatchObserver:
     def routed(self, seconds: float) -> None:
         """A decision of the policy took ``seconds``."""
 
-    def phase_ended(self, phase: str, seconds: float) -> None:
-        """A phase of an attempt ended; `pdserve.router.metrics.PHASES` lists the phases."""
-
     def prompt_started(self, num_cached_tokens: int) -> None:
         """A worker began to compute a request's prompt."""
 
@@ -58,13 +55,10 @@ class DispatchObserver:
         """A decode worker reserved blocks for a prompt of which it had ``num_cached_tokens``."""
 
     def fell_back(self, reason: str) -> None:
-        """A decision had no free choice; `pdserve.router.metrics.FALLBACK_REASONS` lists the reasons."""
-
-    def handoff_stalled(self, seconds: float) -> None:
-        """Token 1 of an attempt with handoff arrived ``seconds`` after token 0."""
+        """A decision had no free choice; `pdserve.contracts.metrics.FALLBACK_REASONS` lists the reasons."""
 
     def retried(self, reason: str, num_tokens: int) -> None:
         """An attempt was dispatched again, with ``num_tokens`` to compute again, or bound to another decode worker."""
 
     def ended(self, request: Request) -> None:
-        """``request.outcome`` is set."""
+        """``request.outcome`` is set, and its journeys are over for the dispatcher."""

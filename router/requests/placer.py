@@ -248,7 +248,6 @@ class Placer:
         arrival, choice = decision
         now_s, spec = self._now_s(), attempt.request.spec
         if attempt.is_new:
-            self._observer.phase_ended("queue", now_s - arrival.queued_s)
             attempt.journey.spent("queue", now_s - arrival.queued_s, now_s)
             if choice.ttft_s:
                 attempt.journey.predicted_ttft_s = now_s - spec.arrived_s + choice.ttft_s
