@@ -35,8 +35,8 @@ from pdserve.router.cluster.remote_worker import RemoteWorker
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher
-from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import GenerationError, RequestSpec
+from pdserve.router.requests.settings import DispatchSettings
 from pdserve.router.token_stream import TokenStream
 
 NUM_CLIENTS = 24

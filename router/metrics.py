@@ -22,8 +22,8 @@ from pdserve.router.cluster.worker import Worker
 from pdserve.router.plain_histogram import PlainHistogram
 from pdserve.router.record import RequestRecord
 from pdserve.router.requests.dispatch import Dispatcher
-from pdserve.router.requests.interface import DispatchObserver
 from pdserve.router.requests.journey import GAP_CAUSE, TPOT_CAUSES, TTFT_CAUSES, tpot_parts_s
+from pdserve.router.requests.observer import DispatchObserver
 from pdserve.router.requests.request import Request, RequestSpec
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.remote_worker import RemoteWorker, SessionRefusedError
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher
-from pdserve.router.requests.interface import SWEEP_S
 from pdserve.router.requests.request import GenerationError, RequestSpec
+from pdserve.router.requests.settings import SWEEP_S
 from pdserve.router.token_stream import TokenStream
 
 log = logging.getLogger(__name__)

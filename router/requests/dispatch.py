@@ -48,11 +48,12 @@ from pdserve.router.requests.attempt import (
 )
 from pdserve.router.requests.attempt_table import AttemptTable
 from pdserve.router.requests.failover import MAX_FAILURES, computed_by
-from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
+from pdserve.router.requests.observer import DispatchObserver
 from pdserve.router.requests.placement import Costs, tie_order
 from pdserve.router.requests.placer import Placer
 from pdserve.router.requests.policies import placement
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
+from pdserve.router.requests.settings import DispatchSettings
 
 log = logging.getLogger(__name__)
 
