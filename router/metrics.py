@@ -276,5 +276,7 @@ def _count(workers: Mapping[str, Worker], role: WorkerRole) -> int:
 def _family(metric: names.Metric, registry: CollectorRegistry) -> Counter | Gauge | PlainHistogram:
     if isinstance(metric, names.Histogram):
         return PlainHistogram(metric, registry)
-    kind = Counter if isinstance(metric, names.Counter) else Gauge
-    return kind(metric.name, metric.help, tuple(metric.labels), registry=registry)
+    declared = metric.name, metric.help, tuple(metric.labels)
+    if isinstance(metric, names.Counter):
+        return Counter(*declared, registry=registry)
+    return Gauge(*declared, registry=registry)
