@@ -71,5 +71,5 @@ class PlainHistogram(Collector):
         family = HistogramMetricFamily(self._metric.name, self._metric.help, labels=tuple(self._metric.labels))
         for values, series in self._series.copy().items():
             buckets = list(zip(self._bounds, series.cumulative, series.exemplars, strict=True))
-            family.add_metric(values, buckets, series.total)
+            family.add_metric(values, buckets, series.total)  # type: ignore[arg-type]  # it may be None
         yield family

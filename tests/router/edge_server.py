@@ -249,7 +249,7 @@ class RecordingSeries(PlainSeries):
         super().__init__(())
         self._values = values
 
-    def observe(self, value: float) -> None:
+    def observe(self, value: float, request_id: str = "") -> None:
         self._values.append(value)
 
 
