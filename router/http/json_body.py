@@ -114,7 +114,7 @@ async def _receive(exchange: Exchange) -> bytearray:
     if length.isdecimal() and int(length) > most:
         raise _too_large(most)
     try:
-        left_s = exchange.arrived_s + BODY_TIMEOUT_S - time.monotonic()
+        left_s = exchange.record.arrived_s + BODY_TIMEOUT_S - time.monotonic()
         async with asyncio.timeout(left_s), aclosing(exchange.stream()) as pieces:
             async for piece in pieces:
                 exchange.hold(len(piece))

@@ -48,11 +48,12 @@ from pdserve.router.requests.attempt import (
 )
 from pdserve.router.requests.attempt_table import AttemptTable
 from pdserve.router.requests.failover import MAX_FAILURES, computed_by
-from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
+from pdserve.router.requests.observer import DispatchObserver
 from pdserve.router.requests.placement import Costs, tie_order
 from pdserve.router.requests.placer import Placer
 from pdserve.router.requests.policies import placement
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
+from pdserve.router.requests.settings import DispatchSettings
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,8 @@ class Dispatcher:
         self.admission.accepted(spec)
         self.num_accepted += 1
         self._observer.accepted(spec)
-        self._phase_ended(attempt, "tokenise", self._now_s() - spec.arrived_s)
+        now_s = self._now_s()
+        attempt.journey.spent("tokenise", now_s - spec.arrived_s, now_s)
         self._launch(attempt)
         self._placer.place(attempt, decision)
 
@@ -285,7 +287,7 @@ class Dispatcher:
                 self.attempts.move(attempt, replace(state, is_released=True))
             case Parked() as state, Kind.STARTED if worker is not state.prefill:
                 self.attempts.move(attempt, state.pulled(PullStage.RESERVED))
-                self._phase_ended(attempt, "decode_queue", event.waited_s)
+                attempt.journey.spent("decode_queue", event.waited_s, self._now_s())
                 self._observer.pull_started(event.num_cached_tokens)
             case Parked() as state, Kind.JOINED if worker is not state.prefill:
                 self._joined(attempt, state)
@@ -379,10 +381,6 @@ class Dispatcher:
         """Instant at which a choice is given up, unless its next token comes before."""
         return attempt.heard_s + self._settings.max_silence_s
 
-    def _phase_ended(self, attempt: Attempt, phase: str, seconds: float) -> None:
-        self._observer.phase_ended(phase, seconds)
-        attempt.journey.spent(phase, seconds, self._now_s())
-
     def drain(self) -> None:
         """Place and bind what can be, for a few milliseconds; what is left follows in another turn."""
         for attempt in self._placer.turn():
@@ -412,8 +410,7 @@ class Dispatcher:
         if is_first:
             self._first_token(attempt)
         elif token.index == 1 and not (isinstance(state, Decoding) and state.prefill is None):
-            attempt.journey.stall_s = self._now_s() - attempt.began_s
-            self._observer.handoff_stalled(attempt.journey.stall_s)
+            attempt.journey.stall_s = self._now_s() - attempt.journey.token_s
         self._retries.clear(worker)
         attempt.emitted.append(token.token)
         attempt.heard_s = self._now_s()
@@ -424,8 +421,9 @@ class Dispatcher:
         if isinstance(attempt.state, Ended):
             return  # its reader had enough
         if token.finish:
-            began_s = attempt.state.since_s if isinstance(attempt.state, Decoding) else self._now_s()
-            self._phase_ended(attempt, "decode", self._now_s() - began_s)
+            now_s = self._now_s()
+            began_s = attempt.state.since_s if isinstance(attempt.state, Decoding) else now_s
+            attempt.journey.spent("decode", now_s - began_s, now_s)
             self._end_choice(attempt, worker)
         elif is_first:
             self._launch_waiting(attempt.request)
@@ -436,12 +434,12 @@ class Dispatcher:
         now_s, state = self._now_s(), attempt.state
         attempt.num_errors = 0
         if not attempt.emitted:
-            attempt.began_s = attempt.journey.token_s = now_s
+            attempt.journey.token_s = now_s
         elif attempt.lost_s:
             attempt.journey.lost_s += now_s - attempt.lost_s
         attempt.lost_s = 0.0
         if isinstance(state, Prefilling | Parked) and state.started_s is not None:
-            self._phase_ended(attempt, "prefill", now_s - state.started_s)
+            attempt.journey.spent("prefill", now_s - state.started_s, now_s)
         match state:
             case Prefilling() if not state.sent.handoff:
                 self.attempts.move(attempt, Decoding(state.worker, now_s))
@@ -451,7 +449,7 @@ class Dispatcher:
     def _prompt_started(self, attempt: Attempt, state: Prefilling, event: RequestEvent) -> None:
         self.attempts.move(attempt, replace(state, started_s=self._now_s()))
         self._announce(attempt, state)
-        self._phase_ended(attempt, "prefill_queue", event.waited_s)
+        attempt.journey.spent("prefill_queue", event.waited_s, self._now_s())
         request = attempt.request
         if not request.is_started:
             request.is_started = True
@@ -463,7 +461,7 @@ class Dispatcher:
         now_s = self._now_s()
         self.attempts.move(attempt, state.pulled(PullStage.JOINED).settled(now_s))
         if state.first_token_s is not None:
-            self._phase_ended(attempt, "handoff", now_s - state.first_token_s)
+            attempt.journey.spent("handoff", now_s - state.first_token_s, now_s)
         self._bind_others(attempt)
 
     def _bind_others(self, first: Attempt) -> None:

@@ -19,8 +19,9 @@ from pdserve.router.requests.admission import Admission
 from pdserve.router.requests.attempt import Attempt, Decision, Held, Parked, Prefilling, Pull, Queued
 from pdserve.router.requests.attempt_table import AttemptTable
 from pdserve.router.requests.failover import Blame, Retries
-from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
+from pdserve.router.requests.observer import DispatchObserver
 from pdserve.router.requests.placement import Arrival, Placement, PromptBlocks, prefill_candidates, shortfall
+from pdserve.router.requests.settings import DispatchSettings
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +249,6 @@ class Placer:
         arrival, choice = decision
         now_s, spec = self._now_s(), attempt.request.spec
         if attempt.is_new:
-            self._observer.phase_ended("queue", now_s - arrival.queued_s)
             attempt.journey.spent("queue", now_s - arrival.queued_s, now_s)
             if choice.ttft_s:
                 attempt.journey.predicted_ttft_s = now_s - spec.arrived_s + choice.ttft_s

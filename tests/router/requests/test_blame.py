@@ -16,8 +16,8 @@ from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey,
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.failover import MAX_LOSSES, MAX_TRIALS, TRIAL_WAIT_S, Blame
-from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import RequestSpec
+from pdserve.router.requests.settings import DispatchSettings
 from tests.router.requests.test_dispatch_core import HANDLE, Clock, DrainedDispatcher, ReadRequest, RecordingWorker
 from tests.router.rig import COST
 
