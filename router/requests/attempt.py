@@ -239,6 +239,8 @@ class Attempt:
     """When the last token came; before token 0, when the wait for it began."""
     lost_s: float = 0.0
     """When the attempt before this was lost; 0 once this one has a token."""
+    num_excused: int = 0
+    """Attempts that ended with the end of a worker in a trial of suspects."""
     num_failures: int = 0
     """Attempts that ended with a failed step."""
     failed_on: Worker | None = None
