@@ -240,7 +240,7 @@ class Attempt:
     lost_s: float = 0.0
     """When the attempt before this was lost; 0 once this one has a token."""
     num_excused: int = 0
-    """Attempts that ended with the end of a worker in a trial of suspects."""
+    """Attempts lost with their worker that do not count, because it was in a trial or they had got on."""
     num_failures: int = 0
     """Attempts that ended with a failed step."""
     failed_on: Worker | None = None

@@ -47,7 +47,7 @@ from pdserve.router.requests.attempt import (
     Queued,
 )
 from pdserve.router.requests.attempt_table import AttemptTable
-from pdserve.router.requests.failover import MAX_FAILURES, Blame, Retries, computed_by
+from pdserve.router.requests.failover import MAX_FAILURES, MAX_TRIAL_TOKENS, Blame, Retries, computed_by
 from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
 from pdserve.router.requests.placement import Costs, tie_order
 from pdserve.router.requests.placer import Placer
@@ -57,7 +57,7 @@ from pdserve.router.requests.request import GenerationError, Request, RequestSpe
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 8
-"""Maximum dispatches of one choice, without those whose worker ended in a trial: `Blame` bounds these."""
+"""Maximum dispatches of one choice, without those that lost their worker in a trial or after `MAX_TRIAL_TOKENS`."""
 MAX_ANNOUNCED_WORKERS = 4
 """Decode workers that compile a grammar ahead. All of them, in a large cluster with new grammars, would do little else;
 one that gets an answer whose grammar it lacks compiles that first."""
@@ -235,7 +235,8 @@ class Dispatcher:
                 case Decoding(prefill=prefill) as state if prefill is worker:
                     self.attempts.move(attempt, replace(state, is_released=True))
                 case _:
-                    attempt.num_excused += is_in_trial
+                    num_new_tokens = len(attempt.emitted) - attempt.num_resumed
+                    attempt.num_excused += is_in_trial or num_new_tokens >= MAX_TRIAL_TOKENS
                     message = f"worker {worker.worker_id} was lost"
                     self._go_on_without(attempt, worker, "worker_lost", message, is_error=False)
 

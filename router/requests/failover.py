@@ -9,7 +9,7 @@ by binary splitting (Hwang, A method for detecting all defective members in a po
     free --- loss, the second or later, few tokens since the last ---> waits <----- loss, in a half -----.
      ^                                   1 s after its last loss, when  |                                |
      |                                   the groups before are through  v                                |
-     `------------------------ 4^n new tokens -------------------- on trial -----------------------------'
+     `------------------------ 4 or 16 new tokens ---------------- on trial -----------------------------'
                                                                         |
                      loss alone, or the second as the only suspect      `---> fails
 
@@ -17,9 +17,9 @@ by binary splitting (Hwang, A method for detecting all defective members in a po
    the request is a *suspect*.
 2. All suspects are a group, which is *on trial*: each begins `TRIAL_WAIT_S` after its last loss, on any worker, beside
    requests that are no suspects. If all are innocent, that is all.
-3. A suspect passes with 4 new tokens after two losses, 16 after three, and so on, not counting those beside other
-   suspects: the first tokens may only repeat what a lost worker had computed and the router had not read. Then it is no
-   suspect until its next loss. A request with as many tokens between two losses has passed already.
+3. A suspect passes with 4 new tokens after two losses, 16 after more, and is no suspect until its next loss. It has
+   passed already with as many between two losses. Tokens may only repeat what a lost worker had computed and the router
+   had not read; a request that ends its workers gets no more than were unread the first time, so it soon passes no more.
 4. If a worker ends in the trial, the suspects that it computed are dealt to two halves; the other suspects go on. Once
    they have passed, the halves are on trial one after the other, and are halved in turn. New suspects are the group
    after them.
@@ -51,6 +51,8 @@ MAX_LOSSES = 2
 """Lost workers after which a request that they computed is a suspect."""
 MAX_TRIALS = 2
 """Workers that end while they compute a request as the only suspect, beside others, until it fails."""
+MIN_TRIAL_TOKENS, MAX_TRIAL_TOKENS = 4, 16
+"""New tokens with which a suspect passes after `MAX_LOSSES`, and after more."""
 TRIAL_WAIT_S = 1.0
 """Seconds from a loss to a trial: by then, what ended together with the worker is known to be lost."""
 
@@ -125,8 +127,6 @@ class _Losses:
     """Of one request."""
 
     num: int = 0
-    num_among_suspects: int = 0
-    """Of these, those in a trial that do not tell it from others."""
     num_trials: int = 0
     """Workers that ended while they computed it as the only suspect, since it last passed."""
     process: object = None
@@ -137,7 +137,7 @@ class _Losses:
     @property
     def num_trial_tokens(self) -> int:
         """New tokens with which a trial is passed."""
-        return int(4 ** max(1, self.num - self.num_among_suspects - 1))
+        return MIN_TRIAL_TOKENS if self.num <= MAX_LOSSES else MAX_TRIAL_TOKENS
 
 
 class Blame:
@@ -176,7 +176,6 @@ class Blame:
             each.try_at_s = now_s + TRIAL_WAIT_S
             has_passed = computed[request_id] >= each.num_trial_tokens
             if request_id in tried:
-                each.num_among_suspects += len(tried) > 1
                 each.num_trials += len(tried) == 1
             elif each.num >= MAX_LOSSES and not has_passed:
                 self._groups[-1][request_id] = None

@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
 from pdserve.contracts.worker_config import WorkerRole
-from pdserve.router.requests.failover import MAX_LOSSES, MAX_TRIALS, TRIAL_WAIT_S, Blame
+from pdserve.router.requests.dispatch import MAX_ATTEMPTS
+from pdserve.router.requests.failover import (
+    MAX_LOSSES,
+    MAX_TRIAL_TOKENS,
+    MAX_TRIALS,
+    MIN_TRIAL_TOKENS,
+    TRIAL_WAIT_S,
+    Blame,
+)
 from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import RequestSpec
 from tests.router.requests.test_dispatch_core import HANDLE, Clock, DrainedDispatcher, ReadRequest, RecordingWorker
@@ -110,13 +118,13 @@ def test_innocents_are_tried_at_once() -> None:
 
 @pytest.mark.parametrize("poison", range(1, 14))
 def test_a_suspect_is_found_by_halves(poison: int) -> None:
-    """All are computed by one worker; innocents pass with their fourth token if it does not end before."""
-    blame, suspects, now_s = suspected(13), range(1, 14), 0.0
+    """All are computed by one worker; innocents pass if it does not end before."""
+    blame, now_s = suspected(13), 0.0
     for num_losses in itertools.count(MAX_LOSSES + 1):
         now_s += TRIAL_WAIT_S
         while poison not in (group := list(blame.on_trial)):
             for innocent in group:
-                blame.token_received(innocent, 4)
+                blame.token_received(innocent, MAX_TRIAL_TOKENS)
         if blame.worker_lost(f"trial {num_losses}", dict.fromkeys(group, 3), now_s):
             break
         assert len(blame.on_trial) <= math.ceil(len(group) / 2)
@@ -137,8 +145,8 @@ def test_suspects_that_the_lost_worker_did_not_compute_go_on_and_the_halves_foll
     assert blame.token_received(6, 4) == [1, 3]
     assert may_run(blame, 9.0, suspects) == [1, 3, 5, 6]
     assert blame.forget(1) == []
-    assert blame.token_received(3, 4) == [2]
-    assert blame.token_received(2, 4) == [7, 8]
+    assert blame.token_received(3, 16) == [2]
+    assert blame.token_received(2, 16) == [7, 8]
 
 
 def test_the_only_suspect_fails_at_once_if_it_was_alone() -> None:
@@ -163,30 +171,23 @@ def test_what_lost_its_first_worker_in_a_trial_waits_until_its_suspects_are_trie
     blame, bystanders = suspected(2), range(3, 259)
     assert blame.worker_lost("in a trial", dict.fromkeys([1, 2, *bystanders], 0), 1.0) is None
     assert may_run(blame, 10.0, [1, 2, *bystanders]) == [1]
-    assert blame.token_received(1, 4) == [2]
+    assert blame.token_received(1, 16) == [2]
     assert may_run(blame, 10.0, [2, *bystanders]) == [2]
     if is_poison:
         assert blame.worker_lost("in the trial of a half", {2: 0}, 10.0) == 2
-    released = blame.forget(2) if is_poison else blame.token_received(2, 4)
+    released = blame.forget(2) if is_poison else blame.token_received(2, 16)
     assert sorted(released) == may_run(blame, 10.0, bystanders) == list(bystanders)
     assert not any(map(blame.is_held, bystanders))
 
 
-def test_each_loss_that_is_not_beside_other_suspects_makes_the_trial_longer() -> None:
-    blame = Blame()
-    blame.worker_lost(1, {1: 0}, 0.0)
-    for num_losses in range(MAX_LOSSES, 6):
-        blame.worker_lost(num_losses, {1: 0, 2: 0}, 0.0)
-        num_tokens = 4 ** (num_losses - 1)
+def test_a_trial_after_the_second_loss_is_longer() -> None:
+    blame = suspected(1)
+    for process, num_tokens in enumerate((MIN_TRIAL_TOKENS, MAX_TRIAL_TOKENS, MAX_TRIAL_TOKENS)):
         blame.token_received(1, num_tokens - 1)
         assert blame.is_suspect(1)
         blame.token_received(1, num_tokens)
-        blame.forget(2)
         assert not blame.is_suspect(1)
-    blame = suspected(2)
-    blame.worker_lost("in a trial", {1: 0, 2: 0}, 1.0)
-    blame.token_received(1, 4)
-    assert not blame.is_suspect(1)
+        blame.worker_lost(f"apart {process}", {1: 0}, 0.0)
 
 
 def test_tokens_since_the_loss_before_pass_as_those_of_a_trial() -> None:
@@ -354,9 +355,9 @@ def test_two_poisoned_requests_fail_and_nothing_else_does() -> None:
     assert len(world.losses) <= 2 * most_losses(22)
 
 
-@pytest.mark.parametrize("num_unread", [3, 10])
+@pytest.mark.parametrize("num_unread", [3, 10, 40])
 def test_tokens_that_a_lost_worker_had_computed_prove_nothing(num_unread: int) -> None:
-    world = World(("prefill-0", "decode-0", "decode-1"), poisoned_index=20, num_tokens=22)
+    world = World(("prefill-0", "decode-0", "decode-1"), poisoned_index=60, num_tokens=62)
     world.num_unread = num_unread
     poison = world.start(POISON)
     innocents = [world.start(100 + number) for number in range(20)]
@@ -369,7 +370,8 @@ def test_tokens_that_a_lost_worker_had_computed_prove_nothing(num_unread: int) -
         world.turn()
     assert poison.outcome is Outcome.FAILED
     assert {innocent.outcome for innocent in innocents} == {Outcome.FINISHED}
-    assert len(world.losses) < most_losses(21) + (num_unread >= 4)
+    num_passes = (num_unread >= MIN_TRIAL_TOKENS) + num_unread // MAX_TRIAL_TOKENS
+    assert len(world.losses) < most_losses(21) + num_passes
 
 
 @pytest.mark.parametrize("num_requests", [1, 64])
@@ -387,12 +389,11 @@ def test_innocents_that_lost_two_workers_at_once_are_tried_at_once(num_requests:
     assert {request.outcome for request in requests} == {Outcome.FINISHED}
 
 
-def test_losses_apart_from_trials_fail_nothing() -> None:
-    world = World(("prefill-0", "decode-0"), poisoned_index=-1, num_tokens=100)
+def test_losses_between_which_an_answer_gets_on_fail_nothing() -> None:
+    world = World(("prefill-0", "decode-0"), poisoned_index=-1, num_tokens=20 * MAX_ATTEMPTS)
     request = world.start(1)
-    for num_losses in range(MAX_LOSSES + 2):
-        num_tokens = len(request.tokens)
-        while len(request.tokens) < num_tokens + 4**num_losses // 4 + 1:
+    for num_losses in range(1, MAX_ATTEMPTS + 2):
+        while len(request.tokens) <= num_losses * (MAX_TRIAL_TOKENS + 1):
             world.turn()
         world.end(world.dispatcher.workers["decode-0"])  # type: ignore[arg-type]
     while not request.outcome:
