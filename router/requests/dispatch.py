@@ -485,12 +485,11 @@ class Dispatcher:
         whole_id = whole_worker_id(worker.worker_id)
         num_new_tokens = {attempt.request_id: len(attempt.emitted) - attempt.num_resumed for attempt in computed}
         is_in_trial = not self._blame.on_trial.isdisjoint(num_new_tokens)
-        culprit = self._blame.worker_lost(
-            (whole_id, worker.epoch), num_new_tokens, self._now_s(), is_part=whole_id != worker.worker_id
-        )
-        suspects = [attempt.name for attempt in computed if self._blame.is_suspect(attempt.request_id)]
-        if suspects:
-            log.warning("what ended worker %s may be one of the requests %s", worker.worker_id, ", ".join(suspects))
+        process, is_part = (whole_id, worker.epoch), whole_id != worker.worker_id
+        culprit = self._blame.worker_lost(process, num_new_tokens, self._now_s(), is_part=is_part)
+        held = [attempt.name for attempt in computed if self._blame.is_held(attempt.request_id)]
+        if held:
+            log.warning("what ended worker %s may be one of the requests %s", worker.worker_id, ", ".join(held))
         if culprit is not None:
             message = f"{self._blame.num_losses(culprit)} workers ended while they computed this request"
             self.fail(self.attempts.all[culprit].request, GenerationError(500, message))

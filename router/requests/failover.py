@@ -19,18 +19,17 @@ by binary splitting (Hwang, A method for detecting all defective members in a po
    requests that are no suspects. If all are innocent, that is all.
 3. A suspect passes with 4 new tokens after two losses, 16 after more, and is no suspect until its next loss. It has
    passed already with as many between two losses. Tokens may only repeat what a lost worker had computed and the router
-   had not read; a request that ends its workers gets no more than were unread the first time, so it soon passes no more.
-4. If a worker ends in the trial, the suspects that it computed are dealt to two halves; the other suspects go on. Once
-   they have passed, the halves are on trial one after the other, and are halved in turn. New suspects are the group
-   after them.
+   had not read; a request that ends its workers repeats no more than that in all, so it soon passes no more.
+4. If a worker ends in the trial, the suspects that it computed are dealt to two halves. When the others have passed,
+   the halves are tried one after the other, and halved in turn; then new suspects.
 5. If the worker computed one suspect, and nothing else or for the second time (`MAX_TRIALS`) since that one passed, it
-   is at fault and fails.
+   is at fault and fails; later by one worker, two at most, for each that ended meanwhile and computed no suspect.
 6. Others that lost their first worker in a trial are *bystanders*: they wait until all halves are tried, so that the
    next worker which one of them ends computes nothing that has ended one before.
 
-A request that ends all its workers thus ends three if it is alone, four beside others, and ceil(log2(k)) more at most
-if k suspects are tried together; further ones only if it passes trials. An innocent suspect loses as few, and fails
-only if workers end by other causes in its trials: once when it is all that is computed, or twice as the only suspect.
+A request that ends its workers thus ends three if it is alone, four beside others, and at most ceil(log2(k)) more if k
+suspects are tried together, and two if other workers end, too; further ones only if it passes trials. An innocent
+suspect loses no more, and fails only if workers end by other causes as often while they compute no suspect beside it.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 MAX_LOSSES = 2
 """Lost workers after which a request that they computed is a suspect."""
 MAX_TRIALS = 2
-"""Workers that end while they compute a request as the only suspect, beside others, until it fails."""
+"""Workers that end while they compute a request as the only suspect until it fails, and the most excuses for that."""
 MIN_TRIAL_TOKENS, MAX_TRIAL_TOKENS = 4, 16
 """New tokens with which a suspect passes after `MAX_LOSSES`, and after more."""
 TRIAL_WAIT_S = 1.0
@@ -132,7 +131,8 @@ class _Losses:
     process: object = None
     """The last one."""
     try_at_s: float = 0.0
-    """When it may be tried, if it is a suspect."""
+    num_apart: int = 0
+    """`Blame._num_apart` when it became a suspect."""
 
     @property
     def num_trial_tokens(self) -> int:
@@ -150,6 +150,8 @@ class Blame:
         self._halves: list[dict[int, None]] = []
         """Of the group on trial, which follow it, if it has lost a worker."""
         self._bystanders: set[int] = set()
+        self._num_apart = 0
+        """Workers that ended and computed no suspect."""
 
     @property
     def on_trial(self) -> KeysView[int]:
@@ -166,24 +168,26 @@ class Blame:
             computed: requests, and the new tokens of each since it was placed there.
             is_part: the process had other micro-batches, which may have computed something, too.
         """
-        losses = {request_id: self._losses.setdefault(request_id, _Losses()) for request_id in computed}
-        losses = {request_id: each for request_id, each in losses.items() if each.process != process}
+        known = {request_id: self._losses.setdefault(request_id, _Losses()) for request_id in computed}
+        losses = {request_id: each for request_id, each in known.items() if each.process != process}
         tried = dict.fromkeys(request_id for request_id in losses if request_id in self.on_trial)
         self._halve(tried)
+        self._num_apart += not tried and not is_part
         for request_id, each in losses.items():
             each.num += 1
             each.process = process
             each.try_at_s = now_s + TRIAL_WAIT_S
-            has_passed = computed[request_id] >= each.num_trial_tokens
             if request_id in tried:
                 each.num_trials += len(tried) == 1
-            elif each.num >= MAX_LOSSES and not has_passed:
+            elif each.num >= MAX_LOSSES and computed[request_id] < each.num_trial_tokens:
                 self._groups[-1][request_id] = None
+                each.num_apart = self._num_apart
                 self._bystanders.discard(request_id)
             elif tried:
                 self._bystanders.add(request_id)
-        is_alone = len(losses) == 1 and not is_part
-        return next((each for each in tried if is_alone or losses[each].num_trials >= MAX_TRIALS), None)
+        least = MAX_TRIALS - (len(losses) == 1 and not is_part)
+        excuses = {each: min(MAX_TRIALS, self._num_apart - losses[each].num_apart) for each in tried}
+        return next((each for each in tried if losses[each].num_trials >= least + excuses[each]), None)
 
     def _halve(self, tried: Iterable[int]) -> None:
         """Deal suspects on trial, which have lost a worker, to the two groups that are tried next."""
@@ -211,12 +215,9 @@ class Blame:
         """Workers that ended while they computed the request."""
         return self._losses[request_id].num
 
-    def is_suspect(self, request_id: int) -> bool:
-        return any(request_id in group for group in self._groups)
-
     def is_held(self, request_id: int) -> bool:
         """Whether the request is a suspect or a bystander."""
-        return request_id in self._bystanders or self.is_suspect(request_id)
+        return request_id in self._bystanders or any(request_id in group for group in self._groups)
 
     def has_to_wait(self, request_id: int, now_s: float) -> bool:
         """Whether the request has to wait for a trial: its own or, a bystander, those of others."""
