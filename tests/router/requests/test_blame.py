@@ -85,6 +85,7 @@ def test_every_poison_fails_and_nothing_else_does(
             if culprits or (is_quiet and chance.random() < 0.02):
                 num_ended.update(culprits)
                 has_others |= not culprits
+                assert max(num_ended.values(), default=0) <= most + MAX_TRIALS * has_others
                 lost = {request: num_new_tokens[request] for request in batch}
                 num_new_tokens -= Counter(lost)
                 culprit = blame.worker_lost(next(epochs), lost, now_s)
@@ -102,7 +103,6 @@ def test_every_poison_fails_and_nothing_else_does(
                     blame.forget(request)
     assert poisons.keys() <= failed
     assert ends_in_trials or len(failed - poisons.keys()) <= (len(poisons) == 2)
-    assert max(num_ended.values(), default=0) <= most + MAX_TRIALS * has_others
     assert blame._groups == [{}]
     assert not blame._bystanders
     assert not blame._losses
@@ -121,17 +121,15 @@ def test_innocents_are_tried_at_once() -> None:
 def test_a_suspect_is_found_by_halves(poison: int) -> None:
     """All are computed by one worker; innocents pass if it does not end before."""
     blame, now_s = suspected(13), 0.0
-    for num_losses in itertools.count(MAX_LOSSES + 1):
+    for _ in range(1 + math.ceil(math.log2(13))):
         now_s += TRIAL_WAIT_S
         while poison not in (group := list(blame.on_trial)):
             for innocent in group:
                 blame.token_received(innocent, MAX_TRIAL_TOKENS)
-        if blame.worker_lost(f"trial {num_losses}", dict.fromkeys(group, 3), now_s):
+        if culprit := blame.worker_lost(f"at {now_s} s", dict.fromkeys(group, 3), now_s):
             break
         assert len(blame.on_trial) <= math.ceil(len(group) / 2)
-    blame.forget(poison)
-    assert num_losses <= MAX_LOSSES + 1 + math.ceil(math.log2(13))
-    assert not blame.is_held(poison)
+    assert culprit == poison
 
 
 def test_suspects_that_the_lost_worker_did_not_compute_go_on_and_the_halves_follow_them() -> None:
@@ -156,7 +154,8 @@ def test_the_only_suspect_fails_at_once_if_it_was_alone() -> None:
 
 @pytest.mark.parametrize("is_part", [True, False])
 def test_the_only_suspect_is_tried_again_if_it_was_not_alone(is_part: bool) -> None:
-    blame = suspected(1)
+    blame = suspected(2)
+    blame.worker_lost("in the trial of both", {1: 0, 2: 0}, 0.0)
     others = {} if is_part else {3: 0}
     assert not blame.has_to_wait(3, 0.0)
     assert blame.worker_lost("in a trial", {1: 0, **others}, 1.0, is_part=is_part) is None
@@ -165,13 +164,14 @@ def test_the_only_suspect_is_tried_again_if_it_was_not_alone(is_part: bool) -> N
     assert blame.worker_lost("in the second trial", {4: 0, 1: 0}, 3.0) == 1
 
 
+@pytest.mark.parametrize("num_ended", [1, MAX_TRIALS + 1])
 @pytest.mark.parametrize("others", [{}, {3: 0}])
-def test_the_end_of_workers_that_computed_no_suspect_is_an_excuse(others: dict[int, int]) -> None:
+def test_the_end_of_workers_that_computed_no_suspect_is_an_excuse(others: dict[int, int], num_ended: int) -> None:
     blame = suspected(1)
-    for number in range(MAX_TRIALS + 1):
+    for number in range(num_ended):
         blame.worker_lost(f"apart {number}", {}, 0.5)
     blame.worker_lost("part", {}, 0.5, is_part=True)
-    for number in range(2 * MAX_TRIALS - (not others) - 1):
+    for number in range(MAX_TRIALS - (not others) + min(MAX_TRIALS, num_ended) - 1):
         assert blame.worker_lost(f"in a trial {number}", {1: 0, **others}, 1.0) is None
     assert blame.worker_lost("in the last trial", {1: 0, **others}, 1.0) == 1
 
@@ -211,10 +211,13 @@ def test_tokens_since_the_loss_before_pass_as_those_of_a_trial() -> None:
     assert [blame.is_held(each) for each in (1, 2)] == [False, True]
 
 
-def test_a_suspect_that_ends_another_worker_stays_one() -> None:
+def test_a_suspect_that_ends_another_worker_stays_one_until_it_passes() -> None:
     blame = suspected(1)
-    assert blame.worker_lost("in a trial", {1: 15, 2: 0}, 1.0) is None
+    assert blame.worker_lost("in a trial", {1: MIN_TRIAL_TOKENS - 1, 2: 0}, 1.0) is None
     assert blame.is_held(1)
+    blame.token_received(1, MAX_TRIAL_TOKENS)
+    blame.worker_lost("apart", {1: 0}, 2.0)
+    assert blame.worker_lost("in the next trial", {1: 0, 3: 0}, 3.0) is None
 
 
 class World:
@@ -403,7 +406,7 @@ def test_losses_between_which_an_answer_gets_on_fail_nothing() -> None:
     world = World(("prefill-0", "decode-0"), poisoned_index=-1, num_tokens=20 * MAX_ATTEMPTS)
     request = world.start(1)
     for num_losses in range(1, MAX_ATTEMPTS + 2):
-        while len(request.tokens) <= num_losses * (MAX_TRIAL_TOKENS + 1):
+        while len(request.tokens) <= num_losses * (MAX_TRIAL_TOKENS + 1) and not request.outcome:
             world.turn()
         world.end(world.dispatcher.workers["decode-0"])  # type: ignore[arg-type]
     while not request.outcome:
@@ -463,6 +466,16 @@ def test_micro_batches_of_one_worker_end_with_one_loss() -> None:
     for _ in range(NUM_TOKENS + 1):
         world.turn()
     assert request.outcome is Outcome.FINISHED
+
+
+def test_what_a_micro_batch_computed_was_not_alone() -> None:
+    world = World(("mixed-0.0",), poisoned_index=-1)
+    request = world.start(1)
+    for _ in range(MAX_LOSSES + 1):
+        world.end(_started(world, "mixed-0.0")[0])
+        world.clock.now_s += TRIAL_WAIT_S
+        world.dispatcher.sweep()
+    assert request.outcome is None
 
 
 def test_the_end_of_a_drained_worker_makes_no_suspects() -> None:
