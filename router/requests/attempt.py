@@ -269,6 +269,11 @@ class Attempt:
         return self.number < 0 and self.choice == 0
 
     @property
+    def num_new_tokens(self) -> int:
+        """Tokens of this attempt."""
+        return len(self.emitted) - self.num_resumed
+
+    @property
     def asks_prompt_logprobs(self) -> bool:
         """Whether this choice requests the prompt's log probabilities."""
         return self.choice == 0 and self.request.wants_prompt_logprobs

@@ -235,8 +235,7 @@ class Dispatcher:
                 case Decoding(prefill=prefill) as state if prefill is worker:
                     self.attempts.move(attempt, replace(state, is_released=True))
                 case _:
-                    num_new_tokens = len(attempt.emitted) - attempt.num_resumed
-                    attempt.num_excused += is_in_trial or num_new_tokens >= MAX_TRIAL_TOKENS
+                    attempt.num_excused += is_in_trial or attempt.num_new_tokens >= MAX_TRIAL_TOKENS
                     message = f"worker {worker.worker_id} was lost"
                     self._go_on_without(attempt, worker, "worker_lost", message, is_error=False)
 
@@ -408,7 +407,7 @@ class Dispatcher:
             log.error("request %s: token %d came where %d was next", attempt.name, token.index, num_emitted)
             self._failed(attempt, worker, "a token was lost between worker and router")
             return
-        is_first = len(attempt.emitted) == attempt.num_resumed
+        is_first = not attempt.num_new_tokens
         if is_first and attempt.asks_prompt_logprobs:
             self._failed(attempt, worker, "prompt logprobs are missing at token 0")
             return
@@ -421,8 +420,7 @@ class Dispatcher:
         attempt.emitted.append(token.token)
         attempt.heard_s = self._now_s()
         if self._blame.on_trial:
-            num_new_tokens = len(attempt.emitted) - attempt.num_resumed
-            self._put_queued(self._blame.token_received(attempt.request_id, num_new_tokens))
+            self._put_queued(self._blame.token_received(attempt.request_id, attempt.num_new_tokens))
         token.choice = attempt.choice
         attempt.request.token_received(token)
         if isinstance(attempt.state, Ended):
@@ -483,7 +481,7 @@ class Dispatcher:
         """Count the loss of ``worker``, and fail the request whose fault it is, if any; return whether it computed
         suspects."""
         whole_id = whole_worker_id(worker.worker_id)
-        num_new_tokens = {attempt.request_id: len(attempt.emitted) - attempt.num_resumed for attempt in computed}
+        num_new_tokens = {attempt.request_id: attempt.num_new_tokens for attempt in computed}
         is_in_trial = not self._blame.on_trial.isdisjoint(num_new_tokens)
         process, is_part = (whole_id, worker.epoch), whole_id != worker.worker_id
         culprit = self._blame.worker_lost(process, num_new_tokens, self._now_s(), is_part=is_part)
