@@ -244,6 +244,8 @@ class Attempt:
     """When the last token came; before token 0, when the wait for it began."""
     lost_s: float = 0.0
     """When the attempt before this was lost; 0 once this one has a token."""
+    num_excused: int = 0
+    """Attempts lost with their worker that do not count, because it was in a trial or they had got on."""
     num_failures: int = 0
     """Attempts that ended with a failed step."""
     failed_on: Worker | None = None
@@ -270,6 +272,11 @@ class Attempt:
     def is_new(self) -> bool:
         """Whether no worker has had anything of the request: other choices start when choice 0 has its prompt."""
         return self.number < 0 and self.choice == 0
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens of this attempt."""
+        return len(self.emitted) - self.num_resumed
 
     @property
     def asks_prompt_logprobs(self) -> bool:

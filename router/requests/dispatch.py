@@ -47,7 +47,7 @@ from pdserve.router.requests.attempt import (
     Queued,
 )
 from pdserve.router.requests.attempt_table import AttemptTable
-from pdserve.router.requests.failover import MAX_FAILURES, computed_by
+from pdserve.router.requests.failover import MAX_FAILURES, MAX_TRIAL_TOKENS, Blame, Retries, computed_by
 from pdserve.router.requests.observer import DispatchObserver
 from pdserve.router.requests.placement import Costs, tie_order
 from pdserve.router.requests.placer import Placer
@@ -58,7 +58,7 @@ from pdserve.router.requests.settings import DispatchSettings
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 8
-"""Maximum dispatches of one choice, whatever the cause."""
+"""Maximum dispatches of one choice, without those that lost their worker in a trial or after `MAX_TRIAL_TOKENS`."""
 MAX_ANNOUNCED_WORKERS = 4
 """Decode workers that compile a grammar ahead. All of them, in a large cluster with new grammars, would do little else;
 one that gets an answer whose grammar it lacks compiles that first."""
@@ -98,17 +98,19 @@ class Dispatcher:
         self._requests: dict[Request, None] = {}
         """Requests in flight, in order of arrival."""
         self.attempts = AttemptTable(self._placement)
+        self._blame, self._retries = Blame(), Retries(settings.cut_off_s)
         self._placer = Placer(
             self.workers,
             self.attempts,
             self._placement,
             settings,
             self.admission,
+            self._blame,
+            self._retries,
             self._observer,
             now_s,
             wake=lambda: call_soon(self.drain),
         )
-        self._blame, self._retries = self._placer.blame, self._placer.retries
         self._request_ids = itertools.count(1)
         self._silent_at_s = inf
         """No choice has been silent for too long before then."""
@@ -226,8 +228,8 @@ class Dispatcher:
         if self.workers.get(worker.worker_id) is worker:
             del self.workers[worker.worker_id]
         held = [attempt for attempt in self.attempts.all.values() if worker in attempt.state.workers]
-        if not worker.is_draining:  # or its end was asked for
-            self._blame_for(worker, computed_by(worker, held))
+        # The end of one that drains was asked for.
+        is_in_trial = not worker.is_draining and self._blame_for(worker, computed_by(worker, held))
         for attempt in held:
             match attempt.state:
                 case Ended():
@@ -235,6 +237,7 @@ class Dispatcher:
                 case Decoding(prefill=prefill) as state if prefill is worker:
                     self.attempts.move(attempt, replace(state, is_released=True))
                 case _:
+                    attempt.num_excused += is_in_trial or attempt.num_new_tokens >= MAX_TRIAL_TOKENS
                     message = f"worker {worker.worker_id} was lost"
                     self._go_on_without(attempt, worker, "worker_lost", message, is_error=False)
 
@@ -374,8 +377,7 @@ class Dispatcher:
 
     def _drop(self, attempt: Attempt, ended: Ended) -> None:
         self.attempts.move(attempt, ended)
-        if self._blame.forget(attempt.request_id):
-            self._try_suspect()
+        self._put_queued(self._blame.forget(attempt.request_id))
 
     def _deadline_s(self, attempt: Attempt) -> float:
         """Instant at which a choice is given up, unless its next token comes before."""
@@ -403,7 +405,7 @@ class Dispatcher:
             log.error("request %s: token %d came where %d was next", attempt.name, token.index, num_emitted)
             self._failed(attempt, worker, "a token was lost between worker and router")
             return
-        is_first = len(attempt.emitted) == attempt.num_resumed
+        is_first = not attempt.num_new_tokens
         if is_first and attempt.asks_prompt_logprobs:
             self._failed(attempt, worker, "prompt logprobs are missing at token 0")
             return
@@ -414,8 +416,8 @@ class Dispatcher:
         self._retries.clear(worker)
         attempt.emitted.append(token.token)
         attempt.heard_s = self._now_s()
-        if self._blame.suspects and self._blame.passes(attempt.request_id, len(attempt.emitted) - attempt.num_resumed):
-            self._try_suspect()
+        if self._blame.on_trial:
+            self._put_queued(self._blame.token_received(attempt.request_id, attempt.num_new_tokens))
         token.choice = attempt.choice
         attempt.request.token_received(token)
         if isinstance(attempt.state, Ended):
@@ -473,22 +475,27 @@ class Dispatcher:
 
     # Fail-over
 
-    def _blame_for(self, worker: Worker, computed: Sequence[Attempt]) -> None:
-        """Count the loss of ``worker``, and fail the request whose fault it is, if any."""
-        process = whole_worker_id(worker.worker_id), worker.epoch
-        num_new_tokens = {attempt.request_id: len(attempt.emitted) - attempt.num_resumed for attempt in computed}
-        culprit = self._blame.worker_lost(process, num_new_tokens, self._now_s())
-        suspects = [attempt.name for attempt in computed if attempt.request_id in self._blame.suspects]
-        if suspects:
-            log.warning("what ended worker %s may be one of the requests %s", worker.worker_id, ", ".join(suspects))
+    def _blame_for(self, worker: Worker, computed: Sequence[Attempt]) -> bool:
+        """Count the loss of ``worker``, and fail the request whose fault it is, if any; return whether it computed
+        suspects."""
+        whole_id = whole_worker_id(worker.worker_id)
+        num_new_tokens = {attempt.request_id: attempt.num_new_tokens for attempt in computed}
+        is_in_trial = not self._blame.on_trial.isdisjoint(num_new_tokens)
+        process, is_part = (whole_id, worker.epoch), whole_id != worker.worker_id
+        culprit = self._blame.worker_lost(process, num_new_tokens, self._now_s(), is_part=is_part)
+        held = [attempt.name for attempt in computed if self._blame.is_held(attempt.request_id)]
+        if held:
+            log.warning("what ended worker %s may be one of the requests %s", worker.worker_id, ", ".join(held))
         if culprit is not None:
             message = f"{self._blame.num_losses(culprit)} workers ended while they computed this request"
             self.fail(self.attempts.all[culprit].request, GenerationError(500, message))
+        return is_in_trial
 
-    def _try_suspect(self) -> None:
-        """Have the next trial begin, if its time has come."""
-        if self._blame.on_trial in self.attempts.queued:
-            self._placer.put(self.attempts.queued[self._blame.on_trial])
+    def _put_queued(self, request_ids: Iterable[int]) -> None:
+        """Have those requests placed that waited for a trial."""
+        for request_id in request_ids:
+            if request_id in self.attempts.queued:
+                self._placer.put(self.attempts.queued[request_id])
 
     def _failed(self, attempt: Attempt, worker: Worker, message: str) -> None:
         attempt.num_failures += 1
@@ -537,7 +544,7 @@ class Dispatcher:
             return self._silence_error()
         if attempt.num_failures >= MAX_FAILURES:
             return GenerationError(500, "the model could not compute this request")
-        if attempt.number + 1 >= MAX_ATTEMPTS:
+        if attempt.number + 1 - attempt.num_excused >= MAX_ATTEMPTS:
             return GenerationError(503, f"gave up after {MAX_ATTEMPTS} attempts", retry_after_s=MIN_RETRY_AFTER_S)
         return None
 

@@ -162,7 +162,7 @@ class World:
         assert not dispatcher.attempts.all
         assert not dispatcher.attempts.retrying
         assert not dispatcher._blame._losses
-        assert not dispatcher._blame.suspects
+        assert dispatcher._blame._groups == [{}]
         assert not dispatcher._blame._bystanders
         assert not dispatcher.admission.num_in_flight
         placement = dispatcher._placement
