@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager, closing, suppress
 import psutil
 
 from pdserve.bench.handoff_models import MAX_ANSWER, MAX_PROMPT, ComputedModel, Model, Question
+from pdserve.contracts import metrics
 from pdserve.contracts.codec import from_json, to_json
 from pdserve.contracts.events import RequestEvent, RequestEventKind
 from pdserve.contracts.precision import Precision
@@ -34,8 +35,8 @@ from pdserve.router.cluster.remote_worker import RemoteWorker
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher
-from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import GenerationError, RequestSpec
+from pdserve.router.requests.settings import DispatchSettings
 from pdserve.router.token_stream import TokenStream
 
 NUM_CLIENTS = 24
@@ -371,7 +372,7 @@ class HandoffCluster:
                     f"blocks are still referenced: {[(each.worker_id, each.reported) for each in busy]}"
                 )
             await asyncio.sleep(POLL_S)
-        assert not self.metrics.redispatches.labels("failed")._value.get(), "a step found wrong KV"
+        assert not self.metrics[metrics.REDISPATCHES].labels("failed")._value.get(), "a step found wrong KV"
 
 
 @asynccontextmanager

@@ -49,8 +49,8 @@ from pdserve.router.overview import Overview
 from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.replicas import Replicas
 from pdserve.router.requests.dispatch import Dispatcher
-from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.placement import Costs
+from pdserve.router.requests.settings import DispatchSettings
 from pdserve.router.text.tokenizer import ChatTokenizer
 from pdserve.router.text.tool_calls import TOOL_FORMATS
 

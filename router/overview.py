@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter
 
 from pdserve.contracts import metrics as names
 from pdserve.contracts.deployment import SloConfig
@@ -34,15 +34,15 @@ class Sample(NamedTuple):
     """Counters at one instant."""
 
     time_s: float
-    num_accepted: float
-    num_tokens: float
+    num_accepted: int
+    num_tokens: int
     num_asked: float
     """Requests with a verdict."""
     num_good: float
     """Of them, those within both objectives."""
-    ttft: array[float]
+    ttft: array[int]
     """Cumulative count of each bucket, the last of all values."""
-    tpot: array[float]
+    tpot: array[int]
     misses: dict[tuple[str, str], float]
     """Missed objectives by objective and cause."""
 
@@ -79,19 +79,19 @@ class Overview:
         """Take a sample; forget those that are older than the long window."""
         self._shown = None
         metrics = self._metrics
-        verdicts = _values(metrics.slo_requests)
+        verdicts = _values(metrics[names.SLO_REQUESTS])
         misses: defaultdict[tuple[str, str], float] = defaultdict(float)
-        for (_, objective, cause), count in _values(metrics.slo_misses).items():
+        for (_, objective, cause), count in _values(metrics[names.SLO_MISSES]).items():
             misses[objective, cause] += count
         self._samples.append(
             Sample(
                 now_s,
-                sum(_values(metrics.accepted_requests).values()),
+                self._cluster.dispatcher.num_accepted,
                 metrics.num_output_tokens,
                 sum(verdicts.values()),
                 sum(value for (_, ttft, tpot), value in verdicts.items() if ttft == "met" and tpot in ("met", "none")),
-                _buckets(metrics.ttft_seconds),
-                _buckets(metrics.tpot_seconds),
+                array("Q", metrics[names.TTFT_SECONDS].labels().cumulative),
+                array("Q", metrics[names.TPOT_SECONDS].labels().cumulative),
                 misses,
             )
         )
@@ -149,8 +149,8 @@ class Overview:
             "tokens_per_s": window.rate("num_tokens"),
             "attainment": window.attainment,
             "misses": window.misses,
-            "ttft_s": window.quantiles("ttft", names.TTFT_SECONDS.buckets or ()),
-            "tpot_s": window.quantiles("tpot", names.TPOT_SECONDS.buckets or ()),
+            "ttft_s": window.quantiles("ttft", names.TTFT_SECONDS.buckets),
+            "tpot_s": window.quantiles("tpot", names.TPOT_SECONDS.buckets),
         }
 
     def _window(self, seconds: float) -> Window:
@@ -207,11 +207,6 @@ def _quantile(edges: list[tuple[float, float]], rank: float) -> float:
 def _values(counter: Counter) -> dict[tuple[str, ...], float]:
     """Counts by the values of the labels, in their order."""
     return {tuple(each.labels.values()): each.value for family in counter.collect() for each in family.samples}
-
-
-def _buckets(histogram: Histogram) -> array[float]:
-    samples = [each for family in histogram.collect() for each in family.samples]
-    return array("d", [each.value for each in samples if each.name.endswith("_bucket")])
 
 
 def _worker(worker: RemoteWorker) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.contracts import metrics
-from pdserve.contracts.metrics import Metric
+from pdserve.contracts.metrics import Histogram
 from pdserve.contracts.worker_config import WorkerRole
 
 Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -128,7 +128,7 @@ def _grown(old: Samples, new: Samples, name: str) -> float:
     return grown
 
 
-def _lengths(old: Samples, new: Samples, metric: Metric) -> LengthHistogram:
+def _lengths(old: Samples, new: Samples, metric: Histogram) -> LengthHistogram:
     num_seen = _grown(old, new, f"{metric.name}_count")
     if not num_seen:
         raise LiveError("the router received no requests during the observation: observe for longer, or under load")

@@ -34,8 +34,8 @@ from pdserve.planner.simulate.simulation import RequestRecord, Simulation, reque
 from pdserve.planner.workload.prompts import Prompt, PromptTable
 from pdserve.planner.workload.requests import SimulatedRequest
 from pdserve.router.requests.dispatch import Dispatcher
-from pdserve.router.requests.interface import SWEEP_S, DispatchSettings
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
+from pdserve.router.requests.settings import SWEEP_S, DispatchSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

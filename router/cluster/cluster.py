@@ -13,14 +13,15 @@ import secrets
 import time
 from collections.abc import Iterable
 
+from pdserve.contracts import metrics as names
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.worker_config import TlsFiles, WorkerEndpoint, WorkerRole, whole_worker_id
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.remote_worker import RemoteWorker, SessionRefusedError
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher
-from pdserve.router.requests.interface import SWEEP_S
 from pdserve.router.requests.request import GenerationError, RequestSpec
+from pdserve.router.requests.settings import SWEEP_S
 from pdserve.router.token_stream import TokenStream
 
 log = logging.getLogger(__name__)
@@ -152,7 +153,7 @@ class Cluster:
             for endpoint in wanted.values():
                 worker_id = whole_worker_id(endpoint.worker_id)
                 if self._epochs.get(worker_id, endpoint.epoch) != endpoint.epoch:
-                    self.metrics.restarts.labels(endpoint.role.value).inc()
+                    self.metrics[names.RESTARTS].labels(endpoint.role.value).inc()
                 self._epochs[worker_id] = endpoint.epoch
                 if endpoint.worker_id not in self.workers:
                     self.workers[endpoint.worker_id] = worker = RemoteWorker(endpoint, self)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 
+from pdserve.contracts import metrics as names
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.metrics import STEP_KINDS, Family, RouterMetrics
+from pdserve.router.metrics import RouterMetrics
+
+Family = TypeVar("Family", Counter, Gauge)
 
 
 class WorkerMetrics:
@@ -16,7 +20,7 @@ class WorkerMetrics:
 
     def __init__(self, metrics: RouterMetrics, worker_id: str, role: WorkerRole) -> None:
         self._metrics = metrics
-        self._series: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
+        self._series: list[tuple[Counter | Gauge, tuple[str, ...]]] = []
 
         def series(family: Family, *more_labels: str) -> Family:
             labels = (worker_id, role.value, *more_labels)
@@ -24,32 +28,34 @@ class WorkerMetrics:
             return family.labels(*labels)
 
         self._limits = {
-            "sequences": series(metrics.worker_limits, "sequences"),
-            "tokens": series(metrics.worker_limits, "tokens"),
+            "sequences": series(metrics[names.WORKER_LIMITS], "sequences"),
+            "tokens": series(metrics[names.WORKER_LIMITS], "tokens"),
         }
-        self._up = series(metrics.worker_up)
-        self._ranks = series(metrics.worker_ranks)
-        self._price = series(metrics.worker_price)
-        self._busy = [series(metrics.worker_busy_seconds, kind) for kind in STEP_KINDS]
-        self._predicted_busy = [series(metrics.worker_predicted_busy_seconds, kind) for kind in STEP_KINDS]
+        self._up = series(metrics[names.WORKER_UP])
+        self._ranks = series(metrics[names.WORKER_RANKS])
+        self._price = series(metrics[names.WORKER_PRICE])
+        self._busy = [series(metrics[names.WORKER_BUSY_SECONDS], kind) for kind in names.STEP_KINDS]
+        self._predicted_busy = [series(metrics[names.WORKER_PREDICTED_BUSY_SECONDS], kind) for kind in names.STEP_KINDS]
         self._busy_s, self._predicted_busy_s = [0.0, 0.0], [0.0, 0.0]
         """Since the last scrape, by kind of step."""
-        self._steps = [metrics.step_seconds.labels(role.value, kind) for kind in STEP_KINDS]
-        self._predicted_steps = [metrics.predicted_step_seconds.labels(role.value, kind) for kind in STEP_KINDS]
-        self._step_tokens = metrics.step_tokens.labels(role.value)
+        self._steps = [metrics[names.STEP_SECONDS].labels(role.value, kind) for kind in names.STEP_KINDS]
+        self._predicted_steps = [
+            metrics[names.PREDICTED_STEP_SECONDS].labels(role.value, kind) for kind in names.STEP_KINDS
+        ]
+        self._step_tokens = metrics[names.STEP_TOKENS].labels(role.value)
         self._gauges = {
-            "num_running": series(metrics.running),
-            "num_waiting": series(metrics.waiting),
-            "num_parked": series(metrics.parked),
-            "num_blocks_free": series(metrics.kv_blocks, "free"),
-            "num_blocks_cached": series(metrics.kv_blocks, "cached"),
+            "num_running": series(metrics[names.RUNNING]),
+            "num_waiting": series(metrics[names.WAITING]),
+            "num_parked": series(metrics[names.PARKED]),
+            "num_blocks_free": series(metrics[names.KV_BLOCKS], "free"),
+            "num_blocks_cached": series(metrics[names.KV_BLOCKS], "cached"),
         }
-        self._referenced = series(metrics.kv_blocks, "referenced")
-        self._parked = series(metrics.kv_blocks, "parked")
+        self._referenced = series(metrics[names.KV_BLOCKS], "referenced")
+        self._parked = series(metrics[names.KV_BLOCKS], "parked")
         self._totals = {
-            "num_preemptions": series(metrics.preemptions),
-            "num_swap_outs": series(metrics.swap_outs),
-            "num_swap_ins": series(metrics.swap_ins),
+            "num_preemptions": series(metrics[names.PREEMPTIONS]),
+            "num_swap_outs": series(metrics[names.SWAP_OUTS]),
+            "num_swap_ins": series(metrics[names.SWAP_INS]),
         }
         self._load = self._scraped = worker_pb2.Load()
         metrics.workers.add(self)
@@ -90,7 +96,7 @@ class WorkerMetrics:
         for field, counter in self._totals.items():
             counter.inc(max(0, getattr(load, field) - getattr(self._scraped, field)))
         self._scraped = load
-        for kind in range(len(STEP_KINDS)):
+        for kind in range(len(names.STEP_KINDS)):
             self._busy[kind].inc(self._busy_s[kind])
             self._predicted_busy[kind].inc(self._predicted_busy_s[kind])
             self._busy_s[kind] = self._predicted_busy_s[kind] = 0.0

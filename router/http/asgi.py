@@ -112,7 +112,7 @@ class EdgeMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
-                headers["X-Request-Id"] = exchange.id
+                headers["X-Request-Id"] = exchange.record.id
                 if exchange.caller is not None:
                     headers.update(exchange.caller.rate_headers())
                 route = "connections" if is_beyond_limit else getattr(scope.get("route"), "path", "other")
@@ -125,6 +125,7 @@ class EdgeMiddleware:
             if self._keys is not None and scope["path"] not in OPEN_PATHS:
                 await self._keys.refresh()
                 exchange.caller = _caller(self._keys, exchange.headers)
+                exchange.record.tenant = exchange.caller.key.tenant
             if scope["method"] == "POST":
                 async with self._turn:
                     await asyncio.sleep(0)
@@ -139,19 +140,17 @@ class EdgeMiddleware:
 
     def _ended(self, exchange: Exchange, status: int) -> None:
         exchange.release()
-        entry = exchange.entry
-        entry.tenant = exchange.tenant
+        record = exchange.record
+        record.ended(status)
         if exchange.caller is not None:
-            num_tokens = sum(answer.num_completion_tokens for answer in exchange.answers)
-            exchange.caller.close(num_tokens, is_refused=status >= 400 and status != CLIENT_LEFT)
-        is_good = entry.is_good(status)
-        if is_good is not None:
-            self._metrics.tenant_served(entry.tenant, is_good=is_good)
+            is_refused = status >= 400 and status != CLIENT_LEFT
+            exchange.caller.close(record.num_completion_tokens, is_refused=is_refused)
+        self._metrics.served(record)
         if exchange.method == "POST":
             if self._request_log is not None:
-                self._request_log.write(entry, status)
+                self._request_log.write(record)
             if self._tracer is not None:
-                self._tracer.record(entry, status, exchange.headers.get("traceparent", ""))
+                self._tracer.emit(record, exchange.headers.get("traceparent", ""))
 
 
 def _caller(keys: KeyFile, headers: Headers) -> Caller:

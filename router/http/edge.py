@@ -32,7 +32,6 @@ from pdserve.router.http.responses import ResponsesBody, ResponseWriter
 from pdserve.router.http.sampling import check_prompt_length, check_token_ids, sampling_params
 from pdserve.router.http.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from pdserve.router.http.sse import EventStream, Writer
-from pdserve.router.http.token_timer import TokenTimer
 from pdserve.router.http.tools import Tools, new_call_id, template_options, tools_of
 from pdserve.router.http.writer import AnswerWriter, off_loop
 from pdserve.router.metrics import RouterMetrics
@@ -83,7 +82,7 @@ class Edge:
     async def create_chat_completion(self, body: ChatBody, exchange: Exchange) -> Response:
         """Answer a conversation with the assistant's turn."""
         answer = await self._chat(body, exchange)
-        writer = AnswerWriter(self.tokenizer, body, [answer], exchange.id, self.served_name)
+        writer = AnswerWriter(self.tokenizer, body, [answer], exchange.record.id, self.served_name)
         return await self._respond(body, exchange, [answer], writer)
 
     async def create_response(self, body: ResponsesBody, exchange: Exchange) -> Response:
@@ -92,7 +91,7 @@ class Edge:
         with body.naming_its_fields():
             chat = await self._aside(exchange, body.as_chat)
             answer = await self._chat(chat, exchange)
-        writer = ResponseWriter(body, answer, exchange.id, self.served_name)
+        writer = ResponseWriter(body, answer, exchange.record.id, self.served_name)
         return await self._respond(chat, exchange, [answer], writer)
 
     async def create_message(self, body: MessagesBody, exchange: Exchange) -> Response:
@@ -100,7 +99,7 @@ class Edge:
         with body.naming_its_fields():
             chat = await self._aside(exchange, body.as_chat)
             answer = await self._chat(chat, exchange)
-        writer = MessageWriter(answer, chat.token_limit, exchange.id, self.served_name)
+        writer = MessageWriter(answer, chat.token_limit, exchange.record.id, self.served_name)
         return await self._respond(chat, exchange, [answer], writer)
 
     async def count_tokens(self, body: MessagesBody, exchange: Exchange) -> JSONResponse:
@@ -141,7 +140,7 @@ class Edge:
             echo = await off_loop(len(tokens), partial(self._echo, body, prompt, tokens)) if body.echo else None
             first_index = len(answers) * body.num_choices
             answers.append(self._answer(body, spec, first_index=first_index, context=tokens, echo=echo))
-        writer = AnswerWriter(self.tokenizer, body, answers, exchange.id, self.served_name)
+        writer = AnswerWriter(self.tokenizer, body, answers, exchange.record.id, self.served_name)
         return await self._respond(body, exchange, answers, writer)
 
     async def tokenize(self, body: TokenizeBody, exchange: Exchange) -> Response:
@@ -214,13 +213,15 @@ class Edge:
         if max_model_len is None:
             raise ApiError(503, "no worker has joined the cluster yet; try again soon", headers={"Retry-After": "1"})
         caller = exchange.caller
-        exchange.tier = tier = self._tier(body, caller)
-        tenant = exchange.tenant
+        record = exchange.record
+        record.tier = self._tier(body, caller)
         try:
-            self.cluster.dispatcher.check_room(body.num_answers, tenant=tenant, tier=tier, arrived_s=exchange.arrived_s)
+            self.cluster.dispatcher.check_room(
+                body.num_answers, tenant=record.tenant, tier=record.tier, arrived_s=record.arrived_s
+            )
         except GenerationError as error:
             if error.status != 400:
-                self.metrics.tenant_served(tenant, is_good=False)
+                self.metrics.tenant_served(record.tenant, is_good=False)
             raise
         if caller is not None:
             _admit_caller(caller, body)
@@ -278,7 +279,7 @@ class Edge:
         check_token_ids(body.prompt_field, prompt_tokens, self.tokenizer.vocab_size)
         num_shown = body.num_choices * (2 + body.num_prompt_logprobs) if body.shows_prompt else 0
         exchange.hold(len(prompt_tokens) * (TOKEN_BYTES + num_shown * SHOWN_BYTES))
-        caller = exchange.caller
+        caller, record = exchange.caller, exchange.record
         salt = body.cache_salt or ""
         grammar = exchange.grammar
         if caller is not None:
@@ -301,12 +302,12 @@ class Edge:
                 most_tokens=min(filter(None, limits), default=0),
                 grammar=grammar,
             ),
-            arrived_s=exchange.arrived_s,
-            request_id=exchange.id,
+            arrived_s=record.arrived_s,
+            request_id=record.id,
             num_choices=body.num_choices,
             cache_salt=cache_salt,
-            tenant=exchange.tenant,
-            tier=exchange.tier,
+            tenant=record.tenant,
+            tier=record.tier,
         )
 
     def _answer(
@@ -365,20 +366,19 @@ class Edge:
         self, body: GenerationBody, exchange: Exchange, answers: Sequence[Answer], writer: Writer
     ) -> Response:
         """Run the answers and write them, whole or as a stream."""
-        exchange.answers = answers
-        timer = TokenTimer(self.metrics, exchange.arrived_s, exchange.id, tier=exchange.tier)
-        exchange.entry.answering(answers, timer)
+        record = exchange.record
+        record.started(answers)
         if body.stream:
             shows_workers = "x-show-workers" in exchange.headers
             generation = Generation(self.cluster.dispatcher, answers)
-            return EventStream(generation, writer, timer, self.keep_alive_s, shows_workers)
+            return EventStream(generation, writer, record, self.metrics, self.keep_alive_s, shows_workers)
         async with cancel_on_disconnect(exchange.receive):
-            with Generation(self.cluster.dispatcher, answers, timer.token) as generation:
+            with Generation(self.cluster.dispatcher, answers, partial(self.metrics.token, record)) as generation:
                 while batch := await generation.next():
                     for delta in batch:
                         num_bytes = await off_loop(delta.num_echoed, partial(writer.add, delta))
                         exchange.hold(num_bytes)
-        timer.finished([answer.journey for answer in answers])
+        self.metrics.answered(record)
         return Response(await writer.whole(), media_type="application/json")
 
 

@@ -1,11 +1,10 @@
-"""What the edge knows of one HTTP request on its way to an answer, and the memory that it holds."""
+"""What the edge needs of one HTTP request on its way to an answer, and the memory that it holds."""
 
 from __future__ import annotations
 
 import re
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -14,8 +13,7 @@ from starlette.types import Receive, Scope, Send
 from pdserve.contracts.request import Grammar
 from pdserve.router.http.errors import ApiError
 from pdserve.router.http.keys import Caller
-from pdserve.router.http.request_log import RequestEntry
-from pdserve.router.text.answer import Answer
+from pdserve.router.record import RequestRecord
 
 MAX_HELD_BYTES = 2**30
 """Limit for bodies, prompts and whole answers of all requests together."""
@@ -45,27 +43,17 @@ class Exchange(Request):
         super().__init__(scope, receive, send)
         self.send = send
         wanted_id = self.headers.get("x-request-id", "")
-        self.id = wanted_id if _CLIENT_ID.fullmatch(wanted_id) else uuid.uuid4().hex
-        self.arrived_s = time.monotonic()
-        self.entry = RequestEntry(self.id, scope["path"], self.arrived_s)
-        """The request's line in the log."""
+        request_id = wanted_id if _CLIENT_ID.fullmatch(wanted_id) else uuid.uuid4().hex
+        self.record = RequestRecord(id=request_id, path=scope["path"], arrived_s=time.monotonic())
         self.caller: Caller | None = None
         """Who holds the request's key; None without keys."""
-        self.tier = ""
-        """Name of its objectives, once it is admitted."""
         self.grammar: Grammar | None = None
         """Grammar of its answers, once it is admitted."""
-        self.answers: Sequence[Answer] = ()
-        """One for each prompt, once they run."""
         self.num_body_bytes = 0
         """Length of the body, once it has arrived."""
         self.max_body_bytes = max_body_bytes
         self._num_held_bytes = 0
         self._memory = memory
-
-    @property
-    def tenant(self) -> str:
-        return "" if self.caller is None else self.caller.key.tenant
 
     def hold(self, num_bytes: int) -> None:
         """Take memory until `release`.

@@ -41,10 +41,11 @@ _PIECE_BYTES = 2**16
 
 _PAIR = rb"\\u[dD][89abAB]..\\u[dD][c-fC-F].."
 _HALVES = re.compile(
-    rb"((?:(?!%b)\\u[dD][89a-fA-F]..){1,1000}+)|(?:[^\\]+|\\[^u]|\\u(?![dD][89a-fA-F])|%b){1,1000}+" % (_PAIR, _PAIR),
+    rb"((?:(?!%b)\\u[dD][89a-fA-F]..){1,1000})|(?:[^\\]+|\\[^u]|\\u(?![dD][89a-fA-F])|%b){1,1000}" % (_PAIR, _PAIR),
     re.DOTALL,
 )
-"""Halves of surrogate pairs, in group 1, or what has none: no more than other threads can wait for."""
+"""Halves of surrogate pairs, in group 1, or what has none: no more than other threads can wait for. Not
+possessive: Python before 3.11.5 matches that wrongly."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -113,7 +114,7 @@ async def _receive(exchange: Exchange) -> bytearray:
     if length.isdecimal() and int(length) > most:
         raise _too_large(most)
     try:
-        left_s = exchange.arrived_s + BODY_TIMEOUT_S - time.monotonic()
+        left_s = exchange.record.arrived_s + BODY_TIMEOUT_S - time.monotonic()
         async with asyncio.timeout(left_s), aclosing(exchange.stream()) as pieces:
             async for piece in pieces:
                 exchange.hold(len(piece))

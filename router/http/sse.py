@@ -18,8 +18,9 @@ from pdserve.router.http.anthropic import MessageWriter
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import api_error
 from pdserve.router.http.responses import ResponseWriter
-from pdserve.router.http.token_timer import TokenTimer
 from pdserve.router.http.writer import AnswerWriter, off_loop
+from pdserve.router.metrics import RouterMetrics
+from pdserve.router.record import RequestRecord
 from pdserve.router.text.answer import Generation, TextDelta
 
 Writer = AnswerWriter | ResponseWriter | MessageWriter
@@ -39,7 +40,8 @@ class EventStream(StreamingResponse):
         self,
         generation: Generation,
         writer: Writer,
-        timer: TokenTimer,
+        record: RequestRecord,
+        metrics: RouterMetrics,
         keep_alive_s: float,
         shows_workers: bool,
     ) -> None:
@@ -48,7 +50,7 @@ class EventStream(StreamingResponse):
         self._keep_alive_s = keep_alive_s or None
         self._generation = generation
         self._writer = writer
-        self._timer = timer
+        self._record, self._metrics = record, metrics
         self._shows_workers = shows_workers
         self._is_started = False
         self._writing_since_s: float | None = None
@@ -81,11 +83,11 @@ class EventStream(StreamingResponse):
                         data = self._writer.events(batch)
                     await self._write(data)
                     for delta in batch:
-                        self._timer.token(delta.choice)
+                        self._metrics.token(self._record, delta.choice)
                     batch = await generation.next()
-            self._timer.finished([answer.journey for answer in answers])
+            self._metrics.answered(self._record)
             if self._shows_workers:
-                workers = " ".join(worker for answer in answers for worker in answer.journey.workers)
+                workers = " ".join(worker for answer in answers for worker in answer.workers)
                 last = f": workers {workers}\n\n".encode()
         except Exception as error:
             if not self._is_started:
@@ -111,7 +113,7 @@ class EventStream(StreamingResponse):
     async def _write(self, body: bytes, *, more_body: bool = True) -> None:
         self._writing_since_s = time.monotonic()
         await self._send_part({"type": "http.response.body", "body": body, "more_body": more_body})
-        self._timer.wrote(time.monotonic() - self._writing_since_s)
+        self._record.wrote(time.monotonic() - self._writing_since_s)
         self._writing_since_s = None
 
     async def _stall(self) -> None:

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from pdserve.router.http.request_log import RequestEntry
+from pdserve.router.record import RequestRecord
 
 _propagator = TraceContextTextMapPropagator()
 
@@ -34,11 +34,10 @@ class Tracer:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("pdserve.router")
 
-    def record(self, entry: RequestEntry, status: int, traceparent: str) -> None:
+    def emit(self, record: RequestRecord, traceparent: str) -> None:
         """Emit the spans of a request that ends now.
 
         Args:
-            status: HTTP status.
             traceparent: the client's header, whose trace the request belongs to; or empty.
         """
         now_s, now_ns = time.monotonic(), time.time_ns()
@@ -46,22 +45,21 @@ class Tracer:
         def at_ns(time_s: float) -> int:
             return now_ns - round((now_s - time_s) * 1e9)
 
-        fields = entry.fields(status)
         root = self._tracer.start_span(
-            f"POST {entry.path}",
+            f"POST {record.path}",
             context=_propagator.extract({"traceparent": traceparent}),
             kind=SpanKind.SERVER,
-            start_time=at_ns(entry.arrived_s),
+            start_time=at_ns(record.arrived_s),
             attributes={
                 f"pdserve.{name}": value
-                for name, value in fields.items()
+                for name, value in record.line().items()
                 if name not in ("time", "phases_s") and value is not None
             },
         )
-        if status >= 500:
+        if record.status >= 500:
             root.set_status(Status(StatusCode.ERROR))
         context = set_span_in_context(root)
-        for number, journey in enumerate(entry.journeys):
+        for number, journey in enumerate(record.first_journeys):
             for span in journey.spans:
                 child = self._tracer.start_span(
                     span.phase,

@@ -51,7 +51,12 @@ MESSAGES: Neutral = {
 
 CHAT_MESSAGE: Neutral = {"audio": (), "function_call": ()}
 
+_GRAMMARS = {
+    "ebnf": "grammar", "guided_choice": "choice", "guided_grammar": "grammar", "guided_json": "json",
+    "guided_regex": "regex", "json_schema": "json", "regex": "regex",
+}  # fmt: skip
 _REMEDIES: Mapping[str, str] = {
+    **{name: f"send structured_outputs.{kind}, and leave it out" for name, kind in _GRAMMARS.items()},
     "conversation": "nothing is stored: send the whole conversation as input, and leave it out",
     "functions": "send tools, and leave it out",
     "max_tokens": "send max_output_tokens, and leave it out",

@@ -6,8 +6,9 @@ from collections import Counter
 
 from pdserve.contracts.deployment import DEFAULT_TIER
 from pdserve.router.replicas import Replicas
-from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
+from pdserve.router.requests.observer import DispatchObserver
 from pdserve.router.requests.request import GenerationError, RequestSpec
+from pdserve.router.requests.settings import DispatchSettings
 
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
 

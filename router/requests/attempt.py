@@ -71,6 +71,10 @@ class State:
         """Workers that may still hold something of the attempt; only they are heard."""
         return ()
 
+    def hears(self, worker: Worker) -> bool:
+        """Whether ``worker`` is one of them."""
+        return worker in self.workers
+
     @property
     def unreported(self) -> Worker | None:
         """Worker whose reported load does not include the attempt yet."""
@@ -81,7 +85,7 @@ class Loss(NamedTuple):
     """Why an attempt was given up."""
 
     reason: str
-    """One of `pdserve.router.metrics.RETRY_REASONS`."""
+    """One of `pdserve.contracts.metrics.RETRY_REASONS`."""
     message: str
     num_tokens: int
     """To be computed again."""
@@ -208,6 +212,9 @@ class Decoding(State):
     def workers(self) -> tuple[Worker, ...]:
         return (self.worker,) if self.prefill is None or self.is_released else (self.prefill, self.worker)
 
+    def hears(self, worker: Worker) -> bool:
+        return worker is self.worker or (worker is self.prefill and not self.is_released)  # asked for each token
+
 
 @dataclass(frozen=True, slots=True)
 class Ended(State):
@@ -233,12 +240,12 @@ class Attempt:
     """Number of the attempt on workers; -1 before the first."""
     emitted: list[int] = field(default_factory=list)
     """Tokens delivered to the client."""
-    began_s: float = 0.0
-    """When token 0 arrived."""
     heard_s: float = field(init=False)
     """When the last token came; before token 0, when the wait for it began."""
     lost_s: float = 0.0
     """When the attempt before this was lost; 0 once this one has a token."""
+    num_excused: int = 0
+    """Attempts lost with their worker that do not count, because it was in a trial or they had got on."""
     num_failures: int = 0
     """Attempts that ended with a failed step."""
     failed_on: Worker | None = None
@@ -253,7 +260,7 @@ class Attempt:
 
     def __post_init__(self) -> None:
         assert isinstance(self.state, Queued)
-        self.journey = Journey() if self.choice else self.request.journey
+        self.journey = self.request.journeys[self.choice]
         self.heard_s = self.state.since_s if self.choice else self.request.spec.arrived_s
 
     @property
@@ -267,13 +274,18 @@ class Attempt:
         return self.number < 0 and self.choice == 0
 
     @property
+    def num_new_tokens(self) -> int:
+        """Tokens of this attempt."""
+        return len(self.emitted) - self.num_resumed
+
+    @property
     def asks_prompt_logprobs(self) -> bool:
         """Whether this choice requests the prompt's log probabilities."""
         return self.choice == 0 and self.request.wants_prompt_logprobs
 
     def hears(self, worker: Worker, number: int) -> bool:
         """Whether a report of ``worker`` about attempt ``number`` counts."""
-        return number == self.number and worker in self.state.workers
+        return number == self.number and self.state.hears(worker)
 
     def blocks(self, block_size: int) -> PromptBlocks:
         """Tokens whose KV must exist before the attempt's first token can be sampled, as blocks for the policy."""

@@ -85,7 +85,7 @@ class AttemptTable:
 
     def _submit(self, attempt: Attempt, state: Prefilling) -> None:
         worker, sent, (arrival, choice) = state.worker, state.sent, state.decision
-        attempt.request.journey.workers.append(worker.worker_id)
+        attempt.request.workers.append(worker.worker_id)
         self._placement.placed(arrival, choice)
         worker.in_flight.add_prefill(attempt.request_id, sent.num_known_tokens - choice.num_cached_tokens)
         if not sent.handoff:
@@ -96,14 +96,14 @@ class AttemptTable:
         """Token 0 may be out already: the parked blocks do not contain its KV."""
         assert state.pull is not None
         worker, sent = state.pull.worker, state.pull.sent
-        attempt.request.journey.workers.append(worker.worker_id)
+        attempt.request.workers.append(worker.worker_id)
         num_blocks = attempt.blocks(state.prefill.block_size).num_blocks()
         worker.in_flight.add_decode(attempt.request_id, sent.num_known_tokens, num_blocks)
         worker.prepare(sent, state.source)
 
     def _decode(self, attempt: Attempt, state: Decoding) -> None:
         worker, snapshot = state.worker, state.worker.snapshot()
-        self._placement.decoding(attempt.request_id, attempt.began_s, max(1, len(attempt.emitted)), snapshot)
+        self._placement.decoding(attempt.request_id, attempt.journey.token_s, max(1, len(attempt.emitted)), snapshot)
         if not attempt.journey.predicted_tpot_s:
             cost = self._placement.costs[worker.role]
             step_s = cost.decode_s(max(1, snapshot.num_decoding), snapshot.num_context_tokens)

@@ -47,17 +47,18 @@ from pdserve.router.requests.attempt import (
     Queued,
 )
 from pdserve.router.requests.attempt_table import AttemptTable
-from pdserve.router.requests.failover import MAX_FAILURES, computed_by
-from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
+from pdserve.router.requests.failover import MAX_FAILURES, MAX_TRIAL_TOKENS, Blame, Retries, computed_by
+from pdserve.router.requests.observer import DispatchObserver
 from pdserve.router.requests.placement import Costs, tie_order
 from pdserve.router.requests.placer import Placer
 from pdserve.router.requests.policies import new_placement
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
+from pdserve.router.requests.settings import DispatchSettings
 
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 8
-"""Maximum dispatches of one choice, whatever the cause."""
+"""Maximum dispatches of one choice, without those that lost their worker in a trial or after `MAX_TRIAL_TOKENS`."""
 MAX_ANNOUNCED_WORKERS = 4
 """Decode workers that compile a grammar ahead. All of them, in a large cluster with new grammars, would do little else;
 one that gets an answer whose grammar it lacks compiles that first."""
@@ -97,17 +98,19 @@ class Dispatcher:
         self._requests: dict[Request, None] = {}
         """Requests in flight, in order of arrival."""
         self.attempts = AttemptTable(self._placement)
+        self._blame, self._retries = Blame(), Retries(settings.cut_off_s)
         self._placer = Placer(
             self.workers,
             self.attempts,
             self._placement,
             settings,
             self.admission,
+            self._blame,
+            self._retries,
             self._observer,
             now_s,
             wake=lambda: call_soon(self.place_some),
         )
-        self._blame, self._retries = self._placer.blame, self._placer.retries
         self._request_ids = itertools.count(1)
         self._silent_at_s = inf
         """No choice has been silent for too long before then."""
@@ -166,7 +169,8 @@ class Dispatcher:
         self.admission.accepted(spec)
         self.num_accepted += 1
         self._observer.accepted(spec)
-        self._phase_ended(attempt, "tokenise", self._now_s() - spec.arrived_s)
+        now_s = self._now_s()
+        attempt.journey.spent("tokenise", now_s - spec.arrived_s, now_s)
         self._launch(attempt)
         self._placer.place(attempt, decision)
 
@@ -225,8 +229,8 @@ class Dispatcher:
         if self.workers.get(worker.worker_id) is worker:
             del self.workers[worker.worker_id]
         held = [attempt for attempt in self.attempts.all.values() if worker in attempt.state.workers]
-        if not worker.is_draining:  # or its end was asked for
-            self._blame_for(worker, computed_by(worker, held))
+        # The end of one that drains was asked for.
+        is_in_trial = not worker.is_draining and self._blame_for(worker, computed_by(worker, held))
         for attempt in held:
             match attempt.state:
                 case Ended():
@@ -234,6 +238,7 @@ class Dispatcher:
                 case Decoding(prefill=prefill) as state if prefill is worker:
                     self.attempts.move(attempt, replace(state, is_released=True))
                 case _:
+                    attempt.num_excused += is_in_trial or attempt.num_new_tokens >= MAX_TRIAL_TOKENS
                     message = f"worker {worker.worker_id} was lost"
                     self._go_on_without(attempt, worker, "worker_lost", message, is_error=False)
 
@@ -286,7 +291,7 @@ class Dispatcher:
                 self.attempts.move(attempt, replace(state, is_released=True))
             case Parked() as state, Kind.STARTED if worker is not state.prefill:
                 self.attempts.move(attempt, state.pulled(PullStage.RESERVED))
-                self._phase_ended(attempt, "decode_queue", event.waited_s)
+                attempt.journey.spent("decode_queue", event.waited_s, self._now_s())
                 self._observer.pull_started(event.num_cached_tokens)
             case Parked() as state, Kind.JOINED if worker is not state.prefill:
                 self._joined(attempt, state)
@@ -373,16 +378,11 @@ class Dispatcher:
 
     def _drop(self, attempt: Attempt, ended: Ended) -> None:
         self.attempts.move(attempt, ended)
-        if self._blame.forget(attempt.request_id):
-            self._try_suspect()
+        self._put_queued(self._blame.forget(attempt.request_id))
 
     def _deadline_s(self, attempt: Attempt) -> float:
         """Instant at which a choice is given up, unless its next token comes before."""
         return attempt.heard_s + self._settings.max_silence_s
-
-    def _phase_ended(self, attempt: Attempt, phase: str, seconds: float) -> None:
-        self._observer.phase_ended(phase, seconds)
-        attempt.journey.spent(phase, seconds, self._now_s())
 
     def place_some(self) -> None:
         """Place and bind what can be, for a few milliseconds; what is left follows in another turn."""
@@ -406,27 +406,27 @@ class Dispatcher:
             log.error("request %s: token %d came where %d was next", attempt.name, token.index, num_emitted)
             self._failed(attempt, worker, "a token was lost between worker and router")
             return
-        is_first = len(attempt.emitted) == attempt.num_resumed
+        is_first = not attempt.num_new_tokens
         if is_first and attempt.asks_prompt_logprobs:
             self._failed(attempt, worker, "prompt logprobs are missing at token 0")
             return
         if is_first:
             self._first_token(attempt)
         elif token.index == 1 and not (isinstance(state, Decoding) and state.prefill is None):
-            attempt.journey.stall_s = self._now_s() - attempt.began_s
-            self._observer.handoff_stalled(attempt.journey.stall_s)
+            attempt.journey.stall_s = self._now_s() - attempt.journey.token_s
         self._retries.clear(worker)
         attempt.emitted.append(token.token)
         attempt.heard_s = self._now_s()
-        if self._blame.suspects and self._blame.passes(attempt.request_id, len(attempt.emitted) - attempt.num_resumed):
-            self._try_suspect()
+        if self._blame.on_trial:
+            self._put_queued(self._blame.token_received(attempt.request_id, attempt.num_new_tokens))
         token.choice = attempt.choice
         attempt.request.token_received(token)
         if isinstance(attempt.state, Ended):
             return  # its reader had enough
         if token.finish:
-            began_s = attempt.state.since_s if isinstance(attempt.state, Decoding) else self._now_s()
-            self._phase_ended(attempt, "decode", self._now_s() - began_s)
+            now_s = self._now_s()
+            began_s = attempt.state.since_s if isinstance(attempt.state, Decoding) else now_s
+            attempt.journey.spent("decode", now_s - began_s, now_s)
             self._end_choice(attempt, worker)
         elif is_first:
             self._launch_waiting(attempt.request)
@@ -437,12 +437,12 @@ class Dispatcher:
         now_s, state = self._now_s(), attempt.state
         attempt.num_errors = 0
         if not attempt.emitted:
-            attempt.began_s = attempt.journey.token_s = now_s
+            attempt.journey.token_s = now_s
         elif attempt.lost_s:
             attempt.journey.lost_s += now_s - attempt.lost_s
         attempt.lost_s = 0.0
         if isinstance(state, Prefilling | Parked) and state.started_s is not None:
-            self._phase_ended(attempt, "prefill", now_s - state.started_s)
+            attempt.journey.spent("prefill", now_s - state.started_s, now_s)
         match state:
             case Prefilling() if not state.sent.handoff:
                 self.attempts.move(attempt, Decoding(state.worker, now_s))
@@ -452,7 +452,7 @@ class Dispatcher:
     def _prompt_started(self, attempt: Attempt, state: Prefilling, event: RequestEvent) -> None:
         self.attempts.move(attempt, replace(state, started_s=self._now_s()))
         self._announce(attempt, state)
-        self._phase_ended(attempt, "prefill_queue", event.waited_s)
+        attempt.journey.spent("prefill_queue", event.waited_s, self._now_s())
         request = attempt.request
         if not request.is_started:
             request.is_started = True
@@ -464,7 +464,7 @@ class Dispatcher:
         now_s = self._now_s()
         self.attempts.move(attempt, state.pulled(PullStage.JOINED).settled(now_s))
         if state.first_token_s is not None:
-            self._phase_ended(attempt, "handoff", now_s - state.first_token_s)
+            attempt.journey.spent("handoff", now_s - state.first_token_s, now_s)
         self._bind_others(attempt)
 
     def _bind_others(self, first: Attempt) -> None:
@@ -476,22 +476,27 @@ class Dispatcher:
 
     # Fail-over
 
-    def _blame_for(self, worker: Worker, computed: Sequence[Attempt]) -> None:
-        """Count the loss of ``worker``, and fail the request whose fault it is, if any."""
-        process = whole_worker_id(worker.worker_id), worker.epoch
-        num_new_tokens = {attempt.request_id: len(attempt.emitted) - attempt.num_resumed for attempt in computed}
-        culprit = self._blame.worker_lost(process, num_new_tokens, self._now_s())
-        suspects = [attempt.name for attempt in computed if attempt.request_id in self._blame.suspects]
-        if suspects:
-            log.warning("what ended worker %s may be one of the requests %s", worker.worker_id, ", ".join(suspects))
+    def _blame_for(self, worker: Worker, computed: Sequence[Attempt]) -> bool:
+        """Count the loss of ``worker``, and fail the request whose fault it is, if any; return whether it computed
+        suspects."""
+        whole_id = whole_worker_id(worker.worker_id)
+        num_new_tokens = {attempt.request_id: attempt.num_new_tokens for attempt in computed}
+        is_in_trial = not self._blame.on_trial.isdisjoint(num_new_tokens)
+        process, is_part = (whole_id, worker.epoch), whole_id != worker.worker_id
+        culprit = self._blame.worker_lost(process, num_new_tokens, self._now_s(), is_part=is_part)
+        held = [attempt.name for attempt in computed if self._blame.is_held(attempt.request_id)]
+        if held:
+            log.warning("what ended worker %s may be one of the requests %s", worker.worker_id, ", ".join(held))
         if culprit is not None:
             message = f"{self._blame.num_losses(culprit)} workers ended while they computed this request"
             self.fail(self.attempts.all[culprit].request, GenerationError(500, message))
+        return is_in_trial
 
-    def _try_suspect(self) -> None:
-        """Have the next trial begin, if its time has come."""
-        if self._blame.on_trial in self.attempts.queued:
-            self._placer.put(self.attempts.queued[self._blame.on_trial])
+    def _put_queued(self, request_ids: Iterable[int]) -> None:
+        """Have those requests placed that waited for a trial."""
+        for request_id in request_ids:
+            if request_id in self.attempts.queued:
+                self._placer.put(self.attempts.queued[request_id])
 
     def _failed(self, attempt: Attempt, worker: Worker, message: str) -> None:
         attempt.num_failures += 1
@@ -540,7 +545,7 @@ class Dispatcher:
             return self._silence_error()
         if attempt.num_failures >= MAX_FAILURES:
             return GenerationError(500, "the model could not compute this request")
-        if attempt.number + 1 >= MAX_ATTEMPTS:
+        if attempt.number + 1 - attempt.num_excused >= MAX_ATTEMPTS:
             return GenerationError(503, f"gave up after {MAX_ATTEMPTS} attempts", retry_after_s=MIN_RETRY_AFTER_S)
         return None
 

@@ -3,29 +3,39 @@
 What a lost or draining worker held goes on at once: it was not at fault, and clients wait. After an error an attempt
 waits, few are retried at once, and workers that failed are avoided for a while.
 
-A worker's end has no cause that the router could know, so blame goes by what was there when it happened:
+A worker's end has no cause that the router could know, so blame goes by what was there when it happened: group testing
+by binary splitting (Hwang, A method for detecting all defective members in a population by group testing, 1972)::
+
+    free --- loss, the second or later, few tokens since the last ---> waits <----- loss, in a half -----.
+     ^                                   1 s after its last loss, when  |                                |
+     |                                   the groups before are through  v                                |
+     `------------------------ 4 or 16 new tokens ---------------- on trial -----------------------------'
+                                                                        |
+                     loss alone, or the second as the only suspect      `---> fails
 
 1. Each request counts the workers that ended while they computed it. One is an ordinary fail-over; with `MAX_LOSSES`
    the request is a *suspect*.
-2. Suspects are tried one at a time, in the order in which they became suspects. The first is *on trial*: it begins
-   `TRIAL_WAIT_S` after its last loss, beside requests that are no suspects. The others wait.
-3. It passes with 4 new tokens after two losses, 16 after three, and so on: the first ones may only repeat what a lost
-   worker had computed and the router had not read. Then it is no suspect until its next loss. A request with as many
-   tokens between two losses has passed already: of workers that end now and then, each with hundreds of answers, so
-   many suspects would be left that their trials take minutes.
-4. If a worker ends in its trial that computed nothing else, or for the second time (`MAX_TRIALS`) since it passed one,
-   it is at fault and fails.
-5. Requests that lost their first worker in a trial are *bystanders*: they wait for the end of that trial, so that the
-   second worker it may end computes nothing that has ended one before.
+2. All suspects are a group, which is *on trial*: each begins `TRIAL_WAIT_S` after its last loss, on any worker, beside
+   requests that are no suspects. If all are innocent, that is all.
+3. A suspect passes with 4 new tokens after two losses, 16 after more, and is no suspect until its next loss. It has
+   passed already with as many between two losses. Tokens may only repeat what a lost worker had computed and the router
+   had not read; a request that ends its workers repeats no more than that in all, so it soon passes no more.
+4. If a worker ends in the trial, the suspects that it computed are dealt to two halves. When the others have passed,
+   the halves are tried one after the other, and halved in turn; then new suspects.
+5. If the worker computed one suspect, and nothing else or for the second time (`MAX_TRIALS`) since that one passed, it
+   is at fault and fails; later by one worker, two at most, for each that ended meanwhile and computed no suspect.
+6. Others that lost their first worker in a trial are *bystanders*: they wait until all halves are tried, so that the
+   next worker which one of them ends computes nothing that has ended one before.
 
-A request thus ends three workers if it is alone, four beside others, and more only if it passes trials. Another fails
-in its place only if new ones like it end the worker beside that one in both of its trials.
+A request that ends its workers thus ends three if it is alone, four beside others, and at most ceil(log2(k)) more if k
+suspects are tried together, and two if other workers end, too; further ones only if it passes trials. An innocent
+suspect loses no more, and fails only if workers end by other causes as often while they compute no suspect beside it.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.router.cluster.worker import Worker
@@ -39,7 +49,9 @@ MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 MAX_LOSSES = 2
 """Lost workers after which a request that they computed is a suspect."""
 MAX_TRIALS = 2
-"""Workers that a request ends while it is on trial, beside others, until it fails."""
+"""Workers that end while they compute a request as the only suspect until it fails, and the most excuses for that."""
+MIN_TRIAL_TOKENS, MAX_TRIAL_TOKENS = 4, 16
+"""New tokens with which a suspect passes after `MAX_LOSSES`, and after more."""
 TRIAL_WAIT_S = 1.0
 """Seconds from a loss to a trial: by then, what ended together with the worker is known to be lost."""
 
@@ -114,16 +126,18 @@ class _Losses:
     """Of one request."""
 
     num: int = 0
+    num_trials: int = 0
+    """Workers that ended while they computed it as the only suspect, since it last passed."""
     process: object = None
     """The last one."""
-    num_trials: int = 0
-    """Workers that ended while it was on trial, since it last passed one."""
     try_at_s: float = 0.0
+    num_apart: int = 0
+    """`Blame._num_apart` when it became a suspect."""
 
     @property
     def num_trial_tokens(self) -> int:
         """New tokens with which a trial is passed."""
-        return int(4 ** max(1, self.num - 1))
+        return MIN_TRIAL_TOKENS if self.num <= MAX_LOSSES else MAX_TRIAL_TOKENS
 
 
 class Blame:
@@ -131,39 +145,71 @@ class Blame:
 
     def __init__(self) -> None:
         self._losses: dict[int, _Losses] = {}
-        self.suspects: dict[int, None] = {}
-        """In the order of their trials."""
+        self._groups: list[dict[int, None]] = [{}]
+        """Suspects. The first group is on trial, new suspects join the last."""
+        self._halves: list[dict[int, None]] = []
+        """Of the group on trial, which follow it, if it has lost a worker."""
         self._bystanders: set[int] = set()
+        self._num_apart = 0
+        """Workers that ended and computed no suspect."""
 
     @property
-    def on_trial(self) -> int | None:
-        return next(iter(self.suspects), None)
+    def on_trial(self) -> KeysView[int]:
+        return self._groups[0].keys()
 
-    def worker_lost(self, process: object, computed: Mapping[int, int], now_s: float) -> int | None:
+    def worker_lost(
+        self, process: object, computed: Mapping[int, int], now_s: float, *, is_part: bool = False
+    ) -> int | None:
         """Count the end of a worker for the requests that it computed; return the one whose fault it is, if known.
 
         Args:
             process: that of the worker. Its micro-batches are lost one after the other, and with each what the one
                 before it held: they count once.
             computed: requests, and the new tokens of each since it was placed there.
+            is_part: the process had other micro-batches, which may have computed something, too.
         """
-        losses = {request_id: self._losses.setdefault(request_id, _Losses()) for request_id in computed}
-        losses = {request_id: each for request_id, each in losses.items() if each.process != process}
-        on_trial = self.on_trial
+        known = {request_id: self._losses.setdefault(request_id, _Losses()) for request_id in computed}
+        losses = {request_id: each for request_id, each in known.items() if each.process != process}
+        tried = dict.fromkeys(request_id for request_id in losses if request_id in self.on_trial)
+        self._halve(tried)
+        self._num_apart += not tried and not is_part
         for request_id, each in losses.items():
             each.num += 1
             each.process = process
-            has_passed = request_id not in self.suspects and computed[request_id] >= each.num_trial_tokens
-            if each.num >= MAX_LOSSES and not has_passed:
-                each.try_at_s = now_s + TRIAL_WAIT_S
-                self.suspects.setdefault(request_id)
+            each.try_at_s = now_s + TRIAL_WAIT_S
+            if request_id in tried:
+                each.num_trials += len(tried) == 1
+            elif each.num >= MAX_LOSSES and computed[request_id] < each.num_trial_tokens:
+                self._groups[-1][request_id] = None
+                each.num_apart = self._num_apart
                 self._bystanders.discard(request_id)
-            elif on_trial in losses:
+            elif tried:
                 self._bystanders.add(request_id)
-        if on_trial not in losses:
-            return None
-        losses[on_trial].num_trials += 1
-        return on_trial if len(losses) == 1 or losses[on_trial].num_trials >= MAX_TRIALS else None
+        least = MAX_TRIALS - (len(losses) == 1 and not is_part)
+        excuses = {each: min(MAX_TRIALS, self._num_apart - losses[each].num_apart) for each in tried}
+        return next((each for each in tried if losses[each].num_trials >= least + excuses[each]), None)
+
+    def _halve(self, tried: Iterable[int]) -> None:
+        """Deal suspects on trial, which have lost a worker, to the two groups that are tried next."""
+        for suspect in tried:
+            if not self._halves:
+                self._halves = [{}, {}]
+                self._groups[1:1] = self._halves if len(self._groups) > 1 else [*self._halves, {}]
+            del self._groups[0][suspect]
+            min(self._halves, key=len)[suspect] = None
+        self._next_trial()
+
+    def _next_trial(self) -> list[int]:
+        """Begin the next trial if the last one is over; return the requests that waited for that."""
+        released: list[int] = []
+        while len(self._groups) > 1 and not self._groups[0]:
+            self._halves = []
+            del self._groups[0]
+            released = list(self._groups[0])
+        if len(self._groups) == 1:
+            released += self._bystanders
+            self._bystanders.clear()
+        return released
 
     def num_losses(self, request_id: int) -> int:
         """Workers that ended while they computed the request."""
@@ -171,35 +217,29 @@ class Blame:
 
     def is_held(self, request_id: int) -> bool:
         """Whether the request is a suspect or a bystander."""
-        return request_id in self.suspects or request_id in self._bystanders
+        return request_id in self._bystanders or any(request_id in group for group in self._groups)
 
     def has_to_wait(self, request_id: int, now_s: float) -> bool:
-        """Whether the request has to wait for a trial: its own or, a bystander, another's."""
-        if request_id not in self.suspects:
-            return request_id in self._bystanders
-        return request_id != self.on_trial or now_s < self._losses[request_id].try_at_s
+        """Whether the request has to wait for a trial: its own or, a bystander, those of others."""
+        if request_id in self.on_trial:
+            return now_s < self._losses[request_id].try_at_s
+        return self.is_held(request_id)
 
-    def passes(self, request_id: int, num_new_tokens: int) -> bool:
-        """Whether a suspect has just passed its trial, with ``num_new_tokens`` since it began."""
-        if request_id not in self.suspects or num_new_tokens < self._losses[request_id].num_trial_tokens:
-            return False
+    def token_received(self, request_id: int, num_new_tokens: int) -> list[int]:
+        """A request has ``num_new_tokens`` since it was placed. If that ends the trial, return what waited for it."""
+        if request_id not in self.on_trial or num_new_tokens < self._losses[request_id].num_trial_tokens:
+            return []
         self._losses[request_id].num_trials = 0
-        self._remove(request_id)
-        return True
+        del self._groups[0][request_id]
+        return self._next_trial()
 
-    def forget(self, request_id: int) -> bool:
-        """The request is over; return whether it was a suspect."""
+    def forget(self, request_id: int) -> list[int]:
+        """The request is over. If that ends the trial, return what waited for it."""
         self._losses.pop(request_id, None)
         self._bystanders.discard(request_id)
-        is_suspect = request_id in self.suspects
-        if is_suspect:
-            self._remove(request_id)
-        return is_suspect
-
-    def _remove(self, suspect: int) -> None:
-        if suspect == self.on_trial:
-            self._bystanders.clear()
-        del self.suspects[suspect]
+        for group in self._groups:
+            group.pop(request_id, None)
+        return self._next_trial()
 
 
 def computed_by(worker: Worker, held: Sequence[Attempt]) -> list[Attempt]:

@@ -1,4 +1,4 @@
-"""What happened to a request on its way, and which part of it is why an objective was missed. Pure."""
+"""What happened to a choice on its way, and which part of it is why an objective was missed. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 TTFT_PHASES = ("tokenise", "queue", "prefill_queue", "prefill", "first_write")
-"""Phases before token 0 reaches the client (`pdserve.router.metrics.PHASES`)."""
+"""Phases before token 0 reaches the client (`pdserve.contracts.metrics.PHASES`)."""
 TTFT_CAUSES = (*TTFT_PHASES, "failover", "wire")
 """``wire``: between router and worker, both ways."""
 TPOT_CAUSES = ("failover", "handoff", "preemption", "client", "decode")
@@ -27,11 +27,8 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Journey:
-    """Of one choice, summed over its attempts; ``workers`` are those of all choices."""
+    """Of one choice, summed over its attempts, until its tokens are handed over to the client."""
 
-    workers: list[str] = field(default_factory=list)
-    """Ids of the workers that got a choice, in order."""
-    phases_s: dict[str, float] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     """Phases in the order in which they ended."""
     token_s: float = 0.0
@@ -45,32 +42,42 @@ class Journey:
     predicted_ttft_s: float = 0.0
     """By the placement of the first attempt; 0 if its policy predicts nothing."""
     predicted_tpot_s: float = 0.0
+    first_s: float = 0.0
+    """When token 0 was handed over; 0 before."""
+    last_s: float = 0.0
+    """When the last token was."""
+    num_gaps: int = 0
+    longest_gap_s: float = 0.0
 
     def spent(self, phase: str, seconds: float, now_s: float) -> None:
         """``phase`` took the last ``seconds``."""
-        self.phases_s[phase] = self.phases_s.get(phase, 0.0) + seconds
         self.spans.append(Span(phase, now_s, seconds))
 
+    def phase_s(self, *phases: str) -> float:
+        """Seconds in these phases."""
+        return sum([span.seconds for span in self.spans if span.phase in phases])
+
     @property
-    def before_token_s(self) -> float:
-        return sum(self.phases_s.get(phase, 0.0) for phase in TTFT_PHASES)
+    def mean_gap_s(self) -> float:
+        """Its TPOT; 0 without a gap."""
+        return (self.last_s - self.first_s) / self.num_gaps if self.num_gaps else 0.0
 
 
 def ttft_cause(journeys: Sequence[Journey], ttft_s: float) -> str:
     """The longest part of a missed TTFT, of several prompts that of the slowest."""
-    journey = max(journeys, key=lambda each: each.before_token_s, default=Journey())
-    parts = {phase: journey.phases_s.get(phase, 0.0) for phase in TTFT_PHASES}
-    parts["failover" if journey.num_retries else "wire"] = ttft_s - journey.before_token_s
+    journey = max(journeys, key=lambda each: each.phase_s(*TTFT_PHASES))
+    parts = {phase: journey.phase_s(phase) for phase in TTFT_PHASES}
+    parts["failover" if journey.num_retries else "wire"] = ttft_s - sum(parts.values())
     return max(parts, key=lambda part: parts[part])
 
 
-def tpot_parts_s(journey: Journey, answer_s: float, write_s: float) -> dict[str, float]:
+def tpot_parts_s(journey: Journey, write_s: float) -> dict[str, float]:
     """Seconds from token 0 to the last token by cause.
 
     Args:
-        answer_s: all of them.
         write_s: those in which a write waited for the client.
     """
+    answer_s = journey.last_s - journey.first_s
     parts_s = {
         "failover": journey.lost_s,
         "handoff": journey.stall_s,

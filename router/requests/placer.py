@@ -19,8 +19,9 @@ from pdserve.router.requests.admission import Admission
 from pdserve.router.requests.attempt import Attempt, Decision, Held, Parked, Prefilling, Pull, Queued
 from pdserve.router.requests.attempt_table import AttemptTable
 from pdserve.router.requests.failover import Blame, Retries
-from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
+from pdserve.router.requests.observer import DispatchObserver
 from pdserve.router.requests.placement import Arrival, Placement, PromptBlocks, prefill_candidates, shortfall
+from pdserve.router.requests.settings import DispatchSettings
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class Placer:
         placement: Placement,
         settings: DispatchSettings,
         admission: Admission,
+        blame: Blame,
+        retries: Retries,
         observer: DispatchObserver,
         now_s: Callable[[], float],
         *,
@@ -50,12 +53,12 @@ class Placer:
         """
         Args:
             workers: those that are up, by id, kept by the dispatcher.
+            blame, retries: of the dispatcher, which tells them of losses, errors and tokens.
             wake: has `turn` called soon.
         """
         self._workers, self._table, self._placement, self._settings = workers, table, placement, settings
-        self._admission, self._observer, self._now_s, self._wake_up = admission, observer, now_s, wake
-        self.blame = Blame()
-        self.retries = Retries(settings.cut_off_s)
+        self._admission, self._blame, self._retries = admission, blame, retries
+        self._observer, self._now_s, self._wake_up = observer, now_s, wake
         tiers = [settings.slo, *settings.slo.tiers.values()]
         self._least_ttft_s = min(tier.ttft_seconds for tier in tiers)
         self._heaviest = max(tier.weight for tier in tiers) or 1.0
@@ -121,7 +124,7 @@ class Placer:
     def _place_queued(self, end_s: float, overdue: list[Attempt]) -> bool:
         """Place queued attempts while a worker has less to prefill than two steps compute: the first one that comes up
         would get all, and the next none. As new requests pass them meanwhile, none waits for that longer than for a
-        worker, nor after an error."""
+        worker, nor after an error or on trial."""
         if self._is_queue_due and not self._unseen:
             self._is_queue_due = False
             self._unseen.extend(self._table.queued.values())
@@ -141,7 +144,8 @@ class Placer:
                 self._table.move(attempt, replace(state, since_s=now_s))
                 continue
             waited_s = now_s - state.since_s
-            if can_start and waited_s < self._settings.new_wait_s and not attempt.num_errors:
+            is_patient = not attempt.num_errors and attempt.request_id not in self._blame.on_trial
+            if can_start and is_patient and waited_s < self._settings.new_wait_s:
                 are_full = are_full or self._are_full(attempt)
                 if are_full:
                     continue
@@ -186,14 +190,14 @@ class Placer:
     def _has_to_wait(self, attempt: Attempt) -> bool:
         """Whether the attempt may not start now: it waits for a trial, or follows an error."""
         now_s, num_retrying = self._now_s(), len(self._table.retrying)
-        return self.blame.has_to_wait(attempt.request_id, now_s) or self.retries.has_to_wait(
+        return self._blame.has_to_wait(attempt.request_id, now_s) or self._retries.has_to_wait(
             attempt, num_retrying, self._admission.num_in_flight, now_s
         )
 
     def _offered(self, attempt: Attempt) -> list[Worker]:
         """Workers that accept work, without those to avoid, as far as others have their role."""
         workers = self.taking_work()
-        avoided = self.retries.avoided(attempt, workers, self._now_s())
+        avoided = self._retries.avoided(attempt, workers, self._now_s())
         roles = {worker.role for worker in workers if worker not in avoided} if avoided else ()
         return [worker for worker in workers if worker not in avoided or worker.role not in roles]
 
@@ -248,7 +252,6 @@ class Placer:
         arrival, choice = decision
         now_s, spec = self._now_s(), attempt.request.spec
         if attempt.is_new:
-            self._observer.phase_ended("queue", now_s - arrival.queued_s)
             attempt.journey.spent("queue", now_s - arrival.queued_s, now_s)
             if choice.ttft_s:
                 attempt.journey.predicted_ttft_s = now_s - spec.arrived_s + choice.ttft_s
@@ -262,7 +265,7 @@ class Placer:
         if sampling.num_prompt_logprobs >= 0 and not attempt.asks_prompt_logprobs:
             sampling = replace(sampling, num_prompt_logprobs=-1)
         worker = self._workers[choice.worker_id]
-        self.retries.was_given(worker, now_s)
+        self._retries.was_given(worker, now_s)
         self._observer.placed(self._settings.policy, worker.role, is_late=choice.is_late)
         if worker.role is WorkerRole.DECODE and all(w.role is not WorkerRole.PREFILL for w in self.taking_work()):
             self._observer.fell_back("no_prefill")
@@ -302,7 +305,7 @@ class Placer:
         start_s = self._now_s()
         blocks = attempt.blocks(state.prefill.block_size)
         decoders = [worker for worker in self.taking_work() if worker.role is WorkerRole.DECODE]
-        cut_off = {worker.worker_id for worker in self.retries.avoided(attempt, decoders, start_s)}
+        cut_off = {worker.worker_id for worker in self._retries.avoided(attempt, decoders, start_s)}
         snapshots = [worker.snapshot() for worker in decoders]
         arrival = self._arrival(attempt, blocks, start_s)
         binding = self._placement.decode(arrival, snapshots, cut_off, state.prefill.host)
@@ -311,7 +314,7 @@ class Placer:
         if binding is None:
             return
         worker = self._workers[binding.worker_id]
-        self.retries.was_given(worker, now_s)
+        self._retries.was_given(worker, now_s)
         if worker.worker_id in cut_off:
             self._observer.fell_back("cut_off")
         elif shortfall(blocks, worker.snapshot(), num_cached_tokens=blocks.num_cached_tokens(worker.cached_blocks)):

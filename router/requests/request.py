@@ -71,8 +71,10 @@ class Request:
         """A worker has begun to compute the prompt."""
         self.num_cached_tokens = 0
         """Prompt tokens that choice 0 found in a prefix cache; meaningful once token 0 is out."""
-        self.journey = Journey()
-        """Of choice 0."""
+        self.journeys = [Journey() for _ in range(spec.num_choices)]
+        """Of each choice."""
+        self.workers: list[str] = []
+        """Ids of the workers that got a choice, in order."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Log probabilities of every prompt token but the first, if requested; complete once token 0 is out."""
 

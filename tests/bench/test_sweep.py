@@ -14,8 +14,8 @@ from pdserve.bench.sweep import Sweep, Sweeper, SweepPoint, sweep_csv
 from pdserve.bench.sweep_report import PHASE_NAMES, sweep_html
 from pdserve.contracts.codec import from_json, to_json
 from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.metrics import PHASES
 from pdserve.planner.simulate.simulation import RequestTimes
-from pdserve.router.metrics import PHASES
 
 SLO = SloConfig(ttft_seconds=0.2, tpot_seconds=0.05, attainment=0.9)
 CAPACITY = 10.0

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
 
+from pdserve.contracts.deployment import SloConfig, Tier
 from pdserve.contracts.events import RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, Outcome
 from pdserve.contracts.step import TokenLogprobs
@@ -25,7 +26,7 @@ from pdserve.router.http.protocol import BoundedHttpProtocol
 from pdserve.router.http.request_log import RequestLog
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.plain_histogram import PlainSeries
-from pdserve.router.requests.journey import Span
+from pdserve.router.record import RequestRecord
 from pdserve.router.requests.request import GenerationError, Request
 from pdserve.router.text.tokenizer import ChatTokenizer
 from tests.router.small_tokenizers import CHAT_TEMPLATE, EOS_ID, write_tokenizer
@@ -65,9 +66,10 @@ class ScriptedGeneration:
         self.request.prompt_logprobs = [
             TokenLogprobs(-float(token), top[:num_top]) for token in self.prompt_tokens[1:] if num_top >= 0
         ]
-        self.request.journey.workers += ["prefill-0", "decode-1"]
-        self.request.journey.phases_s |= {"queue": 0.001, "prefill": 0.002}
-        self.request.journey.spans.append(Span("prefill", time.monotonic(), 0.002))
+        journey = self.request.journeys[0]
+        self.request.workers += ["prefill-0", "decode-1"]
+        journey.spent("queue", 0.001, time.monotonic())
+        journey.spent("prefill", 0.002, time.monotonic())
         self.playing = asyncio.ensure_future(self._play())
 
     async def _play(self) -> None:
@@ -242,19 +244,12 @@ def endless(token: int) -> Script:
     return script
 
 
-class AnswerTiming(NamedTuple):
-    ttft_s: float
-    tpot_s: float | None
-    duration_s: float
-    num_tokens: int
-
-
 class RecordingSeries(PlainSeries):
     def __init__(self, values: list[float]) -> None:
         super().__init__(())
         self._values = values
 
-    def observe(self, value: float) -> None:
+    def observe(self, value: float, request_id: str = "") -> None:
         self._values.append(value)
 
 
@@ -262,24 +257,27 @@ class RecordingMetrics(RouterMetrics):
     """Metrics that also record the events of the edge."""
 
     def __init__(self) -> None:
-        super().__init__()
+        slow = Tier(ttft_seconds=60.0, tpot_seconds=60.0)
+        super().__init__(SloConfig(ttft_seconds=60.0, tpot_seconds=60.0, tiers={"fast": slow, "bulk": slow}))
         self.responses: list[tuple[str, int]] = []
         self.first_tokens_s: list[float] = []
         self.gaps_s: list[float] = []
         self.itl_seconds = RecordingSeries(self.gaps_s)
-        self.timings: list[AnswerTiming] = []
+        self.answers: list[RequestRecord] = []
+        """Those that were complete."""
 
     def responded(self, route: str, code: int) -> None:
         self.responses.append((route, code))
 
-    def first_token(self, ttft_s: float, request_id: str = "") -> None:
-        self.first_tokens_s.append(ttft_s)
+    def token(self, record: RequestRecord, choice: int) -> None:
+        super().token(record, choice)
+        journey = record.journeys[choice]
+        if not journey.num_gaps:
+            self.first_tokens_s.append(journey.first_s - record.arrived_s)
 
-    def answered(
-        self, *, ttft_s: float, tpot_s: float | None, duration_s: float, num_tokens: int, **ignored: object
-    ) -> bool:
-        self.timings.append(AnswerTiming(ttft_s, tpot_s, duration_s, num_tokens))
-        return True
+    def answered(self, record: RequestRecord) -> None:
+        super().answered(record)
+        self.answers.append(record)
 
 
 @dataclass

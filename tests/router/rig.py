@@ -23,8 +23,8 @@ from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.attempt import Attempt, Decoding, Parked
 from pdserve.router.requests.dispatch import Dispatcher
-from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import RequestSpec
+from pdserve.router.requests.settings import DispatchSettings
 from pdserve.router.token_stream import TokenStream
 from tests.router.scripted_worker import TIMEOUT_S, ScriptedWorker, until
 from tests.scrape import scrape

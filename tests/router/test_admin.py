@@ -13,6 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.events import RequestEventKind
+from pdserve.contracts.metrics import TTFT_SECONDS
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.cost_model import CostModel
@@ -241,7 +242,7 @@ async def test_metrics_are_open_by_choice() -> None:
 async def test_prometheus_gets_request_ids_as_exemplars_if_it_takes_them() -> None:
     accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
     async with running_rig() as rig, admin_client(rig) as client:
-        rig.metrics.first_token(0.2, "id-1" * 40)
+        rig.metrics[TTFT_SECONDS].observe(0.2, "id-1" * 40)
         plain, named = (await client.get("/metrics")), (await client.get("/metrics", headers=accept))
     assert "id-1" not in plain.text
     families = {family.name: family for family in text_string_to_metric_families(named.text)}  # type: ignore[no-untyped-call]

@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.contracts import metrics as contract
+from pdserve.contracts import metrics as names
 from pdserve.contracts.deployment import SloConfig, Tier
 from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router import metrics as router_metrics
 from pdserve.router.cluster.worker_metrics import WorkerMetrics
-from pdserve.router.http import token_timer
-from pdserve.router.http.token_timer import TokenTimer
 from pdserve.router.metrics import RouterMetrics
-from pdserve.router.requests.journey import Journey
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
+from tests.router.records import answer_record
 from tests.router.rig import sample
 from tests.scrape import scrape
 
-FAMILIES = [value for value in vars(contract).values() if isinstance(value, contract.Metric)]
+
+def kind(metric: names.Metric) -> str:
+    return type(metric).__name__.lower()
 
 
 def test_every_family_of_the_contract_is_there_and_no_other() -> None:
     text = scrape(RouterMetrics())
     rendered = {family.name: family for family in text_string_to_metric_families(text)}
-    assert set(rendered) == {metric.name for metric in FAMILIES}
-    for metric in FAMILIES:
-        assert rendered[metric.name].type == metric.kind
+    assert set(rendered) == {metric.name for metric in names.FAMILIES}
+    for metric in names.FAMILIES:
+        assert rendered[metric.name].type == kind(metric)
         assert rendered[metric.name].documentation == metric.help
+
+
+def test_families_are_those_that_dashboards_of_others_know() -> None:
+    """A change of `families.txt` breaks what users have built on it."""
+    told = [f"{kind(each)} {each.name} {','.join(each.labels) or '-'} {each.help}" for each in names.FAMILIES]
+    assert told == (Path(__file__).parent / "families.txt").read_text().splitlines()
 
 
 def test_one_of_several_routers_shows_the_workers() -> None:
     text = scrape(RouterMetrics(has_workers=False))
-    of_requests = FAMILIES[: FAMILIES.index(contract.WORKER_UP)]
-    assert {family.name for family in text_string_to_metric_families(text)} == {each.name for each in of_requests}
+    shown = {family.name for family in text_string_to_metric_families(text)}
+    assert shown == {each.name for each in names.FAMILIES} - {each.name for each in names.OF_WORKERS}
+    assert {"pdserve_slo_requests", "pdserve_plan_workers"} < shown
 
 
 def test_a_frame_becomes_the_workers_series() -> None:
@@ -119,56 +126,48 @@ def test_pulls_that_fail_are_counted_by_stage_and_transport() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ttft_s", "tpot_s", "verdict"),
+    ("ttft_s", "gaps_s", "verdict"),
     [
-        (0.1, 0.01, ("met", "met")),
-        (0.3, 0.01, ("missed", "met")),
-        (0.1, 0.2, ("met", "missed")),
-        (0.25, None, ("met", "none")),
+        (0.1, [0.01], ("met", "met")),
+        (0.3, [0.01], ("missed", "met")),
+        (0.1, [0.2], ("met", "missed")),
+        (0.25, [], ("met", "none")),
     ],
 )
-def test_the_slo_verdict_is_joint(ttft_s: float, tpot_s: float | None, verdict: tuple[str, str]) -> None:
+def test_the_slo_verdict_is_joint(ttft_s: float, gaps_s: list[float], verdict: tuple[str, str]) -> None:
     metrics = RouterMetrics(SloConfig(ttft_seconds=0.25, tpot_seconds=0.05))
     metrics.responded("/v1/completions", 200)
-    metrics.first_token(ttft_s)
+    metrics[names.TTFT_SECONDS].observe(ttft_s)
     metrics.itl_seconds.observe(0.01)
-    metrics.answered(ttft_s=ttft_s, tpot_s=tpot_s, duration_s=1.0, num_tokens=2)
+    record = answer_record(ttft_s, gaps_s)
+    metrics.answered(record)
+    metrics.served(record)
+    is_good = "missed" not in verdict
     assert sample(metrics, "pdserve_slo_requests_total", tier="default", ttft=verdict[0], tpot=verdict[1]) == 1
+    assert sample(metrics, "pdserve_tenant_requests_total", tenant="anonymous", verdict="good") == is_good
     assert sample(metrics, "pdserve_output_tokens_total") == sample(metrics, "pdserve_output_tokens_total") == 2
     assert sample(metrics, "pdserve_itl_seconds_count") == 1
     assert sample(metrics, "pdserve_requests_total", route="/v1/completions", code="200") == 1
-    assert sample(metrics, "pdserve_tpot_seconds_count") == (0 if tpot_s is None else 1)
+    assert sample(metrics, "pdserve_tpot_seconds_count") == len(gaps_s)
 
 
 def test_misses_are_counted_by_cause() -> None:
     metrics = RouterMetrics(SloConfig(ttft_seconds=0.25, tpot_seconds=0.05))
-    journey, parts_s = Journey(phases_s={"prefill_queue": 0.9}), {"preemption": 0.03, "decode": 0.03}
-    for ttft_s, tpot_s in ((1.0, 0.06), (1.0, 0.01), (0.1, None)):
-        metrics.answered(
-            ttft_s=ttft_s,
-            tpot_s=tpot_s,
-            duration_s=2.0,
-            num_tokens=2,
-            num_gaps=1,
-            journeys=[journey],
-            tpot_parts_s=parts_s,
-        )
+    for ttft_s, gaps_s in ((1.0, [0.06]), (1.0, [0.01]), (0.1, [])):
+        record = answer_record(ttft_s, gaps_s)
+        record.journeys[0].spent("prefill_queue", 0.9, 10.9)
+        record.journeys[0].preempted_s = 0.03
+        metrics.answered(record)
     assert sample(metrics, "pdserve_slo_misses_total", tier="default", objective="ttft", cause="prefill_queue") == 2
     assert sample(metrics, "pdserve_slo_misses_total", tier="default", objective="tpot", cause="preemption") == 1
-    assert sum(each.value for family in metrics.slo_misses.collect() for each in family.samples) == 3
+    assert sum(each.value for family in metrics[names.SLO_MISSES].collect() for each in family.samples) == 3
 
 
-def test_one_long_gap_misses_tpot_where_a_tier_bounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_tier_has_objectives_of_its_own() -> None:
     bounded = Tier(ttft_seconds=1.0, tpot_seconds=0.05, max_gap_seconds=0.1)
     metrics = RouterMetrics(SloConfig(ttft_seconds=1.0, tpot_seconds=0.05, tiers={"bounded": bounded}))
     for tier, verdict in (("default", "met"), ("bounded", "missed")):
-        clock = iter((10.1, 10.11, 10.23, 10.24))
-        monkeypatch.setattr(token_timer, "time", SimpleNamespace(monotonic=clock.__next__))
-        timer = TokenTimer(metrics, 10.0, tier=tier)
-        for _ in range(4):
-            timer.token(0)
-        timer.finished([])
-        assert timer.is_good is (verdict == "met")
+        metrics.answered(answer_record(0.1, [0.01, 0.12, 0.01], tier=tier))
         assert sample(metrics, "pdserve_slo_requests_total", tier=tier, ttft="met", tpot=verdict) == 1
     assert sample(metrics, "pdserve_slo_misses_total", tier="bounded", objective="tpot", cause="gap") == 1
     assert sample(metrics, "pdserve_slo_seconds", tier="bounded", objective="max_gap") == 0.1
@@ -181,26 +180,21 @@ def test_links_beyond_the_bound_are_counted_together(monkeypatch: pytest.MonkeyP
         report = worker_pb2.TransferReport(transport="tcp", seconds=0.1, bytes=1)
         metrics.observe_transfer(report, "prefill-0", f"decode-{index}")
     assert sample(metrics, "pdserve_kv_link_pulls_total", source="other", worker="other", result="done") == 3
-    assert sum(len(family.samples) for family in metrics.link_bytes.collect()) == 3
+    assert sum(len(family.samples) for family in metrics[names.LINK_BYTES].collect()) == 3
 
 
-def test_a_request_is_timed_beside_its_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = RouterMetrics(SloConfig(ttft_seconds=0.25, tpot_seconds=0.05))
-    clock = iter((10.2, 10.3, 10.4))
-    monkeypatch.setattr(token_timer, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    timer = TokenTimer(metrics, 10.0, "id-1")
-    for _ in range(3):
-        timer.token(0)
-    journey = Journey(token_s=10.15, predicted_ttft_s=0.1, predicted_tpot_s=0.04, stall_s=0.06)
-    timer.finished([journey])
-    assert timer.is_good is False
+def test_a_request_is_timed_beside_its_predictions() -> None:
+    metrics = RouterMetrics()
+    record = answer_record(0.2, [0.1, 0.1])
+    [journey] = record.journeys
+    journey.token_s, journey.stall_s = 10.15, 0.06
+    journey.predicted_ttft_s, journey.predicted_tpot_s = 0.1, 0.04
+    metrics.answered(record)
     assert sample(metrics, "pdserve_predicted_ttft_seconds_sum") == 0.1
     assert sample(metrics, "pdserve_predicted_tpot_seconds_sum") == 0.04
     assert sample(metrics, "pdserve_request_phase_seconds_sum", phase="first_write") == pytest.approx(0.05)
     parts = {part: sample(metrics, "pdserve_tpot_part_seconds_sum", part=part) for part in ("handoff", "decode")}
     assert parts == pytest.approx({"handoff": 0.03, "decode": 0.07})
-    assert sample(metrics, "pdserve_slo_misses_total", tier="default", objective="tpot", cause="decode") == 1
-    assert [(each.phase, each.end_s) for each in journey.spans] == [("first_write", 10.2)]
 
 
 def test_failed_and_refused_requests_miss_both_objectives() -> None:

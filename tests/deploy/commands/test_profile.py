@@ -50,7 +50,7 @@ def test_a_profile_is_a_hardware_file_to_which_others_are_added(
     output, steps = tmp_path / "hardware.yaml", tmp_path / "steps.json"
     output.write_text("devices: {my-gpu: {base: h100}}")
     affinity = os.sched_getaffinity(0)
-    arguments = ["profile", "--cores", "1", "--budget", "8", "--output", str(output), "--json", str(steps)]
+    arguments = ["profile", "--cores", "1", "--budget", "24", "--output", str(output), "--json", str(steps)]
     assert run([*arguments, "--model", str(folder / "config.json")]) == 0
     assert os.sched_getaffinity(0) == affinity
     devices = read_hardware_file(output)

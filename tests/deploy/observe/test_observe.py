@@ -17,30 +17,25 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from pdserve.contracts import metrics
-from pdserve.contracts.metrics import Metric
 from pdserve.deploy.cli import run
 from pdserve.deploy.observe.dashboards import DASHBOARDS
 from pdserve.deploy.observe.files import write_files
 from pdserve.deploy.observe.grafana import Panel, dashboard_json
 from pdserve.deploy.observe.rules import ALERTS, recording_rules, rule_file, runbook
-from pdserve.router import metrics as router_metrics
 from pdserve.router.requests.journey import GAP_CAUSE, TPOT_CAUSES, TTFT_CAUSES
 
 ROOT = Path(__file__).parents[3]
-FAMILIES = {metric.name: metric for metric in vars(metrics).values() if isinstance(metric, Metric)}
-SAMPLES = {
-    name + suffix: metric
-    for name, metric in FAMILIES.items()
-    for suffix in {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}[metric.kind]
-}
+FAMILIES = {metric.name: metric for metric in metrics.FAMILIES}
+SUFFIXES = {metrics.Counter: ("_total",), metrics.Gauge: ("",), metrics.Histogram: ("_bucket", "_sum", "_count")}
+SAMPLES = {name + suffix: metric for name, metric in FAMILIES.items() for suffix in SUFFIXES[type(metric)]}
 VALUES = {
-    "phase": set(router_metrics.PHASES),
-    "kind": set(router_metrics.STEP_KINDS),
-    "stage": set(router_metrics.FAILURE_STAGES),
-    "reason": {*router_metrics.RETRY_REASONS, *router_metrics.FALLBACK_REASONS},
+    "phase": set(metrics.PHASES),
+    "kind": set(metrics.STEP_KINDS),
+    "stage": set(metrics.FAILURE_STAGES),
+    "reason": {*metrics.RETRY_REASONS, *metrics.FALLBACK_REASONS},
     "limit": {"sequences", "tokens"},
     "result": {"done", "failed"},
-    "age": set(router_metrics.HANDOFF_AGES_S),
+    "age": set(metrics.HANDOFF_AGES_S),
     "verdict": {"good", "bad"},
     "role": {"prefill", "decode", "mixed"},
     "state": {"free", "cached", "referenced", "parked"},

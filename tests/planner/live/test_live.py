@@ -3,12 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pdserve.contracts import metrics
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.live.live import LiveError, observe
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.worker_metrics import WorkerMetrics
 from pdserve.router.metrics import RouterMetrics
+from tests.router.records import answer_record
 from tests.scrape import scrape
 
 
@@ -24,11 +26,10 @@ class Router:
     def serve(
         self, num_prompt_tokens: int, num_output_tokens: int, *, ttft_s: float = 0.1, num_cached: int = 0
     ) -> None:
-        self.metrics.request_prompt_tokens.observe(num_prompt_tokens)
-        self.metrics.prompt_tokens.inc(num_prompt_tokens)
-        self.metrics.cached_prompt_tokens.inc(num_cached)
-        tpot_s = 0.01 if num_output_tokens > 1 else None
-        self.metrics.answered(ttft_s=ttft_s, tpot_s=tpot_s, duration_s=1.0, num_tokens=num_output_tokens)
+        self.metrics[metrics.REQUEST_PROMPT_TOKENS].observe(num_prompt_tokens)
+        self.metrics[metrics.PROMPT_TOKENS].inc(num_prompt_tokens)
+        self.metrics[metrics.CACHED_PROMPT_TOKENS].inc(num_cached)
+        self.metrics.answered(answer_record(ttft_s, [0.01] * (num_output_tokens - 1)))
 
     @property
     def text(self) -> str:

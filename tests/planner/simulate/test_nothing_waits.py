@@ -15,7 +15,7 @@ from pdserve.planner.layout import Layout
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
 from pdserve.planner.workload.requests import SimulatedRequest
 from pdserve.router.requests.goodput_rules import LATE_S
-from pdserve.router.requests.interface import SWEEP_S
+from pdserve.router.requests.settings import SWEEP_S
 from tests.planner.stand_ins import LLAMA_3_8B, a_pool
 
 LAYOUTS = ((1, 1, 0), (0, 0, 1), (2, 2, 0), (1, 1, 1))

@@ -14,7 +14,7 @@ from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, _Simulator
 from pdserve.planner.workload.requests import SimulatedRequest
 from pdserve.router.requests.goodput import Goodput
-from pdserve.router.requests.interface import DispatchSettings
+from pdserve.router.requests.settings import DispatchSettings
 from tests.planner.stand_ins import LLAMA_3_8B, disaggregated
 
 SLO = SloConfig(ttft_seconds=60.0, tpot_seconds=0.05)

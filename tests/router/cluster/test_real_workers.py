@@ -21,8 +21,8 @@ from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.router.requests.attempt import Decoding, Parked, Prefilling
-from pdserve.router.requests.interface import NO_OBJECTIVES
 from pdserve.router.requests.request import RequestSpec
+from pdserve.router.requests.settings import NO_OBJECTIVES
 from pdserve.router.token_stream import TokenStream
 from tests.expected_tokens import expected_tokens
 from tests.router.rig import Rig, attempt_of, read_all, read_choices, read_some, running_rig

@@ -16,7 +16,7 @@ from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.cluster.remote_worker import RemoteWorker, SessionRefusedError
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher
-from pdserve.router.requests.interface import DispatchSettings
+from pdserve.router.requests.settings import DispatchSettings
 from tests.router.rig import COST
 from tests.router.scripted_worker import ScriptedWorker, until
 

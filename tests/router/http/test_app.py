@@ -16,11 +16,11 @@ import httpx
 import pytest
 
 from pdserve.contracts.events import TokenEvent
+from pdserve.contracts.metrics import NO_TENANT
 from pdserve.contracts.request import FinishReason
 from pdserve.router.http import asgi, unsupported_fields
 from pdserve.router.http.json_body import MAX_CONTAINERS, MAX_MEMBERS
 from pdserve.router.http.schema import ChatBody, CompletionBody
-from pdserve.router.metrics import NO_TENANT
 from pdserve.router.requests.request import GenerationError
 from tests.router.edge_server import (
     MAX_BODY_BYTES,
@@ -194,7 +194,7 @@ def test_a_stream_that_fails_ends_with_an_error_and_without_done(edge: EdgeServe
     chunk, last = events(http.post(COMPLETIONS, json={"prompt": "x", "stream": True}))
     assert json.loads(chunk)["choices"][0]["text"]
     assert json.loads(last) == {"error": {"message": "too late", "type": "timeout_error", "param": None, "code": None}}
-    assert edge.metrics.timings == []
+    assert edge.metrics.answers == []
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
@@ -618,7 +618,8 @@ def test_an_answer_can_be_sent_back_as_it_came(edge: EdgeServer, http: httpx.Cli
     [
         ({"use_beam_search": True}, "set it to false, or leave it out"),
         ({"tool_choice": "required"}, 'set it to "none" or "auto", or leave it out'),
-        ({"regex": "a"}, "regex is not supported; leave it out"),
+        ({"regex": "a"}, "regex is not supported; send structured_outputs.regex, and leave it out"),
+        ({"lora_path": "a"}, "lora_path is not supported; leave it out"),
     ],
 )
 def test_a_remedy_can_be_sent_as_it_is_written(
@@ -668,16 +669,16 @@ def test_every_token_is_timed(edge: EdgeServer, http: httpx.Client, stream: bool
     assert metrics.responses == [(COMPLETIONS, 200), ("other", 404)]
     assert len(metrics.first_tokens_s) == 1
     assert len(metrics.gaps_s) == num_tokens - 1
-    (timing,) = metrics.timings
+    (timing,) = metrics.answers
     assert timing.num_tokens == num_tokens
     assert timing.ttft_s == metrics.first_tokens_s[0]
     assert timing.tpot_s == pytest.approx(sum(metrics.gaps_s) / (num_tokens - 1))
-    assert timing.duration_s == pytest.approx(timing.ttft_s + sum(metrics.gaps_s))
+    assert timing.answer_s == pytest.approx(timing.ttft_s + sum(metrics.gaps_s))
 
 
 def test_one_token_has_no_tpot(edge: EdgeServer, http: httpx.Client) -> None:
     http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1})
-    assert edge.metrics.timings[0].tpot_s is None
+    assert edge.metrics.answers[0].tpot_s is None
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate Operation ID")

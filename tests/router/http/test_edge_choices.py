@@ -274,7 +274,7 @@ def test_times_are_of_the_slowest_choice(edge: EdgeServer, client: openai.OpenAI
         list(answer)
     metrics = edge.metrics
     assert (len(metrics.first_tokens_s), len(metrics.gaps_s)) == (2, num_tokens - 2)
-    (timing,) = metrics.timings
+    (timing,) = metrics.answers
     assert timing.num_tokens == num_tokens
     assert timing.ttft_s == max(metrics.first_tokens_s)
     assert timing.tpot_s == pytest.approx(sum(metrics.gaps_s) / len(metrics.gaps_s))

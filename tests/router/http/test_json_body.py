@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdserve.router.http import json_body
@@ -145,6 +145,7 @@ PARTS = st.sampled_from(["\\ud83d", "\\uDE00", "\\ud83d\\ude00", "\\\\", "ud83d"
 
 
 @given(st.lists(PARTS, max_size=8).map("".join))
+@example("\\ud83d\\ud83d\\ude00")
 def test_half_of_a_surrogate_pair_is_the_replacement_character(text: str) -> None:
     """Python's decoder keeps such halves."""
     data = f'["{text}", {{"{text}": "{text}"}}]'.encode()

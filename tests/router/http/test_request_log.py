@@ -16,7 +16,8 @@ import pytest
 from pdserve.contracts.request import FinishReason
 from pdserve.router.http import request_log
 from pdserve.router.http.keys import KeyFile, add_key
-from pdserve.router.http.request_log import RequestEntry, RequestLog
+from pdserve.router.http.request_log import RequestLog
+from pdserve.router.record import RequestRecord
 from tests.router.edge_server import EdgeServer, running_edge, stuck_after
 from tests.workers import wait_until
 
@@ -30,6 +31,10 @@ def lines_of(path: Path, num_lines: int = 1) -> list[dict[str, Any]]:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def record(request_id: str) -> RequestRecord:
+    return RequestRecord(id=request_id, path="/v1/completions", arrived_s=0.0)
 
 
 def complete(edge: EdgeServer, key: str = "", request_id: str = "client-7", **fields: object) -> httpx.Response:
@@ -96,11 +101,11 @@ def test_a_folder_that_is_gone_for_a_while_costs_the_lines_of_that_while_only(
     log = RequestLog(path)
     path.parent.rename(tmp_path / "moved")
     for request_id in ("lost", "lost, too"):
-        log.write(RequestEntry(request_id, "/v1/completions", 0.0), 200)
+        log.write(record(request_id))
     wait_until(log._lines.empty, "the writer to take the lines")
     wait_until(lambda: "cannot be written" in caplog.text, "the writer to say so")
     path.parent.mkdir()
-    log.write(RequestEntry("written", "/v1/completions", 0.0), 200)
+    log.write(record("written"))
     log.close()
     assert lines_of(path)[-1]["request_id"] == "written"
     assert caplog.text.count("cannot be written") == 1
@@ -122,7 +127,7 @@ def test_a_disk_that_hangs_stops_nobody_and_lines_beyond_the_bound_are_counted(
     log = RequestLog(path)
 
     def add(request_id: int) -> None:
-        log.write(RequestEntry(str(request_id), "/v1/completions", 0.0), 200)
+        log.write(record(str(request_id)))
 
     add(0)
     wait_until(log._lines.empty, "the writer to take the first line")

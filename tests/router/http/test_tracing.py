@@ -71,8 +71,9 @@ def test_a_request_is_a_span_of_its_clients_trace_and_each_phase_a_part_of_it() 
     assert attributes["pdserve.outcome"].string_value == "finished"
     assert attributes["pdserve.completion_tokens"].int_value == num_tokens
     phases = [span for span in spans if span.parent_span_id == root.span_id]
-    assert [span.name for span in phases] == ["prefill"]
-    assert [span.end_time_unix_nano - span.start_time_unix_nano for span in phases] == [pytest.approx(2e6, abs=1e3)]
+    assert [span.name for span in phases] == ["queue", "prefill"]
+    lengths = [span.end_time_unix_nano - span.start_time_unix_nano for span in phases]
+    assert lengths == pytest.approx([1e6, 2e6], abs=1e3)
     assert all(span.start_time_unix_nano <= span.end_time_unix_nano <= root.end_time_unix_nano for span in phases)
     assert len([span for span in spans if span.name == "POST /v1/completions"]) == 2
     assert not any("secret" in str(span) for span in spans)

@@ -8,8 +8,8 @@ from pdserve.contracts.request import SamplingParams
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.replicas import Replicas
 from pdserve.router.requests.admission import Admission
-from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import GenerationError, RequestSpec
+from pdserve.router.requests.settings import DispatchSettings
 
 
 def status(admission: Admission, num_choices: int) -> int:

@@ -16,8 +16,8 @@ from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.attempt import Held, Parked, Queued
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.goodput import Goodput
-from pdserve.router.requests.interface import DispatchSettings
 from pdserve.router.requests.request import GenerationError, RequestSpec
+from pdserve.router.requests.settings import DispatchSettings
 from tests.router.requests.test_dispatch_core import HANDLE, SLO, ReadRequest, RecordingWorker
 from tests.router.rig import COST
 
@@ -162,7 +162,7 @@ class World:
         assert not dispatcher.attempts.all
         assert not dispatcher.attempts.retrying
         assert not dispatcher._blame._losses
-        assert not dispatcher._blame.suspects
+        assert dispatcher._blame._groups == [{}]
         assert not dispatcher._blame._bystanders
         assert not dispatcher.admission.num_in_flight
         placement = dispatcher._placement

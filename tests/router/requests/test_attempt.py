@@ -12,7 +12,7 @@ from pdserve.contracts.events import RequestEventKind
 from pdserve.router.requests.attempt import Attempt, Decoding, Ended, Held, Parked, Prefilling, Queued, State
 from pdserve.router.requests.failover import MAX_BACKOFF_S, MAX_LOSSES, TRIAL_WAIT_S
 from pdserve.router.requests.goodput_rules import LATE_S
-from pdserve.router.requests.interface import SWEEP_S, DispatchSettings
+from pdserve.router.requests.settings import SWEEP_S, DispatchSettings
 from tests.router.requests.test_dispatch_core import Core, ReadRequest
 from tests.router.rig import COST
 
@@ -166,3 +166,11 @@ def wait_while(core: Core, attempt: Attempt, state: type[State], limit_s: float)
 def test_no_state_is_without_a_bound() -> None:
     names = {state.__name__ for state in State.__subclasses__()}
     assert {bound.state.__name__ for bound in BOUNDS} == names - {"Ended"}
+
+
+def test_only_workers_that_may_hold_something_are_heard() -> None:
+    core = Core(SLO)
+    decode = core.decodes[0]
+    for prefill, is_released in ((None, False), (core.prefill, False), (core.prefill, True)):
+        state = Decoding(decode, 0.0, prefill, is_released)
+        assert [worker for worker in (core.prefill, *core.decodes) if state.hears(worker)] == [*state.workers]

@@ -53,7 +53,7 @@ async def test_prefill_then_decode(p: ScriptedWorker, d: ScriptedWorker) -> None
         for phase in ("queue", "prefill_queue", "prefill", "handoff", "decode_queue", "decode"):
             assert rig.sample("pdserve_request_phase_seconds_count", phase=phase) == 1, phase
             spent_s = rig.sample("pdserve_request_phase_seconds_sum", phase=phase)
-            assert stream.journey.phases_s[phase] == pytest.approx(spent_s)
+            assert stream.journeys[0].phase_s(phase) == pytest.approx(spent_s)
 
 
 @with_workers("prefill-0", "decode-0")

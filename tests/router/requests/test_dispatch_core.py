@@ -31,9 +31,10 @@ from pdserve.router.requests.attempt_table import HeldBack
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.goodput import Goodput
 from pdserve.router.requests.goodput_rules import LATE_S
-from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
+from pdserve.router.requests.observer import DispatchObserver
 from pdserve.router.requests.placer import MIN_DURATION_S
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
+from pdserve.router.requests.settings import DispatchSettings
 from tests.router.rig import COST
 
 HANDLE = bytes(16)

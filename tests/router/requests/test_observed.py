@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from pdserve.contracts.events import RequestEventKind
-from pdserve.router.metrics import HANDOFF_AGES_S
+from pdserve.contracts.metrics import HANDOFF_AGES_S
 from pdserve.router.requests.attempt import Decoding
 from tests.router.rig import attempt_of, hand_off, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
@@ -23,7 +23,7 @@ async def test_every_phase_of_a_handed_off_request_is_a_span(p: ScriptedWorker, 
         await until(lambda: isinstance(attempt_of(stream).state, Decoding))
         d.send_token(request, 1, 101, last=True)
         assert await read_all(stream, 1) == [101]
-        journey = stream.journey
+        journey = stream.journeys[0]
         phases = [span.phase for span in journey.spans]
         assert phases[:2] == ["tokenise", "queue"]
         assert set(phases[2:]) >= {"prefill_queue", "prefill", "handoff", "decode"}
@@ -46,12 +46,12 @@ async def test_pauses_of_an_answer_are_timed(p: ScriptedWorker, d: ScriptedWorke
         await until(lambda: getattr(attempt_of(stream).state, "preempted_s", 0))
         await asyncio.sleep(0.02)
         d.send_event(request, RequestEventKind.RESUMED)
-        await until(lambda: stream.journey.preempted_s)
-        assert stream.journey.preempted_s >= 0.02
+        await until(lambda: stream.journeys[0].preempted_s)
+        assert stream.journeys[0].preempted_s >= 0.02
         d.send_event(request, RequestEventKind.FAILED)
         again = await hand_off(p, d, token=102)
         assert await read_some(stream, 1) == [102]
-        assert stream.journey.lost_s > 0
+        assert stream.journeys[0].lost_s > 0
         assert rig.sample("pdserve_replayed_tokens_total", reason="failed") == 5 + 2
         d.send_token(again, 3, 103, last=True)
         assert await read_all(stream, 3) == [103]

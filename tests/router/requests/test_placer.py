@@ -8,9 +8,10 @@ from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey,
 from pdserve.contracts.request import FinishReason, GenerationRequest, Outcome, SamplingParams
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.dispatch import Dispatcher
-from pdserve.router.requests.interface import DispatchObserver, DispatchSettings
+from pdserve.router.requests.observer import DispatchObserver
 from pdserve.router.requests.placer import TURN_S
 from pdserve.router.requests.request import RequestSpec
+from pdserve.router.requests.settings import DispatchSettings
 from tests.router.requests.test_dispatch_core import HANDLE, Clock, ReadRequest, RecordingWorker
 from tests.router.rig import COST
 
