@@ -152,6 +152,8 @@ class Blame:
         self._bystanders: set[int] = set()
         self._num_apart = 0
         """Workers that ended and computed no suspect."""
+        self._process: object = None
+        """Of the last worker that ended in a trial."""
 
     @property
     def on_trial(self) -> KeysView[int]:
@@ -171,6 +173,9 @@ class Blame:
         known = {request_id: self._losses.setdefault(request_id, _Losses()) for request_id in computed}
         losses = {request_id: each for request_id, each in known.items() if each.process != process}
         tried = dict.fromkeys(request_id for request_id in losses if request_id in self.on_trial)
+        # Of a micro-batch it is known of the only one on trial: other suspects may have been in those beside it.
+        is_only = len(tried) == 1 and not (is_part and (len(self.on_trial) > 1 or process == self._process))
+        self._process = process if tried else self._process
         self._halve(tried)
         self._num_apart += not tried and not is_part
         for request_id, each in losses.items():
@@ -178,7 +183,7 @@ class Blame:
             each.process = process
             each.try_at_s = now_s + TRIAL_WAIT_S
             if request_id in tried:
-                each.num_trials += len(tried) == 1
+                each.num_trials += is_only
             elif each.num >= MAX_LOSSES and computed[request_id] < each.num_trial_tokens:
                 self._groups[-1][request_id] = None
                 each.num_apart = self._num_apart

@@ -164,6 +164,15 @@ def test_the_only_suspect_is_tried_again_if_it_was_not_alone(is_part: bool) -> N
     assert blame.worker_lost("in the second trial", {4: 0, 1: 0}, 3.0) == 1
 
 
+def test_a_suspect_beside_others_in_micro_batches_was_not_the_only_one() -> None:
+    blame = suspected(4)
+    for process in ("of four", "of two"):
+        for suspect in list(blame.on_trial):
+            assert blame.worker_lost(process, {suspect: 0}, 0.0, is_part=True) is None
+    assert blame.worker_lost("of one", {1: 0}, 1.0, is_part=True) is None
+    assert blame.worker_lost("of it again", {1: 0}, 2.0, is_part=True) == 1
+
+
 @pytest.mark.parametrize("num_ended", [1, MAX_TRIALS + 1])
 @pytest.mark.parametrize("others", [{}, {3: 0}])
 def test_the_end_of_workers_that_computed_no_suspect_is_an_excuse(others: dict[int, int], num_ended: int) -> None:
