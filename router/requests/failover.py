@@ -208,7 +208,7 @@ class Blame:
                 (self._groups[-1] if is_first else self._siblings)[request_id] = None
                 each.num_apart = self._num_apart
                 self._bystanders.discard(request_id)
-            elif tried:
+            elif process == self._process and len(self._groups) > 1:
                 self._bystanders.add(request_id)
         least = MAX_TRIALS - (len(lost_owners) == 1 and not is_part)
         excuses = {each: min(MAX_TRIALS, self._num_apart - losses[each].num_apart) for each in tried}

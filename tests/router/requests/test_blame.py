@@ -229,6 +229,17 @@ def test_what_lost_its_first_worker_in_a_trial_waits_until_its_suspects_are_trie
     assert not any(map(blame.is_held, bystanders))
 
 
+def test_what_another_micro_batch_computed_beside_a_trial_waits_for_its_end() -> None:
+    blame = suspected(2)
+    for request in (1, 3):
+        assert blame.worker_lost("a worker", {request: 0}, 1.0, is_part=True) is None
+    assert blame.has_to_wait(3, 10.0)
+    assert blame.token_received(2, 4) == [1]
+    assert blame.token_received(1, 16) == [3]
+    blame.worker_lost("a worker", {4: 0}, 20.0, is_part=True)
+    assert not blame.has_to_wait(4, 20.0), "the trial is over: only the session was lost again"
+
+
 def test_a_trial_after_the_second_loss_is_longer() -> None:
     blame = suspected(1)
     for process, num_tokens in enumerate((MIN_TRIAL_TOKENS, MAX_TRIAL_TOKENS, MAX_TRIAL_TOKENS)):
