@@ -17,7 +17,7 @@ by binary splitting (Hwang, A method for detecting all defective members in a po
    the request is a *suspect*.
 2. All suspects are a group, which is *on trial*: each begins `TRIAL_WAIT_S` after its last loss, on any worker, beside
    requests that are no suspects. If all are innocent, that is all. Of the choices of one client's request the first
-   suspect stands for all: the others are tried when it has passed.
+   suspect stands for all: the others wait until it has passed.
 3. A suspect passes with 4 new tokens after two losses, 16 after more, and is no suspect until its next loss. It has
    passed already with as many between two losses. Tokens may only repeat what a lost worker had computed and the router
    had not read; a request that ends its workers repeats no more than that in all, so it soon passes no more.
@@ -155,9 +155,9 @@ class Blame:
         self._halves: list[dict[int, None]] = []
         """Of the group on trial, which follow it, if it has lost a worker."""
         self._first: dict[object, int] = {}
-        """Of each owner with suspects, the one that is tried before the others."""
+        """Of each owner with suspects, the one that is tried before its others."""
         self._siblings: dict[int, None] = {}
-        """The others: they join the last group when it has passed."""
+        """The others: they join the last group when that one has passed or is over."""
         self._bystanders: set[int] = set()
         self._num_apart = 0
         """Workers that ended and computed no suspect."""
@@ -189,10 +189,9 @@ class Blame:
         known = {each: self._losses.setdefault(each, _Losses(owners.get(each, each))) for each in computed}
         losses = {request_id: each for request_id, each in known.items() if each.process != process}
         tried = dict.fromkeys(request_id for request_id in losses if request_id in self.on_trial)
-        # Of a micro-batch it is known of the only one on trial: other suspects may have been in those beside it.
-        is_only = len({losses[each].owner for each in tried}) == 1 and not (
-            is_part and (len(self.on_trial) > 1 or process == self._process)
-        )
+        # Other suspects may have been in the micro-batches beside this one.
+        may_be_more = is_part and (len(self.on_trial) > 1 or process == self._process)
+        is_only = not may_be_more and len({losses[each].owner for each in tried}) == 1
         self._process = process if tried else self._process
         self._halve(tried)
         lost_owners = {each.owner for each in losses.values()}
@@ -242,11 +241,10 @@ class Blame:
 
     def is_held(self, request_id: int) -> bool:
         """Whether the request is a suspect or a bystander."""
-        waiting = self._bystanders, self._siblings, *self._groups
-        return any(request_id in each for each in waiting)
+        return any(request_id in held for held in (self._bystanders, self._siblings, *self._groups))
 
     def has_to_wait(self, request_id: int, now_s: float) -> bool:
-        """Whether the request has to wait for a trial: its own or, a bystander, those of others."""
+        """Whether the request has to wait for a trial: its own, or those of others."""
         if request_id in self.on_trial:
             return now_s < self._losses[request_id].try_at_s
         return self.is_held(request_id)
