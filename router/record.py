@@ -170,7 +170,7 @@ class RequestRecord:
             "phases_s": {
                 phase: round(max(each.phase_s(phase) for each in journeys), 6) for phase in PHASES if phase in phases
             },
-            "retries": sum(each.num_retries for each in journeys),
+            "retries": sum(each.num_retries for each in self.journeys),
             "workers": [worker for answer in self.answers for worker in answer.workers],
         }
 

@@ -16,8 +16,10 @@ Each is left within a time that needs nobody else:
 in           put there by                            taken from there by                      at the latest after
 ============ ======================================= ======================================== =======================
 to be placed a loss, a last chunk, a new sibling     the next turns (`placer`)                its turns
-Queued       all that returns to the router          turns; again at sweeps, when workers are 5 s, 60 s if not new
-                                                     up, at the end of a trial
+Queued       all that returns to the router          turns; again at sweeps, when workers are 5 s, 60 s if not new,
+                                                     up, at the end of a trial                from the end of a trial
+                                                                                              or backoff; in all
+                                                                                              `max_silence_s`
 Held         the policy                              ends of answers, sweeps                  20 s, one at a time, if
                                                                                               it has a weight
 Prefilling   a turn, `Dispatcher.start`              the last chunk, or token 0               `max_silence_s`

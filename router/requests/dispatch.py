@@ -483,7 +483,8 @@ class Dispatcher:
         num_new_tokens = {attempt.request_id: attempt.num_new_tokens for attempt in computed}
         is_in_trial = not self._blame.on_trial.isdisjoint(num_new_tokens)
         process, is_part = (whole_id, worker.epoch), whole_id != worker.worker_id
-        culprit = self._blame.worker_lost(process, num_new_tokens, self._now_s(), is_part=is_part)
+        owners = {attempt.request_id: attempt.request for attempt in computed}
+        culprit = self._blame.worker_lost(process, num_new_tokens, self._now_s(), owners=owners, is_part=is_part)
         held = [attempt.name for attempt in computed if self._blame.is_held(attempt.request_id)]
         if held:
             log.warning("what ended worker %s may be one of the requests %s", worker.worker_id, ", ".join(held))

@@ -16,7 +16,8 @@ by binary splitting (Hwang, A method for detecting all defective members in a po
 1. Each request counts the workers that ended while they computed it. One is an ordinary fail-over; with `MAX_LOSSES`
    the request is a *suspect*.
 2. All suspects are a group, which is *on trial*: each begins `TRIAL_WAIT_S` after its last loss, on any worker, beside
-   requests that are no suspects. If all are innocent, that is all.
+   requests that are no suspects. If all are innocent, that is all. Of the choices of one client's request the first
+   suspect stands for all: the others wait until it has passed.
 3. A suspect passes with 4 new tokens after two losses, 16 after more, and is no suspect until its next loss. It has
    passed already with as many between two losses. Tokens may only repeat what a lost worker had computed and the router
    had not read; a request that ends its workers repeats no more than that in all, so it soon passes no more.
@@ -28,8 +29,9 @@ by binary splitting (Hwang, A method for detecting all defective members in a po
    next worker which one of them ends computes nothing that has ended one before.
 
 A request that ends its workers thus ends three if it is alone, four beside others, and at most ceil(log2(k)) more if k
-suspects are tried together, and two if other workers end, too; further ones only if it passes trials. An innocent
-suspect loses no more, and fails only if workers end by other causes as often while they compute no suspect beside it.
+suspects are tried together, and two if other workers end, too; further ones only if it passes trials, and those that
+compute other choices of it before they are suspects. An innocent suspect loses no more, and fails only if workers end
+by other causes as often while they compute no suspect beside it.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.attempt import Attempt, Decoding, Parked, Prefilling, Queued, State
@@ -125,6 +128,8 @@ class Retries:
 class _Losses:
     """Of one request."""
 
+    owner: object
+    """The client's request: it has several if it asks for several choices."""
     num: int = 0
     num_trials: int = 0
     """Workers that ended while they computed it as the only suspect, since it last passed."""
@@ -141,7 +146,7 @@ class _Losses:
 
 
 class Blame:
-    """Losses of the requests in flight, by id."""
+    """Losses of the requests in flight, each choice with an id of its own."""
 
     def __init__(self) -> None:
         self._losses: dict[int, _Losses] = {}
@@ -149,16 +154,28 @@ class Blame:
         """Suspects. The first group is on trial, new suspects join the last."""
         self._halves: list[dict[int, None]] = []
         """Of the group on trial, which follow it, if it has lost a worker."""
+        self._first: dict[object, int] = {}
+        """Of each owner with suspects, the one that is tried before its others."""
+        self._siblings: dict[int, None] = {}
+        """The others: they join the last group when that one has passed or is over."""
         self._bystanders: set[int] = set()
         self._num_apart = 0
         """Workers that ended and computed no suspect."""
+        self._process: object = None
+        """Of the last worker that ended in a trial."""
 
     @property
     def on_trial(self) -> KeysView[int]:
         return self._groups[0].keys()
 
     def worker_lost(
-        self, process: object, computed: Mapping[int, int], now_s: float, *, is_part: bool = False
+        self,
+        process: object,
+        computed: Mapping[int, int],
+        now_s: float,
+        *,
+        owners: Mapping[int, object] = MappingProxyType({}),
+        is_part: bool = False,
     ) -> int | None:
         """Count the end of a worker for the requests that it computed; return the one whose fault it is, if known.
 
@@ -166,26 +183,33 @@ class Blame:
             process: that of the worker. Its micro-batches are lost one after the other, and with each what the one
                 before it held: they count once.
             computed: requests, and the new tokens of each since it was placed there.
+            owners: the client's request of each, unless it has no other.
             is_part: the process had other micro-batches, which may have computed something, too.
         """
-        known = {request_id: self._losses.setdefault(request_id, _Losses()) for request_id in computed}
+        known = {each: self._losses.setdefault(each, _Losses(owners.get(each, each))) for each in computed}
         losses = {request_id: each for request_id, each in known.items() if each.process != process}
         tried = dict.fromkeys(request_id for request_id in losses if request_id in self.on_trial)
+        # Other suspects may have been in the micro-batches beside this one.
+        may_be_more = is_part and (len(self.on_trial) > 1 or process == self._process)
+        is_only = not may_be_more and len({losses[each].owner for each in tried}) == 1
+        self._process = process if tried else self._process
         self._halve(tried)
-        self._num_apart += not tried and not is_part
+        lost_owners = {each.owner for each in losses.values()}
+        self._num_apart += not tried and not is_part and self._first.keys().isdisjoint(lost_owners)
         for request_id, each in losses.items():
             each.num += 1
             each.process = process
             each.try_at_s = now_s + TRIAL_WAIT_S
             if request_id in tried:
-                each.num_trials += len(tried) == 1
+                each.num_trials += is_only
             elif each.num >= MAX_LOSSES and computed[request_id] < each.num_trial_tokens:
-                self._groups[-1][request_id] = None
+                is_first = self._first.setdefault(each.owner, request_id) == request_id
+                (self._groups[-1] if is_first else self._siblings)[request_id] = None
                 each.num_apart = self._num_apart
                 self._bystanders.discard(request_id)
-            elif tried:
+            elif process == self._process and len(self._groups) > 1:
                 self._bystanders.add(request_id)
-        least = MAX_TRIALS - (len(losses) == 1 and not is_part)
+        least = MAX_TRIALS - (len(lost_owners) == 1 and not is_part)
         excuses = {each: min(MAX_TRIALS, self._num_apart - losses[each].num_apart) for each in tried}
         return next((each for each in tried if losses[each].num_trials >= least + excuses[each]), None)
 
@@ -217,10 +241,10 @@ class Blame:
 
     def is_held(self, request_id: int) -> bool:
         """Whether the request is a suspect or a bystander."""
-        return request_id in self._bystanders or any(request_id in group for group in self._groups)
+        return any(request_id in held for held in (self._bystanders, self._siblings, *self._groups))
 
     def has_to_wait(self, request_id: int, now_s: float) -> bool:
-        """Whether the request has to wait for a trial: its own or, a bystander, those of others."""
+        """Whether the request has to wait for a trial: its own, or those of others."""
         if request_id in self.on_trial:
             return now_s < self._losses[request_id].try_at_s
         return self.is_held(request_id)
@@ -230,16 +254,28 @@ class Blame:
         if request_id not in self.on_trial or num_new_tokens < self._losses[request_id].num_trial_tokens:
             return []
         self._losses[request_id].num_trials = 0
-        del self._groups[0][request_id]
-        return self._next_trial()
+        return self._acquit(request_id)
 
     def forget(self, request_id: int) -> list[int]:
         """The request is over. If that ends the trial, return what waited for it."""
-        self._losses.pop(request_id, None)
         self._bystanders.discard(request_id)
-        for group in self._groups:
-            group.pop(request_id, None)
-        return self._next_trial()
+        released = self._acquit(request_id)
+        self._losses.pop(request_id, None)
+        return released
+
+    def _acquit(self, request_id: int) -> list[int]:
+        """It is no suspect any more: its siblings are to be tried."""
+        for waiting in (self._siblings, *self._groups):
+            waiting.pop(request_id, None)
+        released: list[int] = []
+        owner = self._losses[request_id].owner if request_id in self._losses else None
+        if self._first.get(owner) == request_id:
+            del self._first[owner]
+            released = [each for each in self._siblings if self._losses[each].owner == owner]
+            for each in released:
+                del self._siblings[each]
+                self._groups[-1][each] = None
+        return released + self._next_trial()
 
 
 def computed_by(worker: Worker, held: Sequence[Attempt]) -> list[Attempt]:

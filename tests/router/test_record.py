@@ -73,6 +73,13 @@ def test_the_cause_is_that_of_the_slowest_prompt() -> None:
     assert record.misses(SLO) == {"tpot": "handoff"}
 
 
+def test_retries_are_those_of_all_choices_as_workers_are() -> None:
+    record = new_record(num_choices=2, num_prompts=2)
+    for number, journey in enumerate(record.journeys):
+        journey.num_retries = number
+    assert record.line()["retries"] == 6
+
+
 @pytest.mark.parametrize(
     ("status", "outcome", "is_good"),
     [

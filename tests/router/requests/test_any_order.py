@@ -164,6 +164,8 @@ class World:
         assert not dispatcher._blame._losses
         assert dispatcher._blame._groups == [{}]
         assert not dispatcher._blame._bystanders
+        assert not dispatcher._blame._first
+        assert not dispatcher._blame._siblings
         assert not dispatcher.admission.num_in_flight
         placement = dispatcher._placement
         assert isinstance(placement, Goodput)

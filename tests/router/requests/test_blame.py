@@ -164,6 +164,45 @@ def test_the_only_suspect_is_tried_again_if_it_was_not_alone(is_part: bool) -> N
     assert blame.worker_lost("in the second trial", {4: 0, 1: 0}, 3.0) == 1
 
 
+def test_a_suspect_beside_others_in_micro_batches_was_not_the_only_one() -> None:
+    blame = suspected(4)
+    for process in ("of four", "of two"):
+        for suspect in list(blame.on_trial):
+            assert blame.worker_lost(process, {suspect: 0}, 0.0, is_part=True) is None
+    assert blame.worker_lost("of one", {1: 0}, 1.0, is_part=True) is None
+    assert blame.worker_lost("of it again", {1: 0}, 2.0, is_part=True) == 1
+
+
+def siblings(num: int) -> Blame:
+    """After choices 1 to ``num`` of a request lost two workers, and choice 0 one that computed them, too."""
+    blame, owners = Blame(), dict.fromkeys(range(num + 1), "a request")
+    for process, first in enumerate((0, 1)):
+        assert blame.worker_lost(process, dict.fromkeys(range(first, num + 1), 0), 0.0, owners=owners) is None
+    return blame
+
+
+def test_the_first_suspect_of_a_request_is_tried_before_the_other_choices() -> None:
+    blame = siblings(64)
+    assert may_run(blame, TRIAL_WAIT_S, range(65)) == [0, 1]
+    assert all(map(blame.is_held, range(1, 65)))
+    assert blame.token_received(1, 3) == []
+    assert blame.token_received(1, 4) == list(range(2, 65))
+    assert may_run(blame, TRIAL_WAIT_S, range(2, 65)) == list(range(2, 65))
+    assert siblings(3).forget(1) == [2, 3]
+
+
+@pytest.mark.parametrize("others", [{}, {5: 0}])
+@pytest.mark.parametrize("choices", [[0, 1], [2, 3]])
+def test_choices_of_one_request_are_one_suspect_and_no_excuse(choices: list[int], others: dict[int, int]) -> None:
+    blame = siblings(3)
+    assert blame.worker_lost("of choice 0", {0: 16}, 1.0) is None, "as if it had been apart"
+    if 1 not in choices:
+        blame.token_received(1, 4)
+    if others:
+        assert blame.worker_lost("in a trial", dict.fromkeys([*choices, 5], 0), 1.0) is None
+    assert blame.worker_lost("in the last trial", dict.fromkeys([*choices, 6][: 2 + len(others)], 0), 2.0) in choices
+
+
 @pytest.mark.parametrize("num_ended", [1, MAX_TRIALS + 1])
 @pytest.mark.parametrize("others", [{}, {3: 0}])
 def test_the_end_of_workers_that_computed_no_suspect_is_an_excuse(others: dict[int, int], num_ended: int) -> None:
@@ -188,6 +227,17 @@ def test_what_lost_its_first_worker_in_a_trial_waits_until_its_suspects_are_trie
     released = blame.forget(2) if is_poison else blame.token_received(2, 16)
     assert sorted(released) == may_run(blame, 10.0, bystanders) == list(bystanders)
     assert not any(map(blame.is_held, bystanders))
+
+
+def test_what_another_micro_batch_computed_beside_a_trial_waits_for_its_end() -> None:
+    blame = suspected(2)
+    for request in (1, 3):
+        assert blame.worker_lost("a worker", {request: 0}, 1.0, is_part=True) is None
+    assert blame.has_to_wait(3, 10.0)
+    assert blame.token_received(2, 4) == [1]
+    assert blame.token_received(1, 16) == [3]
+    blame.worker_lost("a worker", {4: 0}, 20.0, is_part=True)
+    assert not blame.has_to_wait(4, 20.0), "the trial is over: only the session was lost again"
 
 
 def test_a_trial_after_the_second_loss_is_longer() -> None:
@@ -248,10 +298,14 @@ class World:
         worker.load = SchedulerLoad(num_blocks_free=100_000)
         self.dispatcher.worker_up(worker)
 
-    def start(self, first_token: int) -> ReadRequest:
-        sampling = SamplingParams(max_tokens=self._num_tokens)
+    def start(self, first_token: int, num_choices: int = 1) -> ReadRequest:
         request = ReadRequest(
-            RequestSpec(prompt_tokens=(first_token, 2, 3, 4, 5), sampling=sampling, arrived_s=self.clock.now_s)
+            RequestSpec(
+                prompt_tokens=(first_token, 2, 3, 4, 5),
+                sampling=SamplingParams(max_tokens=self._num_tokens),
+                arrived_s=self.clock.now_s,
+                num_choices=num_choices,
+            )
         )
         self.dispatcher.start(request)
         return request
@@ -341,6 +395,19 @@ def test_a_poisoned_request_alone_fails(names: tuple[str, ...], poisoned_index: 
         assert innocent.tokens == [(0, index) for index in range(NUM_TOKENS)]
     assert MAX_LOSSES < len(world.losses) < most_losses(64)
     assert world.dispatcher.num_in_flight == 0
+
+
+@pytest.mark.parametrize("poisoned_index", [0, 1, 3])
+@pytest.mark.parametrize("names", [("mixed-0",), ("prefill-0", "decode-0")])
+def test_many_choices_of_a_poisoned_request_end_hardly_more_workers_than_one(
+    names: tuple[str, ...], poisoned_index: int
+) -> None:
+    world = World(names, poisoned_index=poisoned_index)
+    poison = world.start(POISON, num_choices=64)
+    for _ in range(200):
+        world.turn()
+    assert poison.outcome is Outcome.FAILED
+    assert len(world.losses) <= most_losses(1)
 
 
 @pytest.mark.parametrize("poisoned_index", [0, 1, 3])
