@@ -58,7 +58,9 @@ from pdserve.router.requests.settings import DispatchSettings
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 8
-"""Maximum dispatches of one choice, without those that lost their worker in a trial or after `MAX_TRIAL_TOKENS`."""
+"""Maximum dispatches of one choice, without those that are excused."""
+MAX_EXCUSED = 24
+"""Maximum dispatches that are excused: they lost their worker in a trial, or after `MAX_TRIAL_TOKENS`."""
 MAX_ANNOUNCED_WORKERS = 4
 """Decode workers that compile a grammar ahead. All of them, in a large cluster with new grammars, would do little else;
 one that gets an answer whose grammar it lacks compiles that first."""
@@ -546,8 +548,9 @@ class Dispatcher:
             return self._silence_error()
         if attempt.num_failures >= MAX_FAILURES:
             return GenerationError(500, "the model could not compute this request")
-        if attempt.number + 1 - attempt.num_excused >= MAX_ATTEMPTS:
-            return GenerationError(503, f"gave up after {MAX_ATTEMPTS} attempts", retry_after_s=MIN_RETRY_AFTER_S)
+        num_attempts = attempt.number + 1
+        if num_attempts - min(attempt.num_excused, MAX_EXCUSED) >= MAX_ATTEMPTS:
+            return GenerationError(503, f"gave up after {num_attempts} attempts", retry_after_s=MIN_RETRY_AFTER_S)
         return None
 
     def _silence_error(self) -> GenerationError:

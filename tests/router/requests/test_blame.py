@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
 from pdserve.contracts.worker_config import WorkerRole
-from pdserve.router.requests.dispatch import MAX_ATTEMPTS
+from pdserve.router.requests.dispatch import MAX_ATTEMPTS, MAX_EXCUSED
 from pdserve.router.requests.failover import (
     MAX_LOSSES,
     MAX_TRIAL_TOKENS,
@@ -469,16 +469,22 @@ def test_innocents_that_lost_two_workers_at_once_are_tried_at_once(num_requests:
     assert {request.outcome for request in requests} == {Outcome.FINISHED}
 
 
-def test_losses_between_which_an_answer_gets_on_fail_nothing() -> None:
-    world = World(("prefill-0", "decode-0"), poisoned_index=-1, num_tokens=20 * MAX_ATTEMPTS)
+@pytest.mark.parametrize(
+    ("num_ends", "outcome"),
+    [(MAX_EXCUSED, Outcome.FINISHED), (MAX_EXCUSED + MAX_ATTEMPTS - 1, Outcome.FINISHED),
+     (MAX_EXCUSED + MAX_ATTEMPTS, Outcome.FAILED)],
+)  # fmt: skip
+def test_losses_between_which_an_answer_gets_on_fail_it_late(num_ends: int, outcome: Outcome) -> None:
+    num_tokens = (MAX_TRIAL_TOKENS + 1) * (MAX_EXCUSED + MAX_ATTEMPTS + 1)
+    world = World(("prefill-0", "decode-0"), poisoned_index=-1, num_tokens=num_tokens)
     request = world.start(1)
-    for num_losses in range(1, MAX_ATTEMPTS + 2):
+    for num_losses in range(1, num_ends + 1):
         while len(request.tokens) <= num_losses * (MAX_TRIAL_TOKENS + 1) and not request.outcome:
             world.turn()
         world.end(world.dispatcher.workers["decode-0"])  # type: ignore[arg-type]
     while not request.outcome:
         world.turn()
-    assert request.outcome is Outcome.FINISHED
+    assert request.outcome is outcome
 
 
 def test_losses_that_lie_apart_make_no_suspects() -> None:
