@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from pdserve.model.config.families import FAMILIES, PLANNED_FAMILIES, Family, find_family, text_values
+from pdserve.model.config.families import FAMILIES, PLANNED_FAMILIES, SLIDING, Family, find_family, text_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,9 @@ class ModelShape:
     experts_per_token: int = 0
     shared_intermediate_size: int = 0
     """Width of the shared expert, which every token uses and which has a gate of one output; 0 without one."""
+    windows: tuple[int, ...] = ()
+    """Tokens that a token of each layer attends to, itself included; 0 for all. Empty: all, in every layer. A model has
+    one window at most, as config.json does."""
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, object]) -> ModelShape:
@@ -62,8 +66,9 @@ class ModelShape:
         hidden_size, num_heads = positive_int(values, "hidden_size"), positive_int(values, "num_attention_heads")
         attention_bias = family.has_biases or bool(values.get("attention_bias"))
         num_experts = _count(values, "num_local_experts") or _count(values, "num_experts")
+        num_layers = positive_int(values, "num_hidden_layers")
         return cls(
-            num_layers=positive_int(values, "num_hidden_layers"),
+            num_layers=num_layers,
             hidden_size=hidden_size,
             intermediate_size=positive_int(values, "intermediate_size"),
             num_heads=num_heads,
@@ -83,6 +88,7 @@ class ModelShape:
             num_experts=num_experts,
             experts_per_token=positive_int(values, "num_experts_per_tok") if num_experts else 0,
             shared_intermediate_size=_count(values, "shared_expert_intermediate_size"),
+            windows=_windows(values, layer_types(values, family, num_layers)),
         )
 
     @property
@@ -158,6 +164,25 @@ class ModelShape:
     def _mlp_outputs(self) -> int:
         """Outputs of the matrices of one MLP or expert."""
         return (2 if self.gated_mlp else 1) * self.intermediate_size + self.hidden_size
+
+
+def layer_types(values: Mapping[str, object], family: Family, num_layers: int) -> list[Any]:
+    """Type of each layer, as config.json names it.
+
+    Raises:
+        ValueError: another number of them.
+    """
+    types = values.get("layer_types") or family.layer_types(values, num_layers)
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise ValueError(f"config.json: layer_types is not a list of {num_layers} types; download config.json again")
+    return types
+
+
+def _windows(values: Mapping[str, object], types: list[Any]) -> tuple[int, ...]:
+    if SLIDING not in types:
+        return ()
+    window = positive_int(values, "sliding_window")
+    return tuple(window if layer_type == SLIDING else 0 for layer_type in types)
 
 
 def _count(values: Mapping[str, object], key: str) -> int:

@@ -15,7 +15,8 @@ duration of a step with T new tokens and S sampled rows is the sum, over all sta
 - attention, per row with q new tokens after c cached ones, causal work only, at least a decode over the same context:
   ``max(4 heads * head_dim * layers * (q c + q (q + 1) / 2) / t / (F a(q)), (c + q) * D)``, D being the seconds that one
   token attends to one other: ``max(4 heads * head_dim * layers / t / F, KV bytes per token / W')``, over the share of
-  either that decode attention reaches;
+  either that decode attention reaches. In layers with a sliding window a token attends to no more than that, and a row
+  reads what its tokens attend to;
 - tensor parallelism: two all-reduces of the activations per layer, ``2 (t - 1) / t * bytes / link`` and one latency of
   the link each, whatever the number of ranks: small messages go directly to every rank, large ones around a ring;
 - pipeline parallelism: sends of activations between stages;
@@ -23,8 +24,10 @@ duration of a step with T new tokens and S sampled rows is the sum, over all sta
 - without CUDA graphs, layers and their all-reduces take at least as long as the host takes to launch their kernels,
   whatever the number of ranks; attention is counted on top, as if no launch hid it.
 
-For a given batch, decode time is therefore linear in the context. The model leaves out activation traffic within a
-device and sliding windows: every layer counts as full attention.
+For a given batch, decode time is therefore linear in the context, or with sliding windows piecewise linear. A batch of
+which only the total context is given counts as rows of the mean context: exact without windows, and with them where all
+rows are within the window or all beyond; else too long, by as much as windows cut the mean row's context less than they
+cut the rows' own. The model leaves out activation traffic within a device. Windows save no memory: all KV is kept.
 Sources: Williams, Waterman, Patterson, "Roofline" (CACM 2009); Shoeybi et al., "Megatron-LM" (2019, section 3) for the
 all-reduces; Dao et al., "FlashAttention" (2022) for the count of causal work and the single read of KV; Thakur,
 Rabenseifner, Gropp, "Optimization of Collective Communication Operations" (2005) for the ring.
@@ -35,6 +38,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import expm1
+from sys import maxsize
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdserve.contracts.kv_layout import DTYPE_BYTES, kv_vector_bytes, resolve_kv_dtype
@@ -140,6 +144,10 @@ class CostModel:
         stages_kv_bytes = self.kv_bytes_per_token / min(tensor_parallel, shape.num_kv_heads)
         self.rank_kv_bytes_per_token = stages_kv_bytes / pipeline_parallel
         """KV of one token on one rank; every rank that holds a copy of a head counts it."""
+        windows = shape.windows[: shape.num_layers]
+        self.window = max(windows, default=0)
+        """Tokens that a token attends to in the share `window_share` of the layers; 0 if all see all."""
+        self.window_share = sum(window > 0 for window in windows) / shape.num_layers
         self._pair_s = 4 * shape.num_heads * shape.head_dim * shape.num_layers / self._rank_flops
         decode_s = max(self._pair_s, stages_kv_bytes / hardware.memory_bandwidth)
         self._decode_token_s = decode_s / hardware.decode_attention_efficiency
@@ -170,7 +178,7 @@ class CostModel:
             context_tokens: total cached tokens of those decode rows.
         """
         num_tokens, num_rows, prefill_attention_s, num_seen = self._sum_rows(rows)
-        num_seen += context_tokens + batch_size
+        num_seen += self.attended(context_tokens + batch_size, batch_size)
         attention_s = prefill_attention_s + num_seen * self._decode_token_s
         return self._sum_s(num_tokens + batch_size, num_rows + batch_size, attention_s)
 
@@ -188,17 +196,34 @@ class CostModel:
         Args:
             context_tokens: total cached tokens of the sequences.
         """
-        return self._sum_s(batch_size, batch_size, (context_tokens + batch_size) * self._decode_token_s)
+        attention_s = self.attended(context_tokens + batch_size, batch_size) * self._decode_token_s
+        return self._sum_s(batch_size, batch_size, attention_s)
 
-    def decode_run_s(self, batch_size: int, context_tokens: int) -> tuple[float, float]:
-        """Seconds of a step as in `decode_s`, and their increase per step as the same sequences keep decoding."""
-        return self.decode_s(batch_size, context_tokens), batch_size * self._decode_token_s
+    def decode_run_s(self, batch_size: int, context_tokens: int) -> tuple[float, float, int]:
+        """Seconds of a step as in `decode_s`, their increase per step as the same sequences keep decoding, and for how
+        many steps, the first included, it stays what it is."""
+        first_s, growth_s, num_steps = (
+            self.decode_s(batch_size, context_tokens),
+            batch_size * self._decode_token_s,
+            maxsize,
+        )
+        if self.window:
+            num_steps = self.window - -(-context_tokens // batch_size)
+            if num_steps <= 0:
+                growth_s, num_steps = growth_s * (1 - self.window_share), maxsize
+        return first_s, growth_s, num_steps
+
+    def attended(self, num_tokens: float, num_rows: float) -> float:
+        """Tokens that ``num_rows`` decode rows attend to, of ``num_tokens`` known in all: as many for each row, and
+        averaged over layers."""
+        num_beyond = num_tokens - num_rows * self.window
+        return num_tokens - self.window_share * num_beyond if num_beyond > 0 else num_tokens
 
     def mixed_s(self, num_new: int, num_cached: int, batch_size: int, context_tokens: int) -> float:
         """Seconds of a mixed step: a prefill chunk as in `prefill_s` plus decode rows as in `decode_s`."""
         if num_new <= 1:
             return self.decode_s(batch_size + num_new, context_tokens + num_new * num_cached)
-        decode_attention_s = (context_tokens + batch_size) * self._decode_token_s
+        decode_attention_s = self.attended(context_tokens + batch_size, batch_size) * self._decode_token_s
         attention_s = self._attention_s(num_new, num_cached) + decode_attention_s
         return self._sum_s(num_new + batch_size, 1 + batch_size, attention_s)
 
@@ -213,7 +238,7 @@ class CostModel:
 
     @property
     def decode_token_s(self) -> float:
-        """Seconds of decode attention for each cached token, and the lower bound for those of prefill."""
+        """Seconds of decode attention for each token `attended`, and the lower bound for those of prefill."""
         return self._decode_token_s
 
     def parts(self, rows: Iterable[tuple[int, int]]) -> StepParts:
@@ -271,15 +296,15 @@ class CostModel:
 
     # Parts of a step; counts are numbers, or arrays of them
 
-    def _sum_rows(self, rows: Iterable[tuple[int, int]]) -> tuple[int, int, float, int]:
-        """Sum new tokens, rows, attention seconds of prefill rows, and the context tokens of decode rows."""
-        num_tokens = num_rows = num_seen = 0
-        attention_s = 0.0
+    def _sum_rows(self, rows: Iterable[tuple[int, int]]) -> tuple[int, int, float, float]:
+        """Sum new tokens, rows, attention seconds of prefill rows, and the tokens that decode rows attend to."""
+        num_tokens = num_rows = 0
+        attention_s = num_seen = 0.0
         for num_new, num_cached in rows:
             num_rows += 1
             num_tokens += num_new
             if num_new == 1:
-                num_seen += num_cached + 1
+                num_seen += self.attended(num_cached + 1, 1)
             else:
                 attention_s += self._attention_s(num_new, num_cached)
         return num_tokens, num_rows, attention_s, num_seen
@@ -291,8 +316,15 @@ class CostModel:
 
     def _attention_s(self, num_new: int, num_cached: int) -> float:
         """Attention of one prefill row, in all layers."""
-        pairs_s = (num_new * num_cached + num_new * (num_new + 1) / 2) * self._pairs_s[num_new]
-        return max(pairs_s, (num_cached + num_new) * self._decode_token_s)
+        pairs_s = self._num_pairs(num_new, num_cached) * self._pairs_s[num_new]
+        num_unread = max(0, num_cached + 1 - self.window)  # before the window of the first new token
+        return max(pairs_s, (num_cached + num_new - self.window_share * num_unread) * self._decode_token_s)
+
+    def _num_pairs(self, num_new: int, num_cached: int) -> float:
+        """Pairs of tokens that attend, averaged over layers."""
+        before, after = max(0, num_cached - self.window), max(0, num_cached + num_new - self.window)
+        num_beyond = (after * (after + 1) - before * (before + 1)) / 2
+        return num_new * num_cached + num_new * (num_new + 1) / 2 - self.window_share * num_beyond
 
     def _token_parts(self, num_tokens: Any) -> StepParts:
         """Parts that depend on the number of new tokens; the others are 0."""

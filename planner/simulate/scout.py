@@ -290,7 +290,8 @@ def _workers(
                 worker["num_swap_slots"] = int(num_blocks * AUTO_SWAP_SHARE)
                 worker["depth"] = cost.pipeline_depth
                 worker["num_stages"], worker["first_of_pipeline"] = num_stages, first
-                worker["decode_token_s"] = cost.decode_token_s
+                worker["decode_token_s"], worker["window_share"] = cost.decode_token_s, cost.window_share
+                worker["window"] = cost.window
                 worker["near_block_s"] = cost.transfer_s(model.block_size, same_host=True)
                 worker["far_block_s"] = cost.transfer_s(model.block_size, same_host=False)
                 worker["swap_block_s"] = cost.swap_s(model.block_size)

@@ -70,10 +70,10 @@ from ``num_computed`` to ``num_known`` tokens, the last chunk in step ``chunk_st
 ``num_ahead`` those that it holds for tokens to come. ``is_in_flight`` if `InFlightLoad` counts it as decoding."""
 
 WORKER = _record(
-    """decode_token_s near_block_s far_block_s swap_block_s
+    """decode_token_s window_share near_block_s far_block_s swap_block_s
     free_at_s stage_free_at_s end_s next_end_s egress_free_at_s ingress_free_at_s""",
-    """role pool host max_batch_tokens max_batch_size num_blocks num_swap_slots depth num_stages first_of_pipeline
-    num_in_flight num_steps chunk_tokens next_chunk_tokens num_messages
+    """role pool host window max_batch_tokens max_batch_size num_blocks num_swap_slots depth num_stages
+    first_of_pipeline num_in_flight num_steps chunk_tokens next_chunk_tokens num_messages
     waiting_head waiting_tail waiting_tokens num_admitted uncomputed_tokens admitted_context computed_head computed_tail
     is_held_up num_tickets reserved_head reserved_tail num_pulling num_swapped num_preemptions num_decoded
     num_running num_active active_context ending_context pulling_context first_last_step num_ending
@@ -132,11 +132,20 @@ class State(NamedTuple):
 
 
 @njit(inline="always")
+def decode_attention_s(worker, num_tokens, num_rows):
+    num_beyond = max(0, num_tokens - num_rows * worker.window)
+    return (num_tokens - worker.window_share * num_beyond) * worker.decode_token_s
+
+
+@njit(inline="always")
 def attention_s(state, worker, num_new, num_cached):
     if num_new == 1:
-        return (num_cached + 1) * worker.decode_token_s
-    pairs = num_new * num_cached + num_new * (num_new + 1) / 2
-    return max(pairs * state.tables[worker.pool, PAIRS, num_new], (num_cached + num_new) * worker.decode_token_s)
+        return decode_attention_s(worker, num_cached + 1, 1)
+    before, after = max(0, num_cached - worker.window), max(0, num_cached + num_new - worker.window)
+    num_beyond = (after * (after + 1) - before * (before + 1)) / 2
+    pairs = num_new * num_cached + num_new * (num_new + 1) / 2 - worker.window_share * num_beyond
+    num_read = num_cached + num_new - worker.window_share * max(0, num_cached + 1 - worker.window)
+    return max(pairs * state.tables[worker.pool, PAIRS, num_new], num_read * worker.decode_token_s)
 
 
 @njit(inline="always")
@@ -153,7 +162,8 @@ def prefill_s(state, worker, num_new, num_cached):
 
 @njit(inline="always")
 def mixed_s(state, worker, num_new, num_cached, batch_size, num_context):
-    attention = attention_s(state, worker, num_new, num_cached) + (num_context + batch_size) * worker.decode_token_s
+    attention = attention_s(state, worker, num_new, num_cached)
+    attention += decode_attention_s(worker, num_context + batch_size, batch_size)
     return sum_s(state, worker, num_new + batch_size, 1 + batch_size, attention)
 
 
@@ -267,7 +277,8 @@ def bind(state, index, now_s):
             continue
         missing = shortfall(state, worker, request)
         batch_size, num_context = num_decoding(worker) + 1, num_context_tokens(worker) + request.num_prompt
-        tpot_s = sum_s(state, worker, batch_size, batch_size, (num_context + batch_size) * worker.decode_token_s)
+        attention = decode_attention_s(worker, num_context + batch_size, batch_size)
+        tpot_s = sum_s(state, worker, batch_size, batch_size, attention)
         block_s = worker.near_block_s if worker.host == host else worker.far_block_s
         tpot_s += (request.num_prompt - num_cached_tokens(state, w, index)) / block_size * block_s / STALL_TOKENS
         is_tie = tpot_s == least_s and best >= 0 and is_emptier(state, worker, best, request)
@@ -593,19 +604,25 @@ def coast(state, w, until_s):
         if other != w and state.quiet_until_s[other] < until_s:
             until_s = state.quiet_until_s[other]
     growth, ahead = state.lists[w, GROWTH], state.lists[w, AHEAD]
-    num_rows, token_s = worker.num_active, worker.decode_token_s
-    step_s = sum_s(state, worker, num_rows, num_rows, (worker.active_context + num_rows) * token_s)
+    num_rows, num_context = worker.num_active, worker.active_context
+    step_s = sum_s(state, worker, num_rows, num_rows, decode_attention_s(worker, num_context + num_rows, num_rows))
+    growth_s, num_linear = num_rows * worker.decode_token_s, worker.first_last_step - worker.num_steps
+    if num_context + num_rows > num_rows * worker.window:
+        growth_s *= 1 - worker.window_share
+    else:
+        num_linear = min(num_linear, worker.window - (num_context + num_rows - 1) // num_rows)
     step, last_step, num_free = worker.num_steps, worker.first_last_step, worker.num_free
     end_s, next_end_s = worker.end_s, worker.next_end_s
     slot = step % cluster.block_size
-    while end_s <= until_s and step < last_step and growth[slot] - ahead[slot] <= num_free:
+    linear_end = step + num_linear
+    while end_s <= until_s and step < linear_end and growth[slot] - ahead[slot] <= num_free:
         num_free -= growth[slot] - ahead[slot]
         ahead[slot] = 0
         if worker.depth == 1:
             end_s += cluster.turn_s + step_s
         else:
             end_s, next_end_s = next_end_s, next_end_s + step_s
-        step_s += num_rows * token_s
+        step_s += growth_s
         step += 1
         slot = slot + 1 if slot + 1 < cluster.block_size else 0
     num_rows *= step - worker.num_steps
@@ -962,7 +979,7 @@ def plan(state, w, now_s):
             may_admit = not is_stuck
         if worker.reserved_head < worker.reserved_tail:
             may_admit = may_admit and reserve(state, w, now_s)
-    num_tokens, attention = num_rows, (num_context + num_rows) * worker.decode_token_s
+    num_tokens, attention = num_rows, decode_attention_s(worker, num_context + num_rows, num_rows)
     num_chunk_tokens = 0
     if worker.num_admitted > 0 or worker.waiting_head < worker.waiting_tail:
         num_chunks, num_chunk_tokens, chunks_s = plan_chunks(state, w, num_rows, may_admit, now_s)

@@ -74,6 +74,18 @@ GEMMA_3_4B = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
 }
+GEMMA_3_27B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config": {
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "sliding_window": 1024,
+    },
+}
 PUBLISHED = {
     "llama-2-7b": Published(LLAMA_2_7B, 6_738_415_616, 524_288),
     "llama-2-70b": Published(LLAMA_2_70B, 68_976_648_192, 327_680),

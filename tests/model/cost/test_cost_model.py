@@ -15,7 +15,7 @@ from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel, OnlineCorrection, num_experts_touched
 from pdserve.model.cost.curve import Curve
 from pdserve.model.cost.hardware import Hardware, hardware
-from tests.model.planned_configs import LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, PUBLISHED
+from tests.model.planned_configs import GEMMA_3_27B, LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, PUBLISHED
 
 H100 = hardware("h100-sxm")
 
@@ -241,9 +241,46 @@ def test_all_ways_to_ask_for_a_step_agree_to_the_bit(
     assert mixed_s == pytest.approx(sum(model.parts(mixed)))
     assert model.mixed_s(0, num_cached, len(contexts), sum(contexts)) == model.step_s(decoding)
     if contexts:
-        first_s, growth_s = model.decode_run_s(len(contexts), sum(contexts))
+        first_s, growth_s, _ = model.decode_run_s(len(contexts), sum(contexts))
         assert first_s == model.step_s(decoding)
         assert first_s + 100 * growth_s == pytest.approx(model.step_s((1, context + 100) for context in contexts))
+
+
+@pytest.mark.parametrize("context", [500, 8_000, 32_000, 100_000])
+def test_layers_with_a_window_attend_to_no_more(context: int) -> None:
+    model, num_rows = cost_model(GEMMA_3_27B), 16
+    attention_s = 0.0
+    for layer in range(62):
+        seen = context + 1 if layer % 6 == 5 else min(context + 1, 1024)
+        work_s, reading_s = 4 * 32 * 128 * seen / 989e12, 2 * 2 * 16 * 128 * seen / 3.35e12
+        attention_s += num_rows * max(work_s, reading_s) / H100.decode_attention_efficiency
+    parts = model.parts([(1, context)] * num_rows)
+    assert parts.attention_s == pytest.approx(attention_s)
+    assert model.decode_s(num_rows, num_rows * context) == pytest.approx(sum(parts))
+    assert model.kv_bytes_per_token == 2 * 2 * 62 * 16 * 128, "all is kept"
+
+
+@given(num_new=st.integers(2, 300), num_cached=st.integers(0, 300), window=st.integers(1, 400))
+def test_pairs_of_a_prompt_end_at_the_window(num_new: int, num_cached: int, window: int) -> None:
+    shape = replace(ModelShape.from_hf_config(LLAMA_3_8B), windows=(window, 0, 0, 0) * 8)
+    model = CostModel(shape, SLOW_AT_PROMPTS, Precision(dtype="float32"))
+    seen = [num_cached + position + 1 for position in range(num_new)]
+    num_pairs = sum(24 * each + 8 * min(each, window) for each in seen)
+    assert model.parts([(num_new, num_cached)]).attention_s == pytest.approx(4 * 32 * 128 * num_pairs / 80e9 / 0.01)
+
+
+@given(contexts=st.lists(st.integers(0, 1500), min_size=1, max_size=9))
+def test_a_run_is_linear_up_to_the_window(contexts: list[int]) -> None:
+    model, batch_size, context = cost_model(GEMMA_3_27B), len(contexts), sum(contexts)
+    first_s, growth_s, num_steps = model.decode_run_s(batch_size, context)
+    for step in {0, 1, num_steps - 1} if num_steps < 2000 else {0, 1, 50_000}:
+        if step < num_steps:
+            expected_s = model.decode_s(batch_size, context + step * batch_size)
+            assert first_s + step * growth_s == pytest.approx(expected_s)
+    if num_steps < 2000:
+        beyond_s = model.decode_s(batch_size, context + (num_steps + 1) * batch_size)
+        assert beyond_s < first_s + (num_steps + 1) * growth_s
+    assert model.decode_s(batch_size, context) >= model.step_s((1, each) for each in contexts) * (1 - 1e-12)
 
 
 def test_an_empty_step_takes_no_time() -> None:

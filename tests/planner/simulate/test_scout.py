@@ -126,13 +126,14 @@ def test_a_sequence_starts_with_a_block_more_than_its_prompt() -> None:
     np.testing.assert_allclose(ours.last_token_s, judge.last_token_s, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_times_are_the_judges_where_blocks_are_short(num_stages: int) -> None:
+@pytest.mark.parametrize(("num_stages", "window"), [(1, 0), (1, 500), (2, 0)])
+def test_times_are_the_judges_where_blocks_are_short(num_stages: int, window: int) -> None:
     """One-token answers among them, whose reservations the router cancels."""
     layout = replace(disaggregated(), decode=a_pool(WorkerRole.DECODE, 1, 1, num_stages, 600 * num_stages))
     requests = requests_of("sharegpt-synthetic", 10.0 * num_stages, 400)
-    ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=SLO).times
-    judge = simulate(LLAMA_3_8B, layout, requests, slo=SLO).times
+    model = replace(LLAMA_3_8B, shape=replace(LLAMA_3_8B.shape, windows=(0, window) * 16))
+    ours = scout(model, layout, ScoutRequests.of(requests), slo=SLO).times
+    judge = simulate(model, layout, requests, slo=SLO).times
     assert (ours.num_output_tokens == 1).any()
     np.testing.assert_allclose(ours.first_token_s, judge.first_token_s, rtol=0, atol=1e-9)
     np.testing.assert_allclose(ours.last_token_s, judge.last_token_s, rtol=0, atol=1e-9)

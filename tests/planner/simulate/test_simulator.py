@@ -253,6 +253,7 @@ LAYOUTS = [
     num_output_tokens=st.sampled_from([1, 2, 3, 60, 300]),
     max_tokens=st.sampled_from([0, 1000]),
     is_sharing=st.booleans(),
+    num_windows=st.sampled_from([0, 24]),
 )
 @example(  # the router must see the blocks that a decode worker takes while steps are not planned
     layout=disaggregated(num_kv_blocks=500),
@@ -261,6 +262,7 @@ LAYOUTS = [
     num_output_tokens=60,
     max_tokens=0,
     is_sharing=False,
+    num_windows=0,
 )
 @example(
     layout=disaggregated(num_kv_blocks=500),
@@ -269,10 +271,20 @@ LAYOUTS = [
     num_output_tokens=60,
     max_tokens=1000,
     is_sharing=False,
+    num_windows=24,
 )
 def test_fast_forwarding_is_the_same_as_planning_every_step(
-    layout: Layout, rate: int, seed: int, num_output_tokens: int, max_tokens: int, is_sharing: bool
+    layout: Layout,
+    rate: int,
+    seed: int,
+    num_output_tokens: int,
+    max_tokens: int,
+    is_sharing: bool,
+    num_windows: int,
 ) -> None:
+    model = replace(
+        LLAMA_3_8B, shape=replace(LLAMA_3_8B.shape, windows=(900,) * num_windows + (0,) * (32 - num_windows))
+    )
     requests = [
         request.limited(max_tokens) for request in poisson(rate, 40, seed=seed, num_output_tokens=num_output_tokens)
     ]
@@ -283,7 +295,7 @@ def test_fast_forwarding_is_the_same_as_planning_every_step(
         ]
 
     def run() -> Simulation:
-        return simulate(LLAMA_3_8B, layout, requests, slo=SLO)
+        return simulate(model, layout, requests, slo=SLO)
 
     forwarded = run()
     with patch.object(simulated_worker, "steady_steps", return_value=NO_STEADY_STEPS):
