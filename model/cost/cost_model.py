@@ -190,6 +190,20 @@ class CostModel:
             return self._whole_prompts_s[num_new]
         return self._sum_s(num_new, 1, self._attention_s(num_new, num_cached))
 
+    def prompt_s(self, num_new: int, num_cached: int, budget: int) -> float:
+        """Seconds of the steps that compute ``num_new`` tokens of one prompt in chunks of ``budget`` tokens: the sum of
+        `prefill_s`, in closed form. The sums of reads and of arithmetic are compared, not those of each chunk, which
+        matters where a small ``budget`` makes the first chunks read for longer than they compute."""
+        num_chunks, num_left = divmod(num_new, budget)
+        if not num_chunks or num_new == budget:
+            return self.prefill_s(num_new, num_cached)
+        num_whole = num_new - num_left
+        pairs_s = self._num_pairs(num_whole, num_cached) * self._pairs_s[budget]
+        read_s = (self._read_s(budget, num_cached) + self._read_s(budget, num_cached + num_whole - budget)) / 2
+        attention_s = max(pairs_s, num_chunks * read_s)
+        chunks_s = num_chunks * (self._tokens_s[budget] + self._rows_s[1]) + attention_s
+        return chunks_s + (self.prefill_s(num_left, num_cached + num_whole) if num_left else 0.0)
+
     def decode_s(self, batch_size: int, context_tokens: int) -> float:
         """Seconds of a step that decodes one token for each of ``batch_size`` sequences.
 
@@ -316,9 +330,11 @@ class CostModel:
 
     def _attention_s(self, num_new: int, num_cached: int) -> float:
         """Attention of one prefill row, in all layers."""
-        pairs_s = self._num_pairs(num_new, num_cached) * self._pairs_s[num_new]
+        return max(self._num_pairs(num_new, num_cached) * self._pairs_s[num_new], self._read_s(num_new, num_cached))
+
+    def _read_s(self, num_new: int, num_cached: int) -> float:
         num_unread = max(0, num_cached + 1 - self.window)  # before the window of the first new token
-        return max(pairs_s, (num_cached + num_new - self.window_share * num_unread) * self._decode_token_s)
+        return (num_cached + num_new - self.window_share * num_unread) * self._decode_token_s
 
     def _num_pairs(self, num_new: int, num_cached: int) -> float:
         """Pairs of tokens that attend, averaged over layers."""

@@ -170,8 +170,7 @@ def scout(
     costs = [pool.cost(model) for pool in pools]
     workers = _workers(model, layout, pools, costs)
     table = _request_table(model, requests, workers)
-    longest = int(requests.num_prompt_tokens.max(initial=1))
-    num_counts = max(longest, *(pool.max_batch_tokens for pool in pools)) + max_in_flight + 2
+    num_counts = max(pool.max_batch_tokens for pool in pools) + max_in_flight + 2
     tables = [_table_of(replace(pool, replicas=1), model, _power_of_two(num_counts)) for pool in pools]
     length = _power_of_two(max(2 * max_in_flight, model.block_size, *(pool.max_batch_size for pool in pools)))
     prefixes, num_nodes = requests.prefixes, len(requests.prefixes.to_tokens)

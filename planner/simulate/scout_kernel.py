@@ -141,11 +141,21 @@ def decode_attention_s(worker, num_tokens, num_rows):
 def attention_s(state, worker, num_new, num_cached):
     if num_new == 1:
         return decode_attention_s(worker, num_cached + 1, 1)
+    pairs_s = num_pairs(worker, num_new, num_cached) * state.tables[worker.pool, PAIRS, num_new]
+    return max(pairs_s, read_s(worker, num_new, num_cached))
+
+
+@njit(inline="always")
+def num_pairs(worker, num_new, num_cached):
     before, after = max(0, num_cached - worker.window), max(0, num_cached + num_new - worker.window)
     num_beyond = (after * (after + 1) - before * (before + 1)) / 2
-    pairs = num_new * num_cached + num_new * (num_new + 1) / 2 - worker.window_share * num_beyond
-    num_read = num_cached + num_new - worker.window_share * max(0, num_cached + 1 - worker.window)
-    return max(pairs * state.tables[worker.pool, PAIRS, num_new], num_read * worker.decode_token_s)
+    return num_new * num_cached + num_new * (num_new + 1) / 2 - worker.window_share * num_beyond
+
+
+@njit(inline="always")
+def read_s(worker, num_new, num_cached):
+    num_unread = max(0, num_cached + 1 - worker.window)
+    return (num_cached + num_new - worker.window_share * num_unread) * worker.decode_token_s
 
 
 @njit(inline="always")
@@ -158,6 +168,20 @@ def sum_s(state, worker, num_tokens, num_rows, attention):
 @njit(inline="always")
 def prefill_s(state, worker, num_new, num_cached):
     return sum_s(state, worker, num_new, 1, attention_s(state, worker, num_new, num_cached))
+
+
+@njit
+def prompt_s(state, worker, num_new, num_cached):
+    budget = worker.max_batch_tokens
+    num_chunks, num_left = num_new // budget, num_new % budget
+    if num_new <= budget:
+        return prefill_s(state, worker, num_new, num_cached)
+    num_whole = num_new - num_left
+    pairs_s = num_pairs(worker, num_whole, num_cached) * state.tables[worker.pool, PAIRS, budget]
+    first_s, last_s = read_s(worker, budget, num_cached), read_s(worker, budget, num_cached + num_whole - budget)
+    attention = max(pairs_s, num_chunks * (first_s + last_s) / 2)
+    chunk_s = state.tables[worker.pool, TOKENS, budget] + state.tables[worker.pool, ROWS, 1]
+    return num_chunks * chunk_s + attention + prefill_s(state, worker, num_left, num_cached + num_whole)
 
 
 @njit(inline="always")
@@ -192,7 +216,7 @@ def num_context_tokens(worker):
 @njit(inline="always")
 def own_prefill_s(state, worker, request, num_cached):
     """Seconds to prefill the request alone: a lower bound of its TTFT."""
-    return prefill_s(state, worker, request.num_prompt - num_cached, num_cached)
+    return prompt_s(state, worker, request.num_prompt - num_cached, num_cached)
 
 
 @njit(inline="always")
@@ -892,7 +916,7 @@ def preempt_latest(state, w, step):
     request.num_left = num_left
     num_blocks = blocks_for(state, num_context)
     copies_s = 2 * num_blocks * worker.swap_block_s
-    if num_blocks <= worker.num_swap_slots and copies_s < prefill_s(state, worker, num_context, 0):
+    if num_blocks <= worker.num_swap_slots and copies_s < prompt_s(state, worker, num_context, 0):
         worker.num_swap_slots -= num_blocks
         state.lists[w, SWAPPED, worker.num_swapped] = index
         worker.num_swapped += 1

@@ -193,7 +193,9 @@ class ClusterBuilder:
             mint_handle=mint_handle,
             max_batch_tokens=pool.max_batch_tokens,
             max_batch_size=max_batch_size,
-            swap_space=swap_space(self.costs[pool.role], int(block_pool.num_blocks * AUTO_SWAP_SHARE)),
+            swap_space=swap_space(
+                self.costs[pool.role], int(block_pool.num_blocks * AUTO_SWAP_SHARE), pool.max_batch_tokens
+            ),
             mixed_s=StepTimes(self.costs[pool.role]).mixed_s,
         )
 

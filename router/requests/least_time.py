@@ -58,7 +58,7 @@ def predict_ttft_s(
     num_new = num_tokens - num_cached_tokens
     budget = worker.max_batch_tokens
     ahead_s = queue_s(worker.num_waiting_tokens, budget, cost)
-    own_s = cost.prefill_s(num_new, num_cached_tokens)
+    own_s = cost.prompt_s(num_new, num_cached_tokens, budget)
     beside_s = 0.0
     if worker.role is not WorkerRole.PREFILL and worker.num_decoding > 0:
         num_left = worker.num_waiting_tokens + num_new

@@ -258,7 +258,8 @@ class WorkerView:
 
     def prefill_s(self, num_tokens: int, num_cached: int) -> float:
         """Seconds of a prompt's own tokens."""
-        return self.cost.prefill_s(num_tokens - num_cached, num_cached) * self.snapshot.prefill_correction
+        prompt_s = self.cost.prompt_s(num_tokens - num_cached, num_cached, self.snapshot.max_batch_tokens)
+        return prompt_s * self.snapshot.prefill_correction
 
     def step_with_s(self, num_tokens: int) -> float:
         """Seconds of a step once a prompt of ``num_tokens`` has joined."""

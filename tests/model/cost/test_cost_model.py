@@ -269,6 +269,30 @@ def test_pairs_of_a_prompt_end_at_the_window(num_new: int, num_cached: int, wind
     assert model.parts([(num_new, num_cached)]).attention_s == pytest.approx(4 * 32 * 128 * num_pairs / 80e9 / 0.01)
 
 
+@given(
+    num_new=st.integers(0, 40_000),
+    num_cached=st.integers(0, 40_000),
+    budget=st.integers(128, 8192),
+    config=st.sampled_from([LLAMA_3_8B, GEMMA_3_27B, MIXTRAL_8X7B]),
+)
+def test_a_prompt_takes_what_its_chunks_take(
+    num_new: int, num_cached: int, budget: int, config: dict[str, object]
+) -> None:
+    model, chunks_s = cost_model(config), 0.0
+    for begin in range(0, num_new, budget):
+        chunks_s += model.prefill_s(min(budget, num_new - begin), num_cached + begin)
+    assert model.prompt_s(num_new, num_cached, budget) == pytest.approx(chunks_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("window", [0, 1024])
+@pytest.mark.parametrize("budget", [8, 16, 32, 64])
+def test_small_chunks_read_the_context_again(budget: int, window: int) -> None:
+    shape = replace(ModelShape.from_hf_config(LLAMA_3_8B), windows=(0, window) * 16)
+    model = CostModel(shape, H100, Precision(dtype="bfloat16"))
+    chunks_s = sum(model.prefill_s(budget, begin) for begin in range(0, 32_768, budget))
+    assert model.prompt_s(32_768, 0, budget) == pytest.approx(chunks_s, rel=0.01)
+
+
 @given(contexts=st.lists(st.integers(0, 1500), min_size=1, max_size=9))
 def test_a_run_is_linear_up_to_the_window(contexts: list[int]) -> None:
     model, batch_size, context = cost_model(GEMMA_3_27B), len(contexts), sum(contexts)
