@@ -202,7 +202,8 @@ def _as_computed(config: WorkerConfig, is_on_host: bool) -> WorkerConfig:
 
 
 def _cost(config: WorkerConfig, model: DecoderConfig) -> CostModel:
-    return CostModel(model.shape, _device(config), config.precision, config.tensor_parallel, config.pipeline_parallel)
+    degrees = config.tensor_parallel, config.pipeline_parallel
+    return CostModel(model.shape, _device(config), config.precision, *degrees, config.transport)
 
 
 def _check_groups(config: WorkerConfig, model: DecoderConfig) -> None:

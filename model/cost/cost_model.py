@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdserve.contracts.kv_layout import DTYPE_BYTES, kv_vector_bytes, resolve_kv_dtype
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.worker_config import DIRECT_TRANSPORTS
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.config.sharding import check_divides
 from pdserve.model.cost.hardware import Hardware
@@ -101,6 +102,7 @@ class CostModel:
         precision: of weights, activations and KV; arithmetic is in its ``dtype``, one of `MODEL_DTYPES`.
         tensor_parallel: ranks that share heads and columns.
         pipeline_parallel: stages, each with an equal share of the layers.
+        transport: ``kv_transfer.transport``.
 
     Raises:
         ValueError: heads or layers not divisible by the parallel sizes, or a dtype that the hardware cannot read or has
@@ -114,6 +116,7 @@ class CostModel:
         precision: Precision,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
+        transport: str = "auto",
     ) -> None:
         check_divides(shape, tensor_parallel, pipeline_parallel)
         dtype = precision.dtype
@@ -148,6 +151,9 @@ class CostModel:
         self.window = max(windows, default=0)
         """Tokens that a token attends to in the share `window_share` of the layers; 0 if all see all."""
         self.window_share = sum(window > 0 for window in windows) / shape.num_layers
+        self._pull_token_s = [
+            self._token_transfer_s(chosen_transport(transport, same_host=near), near) for near in (False, True)
+        ]
         self._pair_s = 4 * shape.num_heads * shape.head_dim * shape.num_layers / self._rank_flops
         decode_s = max(self._pair_s, stages_kv_bytes / hardware.memory_bandwidth)
         self._decode_token_s = decode_s / hardware.decode_attention_efficiency
@@ -266,10 +272,17 @@ class CostModel:
         )
 
     def transfer_s(self, num_tokens: int, *, same_host: bool) -> float:
-        """Seconds to transfer the KV of ``num_tokens`` tokens to another worker; ranks transfer in parallel."""
-        hardware = self.hardware
-        bandwidth = (hardware.pair_bandwidth or hardware.link_bandwidth) if same_host else hardware.network_bandwidth
-        return num_tokens * self.rank_kv_bytes_per_token / (bandwidth * hardware.link_efficiency)
+        """Seconds to transfer the KV of ``num_tokens`` tokens to another worker.
+
+        From GPU to GPU, ranks transfer in parallel. Otherwise one process of the worker copies or receives the KV of
+        all ranks, and then each rank on a GPU copies its part through pinned memory. Copies D2H are not counted: they
+        run beside the prompt's steps.
+        """
+        return num_tokens * self._pull_token_s[same_host]
+
+    def pull_s(self, num_tokens: float, *, same_host: bool) -> float:
+        """Seconds of a pull: its `transfer_s`, and what every pull takes."""
+        return self.hardware.pull_overhead_s + num_tokens * self._pull_token_s[same_host]
 
     def swap_s(self, num_tokens: int) -> float:
         """Seconds of a D2H or H2D copy of the KV of ``num_tokens`` tokens; ranks copy in parallel."""
@@ -307,6 +320,17 @@ class CostModel:
         """
         memory = self.rank_memory(memory_fraction, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
         return int(memory.kv_bytes // (block_size * self.rank_kv_bytes_per_token))
+
+    def _token_transfer_s(self, transport: str, same_host: bool) -> float:
+        hardware, rank_bytes = self.hardware, self.rank_kv_bytes_per_token
+        if transport in DIRECT_TRANSPORTS:
+            near = hardware.pair_bandwidth or hardware.link_bandwidth
+            return rank_bytes / ((near if same_host else hardware.network_bandwidth) * hardware.link_efficiency)
+        bandwidth = hardware.memfd_bandwidth if transport == "memfd" else hardware.tcp_bandwidth
+        if not same_host:
+            bandwidth = min(bandwidth, hardware.network_bandwidth * hardware.link_efficiency)
+        staging_s = 0.0 if hardware.is_host else rank_bytes / hardware.memfd_bandwidth + self.swap_s(1)
+        return self.kv_bytes_per_token / bandwidth + staging_s
 
     # Parts of a step; counts are numbers, or arrays of them
 
@@ -381,6 +405,13 @@ class CostModel:
         ``flops`` operations per second."""
         flops = flops * self.hardware.compute_efficiency.at(num_rows)
         return _larger(2 * num_rows * num_weights / flops, num_weights * bytes_each / self._rank_bandwidth)
+
+
+def chosen_transport(setting: str, *, same_host: bool) -> str:
+    """Transport that workers choose by ``kv_transfer.transport`` (`pdserve.kv_transfer.handshake`)."""
+    if setting == "auto" or (setting == "cuda_ipc" and not same_host):
+        return "memfd" if same_host else "tcp"
+    return setting
 
 
 def _larger(values: Any, limit: Any) -> Any:

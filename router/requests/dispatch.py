@@ -88,7 +88,7 @@ class Dispatcher:
         self.num_accepted = 0
         self.costs = costs
         tiers = [settings.slo, *settings.slo.tiers.values()]
-        self._placement = placement(settings.policy, costs, tpot_slo_s=min(tier.tpot_seconds for tier in tiers))
+        self.placement = placement(settings.policy, costs, tpot_slo_s=min(tier.tpot_seconds for tier in tiers))
         self._settings = settings
         self.replicas = replicas or Replicas()
         self._now_s = now_s
@@ -96,11 +96,11 @@ class Dispatcher:
         self.admission = Admission(settings, self.replicas, self._observer)
         self._requests: dict[Request, None] = {}
         """Requests in flight, in order of arrival."""
-        self.attempts = AttemptTable(self._placement)
+        self.attempts = AttemptTable(self.placement)
         self._placer = Placer(
             self.workers,
             self.attempts,
-            self._placement,
+            self.placement,
             settings,
             self.admission,
             self._observer,

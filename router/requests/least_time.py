@@ -41,7 +41,10 @@ class LeastTime(Placement):
     def decode(
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
     ) -> Binding | None:
-        worker_id = choose_decode(arrival.blocks, workers, self.costs, cut_off, source_host=source_host)
+        factors = [correction.factor for correction in self.pull_corrections]
+        worker_id = choose_decode(
+            arrival.blocks, workers, self.costs, cut_off, source_host=source_host, pull_factors=factors
+        )
         return None if worker_id is None else Binding(worker_id)
 
 
@@ -145,6 +148,7 @@ def choose_decode(
     cut_off: AbstractSet[str] = frozenset(),
     *,
     source_host: str = "",
+    pull_factors: Sequence[float] = (1.0, 1.0),
 ) -> str | None:
     """Id of the decode worker with the least predicted TPOT among those with room; ties go by `tie_order`.
 
@@ -155,6 +159,7 @@ def choose_decode(
     Args:
         cut_off: ids of workers that recently failed to pull from the prompt's prefill worker; a last resort.
         source_host: host of the prompt's prefill worker.
+        pull_factors: of `pdserve.router.requests.placement.Placement.pull_corrections`.
     """
     cost, keys = costs[WorkerRole.DECODE], []
     for worker in workers:
@@ -162,7 +167,8 @@ def choose_decode(
             continue
         tpot_s = predict_tpot_s(worker, blocks.num_tokens, cost)
         num_to_pull = blocks.num_tokens - blocks.num_cached_tokens(worker.cached_blocks)
-        transfer_s = cost.transfer_s(num_to_pull, same_host=worker.host == source_host)
+        same_host = worker.host == source_host
+        transfer_s = cost.transfer_s(num_to_pull, same_host=same_host) * pull_factors[same_host]
         total_s = tpot_s + transfer_s / STALL_TOKENS
         keys.append((worker.worker_id in cut_off, shortfall(blocks, worker), total_s, tie_order(blocks, worker)))
     return min(keys)[-1][-1] if keys else None

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.worker_config import DIRECT_TRANSPORTS
+from pdserve.kv_transfer.handshake import choose_transport
 from pdserve.model.config.decoder_config import parse_config
 from pdserve.model.config.shape import ModelShape
-from pdserve.model.cost.cost_model import CostModel, OnlineCorrection, num_experts_touched
+from pdserve.model.cost.cost_model import CostModel, OnlineCorrection, chosen_transport, num_experts_touched
 from pdserve.model.cost.curve import Curve
 from pdserve.model.cost.hardware import Hardware, hardware
 from tests.model.planned_configs import GEMMA_3_27B, LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, PUBLISHED
@@ -20,9 +22,11 @@ from tests.model.planned_configs import GEMMA_3_27B, LLAMA_3_8B, LLAMA_3_70B, MI
 H100 = hardware("h100-sxm")
 
 
-def cost_model(config: dict[str, object], tensor_parallel: int = 1, pipeline_parallel: int = 1) -> CostModel:
+def cost_model(
+    config: dict[str, object], tensor_parallel: int = 1, pipeline_parallel: int = 1, transport: str = "auto"
+) -> CostModel:
     shape = ModelShape.from_hf_config(config)
-    return CostModel(shape, H100, Precision(dtype="bfloat16"), tensor_parallel, pipeline_parallel=pipeline_parallel)
+    return CostModel(shape, H100, Precision(dtype="bfloat16"), tensor_parallel, pipeline_parallel, transport)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -122,13 +126,38 @@ def test_few_tokens_do_not_reach_the_peak() -> None:
 
 
 def test_transfer_takes_the_kv_bytes_over_the_link() -> None:
-    model = cost_model(LLAMA_3_8B)
+    model = cost_model(LLAMA_3_8B, transport="nccl")
     assert model.transfer_s(1000, same_host=True) == pytest.approx(131_072_000 / 450e9 / 0.6)
     assert model.transfer_s(1000, same_host=False) == pytest.approx(131_072_000 / 50e9 / 0.6)
     for_each = 131_072_000 / 4 / 50e9 / 0.6
-    assert cost_model(LLAMA_3_8B, 4).transfer_s(1000, same_host=False) == pytest.approx(for_each)
-    assert cost_model(LLAMA_3_8B, 2, 2).transfer_s(1000, same_host=False) == pytest.approx(for_each)
+    assert cost_model(LLAMA_3_8B, 4, 1, "nccl").transfer_s(1000, same_host=False) == pytest.approx(for_each)
+    assert cost_model(LLAMA_3_8B, 2, 2, "nccl").transfer_s(1000, same_host=False) == pytest.approx(for_each)
     assert cost_model(LLAMA_3_8B, 2, 2).swap_s(1000) == pytest.approx(131_072_000 / 4 / 64e9)
+
+
+def test_kv_that_passes_through_the_host_takes_its_copies() -> None:
+    model = cost_model(LLAMA_3_70B, 4)
+    # All ranks' KV in one process, then each rank's through pinned memory.
+    num_bytes = 8000 * 2 * 2 * 80 * 8 * 128
+    staging_s = num_bytes / 4 * (1 / 5.9e9 + 1 / 64e9)
+    assert model.transfer_s(8000, same_host=True) == pytest.approx(num_bytes / 5.9e9 + staging_s)
+    assert model.transfer_s(8000, same_host=False) == pytest.approx(num_bytes / 2.6e9 + staging_s)
+    assert model.pull_s(8000, same_host=True) == pytest.approx(0.001 + num_bytes / 5.9e9 + staging_s)
+    ipc = cost_model(LLAMA_3_70B, 4, 1, "cuda_ipc")
+    assert ipc.transfer_s(8000, same_host=True) == pytest.approx(num_bytes / 4 / (0.6 * 450e9))
+    assert ipc.transfer_s(8000, same_host=False) == model.transfer_s(8000, same_host=False)
+    on_cpu = CostModel(model.shape, hardware("cpu"), Precision(dtype="bfloat16"))
+    assert on_cpu.transfer_s(8000, same_host=True) == pytest.approx(num_bytes / 5.9e9)
+    assert on_cpu.transfer_s(8000, same_host=False) == pytest.approx(num_bytes / 1.25e9), "as the network carries"
+
+
+@pytest.mark.parametrize("setting", ["auto", "memfd", "tcp", "nccl", "cuda_ipc"])
+def test_the_transport_is_the_one_that_workers_choose(setting: str) -> None:
+    devices = (f"{setting} 0", f"{setting} 1") if setting in DIRECT_TRANSPORTS else ("", "")
+    wanted = "auto" if setting in DIRECT_TRANSPORTS else setting
+    for same_host in (True, False) if setting != "memfd" else (True,):
+        chosen, _ = choose_transport(wanted, wanted, is_same_host=same_host, devices=devices)
+        assert chosen_transport(setting, same_host=same_host) == chosen
 
 
 def test_kv_blocks_fill_the_memory_that_the_rest_leaves() -> None:
@@ -356,9 +385,8 @@ def test_more_tokens_touch_more_experts(num_tokens: int) -> None:
 
 
 def test_more_ranks_than_kv_heads_repeat_them() -> None:
-    assert cost_model(LLAMA_3_8B, 16).transfer_s(1, same_host=True) == cost_model(LLAMA_3_8B, 8).transfer_s(
-        1, same_host=True
-    )
+    sixteen, eight = (cost_model(LLAMA_3_8B, ranks, 1, "nccl") for ranks in (16, 8))
+    assert sixteen.transfer_s(1, same_host=True) == eight.transfer_s(1, same_host=True)
 
 
 @pytest.mark.parametrize("tensor_parallel", [0, 3, 64])

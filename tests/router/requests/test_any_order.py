@@ -165,7 +165,7 @@ class World:
         assert not dispatcher._blame.suspects
         assert not dispatcher._blame._bystanders
         assert not dispatcher.admission.num_in_flight
-        placement = dispatcher._placement
+        placement = dispatcher.placement
         assert isinstance(placement, Goodput)
         assert not placement._requests
         for worker in self.workers:

@@ -16,13 +16,21 @@ from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
 from pdserve.router.requests.least_time import (
+    LeastTime,
     choose_decode,
     choose_prefill,
     may_prefill_locally,
     predict_tpot_s,
     predict_ttft_s,
 )
-from pdserve.router.requests.placement import PromptBlocks, WorkerSnapshot, prefill_candidates, shortfall
+from pdserve.router.requests.placement import (
+    Arrival,
+    Binding,
+    PromptBlocks,
+    WorkerSnapshot,
+    prefill_candidates,
+    shortfall,
+)
 
 BLOCK_SIZE = 4
 SHAPE = ModelShape(
@@ -34,7 +42,7 @@ SHAPE = ModelShape(
     head_dim=128,
     vocab_size=32000,
 )
-COST = CostModel(SHAPE, hardware("h100-sxm"), Precision(dtype="bfloat16"))
+COST = CostModel(SHAPE, hardware("h100-sxm"), Precision(dtype="bfloat16"), transport="nccl")
 COSTS = dict.fromkeys(WorkerRole, COST)
 
 
@@ -233,6 +241,21 @@ def test_a_decode_worker_on_the_host_of_the_prompt_pulls_faster() -> None:
     far, near = D0._replace(host="10.0.0.2"), D1._replace(host="10.0.0.1")
     for source_host, expected in (("10.0.0.1", "decode-1"), ("10.0.0.2", "decode-0")):
         assert choose_decode(prompt(1000), [far, near], COSTS, source_host=source_host) == expected
+
+
+def test_pulls_take_as_long_as_others_took() -> None:
+    """A worker with a little less to do that pulls all of the prompt, beside one that caches the most of it."""
+    policy = LeastTime(COSTS)
+    d1 = D1._replace(cached_blocks=OF_HISTORY, num_free_blocks=2000, num_decoding=1, num_context_tokens=3000)
+    d0 = D0._replace(num_free_blocks=2000)
+    arrival = Arrival(1, TURN, 0.0, 1.0)
+    assert policy.decode(arrival, [d0, d1], frozenset(), "") == Binding("decode-0")
+    for _ in range(60):
+        policy.pulled(WorkerRole.DECODE, 1000 * COST.kv_bytes_per_token, 1.0, same_host=False)
+    assert policy.decode(arrival, [d0, d1], frozenset(), "") == Binding("decode-0"), "not between these"
+    for _ in range(60):
+        policy.pulled(WorkerRole.DECODE, 1000 * COST.kv_bytes_per_token, 1.0, same_host=True)
+    assert policy.decode(arrival, [d0, d1], frozenset(), "") == Binding("decode-1")
 
 
 def test_decode_prefers_the_lighter_batch() -> None:
