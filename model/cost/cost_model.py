@@ -11,7 +11,8 @@ duration of a step with T new tokens and S sampled rows is the sum, over all sta
   its products reach if the weights are fp8 and the device multiplies float8, with activations quantised on the way;
 - routed experts (E, k per token): the same formula over the experts that the step touches. Assuming even and
   independent routing, these are ``n = E (1 - (1 - k / E) ** T)`` experts with ``T k / n`` rows each;
-- the output projection, as a linear layer of S rows;
+- the output projection, as a linear layer of S rows, whose logits are gathered from the ranks,
+  ``(t - 1) / t * S * vocabulary`` values, and sent in float32 from the last stage to the first;
 - attention, per row with q new tokens after c cached ones, causal work only, at least a decode over the same context:
   ``max(4 heads * head_dim * layers * (q c + q (q + 1) / 2) / t / (F a(q)), (c + q) * D)``, D being the seconds that one
   token attends to one other: ``max(4 heads * head_dim * layers / t / F, KV bytes per token / W')``, over the share of
@@ -64,7 +65,7 @@ class StepParts(NamedTuple):
 
     layers_s: float
     output_s: float
-    """Output projection."""
+    """Output projection, and what moves its logits to the rank that samples."""
     attention_s: float
     all_reduce_s: float
     send_s: float
@@ -78,7 +79,7 @@ class CountTerms(NamedTuple):
     tokens_s: FloatArray
     """Layers, communication and overhead for so many new tokens, without attention."""
     rows_s: FloatArray
-    """Output projection and overhead of so many rows."""
+    """Output projection, with its logits' way, and overhead of so many rows."""
     pair_s: FloatArray
     """One token attending to one other, in a chunk of so many new tokens."""
 
@@ -165,6 +166,7 @@ class CostModel:
             self._all_reduce = (hardware.link_latency_s, hardware.link_bandwidth * hardware.all_reduce_efficiency)
         stages_per_host = max(1, hardware.devices_per_host // tensor_parallel)
         num_outside = -(-pipeline_parallel // stages_per_host) - 1
+        self._to_leader = outside if num_outside else inside
         self._hops = [(num_outside, *outside), (pipeline_parallel - 1 - num_outside, *inside)]
         self._layer_weight_bytes = weights.layers / (shape.num_layers * shape.layer_parameters)
         self._common_layer_parameters = shape.common_layer_parameters
@@ -398,7 +400,16 @@ class CostModel:
         return shape.num_layers * (common_s + experts_s)
 
     def _output_s(self, num_rows: Any) -> Any:
-        return self._product_s(num_rows, self.shape.table_parameters, DTYPE_BYTES[self.dtype], self._rank_flops)
+        product_s = self._product_s(num_rows, self.shape.table_parameters, DTYPE_BYTES[self.dtype], self._rank_flops)
+        num_logits, num_ranks = num_rows * self.shape.vocab_size, self.tensor_parallel
+        gather_s = sent_s = 0.0
+        if num_ranks > 1:
+            latency_s, bandwidth = self._all_reduce
+            gather_s = latency_s + (num_ranks - 1) / num_ranks * num_logits * DTYPE_BYTES[self.dtype] / bandwidth
+        if self.pipeline_parallel > 1:
+            latency_s, bandwidth = self._to_leader
+            sent_s = latency_s + num_logits * DTYPE_BYTES["float32"] / bandwidth
+        return product_s + gather_s + sent_s
 
     def _product_s(self, num_rows: Any, num_weights: Any, bytes_each: float, flops: float) -> Any:
         """Seconds to multiply ``num_rows`` rows by ``num_weights`` weights, split over a stage's ranks, at a peak of

@@ -132,13 +132,9 @@ def fits(pool: Pool, model: PlannedModel, cost: CostModel) -> bool:
 
 def even_pulls_per_s(layout: Layout, near_s: float, far_s: float) -> float:
     """Pulls per second if every prefill worker's prompts go to all decode workers equally: under load, the policy
-    balances load rather than saving network traffic. Each worker, or each micro-batch of a pipeline, has one link."""
+    balances load rather than saving network traffic. Each worker has one link."""
     hosts = layout.worker_hosts
-    senders, takers = (
-        Counter({place: count * pool.pipeline_parallel for place, count in Counter(hosts[pool.role]).items()})
-        for pool in (layout.prefill, layout.decode)
-        if pool is not None
-    )
+    senders, takers = (Counter(hosts[pool.role]) for pool in (layout.prefill, layout.decode) if pool is not None)
     near_share = sum(count * takers[place] for place, count in senders.items()) / (senders.total() * takers.total())
     return min(senders.total(), takers.total()) / (near_share * near_s + (1 - near_share) * far_s)
 

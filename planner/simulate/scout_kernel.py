@@ -532,8 +532,9 @@ def carry(state, index, now_s):
     num_blocks = blocks_for(state, request.num_prompt) - request.num_pull_cached // cluster.block_size
     num_last = min(request.num_last_blocks, num_blocks)
     begins_s = max(request.pull_begun_s, now_s - (num_blocks - num_last) * block_s)
-    ends_s = max(begins_s, source.egress_free_at_s, target.ingress_free_at_s) + num_blocks * block_s
-    source.egress_free_at_s = target.ingress_free_at_s = ends_s
+    sender, taker = state.workers[source.first_of_pipeline], state.workers[target.first_of_pipeline]
+    ends_s = max(begins_s, sender.egress_free_at_s, taker.ingress_free_at_s) + num_blocks * block_s
+    sender.egress_free_at_s = taker.ingress_free_at_s = ends_s
     push(state, ends_s + cluster.pull_s, PULL_ENDED, index)
 
 

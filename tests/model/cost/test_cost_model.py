@@ -225,7 +225,8 @@ def test_a_pipeline_takes_as_long_as_its_stages_and_what_is_sent_between_them() 
     inside_s = 5e-6 + message_bytes / (0.6 * 450e9)
     outside_s = 30e-6 + message_bytes / (0.6 * 50e9)
     assert four.parts([(2048, 0)]).send_s == pytest.approx(2 * inside_s + outside_s)
-    assert four.prefill_s(2048) == pytest.approx(one.prefill_s(2048) + 2 * inside_s + outside_s)
+    logits_s = 30e-6 + 128256 * 4 / (0.6 * 50e9)  # of one row, to the leader
+    assert four.prefill_s(2048) == pytest.approx(one.prefill_s(2048) + 2 * inside_s + outside_s + logits_s)
     with pytest.raises(ValueError, match="pipeline_parallel 3 does not divide 80 layers; use a divisor"):
         cost_model(LLAMA_3_70B, 1, 3)
 
@@ -345,7 +346,8 @@ def test_tensor_parallelism_divides_the_work_and_adds_the_all_reduces() -> None:
     one, four = (cost_model(LLAMA_3_70B, ranks).parts([(2048, 0)]) for ranks in (1, 4))
     assert four.layers_s == pytest.approx(one.layers_s / 4)
     assert four.attention_s == pytest.approx(one.attention_s / 4)
-    assert four.output_s == pytest.approx(one.output_s / 4)
+    gather_s = 5e-6 + 3 / 4 * 128256 * 2 / (0.28 * 450e9)
+    assert four.output_s == pytest.approx(one.output_s / 4 + gather_s)
     assert four.overhead_s == pytest.approx(one.overhead_s + H100.ranks_overhead_s)
     # 80 layers, 2 all-reduces each: 5 us, and 6 times a fourth of 2048 tokens * 8192 values * 2 bytes, at 450 GB/s.
     assert four.all_reduce_s == pytest.approx(80 * 2 * (5e-6 + 6 * 2048 * 8192 * 2 / 4 / (0.28 * 450e9)))

@@ -145,6 +145,18 @@ def test_pulls_over_both_kinds_of_links_share_a_workers_wire() -> None:
     assert [use.num_network_pulls for use in simulation.workers] == [0, 0, 1]
 
 
+def test_micro_batches_share_their_workers_wire() -> None:
+    pools = [a_pool(role, 1, 1, 2) for role in (WorkerRole.PREFILL, WorkerRole.DECODE)]
+    slow = replace(H100, network_bandwidth=H100.network_bandwidth / 100)
+    prefill, decode = (replace(pool, hardware=slow) for pool in pools)
+    layout = Layout(prefill=prefill, decode=decode, hosts=(((0,),), ((1,),)))
+    requests = [SimulatedRequest(0.0, 2000, 2) for _ in range(2)]
+    moved_s = decode.cost(LLAMA_3_8B).transfer_s(2000, same_host=False)
+    judge = simulate(LLAMA_3_8B, layout, requests, slo=ALL_HANDED_OFF, overheads=NO_OVERHEADS).times
+    stalls_s = judge.second_token_s - judge.first_token_s
+    assert stalls_s[1] > 1.5 * moved_s > 1.2 * stalls_s[0]
+
+
 def test_pulls_stay_within_hosts_as_far_as_the_load_is_even() -> None:
     one_by_one = [SimulatedRequest(float(n), 1000, 100) for n in range(20)]
     for requests, most_far in ((one_by_one, 0), (poisson(40, 150), 74)):
