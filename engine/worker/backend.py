@@ -404,6 +404,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
         config.precision,
         config.tensor_parallel,
         config.pipeline_parallel,
+        config.transport,
     )
     max_blocks = cost.max_kv_blocks(
         config.block_size, max_batch_tokens=config.max_batch_tokens, max_batch_size=config.max_batch_size
