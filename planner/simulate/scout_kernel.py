@@ -170,7 +170,7 @@ def prefill_s(state, worker, num_new, num_cached):
     return sum_s(state, worker, num_new, 1, attention_s(state, worker, num_new, num_cached))
 
 
-@njit(**COMPILED)
+@njit(inline="always")
 def prompt_s(state, worker, num_new, num_cached):
     budget = worker.max_batch_tokens
     num_chunks, num_left = num_new // budget, num_new % budget
