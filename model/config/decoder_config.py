@@ -165,12 +165,9 @@ def _parse_layers(values: Mapping[str, object], family: Family, shape: ModelShap
             f"config.json: layer type {unknown[0]!r} is not supported; "
             f"serve a checkpoint whose layer_types are {FULL} or {SLIDING}"
         )
-    if SLIDING in types and not values.get("use_sliding_window", True):
-        raise ValueError(
-            f"config.json: layer_types has {SLIDING} and use_sliding_window is false; remove one of the two"
-        )
     ropes, windows = parse_ropes(values), shape.windows or (0,) * shape.num_layers
-    return tuple(LayerConfig(window, ropes[layer_type]) for window, layer_type in zip(windows, types, strict=True))
+    layers = zip(windows, types, strict=True)
+    return tuple(LayerConfig(window=window, rope=ropes[layer_type]) for window, layer_type in layers)
 
 
 def _parse_activation(values: Mapping[str, object]) -> str:

@@ -181,6 +181,10 @@ def layer_types(values: Mapping[str, object], family: Family, num_layers: int) -
 def _windows(values: Mapping[str, object], types: list[Any]) -> tuple[int, ...]:
     if SLIDING not in types:
         return ()
+    if not values.get("use_sliding_window", True):
+        raise ValueError(
+            f"config.json: layer_types has {SLIDING} and use_sliding_window is false; remove one of the two"
+        )
     window = positive_int(values, "sliding_window")
     return tuple(window if layer_type == SLIDING else 0 for layer_type in types)
 
