@@ -134,6 +134,9 @@ FAMILIES = {
 }
 """Architectures that can be served, by their name in config.json; of multimodal ones, the language model."""
 
+_DEEPSEEK = Family(
+    renamed={"intermediate_size": "moe_intermediate_size", "dense_intermediate_size": "intermediate_size"}
+)
 PLANNED_FAMILIES = {
     "OPTForCausalLM": Family(
         defaults={"tie_word_embeddings": True, "do_layer_norm_before": True},
@@ -156,6 +159,8 @@ PLANNED_FAMILIES = {
         renamed={"intermediate_size": "moe_intermediate_size"},
         qk_norm=True,
     ),
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
     "Phi3ForCausalLM": Family(layer_types=_all_sliding),
 }
 """Architectures that can be planned for but not served yet."""

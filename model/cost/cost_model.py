@@ -17,7 +17,8 @@ duration of a step with T new tokens and S sampled rows is the sum, over all sta
   ``max(4 heads * head_dim * layers * (q c + q (q + 1) / 2) / t / (F a(q)), (c + q) * D)``, D being the seconds that one
   token attends to one other: ``max(4 heads * head_dim * layers / t / F, KV bytes per token / W')``, over the share of
   either that decode attention reaches. In layers with a sliding window a token attends to no more than that, and a row
-  reads what its tokens attend to;
+  reads what its tokens attend to. With latent attention (`pdserve.model.config.shape.LatentAttention`) the operations
+  of a pair in decode are those on the vectors in KV, of which every rank holds all;
 - tensor parallelism: two all-reduces of the activations per layer, ``2 (t - 1) / t * bytes / link`` and one latency of
   the link each, whatever the number of ranks: small messages go directly to every rank, large ones around a ring;
 - pipeline parallelism: sends of activations between stages;
@@ -155,8 +156,9 @@ class CostModel:
         self._pull_token_s = [
             self._token_transfer_s(chosen_transport(transport, same_host=near), near) for near in (False, True)
         ]
-        self._pair_s = 4 * shape.num_heads * shape.head_dim * shape.num_layers / self._rank_flops
-        decode_s = max(self._pair_s, stages_kv_bytes / hardware.memory_bandwidth)
+        self._pair_s = shape.pair_operations * shape.num_layers / self._rank_flops
+        decode_pair_s = shape.decode_pair_operations * shape.num_layers / self._rank_flops
+        decode_s = max(decode_pair_s, stages_kv_bytes / hardware.memory_bandwidth)
         self._decode_token_s = decode_s / hardware.decode_attention_efficiency
         inside = (hardware.link_latency_s, hardware.link_bandwidth * hardware.link_efficiency)
         outside = (hardware.network_latency_s, hardware.network_bandwidth * hardware.link_efficiency)
@@ -168,7 +170,7 @@ class CostModel:
         num_outside = -(-pipeline_parallel // stages_per_host) - 1
         self._to_leader = outside if num_outside else inside
         self._hops = [(num_outside, *outside), (pipeline_parallel - 1 - num_outside, *inside)]
-        self._layer_weight_bytes = weights.layers / (shape.num_layers * shape.layer_parameters)
+        self._layer_weight_bytes = weights.layers / shape.matrix_parameters
         self._common_layer_parameters = shape.common_layer_parameters
         self._activation_bytes = shape.hidden_size * DTYPE_BYTES[dtype]
         # The planner looks a few counts up millions of times.
@@ -397,7 +399,12 @@ class CostModel:
         num_touched = num_experts_touched(num_tokens, shape.num_experts, shape.experts_per_token)
         num_weights = num_touched * shape.expert_parameters
         experts_s = self._product_s(num_uses / num_touched, num_weights, bytes_each, self._layer_flops)
-        return shape.num_layers * (common_s + experts_s)
+        num_dense = shape.num_dense_layers
+        seconds = (shape.num_layers - num_dense) * (common_s + experts_s)
+        if num_dense:
+            parameters = shape.dense_layer_parameters
+            seconds = seconds + num_dense * self._product_s(num_tokens, parameters, bytes_each, self._layer_flops)
+        return seconds
 
     def _output_s(self, num_rows: Any) -> Any:
         product_s = self._product_s(num_rows, self.shape.table_parameters, DTYPE_BYTES[self.dtype], self._rank_flops)

@@ -17,7 +17,7 @@ from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel, OnlineCorrection, chosen_transport, num_experts_touched
 from pdserve.model.cost.curve import Curve
 from pdserve.model.cost.hardware import Hardware, hardware
-from tests.model.planned_configs import GEMMA_3_27B, LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, PUBLISHED
+from tests.model.planned_configs import DEEPSEEK_V3, GEMMA_3_27B, LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, PUBLISHED
 
 H100 = hardware("h100-sxm")
 
@@ -377,6 +377,32 @@ def test_many_tokens_are_multiplied_with_their_own_experts_only() -> None:
     # 8192 tokens, each by two experts, are 2048 rows an expert.
     expected_s = 32 * 2 * 8192 * (common / compute.at(8192) + experts / compute.at(2048)) / 989e12
     assert cost_model(MIXTRAL_8X7B).parts([(8192, 0)]).layers_s == pytest.approx(expected_s)
+
+
+def test_latent_attention_reads_one_vector_and_multiplies_heads_with_it() -> None:
+    one, eight = cost_model(DEEPSEEK_V3), cost_model(DEEPSEEK_V3, 8)
+    reading_s, work_s = 2 * 576 / 3.35e12, 2 * 128 * (576 + 512) / 989e12
+    assert work_s < reading_s
+    for model in (one, eight):  # each of whose ranks reads all of it
+        attention_s = model.parts([(1, 999)]).attention_s
+        assert attention_s == pytest.approx(61 * 1000 * reading_s / H100.decode_attention_efficiency)
+    assert eight.rank_kv_bytes_per_token == one.kv_bytes_per_token
+    slow = CostModel(one.shape, replace(H100, peak_flops={"bfloat16": 1e14}), Precision(dtype="bfloat16"))
+    attention_s = slow.parts([(1, 999)]).attention_s
+    expected_s = 61 * 1000 * 2 * 128 * (576 + 512) / 1e14 / H100.decode_attention_efficiency
+    assert attention_s == pytest.approx(expected_s)
+    # In a prompt, keys of 192 values and values of 128 are projected from it.
+    pairs_s = 61 * 4096 * 4097 / 2 * 2 * 128 * (192 + 128) / 989e12
+    attention_s = one.parts([(4096, 0)]).attention_s
+    assert attention_s == pytest.approx(pairs_s / H100.prefill_attention_efficiency.at(4096))
+
+
+def test_the_first_layers_have_no_experts() -> None:
+    model, attention = cost_model(DEEPSEEK_V3), 7168 * (1536 + 576 + 16384) + 1536 * 128 * 192 + 512 * 128 * 256
+    dense, expert = 3 * 7168 * 18432, 3 * 7168 * 2048
+    routed = attention + 256 * 7168 + 9 * expert
+    reading_s = 2 * (3 * (attention + dense) + 58 * routed) / H100.bandwidth
+    assert model.parts([(1, 0)]).layers_s == pytest.approx(reading_s)
 
 
 @given(num_tokens=st.integers(1, 3000))
