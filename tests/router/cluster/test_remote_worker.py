@@ -17,6 +17,7 @@ from pdserve.router.cluster.remote_worker import RemoteWorker, SessionRefusedErr
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.interface import DispatchSettings
+from tests.router.rig import COST
 from tests.router.scripted_worker import ScriptedWorker, until
 
 
