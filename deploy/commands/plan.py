@@ -18,7 +18,7 @@ from pdserve.deploy.commands import plan_options as options
 from pdserve.deploy.commands.plan_answer import Outputs, answer, show_worker
 from pdserve.deploy.commands.plan_options import ModelOptions, Objectives
 from pdserve.deploy.commands.ray_file import PROVIDERS, ray_cluster_path
-from pdserve.deploy.config import override
+from pdserve.deploy.config import check_deployment, override
 
 if TYPE_CHECKING:
     from pdserve.planner.search.plan import Effort, Objective
@@ -205,8 +205,8 @@ def plan(
             raise ConfigError(
                 f"--decode-gpu is {kinds[0][0].name}, as --gpu is: leave it out, and count all in --nodes"
             )
-    transport = override(DeploymentConfig(), "kv_transfer", transport=kv_transport).kv_transfer.transport
-    planned = options.planned_model(model_config, transport)
+    check_deployment(override(DeploymentConfig(), "kv_transfer", transport=kv_transport), use="simulate")
+    planned = options.planned_model(model_config, kv_transport)
 
     from pdserve.planner.search.plan import Question, Supply
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
+from pdserve.router.requests.goodput import Goodput
 from pdserve.router.requests.least_time import (
     LeastTime,
     choose_decode,
@@ -25,7 +27,7 @@ from pdserve.router.requests.least_time import (
 )
 from pdserve.router.requests.placement import (
     Arrival,
-    Binding,
+    Placement,
     PromptBlocks,
     WorkerSnapshot,
     prefill_candidates,
@@ -243,19 +245,21 @@ def test_a_decode_worker_on_the_host_of_the_prompt_pulls_faster() -> None:
         assert choose_decode(prompt(1000), [far, near], COSTS, source_host=source_host) == expected
 
 
-def test_pulls_take_as_long_as_others_took() -> None:
-    """A worker with a little less to do that pulls all of the prompt, beside one that caches the most of it."""
-    policy = LeastTime(COSTS)
-    d1 = D1._replace(cached_blocks=OF_HISTORY, num_free_blocks=2000, num_decoding=1, num_context_tokens=3000)
-    d0 = D0._replace(num_free_blocks=2000)
-    arrival = Arrival(1, TURN, 0.0, 1.0)
-    assert policy.decode(arrival, [d0, d1], frozenset(), "") == Binding("decode-0")
-    for _ in range(60):
-        policy.pulled(WorkerRole.DECODE, 1000 * COST.kv_bytes_per_token, 1.0, same_host=False)
-    assert policy.decode(arrival, [d0, d1], frozenset(), "") == Binding("decode-0"), "not between these"
-    for _ in range(60):
-        policy.pulled(WorkerRole.DECODE, 1000 * COST.kv_bytes_per_token, 1.0, same_host=True)
-    assert policy.decode(arrival, [d0, d1], frozenset(), "") == Binding("decode-1")
+@pytest.mark.parametrize("policy", [LeastTime, Goodput])
+def test_pulls_take_as_long_as_others_took(policy: type[Placement]) -> None:
+    """A worker with a little less to do that pulls all of the prompt, beside one that caches most of it."""
+    placement = policy(COSTS, tpot_slo_s=0.015)
+    d1 = D1._replace(cached_blocks=OF_HISTORY, num_free_blocks=2000, num_decoding=1, num_context_tokens=8000)
+    arrival = Arrival(1, TURN, 0.0, 1.0, tpot_slo_s=0.015)
+    chosen = []
+    for same_host in (None, True, False):
+        for _ in range(60 if same_host is not None else 0):
+            num_bytes = 1000 * COST.kv_bytes_per_token
+            placement.pulled(WorkerRole.DECODE, num_bytes, 1.0, same_host=bool(same_host))
+        binding = placement.decode(arrival, [D0._replace(num_free_blocks=2000), d1], frozenset(), "another host")
+        assert binding is not None
+        chosen.append(binding.worker_id)
+    assert chosen == ["decode-0", "decode-0", "decode-1"], "those within a host tell nothing of those between two"
 
 
 def test_decode_prefers_the_lighter_batch() -> None:
