@@ -100,7 +100,7 @@ DEEPSEEK_V2_LITE = {
     "num_experts_per_tok": 6,
     "first_k_dense_replace": 1,
 }
-GEMMA_3_27B = {
+GEMMA_3_27B: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "text_config": {
         "hidden_size": 5376,
