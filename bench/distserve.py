@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from sys import maxsize
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -213,9 +214,9 @@ class FittedCost(CostModel):
     def decode_s(self, batch_size: int, context_tokens: int) -> float:
         return self.decode_run_s(batch_size, context_tokens)[0]
 
-    def decode_run_s(self, batch_size: int, context_tokens: int) -> tuple[float, float]:
+    def decode_run_s(self, batch_size: int, context_tokens: int) -> tuple[float, float, int]:
         fit = self._fit("decoding_smallbs" if batch_size < SMALL_BATCH else "decoding_largebs")
-        return fit.seconds(context_tokens, batch_size), fit.b * batch_size / 1000
+        return fit.seconds(context_tokens, batch_size), fit.b * batch_size / 1000, maxsize
 
     def mixed_s(self, num_new: int, num_cached: int, batch_size: int, context_tokens: int) -> float:
         """Never: its decode instances do not prefill."""

@@ -1,4 +1,4 @@
-"""Models that the planner's benchmarks share."""
+"""Models that the planner's benchmarks share. KV moves from GPU to GPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def dense(
         vocab_size=vocab_size,
         qk_norm=qk_norm,
     )
-    return PlannedModel(shape=shape, name=name, max_model_len=max_model_len)
+    return PlannedModel(shape=shape, name=name, max_model_len=max_model_len, transport="nccl")
 
 
 OPT_13B = _opt("OPT-13B", 40, 5120, 40)

@@ -35,12 +35,14 @@ NO_SWAP_SPACE = SwapSpace(num_slots=0, is_cheaper=lambda num_tokens, num_cached:
 """No swapping: every preempted sequence is recomputed."""
 
 
-def swap_space(cost: CostModel, num_slots: int) -> SwapSpace:
-    """Swap space of ``num_slots`` slots, used if the cost model predicts both copies to be faster than a prefill."""
+def swap_space(cost: CostModel, num_slots: int, max_batch_tokens: int) -> SwapSpace:
+    """Swap space of ``num_slots`` slots, used if the cost model predicts both copies to be faster than a prefill, in
+    chunks of ``max_batch_tokens``."""
 
     def is_cheaper(num_tokens: int, num_cached: int) -> bool:
         num_lost = num_tokens - num_cached
-        return cost.swap_s(num_tokens) + cost.swap_s(num_lost) < cost.prefill_s(num_lost, num_cached)
+        prompt_s = cost.prompt_s(num_lost, num_cached, max_batch_tokens)
+        return cost.swap_s(num_tokens) + cost.swap_s(num_lost) < prompt_s
 
     return SwapSpace(num_slots=num_slots, is_cheaper=is_cheaper)
 

@@ -255,5 +255,6 @@ def router_config(
         pipeline_parallel={role: launch.config.phase(role).pipeline_parallel for role in launch.roles},
         cores_per_rank=max(1, *(len(cores) // launch.num_ranks(role) for role, cores, _ in workers)),
         precision=model.precision,
+        kv_transport=launch.config.kv_transfer.transport,
         drain_timeout_s=launch.drain_timeout_s,
     )

@@ -31,6 +31,8 @@ class PlannedModel:
     precision: Precision = BFLOAT16
     block_size: int = 16
     max_model_len: int = 8192
+    transport: str = "auto"
+    """How KV moves between workers: ``kv_transfer.transport``."""
     unserved: str = ""
     """Why `pdserve up` refuses the checkpoint, if it does."""
 
@@ -85,6 +87,7 @@ class Pool:
             model.precision,
             self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
+            transport=model.transport,
         )
 
     def kv_blocks(self, model: PlannedModel, cost: CostModel) -> int:

@@ -75,5 +75,7 @@ class RouterProcessConfig:
     pipeline_parallel: dict[WorkerRole, int] = field(default_factory=dict)
     """Pipeline stages of a worker by role, where more than one."""
     precision: Precision = field(default_factory=Precision)
+    kv_transport: str = "auto"
+    """``kv_transfer.transport``, for predictions."""
     drain_timeout_s: float = 30.0
     """Seconds for requests in flight to finish after SIGTERM."""

@@ -21,6 +21,8 @@ from pdserve.deploy.checks.preflight import check_launch, core_warning, kernel_w
 from pdserve.deploy.launch import Launch
 from pdserve.kv_transfer.handshake import choose_transport
 from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.hardware import hardware
 
 PROMPT_TOKENS = 4096
 MAX_PROMPT_BYTES = 128 << 20
@@ -61,6 +63,8 @@ def _show_links(launch: Launch, links: Sequence[Links], console: Console) -> Non
         return
     layout = _prompt_layout(launch)
     seconds = _measure(launch, layout, sorted({each.transport for each in links} - {*DIRECT_TRANSPORTS}))
+    settings = launch.config.model
+    shape = DecoderConfig.from_folder(Path(settings.path)).shape
     num_tokens, mebibytes = layout.num_blocks * layout.block_size, layout.pool_bytes / 2**20
     console.print(f"KV of {num_tokens:,} tokens, {mebibytes:.1f} MiB:", highlight=False)
     for each in links:
@@ -69,6 +73,9 @@ def _show_links(launch: Launch, links: Sequence[Links], console: Console) -> Non
             figures = f"{1e3 * taken_s:.1f} ms, {layout.pool_bytes / taken_s / 1e9:.1f} GB/s"
             if not each.is_same_host:
                 figures = f"not measured; over loopback {figures}"
+            cost = CostModel(shape, hardware("cpu"), settings.precision, transport=each.transport)
+            predicted_s = cost.pull_s(num_tokens, same_host=each.is_same_host)
+            figures += f"; predicted {1e3 * predicted_s:.1f} ms"
         line = f"  {', '.join(each.pairs)}: [cyan]{each.transport}[/] ({each.reason}), {figures}"
         console.print(line, highlight=False, soft_wrap=True)
 

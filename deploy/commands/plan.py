@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.contracts.deployment import ModelConfig
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
 from pdserve.contracts.errors import ConfigError
 from pdserve.deploy.commands import plan_options as options
 from pdserve.deploy.commands.plan_answer import Outputs, answer, show_worker
 from pdserve.deploy.commands.plan_options import ModelOptions, Objectives
 from pdserve.deploy.commands.ray_file import PROVIDERS, ray_cluster_path
+from pdserve.deploy.config import check_deployment, override
 
 if TYPE_CHECKING:
     from pdserve.planner.search.plan import Effort, Objective
@@ -61,6 +62,7 @@ def plan(
             min=1, max=MAX_NODES, help="Hosts with the second kind. Default: --nodes.", rich_help_panel=options.GPUS
         ),
     ] = None,
+    kv_transport: options.TransportOption = "auto",
     hardware_file: options.HardwareFileOption = None,
     price: Annotated[
         float | None,
@@ -166,10 +168,11 @@ def plan(
     named = options.named_lengths(input_tokens, output_tokens)
     if named and workload:
         raise ConfigError("--workload and --input-tokens exclude each other: name one kind of traffic")
-    if live and (named or workload or rate or decode_gpu or price or objective or burstiness is not None or max_tokens):
+    is_given = named or workload or rate or decode_gpu or price or objective or burstiness is not None or max_tokens
+    if live and (is_given or kv_transport != "auto"):
         raise ConfigError(
             f"traffic and GPUs are those of {live}: leave out --workload, --burstiness, --max-tokens, --rate, "
-            "--objective, --decode-gpu and --price"
+            "--objective, --decode-gpu, --kv-transport and --price"
         )
     if price is not None and decode_gpu:
         raise ConfigError("--price is of one kind of GPU, and there are two: give their prices in a --hardware-file")
@@ -202,7 +205,8 @@ def plan(
             raise ConfigError(
                 f"--decode-gpu is {kinds[0][0].name}, as --gpu is: leave it out, and count all in --nodes"
             )
-    planned = options.planned_model(model_config)
+    check_deployment(override(DeploymentConfig(), "kv_transfer", transport=kv_transport), use="simulate")
+    planned = options.planned_model(model_config, kv_transport)
 
     from pdserve.planner.search.plan import Question, Supply
 

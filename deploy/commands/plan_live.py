@@ -61,7 +61,7 @@ def plan_live(
     folder = outputs.model or _served_folder(cluster)
     served = dataclasses.replace(cluster.model, path=str(folder))
     question = Question(
-        model=options.planned_model(options.model_config(served, model_options)),
+        model=options.planned_model(options.model_config(served, model_options), cluster.transport),
         slo=options.objectives(cluster.slo, objectives),
         fleet=supplies(layout, cluster.workers),
         effort=effort,

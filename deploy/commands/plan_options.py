@@ -6,6 +6,7 @@ usage (`ConfigError`); an error of the model or the fleet is a failure (`DeployE
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -39,6 +40,14 @@ GpuOption = Annotated[
 ]
 DecodeGpuOption = Annotated[
     str, typer.Option(metavar="KIND", help="GPU of decode workers. Default: --gpu.", rich_help_panel=GPUS)
+]
+TransportOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="How KV moves: auto (memfd, tcp), or nccl or cuda_ipc from GPU to GPU.",
+        rich_help_panel=GPUS,
+    ),
 ]
 HardwareFileOption = Annotated[
     Path | None, typer.Option(help="Device file (YAML) from pdserve profile, for --gpu.", rich_help_panel=GPUS)
@@ -133,20 +142,21 @@ def working(text: str) -> Iterator[None]:
         yield
 
 
-def planned_model(config: ModelConfig) -> PlannedModel:
-    """Planned model of a checked deployment."""
+def planned_model(config: ModelConfig, transport: str) -> PlannedModel:
+    """Planned model of a checked deployment, whose ``kv_transfer.transport`` is given."""
     if not config.path:
         raise ConfigError("no model is named; give --model a folder with a config.json, or the file itself")
     from pdserve.planner.planned_model import read_planned_model
 
     config, _ = find_dtype(config)
     with failure():
-        return read_planned_model(
+        found = read_planned_model(
             Path(config.path),
             precision=config.precision,
             max_model_len=config.max_model_len,
             block_size=config.block_size,
         )
+    return dataclasses.replace(found, transport=transport)
 
 
 def added_hardware(file: Path | None) -> Mapping[str, Hardware]:

@@ -157,7 +157,7 @@ def simulate(
 
     from pdserve.planner.simulate.simulated_run import Run
 
-    planned = options.planned_model(config.model)
+    planned = options.planned_model(config.model, config.kv_transfer.transport)
     traffic = options.traffic(
         named,
         model=config.model,

@@ -202,7 +202,8 @@ def _as_computed(config: WorkerConfig, is_on_host: bool) -> WorkerConfig:
 
 
 def _cost(config: WorkerConfig, model: DecoderConfig) -> CostModel:
-    return CostModel(model.shape, _device(config), config.precision, config.tensor_parallel, config.pipeline_parallel)
+    degrees = config.tensor_parallel, config.pipeline_parallel
+    return CostModel(model.shape, _device(config), config.precision, *degrees, config.transport)
 
 
 def _check_groups(config: WorkerConfig, model: DecoderConfig) -> None:
@@ -403,6 +404,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
         config.precision,
         config.tensor_parallel,
         config.pipeline_parallel,
+        config.transport,
     )
     max_blocks = cost.max_kv_blocks(
         config.block_size, max_batch_tokens=config.max_batch_tokens, max_batch_size=config.max_batch_size

@@ -132,7 +132,8 @@ class Prediction(NamedTuple):
 
 class StepTimes:
     """Predicted and observed step times, and the two corrections between them. Steps with prefill rows and pure
-    decode steps have different errors."""
+    decode steps have different errors. A decode step is predicted from its total context, as the router does, so that
+    the correction makes up for it."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost

@@ -194,7 +194,7 @@ class EngineWorker:
             max_batch_tokens=config.max_batch_tokens,
             max_batch_size=config.max_batch_size,
             park_timeout_s=config.park_timeout_s,
-            swap_space=swap_space(backend.cost, backend.num_swap_slots),
+            swap_space=swap_space(backend.cost, backend.num_swap_slots, config.max_batch_tokens),
             mixed_s=times.mixed_s,
         )
         loop = LiveLoop(

@@ -14,7 +14,7 @@ from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import ModelLimits
 from pdserve.model.config.families import FAMILIES, FULL, SLIDING, Family, find_family, text_values
 from pdserve.model.config.rope_config import RopeConfig, parse_ropes
-from pdserve.model.config.shape import ModelShape, positive_float, positive_int
+from pdserve.model.config.shape import ModelShape, layer_types, positive_float, positive_int
 from pdserve.model.config.tokenizer_config import eos_token_id, read_json
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -127,7 +127,7 @@ def parse_config(config: Mapping[str, object], generation_config: Mapping[str, o
             raise ValueError(f"config.json: {key} is set, and is not supported; serve a checkpoint without it")
     shape = ModelShape.from_hf_config(config)
     _check_heads(shape)
-    layers = _parse_layers(values, family, shape.num_layers)
+    layers = _parse_layers(values, family, shape)
     max_positions = positive_int(values, "max_position_embeddings")
     return DecoderConfig(
         shape=shape,
@@ -157,25 +157,17 @@ def _check_heads(shape: ModelShape) -> None:
         )
 
 
-def _parse_layers(values: Mapping[str, object], family: Family, num_layers: int) -> tuple[LayerConfig, ...]:
-    types = values.get("layer_types") or family.layer_types(values, num_layers)
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise ValueError(f"config.json: layer_types is not a list of {num_layers} types; download config.json again")
+def _parse_layers(values: Mapping[str, object], family: Family, shape: ModelShape) -> tuple[LayerConfig, ...]:
+    types = layer_types(values, family, shape.num_layers)
     unknown = sorted({str(layer_type) for layer_type in types} - {FULL, SLIDING})
     if unknown:
         raise ValueError(
             f"config.json: layer type {unknown[0]!r} is not supported; "
             f"serve a checkpoint whose layer_types are {FULL} or {SLIDING}"
         )
-    windows = {FULL: 0}
-    if SLIDING in types:
-        if not values.get("use_sliding_window", True):
-            raise ValueError(
-                f"config.json: layer_types has {SLIDING} and use_sliding_window is false; remove one of the two"
-            )
-        windows[SLIDING] = positive_int(values, "sliding_window")
-    ropes = parse_ropes(values)
-    return tuple(LayerConfig(window=windows[layer_type], rope=ropes[layer_type]) for layer_type in types)
+    ropes, windows = parse_ropes(values), shape.windows or (0,) * shape.num_layers
+    layers = zip(windows, types, strict=True)
+    return tuple(LayerConfig(window=window, rope=ropes[layer_type]) for window, layer_type in layers)
 
 
 def _parse_activation(values: Mapping[str, object]) -> str:

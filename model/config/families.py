@@ -134,6 +134,9 @@ FAMILIES = {
 }
 """Architectures that can be served, by their name in config.json; of multimodal ones, the language model."""
 
+_DEEPSEEK = Family(
+    renamed={"intermediate_size": "moe_intermediate_size", "dense_intermediate_size": "intermediate_size"}
+)
 PLANNED_FAMILIES = {
     "OPTForCausalLM": Family(
         defaults={"tie_word_embeddings": True, "do_layer_norm_before": True},
@@ -143,7 +146,9 @@ PLANNED_FAMILIES = {
         extra_positions=2,
     ),
     "GemmaForCausalLM": Family(defaults={"head_dim": 256, "tie_word_embeddings": True}),
-    "MixtralForCausalLM": Family(defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "MixtralForCausalLM": Family(
+        defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}, layer_types=_all_sliding
+    ),
     "Qwen2MoeForCausalLM": Family(
         defaults={"num_experts": 60, "num_experts_per_tok": 4},
         renamed={"intermediate_size": "moe_intermediate_size"},
@@ -154,7 +159,9 @@ PLANNED_FAMILIES = {
         renamed={"intermediate_size": "moe_intermediate_size"},
         qk_norm=True,
     ),
-    "Phi3ForCausalLM": Family(),
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "Phi3ForCausalLM": Family(layer_types=_all_sliding),
 }
 """Architectures that can be planned for but not served yet."""
 

@@ -1,21 +1,36 @@
 """Shape of a decoder: the sizes that determine its cost.
 
-Parsed from the config.json of any decoder with grouped-query attention, dense or with routed experts, so that models
-that are not downloaded or cannot be served can be planned for. Part of `pdserve.model.config.decoder_config`, read by
-`pdserve.model.cost.cost_model`. Never imports torch.
+Parsed from the config.json of any decoder with grouped-query or latent attention, dense or with routed experts, so
+that models that are not downloaded or cannot be served can be planned for. Part of
+`pdserve.model.config.decoder_config`, read by `pdserve.model.cost.cost_model`. Never imports torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from pdserve.model.config.families import FAMILIES, PLANNED_FAMILIES, Family, find_family, text_values
+from pdserve.model.config.families import FAMILIES, PLANNED_FAMILIES, SLIDING, Family, find_family, text_values
+
+
+class LatentAttention(NamedTuple):
+    """Keys and values of all heads are projected from one vector, which the KV cache holds in their place, beside one
+    rotated key (DeepSeek-AI 2024, DeepSeek-V2)."""
+
+    query_rank: int
+    """Width of the vector that queries are projected from; 0: the hidden state."""
+    kv_rank: int
+    """Width of the vector that keys and values are projected from."""
+    key_dim: int
+    """Part of a head's key that is not rotated."""
+    rotated_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder with grouped-query attention. Counts are for the whole model."""
+    """A decoder with grouped-query attention, or latent attention. Counts are for the whole model."""
 
     num_layers: int
     hidden_size: int
@@ -24,6 +39,7 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Width of a vector in KV."""
     vocab_size: int
     tie_word_embeddings: bool = False
     """The output projection is the embedding table."""
@@ -46,7 +62,17 @@ class ModelShape:
     """Routed experts of each layer; 0 for a dense MLP."""
     experts_per_token: int = 0
     shared_intermediate_size: int = 0
-    """Width of the shared expert, which every token uses and which has a gate of one output; 0 without one."""
+    """Width of the shared expert, which every token uses; 0 without one."""
+    shared_gate: bool = True
+    """The shared expert has a gate of one output."""
+    num_dense_layers: int = 0
+    """Layers without experts, in a model that has them."""
+    dense_intermediate_size: int = 0
+    """Width of their MLP."""
+    latent: LatentAttention | None = None
+    windows: tuple[int, ...] = ()
+    """Tokens that a token of each layer attends to, itself included; 0 for all. Empty: all, in every layer. A model has
+    one window at most, as config.json does."""
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, object]) -> ModelShape:
@@ -61,14 +87,21 @@ class ModelShape:
         _refuse_others(values)
         hidden_size, num_heads = positive_int(values, "hidden_size"), positive_int(values, "num_attention_heads")
         attention_bias = family.has_biases or bool(values.get("attention_bias"))
-        num_experts = _count(values, "num_local_experts") or _count(values, "num_experts")
+        num_experts = next(filter(None, (_count(values, key) for key in _NUM_EXPERTS)), 0)
+        num_dense = _count(values, "first_k_dense_replace") if num_experts else 0
+        latent = _latent(values)
+        num_layers = positive_int(values, "num_hidden_layers")
         return cls(
-            num_layers=positive_int(values, "num_hidden_layers"),
+            num_layers=num_layers,
             hidden_size=hidden_size,
             intermediate_size=positive_int(values, "intermediate_size"),
             num_heads=num_heads,
-            num_kv_heads=positive_int(values, "num_key_value_heads", num_heads),
-            head_dim=positive_int(values, "head_dim", hidden_size // num_heads),
+            num_kv_heads=1 if latent else positive_int(values, "num_key_value_heads", num_heads),
+            head_dim=(
+                latent.kv_rank + latent.rotated_dim
+                if latent
+                else positive_int(values, "head_dim", hidden_size // num_heads)
+            ),
             vocab_size=positive_int(values, "vocab_size"),
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
             qkv_bias=family.qkv_bias or attention_bias,
@@ -82,7 +115,13 @@ class ModelShape:
             num_positions=_num_positions(values, family),
             num_experts=num_experts,
             experts_per_token=positive_int(values, "num_experts_per_tok") if num_experts else 0,
-            shared_intermediate_size=_count(values, "shared_expert_intermediate_size"),
+            shared_intermediate_size=_count(values, "shared_expert_intermediate_size")
+            or _count(values, "n_shared_experts") * _count(values, "moe_intermediate_size"),
+            shared_gate=not values.get("n_shared_experts"),
+            num_dense_layers=num_dense,
+            dense_intermediate_size=positive_int(values, "dense_intermediate_size") if num_dense else 0,
+            latent=latent,
+            windows=_windows(values, layer_types(values, family, num_layers)),
         )
 
     @property
@@ -101,21 +140,46 @@ class ModelShape:
         return self.layer_groups(1)
 
     @property
-    def layer_outputs(self) -> int:
-        """Outputs of one layer's matrices: in int8, each has a scale."""
-        return sum(number * num_outputs for number, num_outputs, _ in self._layer_matrices())
+    def dense_layer_parameters(self) -> int:
+        """Matrix weights of one layer without experts, in a model that has them."""
+        return self.layer_groups(1, is_dense=True)
 
-    def layer_groups(self, group_inputs: int) -> int:
-        """Groups of up to ``group_inputs`` inputs of each output of one layer's matrices: in int4, each has a scale."""
+    @property
+    def matrix_parameters(self) -> int:
+        """Matrix weights of all layers."""
+        num_dense = self.num_dense_layers
+        return (self.num_layers - num_dense) * self.layer_parameters + num_dense * self.dense_layer_parameters
+
+    @property
+    def pair_operations(self) -> int:
+        """Operations of one token that attends to one other in a layer, in a prompt."""
+        dims = 2 * self.head_dim if self.latent is None else sum(self.latent[2:])
+        return 2 * self.num_heads * dims
+
+    @property
+    def decode_pair_operations(self) -> int:
+        """Operations of one token that attends to one other in a layer, in decode: there, heads attend to the vectors
+        in KV themselves, and what projects these is applied to queries and outputs."""
+        dims = 2 * self.head_dim if self.latent is None else self.head_dim + self.latent.kv_rank
+        return 2 * self.num_heads * dims
+
+    def layer_groups(self, group_inputs: int, *, is_dense: bool = False) -> int:
+        """Groups of up to ``group_inputs`` inputs of each output of one layer's matrices: in int4, each has a scale,
+        and in int8 each output.
+
+        Args:
+            is_dense: of a layer without experts, in a model that has them.
+        """
         return sum(
             number * num_outputs * -(-num_inputs // group_inputs)
-            for number, num_outputs, num_inputs in self._layer_matrices()
+            for number, num_outputs, num_inputs in self._layer_matrices(is_dense=is_dense)
         )
 
     @property
     def layer_vector_parameters(self) -> int:
         """Norm and bias weights of one layer."""
         norms = (4 if self.post_norms else 2) * self._norm_parameters + (2 * self.head_dim if self.qk_norm else 0)
+        norms += self.latent.query_rank + self.latent.kv_rank if self.latent else 0
         qkv_bias = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
         output_bias = self.hidden_size if self.output_bias else 0
         return norms + qkv_bias + output_bias + (self._mlp_outputs if self.mlp_bias else 0)
@@ -128,26 +192,42 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """All weights, norms and biases included; a tied output projection is counted once."""
-        layers = self.num_layers * (self.layer_parameters + self.layer_vector_parameters)
+        layers = self.matrix_parameters + self.num_layers * self.layer_vector_parameters
         final_norm = self._norm_parameters if self.final_norm else 0
         num_tables = 1 if self.tie_word_embeddings else 2
         return layers + final_norm + num_tables * self.table_parameters + self.num_positions * self.hidden_size
 
     @property
     def kv_vectors_per_token(self) -> int:
-        """Vectors of ``head_dim`` in the KV of one token: K and V of every layer and KV head."""
-        return 2 * self.num_layers * self.num_kv_heads
+        """Vectors of ``head_dim`` in the KV of one token: K and V of every layer and KV head, or one of every layer."""
+        return (1 if self.latent else 2) * self.num_layers * self.num_kv_heads
 
-    def _layer_matrices(self) -> Iterator[tuple[int, int, int]]:
+    def _attention_matrices(self) -> Iterator[tuple[int, int, int]]:
+        hidden, heads, latent = self.hidden_size, self.num_heads, self.latent
+        if latent is None:
+            yield 1, (heads + 2 * self.num_kv_heads) * self.head_dim, hidden
+            yield 1, hidden, heads * self.head_dim
+            return
+        if latent.query_rank:
+            yield 1, latent.query_rank, hidden
+        yield 1, heads * (latent.key_dim + latent.rotated_dim), latent.query_rank or hidden
+        yield 1, latent.kv_rank + latent.rotated_dim, hidden
+        yield 1, heads * (latent.key_dim + latent.value_dim), latent.kv_rank
+        yield 1, hidden, heads * latent.value_dim
+
+    def _layer_matrices(self, *, is_dense: bool = False) -> Iterator[tuple[int, int, int]]:
         """Yield (number, outputs, inputs) of equal matrices of one layer."""
         hidden, expert, shared = self.hidden_size, self.intermediate_size, self.shared_intermediate_size
-        yield 1, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, hidden
-        yield 1, hidden, self.num_heads * self.head_dim
+        yield from self._attention_matrices()
+        if is_dense:
+            yield 1, (2 if self.gated_mlp else 1) * self.dense_intermediate_size, hidden
+            yield 1, hidden, self.dense_intermediate_size
+            return
         yield max(1, self.num_experts), (2 if self.gated_mlp else 1) * expert, hidden
         yield max(1, self.num_experts), hidden, expert
         yield 1, self.num_experts, hidden  # the router
         if shared:
-            yield 1, 2 * shared + 1, hidden
+            yield 1, 2 * shared + self.shared_gate, hidden
             yield 1, hidden, shared
 
     @property
@@ -160,9 +240,42 @@ class ModelShape:
         return (2 if self.gated_mlp else 1) * self.intermediate_size + self.hidden_size
 
 
+def layer_types(values: Mapping[str, object], family: Family, num_layers: int) -> list[Any]:
+    """Type of each layer, as config.json names it.
+
+    Raises:
+        ValueError: another number of them.
+    """
+    types = values.get("layer_types") or family.layer_types(values, num_layers)
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise ValueError(f"config.json: layer_types is not a list of {num_layers} types; download config.json again")
+    return types
+
+
+def _windows(values: Mapping[str, object], types: list[Any]) -> tuple[int, ...]:
+    if SLIDING not in types:
+        return ()
+    if not values.get("use_sliding_window", True):
+        raise ValueError(
+            f"config.json: layer_types has {SLIDING} and use_sliding_window is false; remove one of the two"
+        )
+    window = positive_int(values, "sliding_window")
+    return tuple(window if layer_type == SLIDING else 0 for layer_type in types)
+
+
 def _count(values: Mapping[str, object], key: str) -> int:
     """Read a count that may be missing, null or 0."""
     return positive_int(values, key) if values.get(key) else 0
+
+
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def _latent(values: Mapping[str, object]) -> LatentAttention | None:
+    if not values.get("kv_lora_rank"):
+        return None
+    keys = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return LatentAttention(_count(values, "q_lora_rank"), *(positive_int(values, key) for key in keys))
 
 
 def _num_positions(values: Mapping[str, object], family: Family) -> int:
@@ -174,18 +287,17 @@ def _num_positions(values: Mapping[str, object], family: Family) -> int:
 def _refuse_others(values: Mapping[str, object]) -> None:
     """Raise ValueError for layers that would be counted wrongly, by the keys that only such models have."""
     reasons = {
-        "kv_lora_rank": "its attention keeps latent vectors, not keys and values",
         "mlp_only_layers": "some of its layers have experts and some do not",
-        "first_k_dense_replace": "some of its layers have experts and some do not",
     }
     for key, reason in reasons.items():
         if values.get(key):
             raise ValueError(f"config.json: {key} is set: {reason}; plan for a model of another architecture")
-    if values.get("decoder_sparse_step", 1) != 1:
-        raise ValueError(
-            "config.json: decoder_sparse_step is not 1: some of its layers have experts and some do not; "
-            "plan for a model of another architecture"
-        )
+    for key in ("decoder_sparse_step", "moe_layer_freq"):
+        if values.get(key, 1) != 1:
+            raise ValueError(
+                f"config.json: {key} is not 1: some of its layers have experts and some do not; "
+                "plan for a model of another architecture"
+            )
     projection, hidden_size = values.get("word_embed_proj_dim"), values.get("hidden_size")
     if projection not in (None, hidden_size):
         raise ValueError(

@@ -11,11 +11,14 @@ duration of a step with T new tokens and S sampled rows is the sum, over all sta
   its products reach if the weights are fp8 and the device multiplies float8, with activations quantised on the way;
 - routed experts (E, k per token): the same formula over the experts that the step touches. Assuming even and
   independent routing, these are ``n = E (1 - (1 - k / E) ** T)`` experts with ``T k / n`` rows each;
-- the output projection, as a linear layer of S rows;
+- the output projection, as a linear layer of S rows, whose logits are gathered from the ranks,
+  ``(t - 1) / t * S * vocabulary`` values, and sent in float32 from the last stage to the first;
 - attention, per row with q new tokens after c cached ones, causal work only, at least a decode over the same context:
   ``max(4 heads * head_dim * layers * (q c + q (q + 1) / 2) / t / (F a(q)), (c + q) * D)``, D being the seconds that one
   token attends to one other: ``max(4 heads * head_dim * layers / t / F, KV bytes per token / W')``, over the share of
-  either that decode attention reaches;
+  either that decode attention reaches. In layers with a sliding window a token attends to no more than that, and a row
+  reads what its tokens attend to. With latent attention (`pdserve.model.config.shape.LatentAttention`) the operations
+  of a pair in decode are those on the vectors in KV, of which every rank holds all;
 - tensor parallelism: two all-reduces of the activations per layer, ``2 (t - 1) / t * bytes / link`` and one latency of
   the link each, whatever the number of ranks: small messages go directly to every rank, large ones around a ring;
 - pipeline parallelism: sends of activations between stages;
@@ -23,8 +26,10 @@ duration of a step with T new tokens and S sampled rows is the sum, over all sta
 - without CUDA graphs, layers and their all-reduces take at least as long as the host takes to launch their kernels,
   whatever the number of ranks; attention is counted on top, as if no launch hid it.
 
-For a given batch, decode time is therefore linear in the context. The model leaves out activation traffic within a
-device and sliding windows: every layer counts as full attention.
+For a given batch, decode time is therefore linear in the context, or with sliding windows piecewise linear. A batch of
+which only the total context is given counts as rows of the mean context: exact without windows, and with them where all
+rows are within the window or all beyond; else too long, by as much as windows cut the mean row's context less than they
+cut the rows' own. The model leaves out activation traffic within a device. Windows save no memory: all KV is kept.
 Sources: Williams, Waterman, Patterson, "Roofline" (CACM 2009); Shoeybi et al., "Megatron-LM" (2019, section 3) for the
 all-reduces; Dao et al., "FlashAttention" (2022) for the count of causal work and the single read of KV; Thakur,
 Rabenseifner, Gropp, "Optimization of Collective Communication Operations" (2005) for the ring.
@@ -35,10 +40,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import expm1
+from sys import maxsize
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdserve.contracts.kv_layout import DTYPE_BYTES, kv_vector_bytes, resolve_kv_dtype
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.worker_config import DIRECT_TRANSPORTS
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.config.sharding import check_divides
 from pdserve.model.cost.hardware import Hardware
@@ -59,7 +66,7 @@ class StepParts(NamedTuple):
 
     layers_s: float
     output_s: float
-    """Output projection."""
+    """Output projection, and what moves its logits to the rank that samples."""
     attention_s: float
     all_reduce_s: float
     send_s: float
@@ -73,7 +80,7 @@ class CountTerms(NamedTuple):
     tokens_s: FloatArray
     """Layers, communication and overhead for so many new tokens, without attention."""
     rows_s: FloatArray
-    """Output projection and overhead of so many rows."""
+    """Output projection, with its logits' way, and overhead of so many rows."""
     pair_s: FloatArray
     """One token attending to one other, in a chunk of so many new tokens."""
 
@@ -97,6 +104,7 @@ class CostModel:
         precision: of weights, activations and KV; arithmetic is in its ``dtype``, one of `MODEL_DTYPES`.
         tensor_parallel: ranks that share heads and columns.
         pipeline_parallel: stages, each with an equal share of the layers.
+        transport: ``kv_transfer.transport``.
 
     Raises:
         ValueError: heads or layers not divisible by the parallel sizes, or a dtype that the hardware cannot read or has
@@ -110,6 +118,7 @@ class CostModel:
         precision: Precision,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
+        transport: str = "auto",
     ) -> None:
         check_divides(shape, tensor_parallel, pipeline_parallel)
         dtype = precision.dtype
@@ -140,8 +149,16 @@ class CostModel:
         stages_kv_bytes = self.kv_bytes_per_token / min(tensor_parallel, shape.num_kv_heads)
         self.rank_kv_bytes_per_token = stages_kv_bytes / pipeline_parallel
         """KV of one token on one rank; every rank that holds a copy of a head counts it."""
-        self._pair_s = 4 * shape.num_heads * shape.head_dim * shape.num_layers / self._rank_flops
-        decode_s = max(self._pair_s, stages_kv_bytes / hardware.memory_bandwidth)
+        windows = shape.windows[: shape.num_layers]
+        self.window = max(windows, default=0)
+        """Tokens that a token attends to in the share `window_share` of the layers; 0 if all see all."""
+        self.window_share = sum(window > 0 for window in windows) / shape.num_layers
+        self._pull_token_s = [
+            self._token_transfer_s(chosen_transport(transport, same_host=near), near) for near in (False, True)
+        ]
+        self._pair_s = shape.pair_operations * shape.num_layers / self._rank_flops
+        decode_pair_s = shape.decode_pair_operations * shape.num_layers / self._rank_flops
+        decode_s = max(decode_pair_s, stages_kv_bytes / hardware.memory_bandwidth)
         self._decode_token_s = decode_s / hardware.decode_attention_efficiency
         inside = (hardware.link_latency_s, hardware.link_bandwidth * hardware.link_efficiency)
         outside = (hardware.network_latency_s, hardware.network_bandwidth * hardware.link_efficiency)
@@ -151,8 +168,9 @@ class CostModel:
             self._all_reduce = (hardware.link_latency_s, hardware.link_bandwidth * hardware.all_reduce_efficiency)
         stages_per_host = max(1, hardware.devices_per_host // tensor_parallel)
         num_outside = -(-pipeline_parallel // stages_per_host) - 1
+        self._to_leader = outside if num_outside else inside
         self._hops = [(num_outside, *outside), (pipeline_parallel - 1 - num_outside, *inside)]
-        self._layer_weight_bytes = weights.layers / (shape.num_layers * shape.layer_parameters)
+        self._layer_weight_bytes = weights.layers / shape.matrix_parameters
         self._common_layer_parameters = shape.common_layer_parameters
         self._activation_bytes = shape.hidden_size * DTYPE_BYTES[dtype]
         # The planner looks a few counts up millions of times.
@@ -170,7 +188,7 @@ class CostModel:
             context_tokens: total cached tokens of those decode rows.
         """
         num_tokens, num_rows, prefill_attention_s, num_seen = self._sum_rows(rows)
-        num_seen += context_tokens + batch_size
+        num_seen += self.attended(context_tokens + batch_size, batch_size)
         attention_s = prefill_attention_s + num_seen * self._decode_token_s
         return self._sum_s(num_tokens + batch_size, num_rows + batch_size, attention_s)
 
@@ -182,23 +200,54 @@ class CostModel:
             return self._whole_prompts_s[num_new]
         return self._sum_s(num_new, 1, self._attention_s(num_new, num_cached))
 
+    def prompt_s(self, num_new: int, num_cached: int, budget: int) -> float:
+        """Seconds of the steps that compute ``num_new`` tokens of one prompt in chunks of ``budget`` tokens: the sum of
+        `prefill_s`, in closed form. The sums of reads and of arithmetic are compared, not those of each chunk, which
+        matters where a small ``budget`` makes the first chunks read for longer than they compute."""
+        num_chunks, num_left = divmod(num_new, budget)
+        if not num_chunks or num_new == budget:
+            return self.prefill_s(num_new, num_cached)
+        num_whole = num_new - num_left
+        pairs_s = self._num_pairs(num_whole, num_cached) * self._pairs_s[budget]
+        read_s = (self._read_s(budget, num_cached) + self._read_s(budget, num_cached + num_whole - budget)) / 2
+        attention_s = max(pairs_s, num_chunks * read_s)
+        chunks_s = num_chunks * (self._tokens_s[budget] + self._rows_s[1]) + attention_s
+        return chunks_s + (self.prefill_s(num_left, num_cached + num_whole) if num_left else 0.0)
+
     def decode_s(self, batch_size: int, context_tokens: int) -> float:
         """Seconds of a step that decodes one token for each of ``batch_size`` sequences.
 
         Args:
             context_tokens: total cached tokens of the sequences.
         """
-        return self._sum_s(batch_size, batch_size, (context_tokens + batch_size) * self._decode_token_s)
+        attention_s = self.attended(context_tokens + batch_size, batch_size) * self._decode_token_s
+        return self._sum_s(batch_size, batch_size, attention_s)
 
-    def decode_run_s(self, batch_size: int, context_tokens: int) -> tuple[float, float]:
-        """Seconds of a step as in `decode_s`, and their increase per step as the same sequences keep decoding."""
-        return self.decode_s(batch_size, context_tokens), batch_size * self._decode_token_s
+    def decode_run_s(self, batch_size: int, context_tokens: int) -> tuple[float, float, int]:
+        """Seconds of a step as in `decode_s`, their increase per step as the same sequences keep decoding, and for how
+        many steps, the first included, it stays what it is."""
+        first_s, growth_s, num_steps = (
+            self.decode_s(batch_size, context_tokens),
+            batch_size * self._decode_token_s,
+            maxsize,
+        )
+        if self.window:
+            num_steps = self.window - -(-context_tokens // batch_size)
+            if num_steps <= 0:
+                growth_s, num_steps = growth_s * (1 - self.window_share), maxsize
+        return first_s, growth_s, num_steps
+
+    def attended(self, num_tokens: float, num_rows: float) -> float:
+        """Tokens that ``num_rows`` decode rows attend to, of ``num_tokens`` known in all: as many for each row, and
+        averaged over layers."""
+        num_beyond = num_tokens - num_rows * self.window
+        return num_tokens - self.window_share * num_beyond if num_beyond > 0 else num_tokens
 
     def mixed_s(self, num_new: int, num_cached: int, batch_size: int, context_tokens: int) -> float:
         """Seconds of a mixed step: a prefill chunk as in `prefill_s` plus decode rows as in `decode_s`."""
         if num_new <= 1:
             return self.decode_s(batch_size + num_new, context_tokens + num_new * num_cached)
-        decode_attention_s = (context_tokens + batch_size) * self._decode_token_s
+        decode_attention_s = self.attended(context_tokens + batch_size, batch_size) * self._decode_token_s
         attention_s = self._attention_s(num_new, num_cached) + decode_attention_s
         return self._sum_s(num_new + batch_size, 1 + batch_size, attention_s)
 
@@ -213,7 +262,7 @@ class CostModel:
 
     @property
     def decode_token_s(self) -> float:
-        """Seconds of decode attention for each cached token, and the lower bound for those of prefill."""
+        """Seconds of decode attention for each token `attended`, and the lower bound for those of prefill."""
         return self._decode_token_s
 
     def parts(self, rows: Iterable[tuple[int, int]]) -> StepParts:
@@ -227,10 +276,17 @@ class CostModel:
         )
 
     def transfer_s(self, num_tokens: int, *, same_host: bool) -> float:
-        """Seconds to transfer the KV of ``num_tokens`` tokens to another worker; ranks transfer in parallel."""
-        hardware = self.hardware
-        bandwidth = (hardware.pair_bandwidth or hardware.link_bandwidth) if same_host else hardware.network_bandwidth
-        return num_tokens * self.rank_kv_bytes_per_token / (bandwidth * hardware.link_efficiency)
+        """Seconds to transfer the KV of ``num_tokens`` tokens to another worker.
+
+        From GPU to GPU, ranks transfer in parallel. Otherwise one process of the worker copies or receives the KV of
+        all ranks, and then each rank on a GPU copies its part through pinned memory. Copies D2H are not counted: they
+        run beside the prompt's steps.
+        """
+        return num_tokens * self._pull_token_s[same_host]
+
+    def pull_s(self, num_tokens: float, *, same_host: bool) -> float:
+        """Seconds of a pull: its `transfer_s`, and what every pull takes."""
+        return self.hardware.pull_overhead_s + num_tokens * self._pull_token_s[same_host]
 
     def swap_s(self, num_tokens: int) -> float:
         """Seconds of a D2H or H2D copy of the KV of ``num_tokens`` tokens; ranks copy in parallel."""
@@ -269,17 +325,28 @@ class CostModel:
         memory = self.rank_memory(memory_fraction, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
         return int(memory.kv_bytes // (block_size * self.rank_kv_bytes_per_token))
 
+    def _token_transfer_s(self, transport: str, same_host: bool) -> float:
+        hardware, rank_bytes = self.hardware, self.rank_kv_bytes_per_token
+        if transport in DIRECT_TRANSPORTS:
+            near = hardware.pair_bandwidth or hardware.link_bandwidth
+            return rank_bytes / ((near if same_host else hardware.network_bandwidth) * hardware.link_efficiency)
+        bandwidth = hardware.memfd_bandwidth if transport == "memfd" else hardware.tcp_bandwidth
+        if not same_host:
+            bandwidth = min(bandwidth, hardware.network_bandwidth * hardware.link_efficiency)
+        staging_s = 0.0 if hardware.is_host else rank_bytes / hardware.memfd_bandwidth + self.swap_s(1)
+        return self.kv_bytes_per_token / bandwidth + staging_s
+
     # Parts of a step; counts are numbers, or arrays of them
 
-    def _sum_rows(self, rows: Iterable[tuple[int, int]]) -> tuple[int, int, float, int]:
-        """Sum new tokens, rows, attention seconds of prefill rows, and the context tokens of decode rows."""
-        num_tokens = num_rows = num_seen = 0
-        attention_s = 0.0
+    def _sum_rows(self, rows: Iterable[tuple[int, int]]) -> tuple[int, int, float, float]:
+        """Sum new tokens, rows, attention seconds of prefill rows, and the tokens that decode rows attend to."""
+        num_tokens = num_rows = 0
+        attention_s = num_seen = 0.0
         for num_new, num_cached in rows:
             num_rows += 1
             num_tokens += num_new
             if num_new == 1:
-                num_seen += num_cached + 1
+                num_seen += self.attended(num_cached + 1, 1)
             else:
                 attention_s += self._attention_s(num_new, num_cached)
         return num_tokens, num_rows, attention_s, num_seen
@@ -291,8 +358,17 @@ class CostModel:
 
     def _attention_s(self, num_new: int, num_cached: int) -> float:
         """Attention of one prefill row, in all layers."""
-        pairs_s = (num_new * num_cached + num_new * (num_new + 1) / 2) * self._pairs_s[num_new]
-        return max(pairs_s, (num_cached + num_new) * self._decode_token_s)
+        return max(self._num_pairs(num_new, num_cached) * self._pairs_s[num_new], self._read_s(num_new, num_cached))
+
+    def _read_s(self, num_new: int, num_cached: int) -> float:
+        num_unread = max(0, num_cached + 1 - self.window)  # before the window of the first new token
+        return (num_cached + num_new - self.window_share * num_unread) * self._decode_token_s
+
+    def _num_pairs(self, num_new: int, num_cached: int) -> float:
+        """Pairs of tokens that attend, averaged over layers."""
+        before, after = max(0, num_cached - self.window), max(0, num_cached + num_new - self.window)
+        num_beyond = (after * (after + 1) - before * (before + 1)) / 2
+        return num_new * num_cached + num_new * (num_new + 1) / 2 - self.window_share * num_beyond
 
     def _token_parts(self, num_tokens: Any) -> StepParts:
         """Parts that depend on the number of new tokens; the others are 0."""
@@ -323,16 +399,37 @@ class CostModel:
         num_touched = num_experts_touched(num_tokens, shape.num_experts, shape.experts_per_token)
         num_weights = num_touched * shape.expert_parameters
         experts_s = self._product_s(num_uses / num_touched, num_weights, bytes_each, self._layer_flops)
-        return shape.num_layers * (common_s + experts_s)
+        num_dense = shape.num_dense_layers
+        seconds = (shape.num_layers - num_dense) * (common_s + experts_s)
+        if num_dense:
+            parameters = shape.dense_layer_parameters
+            seconds = seconds + num_dense * self._product_s(num_tokens, parameters, bytes_each, self._layer_flops)
+        return seconds
 
     def _output_s(self, num_rows: Any) -> Any:
-        return self._product_s(num_rows, self.shape.table_parameters, DTYPE_BYTES[self.dtype], self._rank_flops)
+        product_s = self._product_s(num_rows, self.shape.table_parameters, DTYPE_BYTES[self.dtype], self._rank_flops)
+        num_logits, num_ranks = num_rows * self.shape.vocab_size, self.tensor_parallel
+        gather_s = sent_s = 0.0
+        if num_ranks > 1:
+            latency_s, bandwidth = self._all_reduce
+            gather_s = latency_s + (num_ranks - 1) / num_ranks * num_logits * DTYPE_BYTES[self.dtype] / bandwidth
+        if self.pipeline_parallel > 1:
+            latency_s, bandwidth = self._to_leader
+            sent_s = latency_s + num_logits * DTYPE_BYTES["float32"] / bandwidth
+        return product_s + gather_s + sent_s
 
     def _product_s(self, num_rows: Any, num_weights: Any, bytes_each: float, flops: float) -> Any:
         """Seconds to multiply ``num_rows`` rows by ``num_weights`` weights, split over a stage's ranks, at a peak of
         ``flops`` operations per second."""
         flops = flops * self.hardware.compute_efficiency.at(num_rows)
         return _larger(2 * num_rows * num_weights / flops, num_weights * bytes_each / self._rank_bandwidth)
+
+
+def chosen_transport(setting: str, *, same_host: bool) -> str:
+    """Transport that workers choose by ``kv_transfer.transport`` (`pdserve.kv_transfer.handshake`)."""
+    if setting == "auto" or (setting == "cuda_ipc" and not same_host):
+        return "memfd" if same_host else "tcp"
+    return setting
 
 
 def _larger(values: Any, limit: Any) -> Any:

@@ -78,6 +78,12 @@ class Hardware:
     """Fixed seconds of one all-reduce or message between hosts, on top of the transfer time."""
     host_bandwidth: Positive
     """Bytes per second, one direction, of D2H and H2D copies."""
+    memfd_bandwidth: Positive = 5.9e9
+    """Bytes per second of one worker's pulls by ``memfd``: copies between two processes of a host."""
+    tcp_bandwidth: Positive = 2.6e9
+    """Bytes per second of one worker's pulls by ``tcp``, where the network carries as much."""
+    pull_overhead_s: NotNegative = 1e-3
+    """Fixed seconds of a pull: opening, verifying, telling both engines."""
     devices_per_host: Annotated[int, ABOVE_ZERO] = 8
     step_overhead_s: NotNegative
     """Seconds per step outside kernels: preparing inputs, sampling, reading results back."""
@@ -114,6 +120,11 @@ class Hardware:
             raise ValueError(f"{self.name} has no float8; use kv_dtype int8")
 
     @property
+    def is_host(self) -> bool:
+        """A worker's pool is in host memory, where other processes reach it."""
+        return self.pipeline_depth == 1
+
+    @property
     def bandwidth(self) -> float:
         """Bytes per second of weight reads."""
         return self.memory_bandwidth * self.memory_efficiency
@@ -125,6 +136,13 @@ _LINK_EFFICIENCY = 0.6
 _NVLINK_ALL_REDUCE = 0.28
 _FLOAT8_EFFICIENCY = 0.72
 _ESTIMATE = "estimate, not measured"
+_PULL_SOURCES = {
+    **dict.fromkeys(
+        ("memfd_bandwidth", "tcp_bandwidth"),
+        "measured 2026-11-26 by pdserve bench transfer on an AMD EPYC virtual machine of 2 cores: 256 blocks of 2 MiB",
+    ),
+    "pull_overhead_s": "measured on hosts of four cores: the middle of 0.2 to 4.5 ms",
+}
 _NVLINK_SOURCE = (
     f"{KERNEL_TIMES.format('H100 and A100 SXM')}: vLLM's all-reduces of 8 KB to 64 MB, fitted to 2 and 4 GPUs; on 8 "
     "GPUs each is 24 % off"
@@ -163,6 +181,7 @@ def _gpu(row: Gpu) -> Hardware:
         sources={
             **dict.fromkeys(("peak_flops", "memory_bytes", "memory_bandwidth", "host_bandwidth"), row.sheet),
             **row.kernels.sources,
+            **_PULL_SOURCES,
             "memory_reserve_bytes": f"{_ESTIMATE}: the CUDA context, buffers of NCCL, CUDA graphs",
             **dict.fromkeys(("link_bandwidth", "pair_bandwidth"), row.link),
             "link_latency_s": _ESTIMATE if is_pcie else _NVLINK_SOURCE,
@@ -215,6 +234,7 @@ def _cpu(num_cores: int) -> Hardware:
         layer_overhead_s=130e-6,
         row_overhead_s=15e-6,
         sources={
+            **_PULL_SOURCES,
             "peak_flops": f"{_CPU_SOURCE}: float32 products of 512 x 4096 x 4096, in which half types compute too",
             "compute_efficiency": _CPU_FIT,
             "prefill_attention_efficiency": _CPU_FIT,

@@ -7,6 +7,7 @@ made the divergence from the exact model 4 to 8 times as large.
 
 from __future__ import annotations
 
+from sys import maxsize
 from typing import NamedTuple
 
 from pdserve.contracts.kv_layout import DTYPE_BYTES
@@ -38,15 +39,21 @@ def weight_bytes(shape: ModelShape, dtype: str, quantization: str) -> WeightByte
             f"quantization {quantization!r} is not supported: use one of {', '.join(QUANTIZATION_SETTINGS)}"
         )
     value_bytes = DTYPE_BYTES[dtype]
-    layer_bytes = {
-        "none": shape.layer_parameters * value_bytes,
-        "int8": shape.layer_parameters + shape.layer_outputs * _SCALE_BYTES,
-        "fp8": shape.layer_parameters + shape.layer_outputs * _SCALE_BYTES,
-        "int4": shape.layer_parameters // 2 + shape.layer_groups(INT4_GROUP_INPUTS) * _SCALE_BYTES,
-    }[quantization]
-    num_in_layers = shape.num_layers * shape.layer_parameters
+
+    def layer_bytes(*, is_dense: bool) -> int:
+        parameters = shape.layer_groups(1, is_dense=is_dense)
+        match quantization:
+            case "none":
+                return parameters * value_bytes
+            case "int4":
+                return parameters // 2 + shape.layer_groups(INT4_GROUP_INPUTS, is_dense=is_dense) * _SCALE_BYTES
+            case _:
+                return parameters + shape.layer_groups(maxsize, is_dense=is_dense) * _SCALE_BYTES
+
+    num_dense = shape.num_dense_layers
+    layers = (shape.num_layers - num_dense) * layer_bytes(is_dense=False) + num_dense * layer_bytes(is_dense=True)
     return WeightBytes(
-        layers=shape.num_layers * layer_bytes,
+        layers=layers,
         table=shape.table_parameters * value_bytes,
-        total=shape.num_layers * layer_bytes + (shape.num_parameters - num_in_layers) * value_bytes,
+        total=layers + (shape.num_parameters - shape.matrix_parameters) * value_bytes,
     )

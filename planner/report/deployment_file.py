@@ -17,6 +17,7 @@ from pdserve.contracts.codec import to_plain
 from pdserve.contracts.deployment import (
     PLANNED_POLICY,
     DeploymentConfig,
+    KvTransferConfig,
     ModelConfig,
     PhaseConfig,
     RouterConfig,
@@ -60,6 +61,7 @@ def deployment_of(layout: Layout, model: PlannedModel, slo: SloConfig, model_pat
         ),
         slo=slo,
         router=RouterConfig(policy=PLANNED_POLICY),
+        kv_transfer=KvTransferConfig(transport=model.transport),
         prefill=phases.get(WorkerRole.PREFILL, none),
         decode=phases.get(WorkerRole.DECODE, none),
         mixed=phases.get(WorkerRole.MIXED, none),
@@ -160,6 +162,7 @@ def _sections(config: DeploymentConfig) -> Iterator[tuple[str, dict[str, object]
     yield "model", to_plain(dataclasses.replace(config.model, served_name=""))
     yield "slo", to_plain(config.slo)
     yield "router", {"policy": config.router.policy}
+    yield "kv_transfer", to_plain(config.kv_transfer)
     for role in WorkerRole:
         phase: PhaseConfig = config.phase(role)
         planned = (*_SHARED_KEYS[:3], "kv_memory", *_SHARED_KEYS[3:]) if phase.replicas else ("replicas",)

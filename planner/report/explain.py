@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pdserve.model.cost.cost_model import StepParts
+from pdserve.model.cost.cost_model import StepParts, chosen_transport
 from pdserve.planner import wording
 from pdserve.planner.layout import PlannedModel, Pool
 
@@ -70,8 +70,9 @@ def explain(
         ),
     ]
     for same_host, where in ((True, "within a host"), (False, "between hosts")):
-        seconds = cost.transfer_s(prompt_tokens, same_host=same_host)
-        lines.append(Explanation(f"transfer of {prompt_tokens} tokens {where}", 1e3 * seconds, "ms"))
+        seconds = cost.pull_s(prompt_tokens, same_host=same_host)
+        transport = chosen_transport(model.transport, same_host=same_host)
+        lines.append(Explanation(f"pull of {prompt_tokens} tokens {where}", 1e3 * seconds, "ms", f"by {transport}"))
     if device.price_per_hour_usd is not None:
         lines.append(Explanation("price of a worker", pool.devices_per_worker * device.price_per_hour_usd, "USD/h"))
     return lines

@@ -64,6 +64,7 @@ def model_json(model: PlannedModel) -> Json:
         **to_plain(model.precision),
         "block_size": model.block_size,
         "max_model_len": model.max_model_len,
+        "kv_transport": model.transport,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pdserve.contracts.worker_config import WorkerRole
+from pdserve.model.cost.cost_model import chosen_transport
 from pdserve.planner import wording
 from pdserve.planner.report.explain import Explanation
 from pdserve.planner.report.page import Column
@@ -149,6 +150,11 @@ def findings(plan: Plan) -> Iterator[str]:
     """Sentences on the winner and the losers: binding objective, reasons, saturation, effect of 10 % on step times."""
     best = plan.best
     yield from best.reasons
+    if not best.layout.is_colocated:
+        near, far = (chosen_transport(plan.question.model.transport, same_host=near) for near in (True, False))
+        yield f"KV moves by {near} within a host" + (
+            f" and by {far} between hosts." if best.layout.spans_hosts else "."
+        )
     if best.saturation_rate is not None and best.saturation_margin is not None:
         yield (
             f"Saturation: attainment halves, or answers lag behind arrivals, at {wording.rate(best.saturation_rate)}, "

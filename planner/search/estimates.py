@@ -132,13 +132,9 @@ def fits(pool: Pool, model: PlannedModel, cost: CostModel) -> bool:
 
 def even_pulls_per_s(layout: Layout, near_s: float, far_s: float) -> float:
     """Pulls per second if every prefill worker's prompts go to all decode workers equally: under load, the policy
-    balances load rather than saving network traffic. Each worker, or each micro-batch of a pipeline, has one link."""
+    balances load rather than saving network traffic. Each worker has one link."""
     hosts = layout.worker_hosts
-    senders, takers = (
-        Counter({place: count * pool.pipeline_parallel for place, count in Counter(hosts[pool.role]).items()})
-        for pool in (layout.prefill, layout.decode)
-        if pool is not None
-    )
+    senders, takers = (Counter(hosts[pool.role]) for pool in (layout.prefill, layout.decode) if pool is not None)
     near_share = sum(count * takers[place] for place, count in senders.items()) / (senders.total() * takers.total())
     return min(senders.total(), takers.total()) / (near_share * near_s + (1 - near_share) * far_s)
 
@@ -287,7 +283,7 @@ class Estimator:
         num_held = int(lane_tokens // max(demand.mean_decode_context, 1.0))
         max_batch = max(1, min(pool.max_batch_size, num_held))
         overheads = Overheads()
-        idle_s = np.array([_idle_prefill_s(pool, cost, *row) for row in self._sampled_prompts()])
+        idle_s = np.array([cost.prompt_s(*row, pool.max_batch_tokens) for row in self._sampled_prompts()])
         return WorkerFigures(
             cost=cost,
             num_kv_blocks=num_blocks,
@@ -355,15 +351,6 @@ class Estimator:
                 prefilled = num_lanes * num_prompt / (step_s * demand.mean_new_tokens)
                 steps.append((step_s, decoded, prefilled, batch, decode_s, beside_s))
         return _Mix(*(np.array(column, np.float64) for column in zip(*steps, strict=True)))
-
-
-def _idle_prefill_s(pool: Pool, cost: CostModel, num_new: int, num_cached: int) -> float:
-    total_s = 0.0
-    while num_new > 0:
-        chunk = min(num_new, pool.max_batch_tokens)
-        total_s += cost.prefill_s(chunk, num_cached)
-        num_new, num_cached = num_new - chunk, num_cached + chunk
-    return total_s
 
 
 def _mixed_step_s(

@@ -170,8 +170,7 @@ def scout(
     costs = [pool.cost(model) for pool in pools]
     workers = _workers(model, layout, pools, costs)
     table = _request_table(model, requests, workers)
-    longest = int(requests.num_prompt_tokens.max(initial=1))
-    num_counts = max(longest, *(pool.max_batch_tokens for pool in pools)) + max_in_flight + 2
+    num_counts = max(pool.max_batch_tokens for pool in pools) + max_in_flight + 2
     tables = [_table_of(replace(pool, replicas=1), model, _power_of_two(num_counts)) for pool in pools]
     length = _power_of_two(max(2 * max_in_flight, model.block_size, *(pool.max_batch_size for pool in pools)))
     prefixes, num_nodes = requests.prefixes, len(requests.prefixes.to_tokens)
@@ -290,7 +289,8 @@ def _workers(
                 worker["num_swap_slots"] = int(num_blocks * AUTO_SWAP_SHARE)
                 worker["depth"] = cost.pipeline_depth
                 worker["num_stages"], worker["first_of_pipeline"] = num_stages, first
-                worker["decode_token_s"] = cost.decode_token_s
+                worker["decode_token_s"], worker["window_share"] = cost.decode_token_s, cost.window_share
+                worker["window"] = cost.window
                 worker["near_block_s"] = cost.transfer_s(model.block_size, same_host=True)
                 worker["far_block_s"] = cost.transfer_s(model.block_size, same_host=False)
                 worker["swap_block_s"] = cost.swap_s(model.block_size)

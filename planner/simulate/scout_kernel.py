@@ -70,10 +70,10 @@ from ``num_computed`` to ``num_known`` tokens, the last chunk in step ``chunk_st
 ``num_ahead`` those that it holds for tokens to come. ``is_in_flight`` if `InFlightLoad` counts it as decoding."""
 
 WORKER = _record(
-    """decode_token_s near_block_s far_block_s swap_block_s
+    """decode_token_s window_share near_block_s far_block_s swap_block_s
     free_at_s stage_free_at_s end_s next_end_s egress_free_at_s ingress_free_at_s""",
-    """role pool host max_batch_tokens max_batch_size num_blocks num_swap_slots depth num_stages first_of_pipeline
-    num_in_flight num_steps chunk_tokens next_chunk_tokens num_messages
+    """role pool host window max_batch_tokens max_batch_size num_blocks num_swap_slots depth num_stages
+    first_of_pipeline num_in_flight num_steps chunk_tokens next_chunk_tokens num_messages
     waiting_head waiting_tail waiting_tokens num_admitted uncomputed_tokens admitted_context computed_head computed_tail
     is_held_up num_tickets reserved_head reserved_tail num_pulling num_swapped num_preemptions num_decoded
     num_running num_active active_context ending_context pulling_context first_last_step num_ending
@@ -132,11 +132,30 @@ class State(NamedTuple):
 
 
 @njit(inline="always")
+def decode_attention_s(worker, num_tokens, num_rows):
+    num_beyond = max(0, num_tokens - num_rows * worker.window)
+    return (num_tokens - worker.window_share * num_beyond) * worker.decode_token_s
+
+
+@njit(inline="always")
 def attention_s(state, worker, num_new, num_cached):
     if num_new == 1:
-        return (num_cached + 1) * worker.decode_token_s
-    pairs = num_new * num_cached + num_new * (num_new + 1) / 2
-    return max(pairs * state.tables[worker.pool, PAIRS, num_new], (num_cached + num_new) * worker.decode_token_s)
+        return decode_attention_s(worker, num_cached + 1, 1)
+    pairs_s = num_pairs(worker, num_new, num_cached) * state.tables[worker.pool, PAIRS, num_new]
+    return max(pairs_s, read_s(worker, num_new, num_cached))
+
+
+@njit(inline="always")
+def num_pairs(worker, num_new, num_cached):
+    before, after = max(0, num_cached - worker.window), max(0, num_cached + num_new - worker.window)
+    num_beyond = (after * (after + 1) - before * (before + 1)) / 2
+    return num_new * num_cached + num_new * (num_new + 1) / 2 - worker.window_share * num_beyond
+
+
+@njit(inline="always")
+def read_s(worker, num_new, num_cached):
+    num_unread = max(0, num_cached + 1 - worker.window)
+    return (num_cached + num_new - worker.window_share * num_unread) * worker.decode_token_s
 
 
 @njit(inline="always")
@@ -152,8 +171,23 @@ def prefill_s(state, worker, num_new, num_cached):
 
 
 @njit(inline="always")
+def prompt_s(state, worker, num_new, num_cached):
+    budget = worker.max_batch_tokens
+    num_chunks, num_left = num_new // budget, num_new % budget
+    if num_new <= budget:
+        return prefill_s(state, worker, num_new, num_cached)
+    num_whole = num_new - num_left
+    pairs_s = num_pairs(worker, num_whole, num_cached) * state.tables[worker.pool, PAIRS, budget]
+    first_s, last_s = read_s(worker, budget, num_cached), read_s(worker, budget, num_cached + num_whole - budget)
+    attention = max(pairs_s, num_chunks * (first_s + last_s) / 2)
+    chunk_s = state.tables[worker.pool, TOKENS, budget] + state.tables[worker.pool, ROWS, 1]
+    return num_chunks * chunk_s + attention + prefill_s(state, worker, num_left, num_cached + num_whole)
+
+
+@njit(inline="always")
 def mixed_s(state, worker, num_new, num_cached, batch_size, num_context):
-    attention = attention_s(state, worker, num_new, num_cached) + (num_context + batch_size) * worker.decode_token_s
+    attention = attention_s(state, worker, num_new, num_cached)
+    attention += decode_attention_s(worker, num_context + batch_size, batch_size)
     return sum_s(state, worker, num_new + batch_size, 1 + batch_size, attention)
 
 
@@ -182,7 +216,7 @@ def num_context_tokens(worker):
 @njit(inline="always")
 def own_prefill_s(state, worker, request, num_cached):
     """Seconds to prefill the request alone: a lower bound of its TTFT."""
-    return prefill_s(state, worker, request.num_prompt - num_cached, num_cached)
+    return prompt_s(state, worker, request.num_prompt - num_cached, num_cached)
 
 
 @njit(inline="always")
@@ -267,7 +301,8 @@ def bind(state, index, now_s):
             continue
         missing = shortfall(state, worker, request)
         batch_size, num_context = num_decoding(worker) + 1, num_context_tokens(worker) + request.num_prompt
-        tpot_s = sum_s(state, worker, batch_size, batch_size, (num_context + batch_size) * worker.decode_token_s)
+        attention = decode_attention_s(worker, num_context + batch_size, batch_size)
+        tpot_s = sum_s(state, worker, batch_size, batch_size, attention)
         block_s = worker.near_block_s if worker.host == host else worker.far_block_s
         tpot_s += (request.num_prompt - num_cached_tokens(state, w, index)) / block_size * block_s / STALL_TOKENS
         is_tie = tpot_s == least_s and best >= 0 and is_emptier(state, worker, best, request)
@@ -497,8 +532,9 @@ def carry(state, index, now_s):
     num_blocks = blocks_for(state, request.num_prompt) - request.num_pull_cached // cluster.block_size
     num_last = min(request.num_last_blocks, num_blocks)
     begins_s = max(request.pull_begun_s, now_s - (num_blocks - num_last) * block_s)
-    ends_s = max(begins_s, source.egress_free_at_s, target.ingress_free_at_s) + num_blocks * block_s
-    source.egress_free_at_s = target.ingress_free_at_s = ends_s
+    sender, taker = state.workers[source.first_of_pipeline], state.workers[target.first_of_pipeline]
+    ends_s = max(begins_s, sender.egress_free_at_s, taker.ingress_free_at_s) + num_blocks * block_s
+    sender.egress_free_at_s = taker.ingress_free_at_s = ends_s
     push(state, ends_s + cluster.pull_s, PULL_ENDED, index)
 
 
@@ -593,19 +629,25 @@ def coast(state, w, until_s):
         if other != w and state.quiet_until_s[other] < until_s:
             until_s = state.quiet_until_s[other]
     growth, ahead = state.lists[w, GROWTH], state.lists[w, AHEAD]
-    num_rows, token_s = worker.num_active, worker.decode_token_s
-    step_s = sum_s(state, worker, num_rows, num_rows, (worker.active_context + num_rows) * token_s)
+    num_rows, num_context = worker.num_active, worker.active_context
+    step_s = sum_s(state, worker, num_rows, num_rows, decode_attention_s(worker, num_context + num_rows, num_rows))
+    growth_s, num_linear = num_rows * worker.decode_token_s, worker.first_last_step - worker.num_steps
+    if num_context + num_rows > num_rows * worker.window:
+        growth_s *= 1 - worker.window_share
+    else:
+        num_linear = min(num_linear, worker.window - (num_context + num_rows - 1) // num_rows)
     step, last_step, num_free = worker.num_steps, worker.first_last_step, worker.num_free
     end_s, next_end_s = worker.end_s, worker.next_end_s
     slot = step % cluster.block_size
-    while end_s <= until_s and step < last_step and growth[slot] - ahead[slot] <= num_free:
+    linear_end = step + num_linear
+    while end_s <= until_s and step < linear_end and growth[slot] - ahead[slot] <= num_free:
         num_free -= growth[slot] - ahead[slot]
         ahead[slot] = 0
         if worker.depth == 1:
             end_s += cluster.turn_s + step_s
         else:
             end_s, next_end_s = next_end_s, next_end_s + step_s
-        step_s += num_rows * token_s
+        step_s += growth_s
         step += 1
         slot = slot + 1 if slot + 1 < cluster.block_size else 0
     num_rows *= step - worker.num_steps
@@ -875,7 +917,7 @@ def preempt_latest(state, w, step):
     request.num_left = num_left
     num_blocks = blocks_for(state, num_context)
     copies_s = 2 * num_blocks * worker.swap_block_s
-    if num_blocks <= worker.num_swap_slots and copies_s < prefill_s(state, worker, num_context, 0):
+    if num_blocks <= worker.num_swap_slots and copies_s < prompt_s(state, worker, num_context, 0):
         worker.num_swap_slots -= num_blocks
         state.lists[w, SWAPPED, worker.num_swapped] = index
         worker.num_swapped += 1
@@ -962,7 +1004,7 @@ def plan(state, w, now_s):
             may_admit = not is_stuck
         if worker.reserved_head < worker.reserved_tail:
             may_admit = may_admit and reserve(state, w, now_s)
-    num_tokens, attention = num_rows, (num_context + num_rows) * worker.decode_token_s
+    num_tokens, attention = num_rows, decode_attention_s(worker, num_context + num_rows, num_rows)
     num_chunk_tokens = 0
     if worker.num_admitted > 0 or worker.waiting_head < worker.waiting_tail:
         num_chunks, num_chunk_tokens, chunks_s = plan_chunks(state, w, num_rows, may_admit, now_s)

@@ -156,7 +156,10 @@ class ClusterBuilder:
             f"{pool.role.value}-{replica}" + (f".{micro_batch}" if num_micro_batches > 1 else "")
             for micro_batch in range(num_micro_batches)
         ]
-        return [self._worker(name, pool, host, num_blocks, stage, mint_handle) for name in names]
+        workers = [self._worker(name, pool, host, num_blocks, stage, mint_handle) for name in names]
+        for each in workers:  # pulls of all micro-batches take turns in the worker's connection
+            each.egress, each.ingress = workers[0].egress, workers[0].ingress
+        return workers
 
     def _worker(
         self, worker_id: str, pool: Pool, host: str, num_blocks: int, stage: Stage, mint_handle: Callable[[], bytes]
@@ -195,7 +198,9 @@ class ClusterBuilder:
             mint_handle=mint_handle,
             max_batch_tokens=pool.max_batch_tokens,
             max_batch_size=max_batch_size,
-            swap_space=swap_space(self.costs[pool.role], int(block_pool.num_blocks * AUTO_SWAP_SHARE)),
+            swap_space=swap_space(
+                self.costs[pool.role], int(block_pool.num_blocks * AUTO_SWAP_SHARE), pool.max_batch_tokens
+            ),
             mixed_s=StepTimes(self.costs[pool.role]).mixed_s,
         )
 

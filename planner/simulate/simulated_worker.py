@@ -286,14 +286,15 @@ class SimulatedWorker:
         if not steady.num_steps:
             return False
         self._loop.flush()
-        first_s, growth_s = self.cost.decode_run_s(steady.batch_size, steady.num_context_tokens)
+        first_s, growth_s, num_linear = self.cost.decode_run_s(steady.batch_size, steady.num_context_tokens)
+        num_steps = min(steady.num_steps, num_linear)
         begins_s = max(now_s, self._free_at_s)
         if not self._num_ahead:  # A turn precedes every step; the first one's is already over.
             first_s += self._turn_s
             begins_s -= self._turn_s
         self._run = _SteadyRun(steady.batch_size, self._num_ahead, self._free_at_s, begins_s, first_s, growth_s)
-        self._run_length = steady.num_steps
-        self._turn_at(self._run.end_s(steady.num_steps))
+        self._run_length = num_steps
+        self._turn_at(self._run.end_s(num_steps))
         deadline_s = scheduler.next_deadline_s()
         if deadline_s is not None:
             self._cut_run_after(deadline_s)

@@ -91,7 +91,7 @@ class Dispatcher:
         self.num_accepted = 0
         self.costs = costs
         tiers = [settings.slo, *settings.slo.tiers.values()]
-        self._placement = new_placement(settings.policy, costs, tpot_slo_s=min(tier.tpot_seconds for tier in tiers))
+        self.placement = new_placement(settings.policy, costs, tpot_slo_s=min(tier.tpot_seconds for tier in tiers))
         self._settings = settings
         self.replicas = replicas or Replicas()
         self._now_s = now_s
@@ -99,12 +99,12 @@ class Dispatcher:
         self.admission = Admission(settings, self.replicas, self._observer)
         self._requests: dict[Request, None] = {}
         """Requests in flight, in order of arrival."""
-        self.attempts = AttemptTable(self._placement)
+        self.attempts = AttemptTable(self.placement)
         self._blame, self._retries = Blame(), Retries(settings.cut_off_s)
         self._placer = Placer(
             self.workers,
             self.attempts,
-            self._placement,
+            self.placement,
             settings,
             self.admission,
             self._blame,

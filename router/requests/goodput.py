@@ -306,7 +306,8 @@ class Goodput(Placement):
 
     def _pull_token_s(self, worker: WorkerSnapshot, source_host: str) -> float:
         """Seconds to pull one token."""
-        return self.costs[DECODE].transfer_s(1, same_host=worker.host == source_host)
+        same_host = worker.host == source_host
+        return self.costs[DECODE].transfer_s(1, same_host=same_host) * self.pull_corrections[same_host].factor
 
     def _wait_for_blocks_s(self, blocks: PromptBlocks, view: WorkerView, num_lacking: float) -> float:
         """Seconds until the blocks that are lacking are free: all that answers hold goes in the time of an answer."""

@@ -41,7 +41,10 @@ class LeastTime(Placement):
     def decode(
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
     ) -> Binding | None:
-        worker_id = choose_decode(arrival.blocks, workers, self.costs, cut_off, source_host=source_host)
+        factors = [correction.factor for correction in self.pull_corrections]
+        worker_id = choose_decode(
+            arrival.blocks, workers, self.costs, cut_off, source_host=source_host, pull_factors=factors
+        )
         return None if worker_id is None else Binding(worker_id)
 
 
@@ -60,7 +63,7 @@ def predict_ttft_s(
     budget, num_ahead = worker.max_batch_tokens, worker.num_waiting_tokens
     num_ahead = max(worker.num_tokens_in_flight, num_ahead - num_behind) if num_behind else num_ahead
     ahead_s = queue_s(num_ahead, budget, cost)
-    own_s = cost.prefill_s(num_new, num_cached)
+    own_s = cost.prompt_s(num_new, num_cached, budget)
     beside_s = 0.0
     if worker.role is not WorkerRole.PREFILL and worker.num_decoding > 0:
         num_left = num_ahead + num_new
@@ -147,6 +150,7 @@ def choose_decode(
     cut_off: AbstractSet[str] = frozenset(),
     *,
     source_host: str = "",
+    pull_factors: Sequence[float] = (1.0, 1.0),
 ) -> str | None:
     """Id of the decode worker with the least predicted TPOT among those with room; ties go by `tie_order`.
 
@@ -157,6 +161,7 @@ def choose_decode(
     Args:
         cut_off: ids of workers that recently failed to pull from the prompt's prefill worker; a last resort.
         source_host: host of the prompt's prefill worker.
+        pull_factors: of `pdserve.router.requests.placement.Placement.pull_corrections`.
     """
     cost, keys = costs[WorkerRole.DECODE], []
     for worker in workers:
@@ -164,7 +169,8 @@ def choose_decode(
             continue
         tpot_s = predict_tpot_s(worker, blocks.num_tokens, cost)
         num_to_pull = blocks.num_tokens - blocks.num_cached_tokens(worker.cached_blocks)
-        transfer_s = cost.transfer_s(num_to_pull, same_host=worker.host == source_host)
+        same_host = worker.host == source_host
+        transfer_s = cost.transfer_s(num_to_pull, same_host=same_host) * pull_factors[same_host]
         total_s = tpot_s + transfer_s / STALL_TOKENS
         keys.append((worker.worker_id in cut_off, shortfall(blocks, worker), total_s, tie_order(blocks, worker)))
     return min(keys)[-1][-1] if keys else None

@@ -15,10 +15,12 @@ from typing import NamedTuple
 
 from pdserve.contracts.block_hash import block_hash, root_hash
 from pdserve.contracts.worker_config import WorkerRole
-from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.cost_model import CostModel, OnlineCorrection
 
 Costs = Mapping[WorkerRole, CostModel]
 """Cost model of each role; hardware and parallelism may differ between roles."""
+PULL_MEMORY_S = 0.1
+"""Predicted seconds of pulls after which what was observed before has decayed to 1 / e."""
 
 
 class WorkerSnapshot(NamedTuple):
@@ -180,6 +182,8 @@ class Placement:
         """``tpot_slo_s``: the tightest TPOT objective of any request; 0 for none."""
         self.costs = costs
         self.tpot_slo_s = tpot_slo_s
+        self.pull_corrections = OnlineCorrection(memory_s=PULL_MEMORY_S), OnlineCorrection(memory_s=PULL_MEMORY_S)
+        """Observed over predicted time of pulls between hosts, and of pulls within one."""
 
     def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
         """Worker that computes the prompt, if `placed` follows; ``None`` if no worker can start."""
@@ -205,6 +209,12 @@ class Placement:
 
     def decoding(self, request_id: int, began_s: float, num_tokens: int, worker: WorkerSnapshot) -> None:
         """An answer, ``num_tokens`` long so far since ``began_s``, decodes on ``worker`` from now on."""
+
+    def pulled(self, role: WorkerRole, num_bytes: int, seconds: float, *, same_host: bool) -> None:
+        """A worker pulled so many bytes of KV, and held the prompt ``seconds`` after its last block was granted."""
+        cost = self.costs[role]
+        predicted_s = cost.pull_s(num_bytes / cost.kv_bytes_per_token, same_host=same_host)
+        self.pull_corrections[same_host].observe(predicted_s, seconds)
 
     def left(self, request_id: int, num_tokens: int) -> None:
         """The request is on no worker any more; its answer ended with ``num_tokens``, or 0 if it did not."""

@@ -235,15 +235,22 @@ class WorkerView:
 
     def prefill_s(self, num_tokens: int, num_cached: int) -> float:
         """Seconds of a prompt's own tokens."""
-        return self.cost.prefill_s(num_tokens - num_cached, num_cached) * self.snapshot.prefill_correction
+        prompt_s = self.cost.prompt_s(num_tokens - num_cached, num_cached, self.snapshot.max_batch_tokens)
+        return prompt_s * self.snapshot.prefill_correction
 
     def step_with_s(self, num_tokens: int) -> float:
         """Seconds of a step once a prompt of ``num_tokens`` has joined."""
-        return self._next_step_s + num_tokens * self._token_s
+        return self._next_step_s + self._attended(1, num_tokens) * self._token_s
 
     def added_s(self, num_answers: float, num_tokens: float) -> float:
         """Seconds that further answers, of so many tokens of context in all, add to a step."""
-        return num_answers * self._answer_s + num_tokens * self._token_s
+        return num_answers * self._answer_s + self._attended(1 + num_answers, num_tokens) * self._token_s
+
+    def _attended(self, num_answers: float, num_tokens: float) -> float:
+        """Tokens that a step attends to in addition if so many further answers have ``num_tokens`` of context."""
+        num_rows, attended = self.snapshot.num_decoding + num_answers, self.cost.attended
+        num_known = self.snapshot.num_context_tokens + num_rows
+        return attended(num_known + num_tokens, num_rows) - attended(num_known, num_rows)
 
     def misses_of_steps(self, before_s: float, after_s: float, lengths: Lengths) -> float:
         """Expected misses caused if steps get longer by ``after_s`` instead of ``before_s``."""

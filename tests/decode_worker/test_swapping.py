@@ -324,5 +324,5 @@ def test_the_cheaper_of_recomputation_and_two_copies_is_chosen(case: Case) -> No
         num_layers=2, hidden_size=256, intermediate_size=512, num_heads=4, num_kv_heads=4, head_dim=64, vocab_size=1000
     )
     cost = CostModel(shape, replace(hardware("cpu", num_cores=2), host_bandwidth=3e9), Precision())
-    assert swap_space(cost, 8).is_cheaper(case.num_tokens, case.num_cached) is case.swaps
+    assert swap_space(cost, 8, 2048).is_cheaper(case.num_tokens, case.num_cached) is case.swaps
     assert cost.swap_s(1000) == pytest.approx(1000 * 2 * 2 * 4 * 64 * 4 / cost.hardware.host_bandwidth)

@@ -118,7 +118,7 @@ def test_simulations_compute_in_what_is_served(folder: Path, written: str, dtype
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    assert planned_model(ModelConfig(path=str(folder), dtype=written)).precision.dtype == dtype
+    assert planned_model(ModelConfig(path=str(folder), dtype=written), "auto").precision.dtype == dtype
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.stem)

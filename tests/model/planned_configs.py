@@ -74,6 +74,44 @@ GEMMA_3_4B = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
 }
+DEEPSEEK_V3 = {
+    **_llama(7168, 18432, 61, 128, 128, 129280),
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+}
+DEEPSEEK_V2_LITE = {
+    **DEEPSEEK_V3,
+    **_llama(2048, 10944, 27, 16, 16, 102400),
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "q_lora_rank": None,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+}
+GEMMA_3_27B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config": {
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "sliding_window": 1024,
+    },
+}
 PUBLISHED = {
     "llama-2-7b": Published(LLAMA_2_7B, 6_738_415_616, 524_288),
     "llama-2-70b": Published(LLAMA_2_70B, 68_976_648_192, 327_680),
@@ -89,5 +127,7 @@ PUBLISHED = {
     "phi-3-mini": Published(PHI_3_MINI, 3_821_079_552, 393_216),
     "gemma-7b": Published(GEMMA_7B, 8_537_680_896, 458_752),
     "gemma-3-4b": Published(GEMMA_3_4B, 3_880_263_168, 139_264),
+    "deepseek-v2-lite": Published(DEEPSEEK_V2_LITE, 15_706_484_224, 31_104),
+    "deepseek-v3": Published(DEEPSEEK_V3, 671_026_404_352, 70_272),
 }
 """Parameters as transformers counts them when it builds the model; of gemma-3-4b, those of the language model."""

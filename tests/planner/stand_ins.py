@@ -28,6 +28,7 @@ LLAMA_3_8B = PlannedModel(
         head_dim=128,
         vocab_size=128256,
     ),
+    transport="nccl",
 )
 SLO = SloConfig(ttft_seconds=0.2, tpot_seconds=0.02)
 

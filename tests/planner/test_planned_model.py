@@ -62,8 +62,8 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, r"\['MambaForCausalLM'\] are not known; plan for one of Gemma2For"),
-        ({"architectures": [], "model_type": "mamba"}, "model_type mamba is not known; plan for one of Gemma2For"),
+        ({"architectures": ["MambaForCausalLM"]}, r"\['MambaForCausalLM'\] are not known; plan for one of Deep"),
+        ({"architectures": [], "model_type": "mamba"}, "model_type mamba is not known; plan for one of Deep"),
         ({"quantization_config": ["fp8"]}, r"quantization_config must be an object, not \['fp8'\]; download it again"),
         ({"quantization_config": {"quant_method": "hqq"}}, r"is not known \(hqq\): give --quantization fp8, int8 or"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, r"is not known \(gptq\): give --quant"),

@@ -80,7 +80,9 @@ def test_check_measures_the_links_and_starts_nothing(tmp_path: Path) -> None:
     assert f"cores fewer than workers: {num_decode + 1} workers on {num_decode}" in run.stdout
     assert "pdserve up would start here" in run.stdout
     found = re.search(
-        r"^  prefill to decode: memfd \(it is on this host\), ([\d.]+) ms, ([\d.]+) GB/s$", run.stdout, re.M
+        r"^  prefill to decode: memfd \(it is on this host\), ([\d.]+) ms, ([\d.]+) GB/s; predicted 1.4 ms$",
+        run.stdout,
+        re.M,
     )
     assert found, run.stdout
     assert float(found[1]) > 0

@@ -119,9 +119,12 @@ def test_a_worker_is_explained_without_a_search(capsys: pytest.CaptureFixture[st
     assert lines[0].rstrip() == "Llama-3-8B on h100-sxm, TP1 PP1"
     assert "Llama-3-8B on l4, TP1 PP1" in [line.rstrip() for line in lines]
     assert "KV of a token: 131,072 bytes (131 kB)" in lines
-    assert run([*command, "--json", "-"]) == 0
+    assert run([*command, "--kv-transport", "cuda_ipc", "--json", "-"]) == 0
     explained = json.loads(capsys.readouterr().out)
-    assert {each["name"] for each in explained["h100-sxm, TP1 PP1"]} >= {"weights", "tokens of KV"}
+    parts = {each["name"]: each["parts"] for each in explained["h100-sxm, TP1 PP1"]}
+    assert parts.keys() >= {"weights", "tokens of KV"}
+    pulls = [made_of for name, made_of in parts.items() if name.startswith("pull of ")]
+    assert pulls == ["by cuda_ipc", "by tcp"]
 
 
 def test_a_deployment_that_cannot_be_served_yet_is_said_to_be(
@@ -191,6 +194,7 @@ def test_a_rate_gets_the_fewest_gpus(capsys: pytest.CaptureFixture[str], tmp_pat
         (["--gpu", "h100", "--nodes", "100000"], 2, "--nodes"),
         (["--gpu", "h100", "--price", "0"], 2, "--price is 0.0; write a number above 0"),
         (["--live", "http://127.0.0.1:9", "--window", "nan"], 2, "--window is nan; write a number above 0"),
+        (["--gpu", "h100", "--kv-transport", "rdma"], 2, "kv_transfer.transport is 'rdma'; write one of auto"),
         (["--live", "http://127.0.0.1:9", "--explain"], 2, "--explain searches nothing"),
         (["--gpu", "h100", "--explain", "--output", "x"], 2, "--explain searches nothing: leave out --output"),
         (["--gpu", "h100", "--decode-gpu", "h100-sxm"], 2, "--decode-gpu is h100-sxm, as --gpu is: leave it out"),

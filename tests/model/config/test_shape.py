@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from sys import maxsize
 from typing import Any
 
 import pytest
@@ -50,6 +51,24 @@ _GROUPED = {**_TINY, "num_key_value_heads": 2, "head_dim": 24}
 _ROUTED = {**_GROUPED, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2}
 
 
+_LATENT = {
+    **_TINY,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 36,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
@@ -60,6 +79,8 @@ _ROUTED = {**_GROUPED, "moe_intermediate_size": 40, "num_experts": 6, "num_exper
         ("qwen2_moe", {**_ROUTED, "head_dim": 16, "shared_expert_intermediate_size": 72}),
         ("qwen3_moe", {**_ROUTED, "tie_word_embeddings": True}),
         ("phi3", {**_GROUPED, "head_dim": 16}),
+        ("deepseek_v2", {**_LATENT, "q_lora_rank": None}),
+        ("deepseek_v3", _LATENT),
     ],
 )
 def test_parameters_are_those_that_transformers_builds(model_type: str, changes: dict[str, Any]) -> None:
@@ -76,7 +97,7 @@ def test_all_experts_are_held() -> None:
     shape = ModelShape.from_hf_config(MIXTRAL_8X7B)
     attention, expert, router = 2 * 4096**2 + 2 * 4096 * 1024, 3 * 4096 * 14336, 8 * 4096
     assert shape.layer_parameters == attention + router + 8 * expert
-    assert shape.layer_outputs == 4096 + 2 * 1024 + 4096 + 8 * (2 * 14336 + 4096) + 8
+    assert shape.layer_groups(maxsize) == 4096 + 2 * 1024 + 4096 + 8 * (2 * 14336 + 4096) + 8
     assert shape.layer_groups(128) == shape.layer_parameters / 128
 
 
@@ -85,7 +106,7 @@ def test_an_expert_for_all_tokens_has_a_gate() -> None:
     attention, expert, shared = 4 * 2048**2, 3 * 2048 * 1408, 3 * 2048 * 5632
     assert shape.common_layer_parameters == attention + shared + 2048 + 60 * 2048
     assert shape.layer_parameters == shape.common_layer_parameters + 60 * expert
-    assert shape.layer_outputs == 4 * 2048 + 60 * (2 * 1408 + 2048) + 60 + 2 * 5632 + 2048 + 1
+    assert shape.layer_groups(maxsize) == 4 * 2048 + 60 * (2 * 1408 + 2048) + 60 + 2 * 5632 + 2048 + 1
     assert shape.layer_groups(128) == shape.layer_parameters / 128
     assert shape.layer_groups(1) == shape.layer_parameters
 
@@ -106,9 +127,9 @@ def test_the_last_group_of_inputs_may_be_smaller() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_lora_rank": 512}, "kv_lora_rank is set: its attention keeps latent vectors"),
+        ({"kv_lora_rank": 512}, "qk_nope_head_dim must be a positive integer"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers is set: some of its layers have experts"),
-        ({"first_k_dense_replace": 3}, "first_k_dense_replace is set: some of its layers have experts"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq is not 1"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step is not 1"),
         ({"word_embed_proj_dim": 512}, "word_embed_proj_dim 512 is not hidden_size 4096"),
     ],

@@ -10,19 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.worker_config import DIRECT_TRANSPORTS
+from pdserve.kv_transfer.handshake import choose_transport
 from pdserve.model.config.decoder_config import parse_config
 from pdserve.model.config.shape import ModelShape
-from pdserve.model.cost.cost_model import CostModel, OnlineCorrection, num_experts_touched
+from pdserve.model.cost.cost_model import CostModel, OnlineCorrection, chosen_transport, num_experts_touched
 from pdserve.model.cost.curve import Curve
 from pdserve.model.cost.hardware import Hardware, hardware
-from tests.model.planned_configs import LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, PUBLISHED
+from tests.model.planned_configs import DEEPSEEK_V3, GEMMA_3_27B, LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, PUBLISHED
 
 H100 = hardware("h100-sxm")
 
 
-def cost_model(config: dict[str, object], tensor_parallel: int = 1, pipeline_parallel: int = 1) -> CostModel:
+def cost_model(
+    config: dict[str, object], tensor_parallel: int = 1, pipeline_parallel: int = 1, transport: str = "auto"
+) -> CostModel:
     shape = ModelShape.from_hf_config(config)
-    return CostModel(shape, H100, Precision(dtype="bfloat16"), tensor_parallel, pipeline_parallel=pipeline_parallel)
+    return CostModel(shape, H100, Precision(dtype="bfloat16"), tensor_parallel, pipeline_parallel, transport)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -122,13 +126,38 @@ def test_few_tokens_do_not_reach_the_peak() -> None:
 
 
 def test_transfer_takes_the_kv_bytes_over_the_link() -> None:
-    model = cost_model(LLAMA_3_8B)
+    model = cost_model(LLAMA_3_8B, transport="nccl")
     assert model.transfer_s(1000, same_host=True) == pytest.approx(131_072_000 / 450e9 / 0.6)
     assert model.transfer_s(1000, same_host=False) == pytest.approx(131_072_000 / 50e9 / 0.6)
     for_each = 131_072_000 / 4 / 50e9 / 0.6
-    assert cost_model(LLAMA_3_8B, 4).transfer_s(1000, same_host=False) == pytest.approx(for_each)
-    assert cost_model(LLAMA_3_8B, 2, 2).transfer_s(1000, same_host=False) == pytest.approx(for_each)
+    assert cost_model(LLAMA_3_8B, 4, 1, "nccl").transfer_s(1000, same_host=False) == pytest.approx(for_each)
+    assert cost_model(LLAMA_3_8B, 2, 2, "nccl").transfer_s(1000, same_host=False) == pytest.approx(for_each)
     assert cost_model(LLAMA_3_8B, 2, 2).swap_s(1000) == pytest.approx(131_072_000 / 4 / 64e9)
+
+
+def test_kv_that_passes_through_the_host_takes_its_copies() -> None:
+    model = cost_model(LLAMA_3_70B, 4)
+    # All ranks' KV in one process, then each rank's through pinned memory.
+    num_bytes = 8000 * 2 * 2 * 80 * 8 * 128
+    staging_s = num_bytes / 4 * (1 / 5.9e9 + 1 / 64e9)
+    assert model.transfer_s(8000, same_host=True) == pytest.approx(num_bytes / 5.9e9 + staging_s)
+    assert model.transfer_s(8000, same_host=False) == pytest.approx(num_bytes / 2.6e9 + staging_s)
+    assert model.pull_s(8000, same_host=True) == pytest.approx(0.001 + num_bytes / 5.9e9 + staging_s)
+    ipc = cost_model(LLAMA_3_70B, 4, 1, "cuda_ipc")
+    assert ipc.transfer_s(8000, same_host=True) == pytest.approx(num_bytes / 4 / (0.6 * 450e9))
+    assert ipc.transfer_s(8000, same_host=False) == model.transfer_s(8000, same_host=False)
+    on_cpu = CostModel(model.shape, hardware("cpu"), Precision(dtype="bfloat16"))
+    assert on_cpu.transfer_s(8000, same_host=True) == pytest.approx(num_bytes / 5.9e9)
+    assert on_cpu.transfer_s(8000, same_host=False) == pytest.approx(num_bytes / 1.25e9), "as the network carries"
+
+
+@pytest.mark.parametrize("setting", ["auto", "memfd", "tcp", "nccl", "cuda_ipc"])
+def test_the_transport_is_the_one_that_workers_choose(setting: str) -> None:
+    devices = (f"{setting} 0", f"{setting} 1") if setting in DIRECT_TRANSPORTS else ("", "")
+    wanted = "auto" if setting in DIRECT_TRANSPORTS else setting
+    for same_host in (True, False) if setting != "memfd" else (True,):
+        chosen, _ = choose_transport(wanted, wanted, is_same_host=same_host, devices=devices)
+        assert chosen_transport(setting, same_host=same_host) == chosen
 
 
 def test_kv_blocks_fill_the_memory_that_the_rest_leaves() -> None:
@@ -196,7 +225,8 @@ def test_a_pipeline_takes_as_long_as_its_stages_and_what_is_sent_between_them() 
     inside_s = 5e-6 + message_bytes / (0.6 * 450e9)
     outside_s = 30e-6 + message_bytes / (0.6 * 50e9)
     assert four.parts([(2048, 0)]).send_s == pytest.approx(2 * inside_s + outside_s)
-    assert four.prefill_s(2048) == pytest.approx(one.prefill_s(2048) + 2 * inside_s + outside_s)
+    logits_s = 30e-6 + 128256 * 4 / (0.6 * 50e9)  # of one row, to the leader
+    assert four.prefill_s(2048) == pytest.approx(one.prefill_s(2048) + 2 * inside_s + outside_s + logits_s)
     with pytest.raises(ValueError, match="pipeline_parallel 3 does not divide 80 layers; use a divisor"):
         cost_model(LLAMA_3_70B, 1, 3)
 
@@ -241,9 +271,70 @@ def test_all_ways_to_ask_for_a_step_agree_to_the_bit(
     assert mixed_s == pytest.approx(sum(model.parts(mixed)))
     assert model.mixed_s(0, num_cached, len(contexts), sum(contexts)) == model.step_s(decoding)
     if contexts:
-        first_s, growth_s = model.decode_run_s(len(contexts), sum(contexts))
+        first_s, growth_s, _ = model.decode_run_s(len(contexts), sum(contexts))
         assert first_s == model.step_s(decoding)
         assert first_s + 100 * growth_s == pytest.approx(model.step_s((1, context + 100) for context in contexts))
+
+
+@pytest.mark.parametrize("context", [500, 8_000, 32_000, 100_000])
+def test_layers_with_a_window_attend_to_no_more(context: int) -> None:
+    model, num_rows = cost_model(GEMMA_3_27B), 16
+    attention_s = 0.0
+    for layer in range(62):
+        seen = context + 1 if layer % 6 == 5 else min(context + 1, 1024)
+        work_s, reading_s = 4 * 32 * 128 * seen / 989e12, 2 * 2 * 16 * 128 * seen / 3.35e12
+        attention_s += num_rows * max(work_s, reading_s) / H100.decode_attention_efficiency
+    parts = model.parts([(1, context)] * num_rows)
+    assert parts.attention_s == pytest.approx(attention_s)
+    assert model.decode_s(num_rows, num_rows * context) == pytest.approx(sum(parts))
+    assert model.kv_bytes_per_token == 2 * 2 * 62 * 16 * 128, "all is kept"
+
+
+@given(num_new=st.integers(2, 300), num_cached=st.integers(0, 300), window=st.integers(1, 400))
+def test_pairs_of_a_prompt_end_at_the_window(num_new: int, num_cached: int, window: int) -> None:
+    shape = replace(ModelShape.from_hf_config(LLAMA_3_8B), windows=(window, 0, 0, 0) * 8)
+    model = CostModel(shape, SLOW_AT_PROMPTS, Precision(dtype="float32"))
+    seen = [num_cached + position + 1 for position in range(num_new)]
+    num_pairs = sum(24 * each + 8 * min(each, window) for each in seen)
+    assert model.parts([(num_new, num_cached)]).attention_s == pytest.approx(4 * 32 * 128 * num_pairs / 80e9 / 0.01)
+
+
+@given(
+    num_new=st.integers(0, 40_000),
+    num_cached=st.integers(0, 40_000),
+    budget=st.integers(128, 8192),
+    config=st.sampled_from([LLAMA_3_8B, GEMMA_3_27B, MIXTRAL_8X7B]),
+)
+def test_a_prompt_takes_what_its_chunks_take(
+    num_new: int, num_cached: int, budget: int, config: dict[str, object]
+) -> None:
+    model, chunks_s = cost_model(config), 0.0
+    for begin in range(0, num_new, budget):
+        chunks_s += model.prefill_s(min(budget, num_new - begin), num_cached + begin)
+    assert model.prompt_s(num_new, num_cached, budget) == pytest.approx(chunks_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("window", [0, 1024])
+@pytest.mark.parametrize("budget", [8, 16, 32, 64])
+def test_small_chunks_read_the_context_again(budget: int, window: int) -> None:
+    shape = replace(ModelShape.from_hf_config(LLAMA_3_8B), windows=(0, window) * 16)
+    model = CostModel(shape, H100, Precision(dtype="bfloat16"))
+    chunks_s = sum(model.prefill_s(budget, begin) for begin in range(0, 32_768, budget))
+    assert model.prompt_s(32_768, 0, budget) == pytest.approx(chunks_s, rel=0.01)
+
+
+@given(contexts=st.lists(st.integers(0, 1500), min_size=1, max_size=9))
+def test_a_run_is_linear_up_to_the_window(contexts: list[int]) -> None:
+    model, batch_size, context = cost_model(GEMMA_3_27B), len(contexts), sum(contexts)
+    first_s, growth_s, num_steps = model.decode_run_s(batch_size, context)
+    for step in {0, 1, num_steps - 1} if num_steps < 2000 else {0, 1, 50_000}:
+        if step < num_steps:
+            expected_s = model.decode_s(batch_size, context + step * batch_size)
+            assert first_s + step * growth_s == pytest.approx(expected_s)
+    if num_steps < 2000:
+        beyond_s = model.decode_s(batch_size, context + (num_steps + 1) * batch_size)
+        assert beyond_s < first_s + (num_steps + 1) * growth_s
+    assert model.decode_s(batch_size, context) >= model.step_s((1, each) for each in contexts) * (1 - 1e-12)
 
 
 def test_an_empty_step_takes_no_time() -> None:
@@ -255,7 +346,8 @@ def test_tensor_parallelism_divides_the_work_and_adds_the_all_reduces() -> None:
     one, four = (cost_model(LLAMA_3_70B, ranks).parts([(2048, 0)]) for ranks in (1, 4))
     assert four.layers_s == pytest.approx(one.layers_s / 4)
     assert four.attention_s == pytest.approx(one.attention_s / 4)
-    assert four.output_s == pytest.approx(one.output_s / 4)
+    gather_s = 5e-6 + 3 / 4 * 128256 * 2 / (0.28 * 450e9)
+    assert four.output_s == pytest.approx(one.output_s / 4 + gather_s)
     assert four.overhead_s == pytest.approx(one.overhead_s + H100.ranks_overhead_s)
     # 80 layers, 2 all-reduces each: 5 us, and 6 times a fourth of 2048 tokens * 8192 values * 2 bytes, at 450 GB/s.
     assert four.all_reduce_s == pytest.approx(80 * 2 * (5e-6 + 6 * 2048 * 8192 * 2 / 4 / (0.28 * 450e9)))
@@ -287,6 +379,32 @@ def test_many_tokens_are_multiplied_with_their_own_experts_only() -> None:
     assert cost_model(MIXTRAL_8X7B).parts([(8192, 0)]).layers_s == pytest.approx(expected_s)
 
 
+def test_latent_attention_reads_one_vector_and_multiplies_heads_with_it() -> None:
+    one, eight = cost_model(DEEPSEEK_V3), cost_model(DEEPSEEK_V3, 8)
+    reading_s, work_s = 2 * 576 / 3.35e12, 2 * 128 * (576 + 512) / 989e12
+    assert work_s < reading_s
+    for model in (one, eight):  # each of whose ranks reads all of it
+        attention_s = model.parts([(1, 999)]).attention_s
+        assert attention_s == pytest.approx(61 * 1000 * reading_s / H100.decode_attention_efficiency)
+    assert eight.rank_kv_bytes_per_token == one.kv_bytes_per_token
+    slow = CostModel(one.shape, replace(H100, peak_flops={"bfloat16": 1e14}), Precision(dtype="bfloat16"))
+    attention_s = slow.parts([(1, 999)]).attention_s
+    expected_s = 61 * 1000 * 2 * 128 * (576 + 512) / 1e14 / H100.decode_attention_efficiency
+    assert attention_s == pytest.approx(expected_s)
+    # In a prompt, keys of 192 values and values of 128 are projected from it.
+    pairs_s = 61 * 4096 * 4097 / 2 * 2 * 128 * (192 + 128) / 989e12
+    attention_s = one.parts([(4096, 0)]).attention_s
+    assert attention_s == pytest.approx(pairs_s / H100.prefill_attention_efficiency.at(4096))
+
+
+def test_the_first_layers_have_no_experts() -> None:
+    model, attention = cost_model(DEEPSEEK_V3), 7168 * (1536 + 576 + 16384) + 1536 * 128 * 192 + 512 * 128 * 256
+    dense, expert = 3 * 7168 * 18432, 3 * 7168 * 2048
+    routed = attention + 256 * 7168 + 9 * expert
+    reading_s = 2 * (3 * (attention + dense) + 58 * routed) / H100.bandwidth
+    assert model.parts([(1, 0)]).layers_s == pytest.approx(reading_s)
+
+
 @given(num_tokens=st.integers(1, 3000))
 def test_more_tokens_touch_more_experts(num_tokens: int) -> None:
     assert 8 <= num_experts_touched(num_tokens, 128, 8) <= min(128, 8 * num_tokens) * (1 + 1e-12)
@@ -295,9 +413,8 @@ def test_more_tokens_touch_more_experts(num_tokens: int) -> None:
 
 
 def test_more_ranks_than_kv_heads_repeat_them() -> None:
-    assert cost_model(LLAMA_3_8B, 16).transfer_s(1, same_host=True) == cost_model(LLAMA_3_8B, 8).transfer_s(
-        1, same_host=True
-    )
+    sixteen, eight = (cost_model(LLAMA_3_8B, ranks, 1, "nccl") for ranks in (16, 8))
+    assert sixteen.transfer_s(1, same_host=True) == eight.transfer_s(1, same_host=True)
 
 
 @pytest.mark.parametrize("tensor_parallel", [0, 3, 64])

@@ -157,7 +157,8 @@ def test_all_that_lasts_lasts_so_many_times_as_long(time_scale: float, tensor_pa
 
 def test_a_pull_between_two_devices_without_a_switch_has_one_of_their_links() -> None:
     precision = Precision(dtype="bfloat16")
-    mi300x, h100 = (CostModel(SHAPE, hardware(name), precision) for name in ("mi300x", "h100-sxm"))
+    names = ("mi300x", "h100-sxm")
+    mi300x, h100 = (CostModel(SHAPE, hardware(name), precision, transport="nccl") for name in names)
     num_bytes = 8000 * h100.kv_bytes_per_token
     assert mi300x.transfer_s(8000, same_host=True) == pytest.approx(num_bytes / (0.6 * 64e9))
     assert h100.transfer_s(8000, same_host=True) == pytest.approx(num_bytes / (0.6 * 450e9))

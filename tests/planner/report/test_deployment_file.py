@@ -41,6 +41,7 @@ def test_what_is_written_can_be_served(tmp_path: Path, rank: int) -> None:
     assert config == deployment_of(candidate.layout, MODEL, SLO, "/models/llama")
     assert (config.model.path, config.slo, config.router.policy) == ("/models/llama", SLO, PLANNED_POLICY)
     assert config.prefill.replicas + config.decode.replicas == (0 if candidate.layout.is_colocated else 2)
+    assert config.kv_transfer.transport == MODEL.transport == "nccl"
 
 
 def test_what_the_engine_does_not_do_is_written_and_said(tmp_path: Path) -> None:

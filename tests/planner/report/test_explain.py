@@ -61,7 +61,10 @@ def test_what_does_not_fit_or_has_no_price() -> None:
     assert "price of a worker" not in explanations(MIXTRAL_8X7B, (2, 1), "rtx-4090")
 
 
-def test_a_transfer_goes_by_the_link_or_the_network() -> None:
-    lines = explanations(LLAMA_3_70B)
-    inside, outside = (lines[f"transfer of 1024 tokens {where}"] for where in ("within a host", "between hosts"))
-    assert outside.result == pytest.approx(inside.result * 9)
+def test_a_pull_goes_by_the_transport_within_a_host_or_between_two() -> None:
+    lines = explanations(LLAMA_3_70B, (4, 1))
+    inside, outside = (lines[f"pull of 1024 tokens {where}"] for where in ("within a host", "between hosts"))
+    assert (inside.parts, outside.parts) == ("by memfd", "by tcp")
+    staging_ms, num_bytes = 1e3 * 1024 * 327_680 / 4 * (1 / 5.9e9 + 1 / 64e9), 1024 * 327_680
+    assert inside.result == pytest.approx(1 + 1e3 * num_bytes / 5.9e9 + staging_ms)
+    assert outside.result == pytest.approx(1 + 1e3 * num_bytes / 2.6e9 + staging_ms)

@@ -264,9 +264,9 @@ def test_links_carry_near_pulls_in_1_s_and_far_ones_in_4_s(
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "expected"), [((0, 1), (0, 1), 4.0), ((0, 1), (1, 0), 1.0), ((0,), (1,), 1.0)]
+    ("one", "other", "expected"), [((0, 1), (0, 1), 1.0), ((0, 1), (1, 0), 0.25), ((0,), (1,), 0.25)]
 )
-def test_each_micro_batch_has_a_link_and_pipelines_over_the_same_hosts_meet_stage_by_stage(
+def test_micro_batches_share_a_link_and_pipelines_over_the_same_hosts_meet_stage_by_stage(
     one: tuple[int, ...], other: tuple[int, ...], expected: float
 ) -> None:
     prefill, decode = (a_pool(role, 1, 1, 4) for role in (WorkerRole.PREFILL, WorkerRole.DECODE))

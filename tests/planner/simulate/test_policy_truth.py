@@ -37,7 +37,7 @@ def test_the_policy_knows_what_the_schedulers_hold(
     dispatch = DispatchSettings(policy="goodput", slo=SLO)
     run = _Simulator(LLAMA_3_8B, disaggregated(2, 2), requests, dispatch, NO_OVERHEADS, 0, None)
     dispatcher, entries, num_seen = run._dispatcher, run._events._entries, 0
-    policy = dispatcher._placement
+    policy = dispatcher.placement
     assert isinstance(policy, Goodput)
 
     def cancel(number: int) -> None:

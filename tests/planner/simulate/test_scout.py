@@ -16,7 +16,7 @@ from pdserve.planner.simulate.simulation import RequestTimes
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
 from pdserve.planner.workload.presets import preset
 from pdserve.planner.workload.requests import Segment, SimulatedRequest
-from tests.planner.stand_ins import LLAMA_3_8B, a_pool, colocated, disaggregated
+from tests.planner.stand_ins import H100, LLAMA_3_8B, a_pool, colocated, disaggregated
 
 SLO = SloConfig(ttft_seconds=0.25, tpot_seconds=0.02)
 ALL_HANDED_OFF = SloConfig(ttft_seconds=0.25, tpot_seconds=1e-4)
@@ -73,14 +73,27 @@ def test_the_judge_agrees(layout: Layout, name: str, rate: float) -> None:
     assert p90(ours.tpot_s) == pytest.approx(p90(judge.tpot_s), rel=0.05)
 
 
-def test_one_request_takes_what_the_judge_says() -> None:
+@pytest.mark.parametrize("window", [0, 100])
+def test_one_request_takes_what_the_judge_says(window: int) -> None:
+    model = replace(LLAMA_3_8B, shape=replace(LLAMA_3_8B.shape, windows=(0, window) * 16))
     for num_prompt, num_output in ((2000, 11), (1, 1), (3000, 1), (17, 300)):
         requests = [SimulatedRequest(1.0, num_prompt, num_output)]
         for layout in (disaggregated(), colocated()):
-            ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=ALL_HANDED_OFF).times
-            judge = simulate(LLAMA_3_8B, layout, requests, slo=ALL_HANDED_OFF).times
+            ours = scout(model, layout, ScoutRequests.of(requests), slo=ALL_HANDED_OFF).times
+            judge = simulate(model, layout, requests, slo=ALL_HANDED_OFF).times
             assert ours.first_token_s == pytest.approx(judge.first_token_s, rel=1e-5)
             assert ours.last_token_s == pytest.approx(judge.last_token_s, rel=1e-5)
+
+
+def test_micro_batches_share_their_workers_wire() -> None:
+    slow = replace(H100, network_bandwidth=H100.network_bandwidth / 100)
+    roles = (WorkerRole.PREFILL, WorkerRole.DECODE)
+    prefill, decode = (replace(a_pool(role, 1, 1, 2), hardware=slow) for role in roles)
+    layout = Layout(prefill=prefill, decode=decode, hosts=(((0,),), ((1,),)))
+    requests = [SimulatedRequest(0.0, 2000, 2) for _ in range(2)]
+    ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=ALL_HANDED_OFF).times
+    judge = simulate(LLAMA_3_8B, layout, requests, slo=ALL_HANDED_OFF).times
+    assert ours.last_token_s == pytest.approx(judge.last_token_s, rel=0.01)
 
 
 def test_prefill_alone_is_an_m_d_1_queue() -> None:
@@ -126,13 +139,14 @@ def test_a_sequence_starts_with_a_block_more_than_its_prompt() -> None:
     np.testing.assert_allclose(ours.last_token_s, judge.last_token_s, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_times_are_the_judges_where_blocks_are_short(num_stages: int) -> None:
+@pytest.mark.parametrize(("num_stages", "window"), [(1, 0), (1, 500), (2, 0)])
+def test_times_are_the_judges_where_blocks_are_short(num_stages: int, window: int) -> None:
     """One-token answers among them, whose reservations the router cancels."""
     layout = replace(disaggregated(), decode=a_pool(WorkerRole.DECODE, 1, 1, num_stages, 600 * num_stages))
     requests = requests_of("sharegpt-synthetic", 10.0 * num_stages, 400)
-    ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=SLO).times
-    judge = simulate(LLAMA_3_8B, layout, requests, slo=SLO).times
+    model = replace(LLAMA_3_8B, shape=replace(LLAMA_3_8B.shape, windows=(0, window) * 16))
+    ours = scout(model, layout, ScoutRequests.of(requests), slo=SLO).times
+    judge = simulate(model, layout, requests, slo=SLO).times
     assert (ours.num_output_tokens == 1).any()
     np.testing.assert_allclose(ours.first_token_s, judge.first_token_s, rtol=0, atol=1e-9)
     np.testing.assert_allclose(ours.last_token_s, judge.last_token_s, rtol=0, atol=1e-9)

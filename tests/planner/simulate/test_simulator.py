@@ -145,6 +145,18 @@ def test_pulls_over_both_kinds_of_links_share_a_workers_wire() -> None:
     assert [use.num_network_pulls for use in simulation.workers] == [0, 0, 1]
 
 
+def test_micro_batches_share_their_workers_wire() -> None:
+    pools = [a_pool(role, 1, 1, 2) for role in (WorkerRole.PREFILL, WorkerRole.DECODE)]
+    slow = replace(H100, network_bandwidth=H100.network_bandwidth / 100)
+    prefill, decode = (replace(pool, hardware=slow) for pool in pools)
+    layout = Layout(prefill=prefill, decode=decode, hosts=(((0,),), ((1,),)))
+    requests = [SimulatedRequest(0.0, 2000, 2) for _ in range(2)]
+    moved_s = decode.cost(LLAMA_3_8B).transfer_s(2000, same_host=False)
+    judge = simulate(LLAMA_3_8B, layout, requests, slo=ALL_HANDED_OFF, overheads=NO_OVERHEADS).times
+    stalls_s = judge.second_token_s - judge.first_token_s
+    assert stalls_s[1] > 1.5 * moved_s > 1.2 * stalls_s[0]
+
+
 def test_pulls_stay_within_hosts_as_far_as_the_load_is_even() -> None:
     one_by_one = [SimulatedRequest(float(n), 1000, 100) for n in range(20)]
     for requests, most_far in ((one_by_one, 0), (poisson(40, 150), 74)):
@@ -253,6 +265,7 @@ LAYOUTS = [
     num_output_tokens=st.sampled_from([1, 2, 3, 60, 300]),
     max_tokens=st.sampled_from([0, 1000]),
     is_sharing=st.booleans(),
+    num_windows=st.sampled_from([0, 24]),
 )
 @example(  # the router must see the blocks that a decode worker takes while steps are not planned
     layout=disaggregated(num_kv_blocks=500),
@@ -261,6 +274,7 @@ LAYOUTS = [
     num_output_tokens=60,
     max_tokens=0,
     is_sharing=False,
+    num_windows=0,
 )
 @example(
     layout=disaggregated(num_kv_blocks=500),
@@ -269,10 +283,20 @@ LAYOUTS = [
     num_output_tokens=60,
     max_tokens=1000,
     is_sharing=False,
+    num_windows=24,
 )
 def test_fast_forwarding_is_the_same_as_planning_every_step(
-    layout: Layout, rate: int, seed: int, num_output_tokens: int, max_tokens: int, is_sharing: bool
+    layout: Layout,
+    rate: int,
+    seed: int,
+    num_output_tokens: int,
+    max_tokens: int,
+    is_sharing: bool,
+    num_windows: int,
 ) -> None:
+    model = replace(
+        LLAMA_3_8B, shape=replace(LLAMA_3_8B.shape, windows=(900,) * num_windows + (0,) * (32 - num_windows))
+    )
     requests = [
         request.limited(max_tokens) for request in poisson(rate, 40, seed=seed, num_output_tokens=num_output_tokens)
     ]
@@ -283,7 +307,7 @@ def test_fast_forwarding_is_the_same_as_planning_every_step(
         ]
 
     def run() -> Simulation:
-        return simulate(LLAMA_3_8B, layout, requests, slo=SLO)
+        return simulate(model, layout, requests, slo=SLO)
 
     forwarded = run()
     with patch.object(simulated_worker, "steady_steps", return_value=NO_STEADY_STEPS):

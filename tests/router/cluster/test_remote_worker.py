@@ -117,6 +117,23 @@ def test_a_frame_leaves_the_snapshot_of_what_it_reports() -> None:
     assert worker.snapshot() is made
 
 
+@pytest.mark.parametrize("source_host", ["10.0.0.1", "10.0.0.2"])
+def test_pulls_that_ended_correct_the_predictions_of_others(source_host: str) -> None:
+    dispatcher = Dispatcher({WorkerRole.DECODE: COST}, DispatchSettings(), time.monotonic)
+    endpoint = WorkerEndpoint(worker_id="d", role=WorkerRole.DECODE, address="10.0.0.1:1", epoch=1)
+    worker = RemoteWorker(endpoint, Cluster(dispatcher, RouterMetrics()))
+    worker.session_opened(worker_pb2.Welcome(num_blocks=2))
+    num_bytes, is_near = 1000 * COST.kv_bytes_per_token, source_host == "10.0.0.1"
+    seconds = 3 * COST.pull_s(1000, same_host=is_near)
+    report = worker_pb2.TransferReport(transport="tcp", source=f"{source_host}:7", bytes=num_bytes, seconds=seconds)
+    failed = worker_pb2.TransferReport(source=f"{source_host}:7", bytes=num_bytes, seconds=9.0, failure_stage="copy")
+    for _ in range(3000):
+        worker.frame_received(worker_pb2.StepFrame(transfers=[report, failed]))
+    factors = [correction.factor for correction in dispatcher.placement.pull_corrections]
+    assert factors[is_near] == pytest.approx(3, rel=0.01)
+    assert factors[not is_near] == 1
+
+
 def test_a_grammar_is_announced_once_in_a_session() -> None:
     async def run() -> None:
         worker = await ScriptedWorker("decode-0", WorkerRole.DECODE).start()

@@ -167,7 +167,7 @@ class World:
         assert not dispatcher._blame._first
         assert not dispatcher._blame._siblings
         assert not dispatcher.admission.num_in_flight
-        placement = dispatcher._placement
+        placement = dispatcher.placement
         assert isinstance(placement, Goodput)
         assert not placement._requests
         for worker in self.workers:

@@ -35,7 +35,7 @@ def check(core: Core, workers: list[RecordingWorker]) -> None:
         assert flight._prefills.keys() | flight._decodes.keys() == ids(unreported)
         assert flight.num_prefill_tokens == sum(flight._prefills.values())
         assert worker.is_up or not any(worker in attempt.state.workers for attempt in attempts)
-    policy = core.dispatcher._placement
+    policy = core.dispatcher.placement
     assert isinstance(policy, Goodput)
     assert policy._requests.keys() == ids([each for each in attempts if each.state.workers])
     waiting = {request_id for view in policy._views.values() for request_id in view.prompts._prompts}

@@ -477,7 +477,7 @@ def test_a_request_whose_shortest_prompt_would_be_hopeless_is_refused_before_its
     assert core.observer.refused_tiers == ["fast"]
     assert not core.prefill.submitted
     assert core.dispatcher.num_accepted == core.dispatcher.num_in_flight == 0
-    placement = core.dispatcher._placement
+    placement = core.dispatcher.placement
     assert isinstance(placement, Goodput)
     assert placement._prefill_cost.misses_per_s(1.0) == 0.0
     assert not len(placement._joining)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,14 +16,23 @@ from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
+from pdserve.router.requests.goodput import Goodput
 from pdserve.router.requests.least_time import (
+    LeastTime,
     choose_decode,
     choose_prefill,
     may_prefill_locally,
     predict_tpot_s,
     predict_ttft_s,
 )
-from pdserve.router.requests.placement import PromptBlocks, WorkerSnapshot, prefill_candidates, shortfall
+from pdserve.router.requests.placement import (
+    Arrival,
+    Placement,
+    PromptBlocks,
+    WorkerSnapshot,
+    prefill_candidates,
+    shortfall,
+)
 
 BLOCK_SIZE = 4
 SHAPE = ModelShape(
@@ -34,7 +44,7 @@ SHAPE = ModelShape(
     head_dim=128,
     vocab_size=32000,
 )
-COST = CostModel(SHAPE, hardware("h100-sxm"), Precision(dtype="bfloat16"))
+COST = CostModel(SHAPE, hardware("h100-sxm"), Precision(dtype="bfloat16"), transport="nccl")
 COSTS = dict.fromkeys(WorkerRole, COST)
 
 
@@ -233,6 +243,23 @@ def test_a_decode_worker_on_the_host_of_the_prompt_pulls_faster() -> None:
     far, near = D0._replace(host="10.0.0.2"), D1._replace(host="10.0.0.1")
     for source_host, expected in (("10.0.0.1", "decode-1"), ("10.0.0.2", "decode-0")):
         assert choose_decode(prompt(1000), [far, near], COSTS, source_host=source_host) == expected
+
+
+@pytest.mark.parametrize("policy", [LeastTime, Goodput])
+def test_pulls_take_as_long_as_others_took(policy: type[Placement]) -> None:
+    """A worker with a little less to do that pulls all of the prompt, beside one that caches most of it."""
+    placement = policy(COSTS, tpot_slo_s=0.015)
+    d1 = D1._replace(cached_blocks=OF_HISTORY, num_free_blocks=2000, num_decoding=1, num_context_tokens=8000)
+    arrival = Arrival(1, TURN, 0.0, 1.0, tpot_slo_s=0.015)
+    chosen = []
+    for same_host in (None, True, False):
+        for _ in range(60 if same_host is not None else 0):
+            num_bytes = 1000 * COST.kv_bytes_per_token
+            placement.pulled(WorkerRole.DECODE, num_bytes, 1.0, same_host=bool(same_host))
+        binding = placement.decode(arrival, [D0._replace(num_free_blocks=2000), d1], frozenset(), "another host")
+        assert binding is not None
+        chosen.append(binding.worker_id)
+    assert chosen == ["decode-0", "decode-0", "decode-1"], "those within a host tell nothing of those between two"
 
 
 def test_decode_prefers_the_lighter_batch() -> None:
