@@ -111,8 +111,15 @@ ACCEPTED = Counter("pdserve_requests_accepted", "Requests accepted for generatio
 IN_FLIGHT = Gauge("pdserve_requests_in_flight", "Accepted requests without an outcome.")
 QUEUED = Gauge("pdserve_requests_queued", "Requests that wait for a worker.")
 REQUEST_SECONDS = Histogram("pdserve_request_seconds", "Arrival to last byte.", (), REQUEST_BUCKETS_S)
-TTFT_SECONDS = Histogram("pdserve_ttft_seconds", "Arrival to token 0 written to the client.", (), TTFT_BUCKETS_S)
-TPOT_SECONDS = Histogram("pdserve_tpot_seconds", "Mean time per output token after token 0.", (), ITL_BUCKETS_S)
+TTFT_SECONDS = Histogram(
+    "pdserve_ttft_seconds", "Arrival to token 0 written to the client, of each choice.", (), TTFT_BUCKETS_S
+)
+TPOT_SECONDS = Histogram(
+    "pdserve_tpot_seconds",
+    "Mean time per output token after token 0, of the slowest choice of a request.",
+    (),
+    ITL_BUCKETS_S,
+)
 ITL_SECONDS = Histogram("pdserve_itl_seconds", "Gap between two tokens of a stream.", (), ITL_BUCKETS_S)
 HANDOFF_STALL_SECONDS = Histogram(
     "pdserve_handoff_stall_seconds", "Token 0 to token 1 of a handed-off request.", (), ITL_BUCKETS_S

@@ -25,6 +25,7 @@ from pdserve.deploy.commands import bench as bench_commands
 from pdserve.deploy.commands.plan import plan
 from pdserve.deploy.commands.simulate import simulate
 from pdserve.deploy.config import check_deployment, find_dtype, names_pools, override, read_deployment, read_profile
+from pdserve.deploy.other_servers import remedy
 
 if TYPE_CHECKING:
     from pdserve.deploy.launch import Launch
@@ -52,7 +53,9 @@ def run(arguments: list[str]) -> int:
         result = app(arguments or ["--help"], prog_name="pdserve", standalone_mode=False)
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx else "pdserve"
-        return _fail(2, f"{error.format_message()} (see {command} --help)")
+        said = error.format_message()
+        instead = remedy(command, said)
+        return _fail(2, f"{said}{instead and f'; {instead}'} (see {command} --help)")
     except ConfigError as error:
         return _fail(2, str(error))
     except DeployError as error:

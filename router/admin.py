@@ -154,7 +154,9 @@ def _refusal(request: Request, config: RouterProcessConfig) -> Response | None:
     is_open = not config.admin_token or (config.open_metrics and request.url.path in OPEN_PATHS)
     if is_open or hmac.compare_digest(given, f"Bearer {config.admin_token}".encode()):
         return None
-    detail = "give the admin token of the cluster as a bearer token"
+    detail = "give the admin token of the cluster, its file admin_token, as a bearer token"
+    if request.url.path in OPEN_PATHS:
+        detail += "; or set router.open_metrics: true"
     return JSONResponse({"detail": detail}, 401, {"WWW-Authenticate": "Bearer"})
 
 

@@ -6,6 +6,7 @@ start, against the memory that is free by then. Never imports torch.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,9 +37,10 @@ def check_model(launch: Launch) -> str:
     settings = launch.config.model
     folder = Path(settings.path)
     if not folder.is_dir():
-        raise DeployError(
-            f"no model folder at {folder}; give --model a folder with config.json, safetensors, tokenizer"
-        )
+        remedy = "give --model a folder with config.json, safetensors, tokenizer"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", settings.path) and not folder.parent.exists():  # as on Hugging Face's hub
+            remedy += f"; for one of the hub, first hf download {folder} --local-dir {folder.name}"
+        raise DeployError(f"no model folder at {folder}; {remedy}")
     try:
         model = DecoderConfig.from_folder(folder)
         tokenizer = ChatTokenizer.from_folder(folder, TOOL_FORMATS.get(settings.tool_format))

@@ -189,6 +189,16 @@ def core_warning(launch: Launch) -> str:
     return f"fewer than workers: {len(launch.roles)} workers on {len(launch.cores)}"
 
 
+def gpu_warning(launch: Launch) -> str:
+    """That workers take GPUs and this host's driver shows none; empty if it shows some, or another Ray places them.
+    Ray may still find some, as in WSL, so that this is no error."""
+    on_gpus = [role.value for role in dict.fromkeys(launch.roles) if launch.config.phase(role).device == "cuda"]
+    if launch.ray_address or launch.emulate or launch.num_gpus or not on_gpus:
+        return ""
+    keys = " and ".join(f"{role}.device" for role in on_gpus)
+    return f"{keys}: cuda, and no driver shows one here; unless Ray finds some, set device to auto or cpu"
+
+
 def kernel_warning(launch: Launch) -> str:
     """Reason why kernels are slow on this host; empty if they are fast."""
     return "" if launch.emulate else slow_kernels_reason()

@@ -163,6 +163,10 @@ def admin_headers(admin_url: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
+NEEDS_KEY = "needs a valid API key; set PDSERVE_API_KEY to one"
+"""What commands say of a server that answers 401."""
+
+
 def api_key() -> str:
     """Key that commands send to the API: ``PDSERVE_API_KEY``, because every user can read a command line."""
     return os.environ.get("PDSERVE_API_KEY", "").strip()

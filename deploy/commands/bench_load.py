@@ -18,7 +18,7 @@ from rich.console import Console
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.errors import DeployError
-from pdserve.deploy.cluster.folder import admin_headers, api_key, find_cluster, running_clusters
+from pdserve.deploy.cluster.folder import NEEDS_KEY, admin_headers, api_key, find_cluster, running_clusters
 from pdserve.deploy.commands.plan_options import BurstinessOption, TimeUnitOption
 
 if TYPE_CHECKING:
@@ -406,7 +406,7 @@ def _max_model_len(url: str) -> int:
     """Limit that the server reports for its first model; 0 if it reports none.
 
     Raises:
-        DeployError: the server does not answer.
+        DeployError: the server does not answer, or needs a key.
     """
     import httpx
 
@@ -415,8 +415,10 @@ def _max_model_len(url: str) -> int:
     try:
         headers = {"Authorization": f"Bearer {key}"} if (key := api_key()) else {}
         verify = server_tls(url) or False
-        models = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False, verify=verify).json()["data"]
-        return int(models[0].get("max_model_len") or 0)
+        answer = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False, verify=verify)
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            raise DeployError(f"{url} {NEEDS_KEY}")
+        return int(answer.json()["data"][0].get("max_model_len") or 0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DeployError(f"{url} does not answer: {error}") from error
     except (ValueError, LookupError, TypeError):

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from pdserve.bench.server_tls import server_tls
 from pdserve.contracts.errors import DeployError
+from pdserve.deploy.cluster.folder import NEEDS_KEY
 
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 600.0
@@ -78,6 +79,8 @@ class Conversation:
         """Send the messages; server-sent events of the answer."""
         body = {"messages": self._messages, "stream": True, "stream_options": {"include_usage": True}}
         with self._http.stream("POST", "/v1/chat/completions", json=body | self._parameters) as response:
+            if response.status_code == httpx.codes.UNAUTHORIZED:
+                raise DeployError(f"{self._url} {NEEDS_KEY}")
             if response.status_code != httpx.codes.OK:
                 response.read()
                 raise DeployError(f"{self._url} refused: {_error_text(response)}")

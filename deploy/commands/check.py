@@ -17,7 +17,7 @@ from pdserve.contracts.errors import DeployError
 from pdserve.contracts.kv_layout import KvLayout, resolve_kv_dtype
 from pdserve.contracts.worker_config import DIRECT_TRANSPORTS, WorkerRole
 from pdserve.deploy.checks.model import check_model
-from pdserve.deploy.checks.preflight import check_launch, core_warning, kernel_warning
+from pdserve.deploy.checks.preflight import check_launch, core_warning, gpu_warning, kernel_warning
 from pdserve.deploy.launch import Launch
 from pdserve.kv_transfer.handshake import choose_transport
 from pdserve.model.config.decoder_config import DecoderConfig
@@ -47,13 +47,13 @@ def check_cluster(launch: Launch, console: Console) -> int:
         DeployError: ``pdserve up`` would not start; the text has the remedy.
     """
     check_launch(launch)
-    cores, kernels, model = core_warning(launch), kernel_warning(launch), check_model(launch)
-    for name, warning in (("cores", cores), ("kernels", kernels), ("model", model)):
+    cores, kernels, gpus = core_warning(launch), kernel_warning(launch), gpu_warning(launch)
+    for name, warning in (("cores", cores), ("kernels", kernels), ("GPUs", gpus), ("model", check_model(launch))):
         if warning:
             console.print(f"[yellow]{name}[/] {warning}", highlight=False, soft_wrap=True)
     _show_links(launch, find_links(launch), console)
     if not launch.ray_address:  # whose hosts are not checked
-        console.print("pdserve up would start here")
+        console.print(f"pdserve up would start here{gpus and ' if Ray finds GPUs'}")
     return 0
 
 

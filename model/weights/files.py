@@ -21,6 +21,7 @@ _LEFT_OUT = re.compile(
 """Tensors that text does not need: encoders of images, drafts of further tokens, scales of a KV cache in 8 bits."""
 _MAX_PROBLEMS = 8
 """Upper limit of tensors named in one message."""
+_LFS_POINTER = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 100 * 10**6
 """Limit of the safetensors library."""
 
@@ -43,6 +44,9 @@ def read_header(shard: Path) -> dict[str, StoredTensor]:
         ValueError: not a safetensors file, or its size does not match the header.
     """
     num_bytes = shard.stat().st_size
+    with shard.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ValueError(f"{shard} is a pointer of Git LFS; run git lfs pull in its folder, or download it again")
     try:
         with shard.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")

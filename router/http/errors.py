@@ -110,11 +110,22 @@ async def answer_error(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_LEFT)
     if isinstance(error, HTTPException) and not isinstance(error, ApiError):
         if error.status_code == 404:
-            remedy = "base URLs of clients end with /v1, those of Anthropic's clients before it"
-            error.detail = f"there is no route {request.method} {request.url.path}; {remedy}"
+            error.detail = (
+                f"there is no route {request.method} {request.url.path}; {_remedy_of_route(request.url.path)}"
+            )
         elif error.status_code == 405:
             error.detail = f"{request.url.path} does not take {request.method}"
     return api_error(error).response(request.url.path)
+
+
+def _remedy_of_route(path: str) -> str:
+    if path == "/metrics":
+        return "metrics are on the admin port, whose address pdserve up prints"
+    if path.startswith("/v1/") and not path.startswith("/v1/v1"):
+        return "GET /openapi.json lists the routes"
+    return (
+        "base URLs of clients end with /v1, those of Anthropic's clients before it; GET /openapi.json lists the routes"
+    )
 
 
 def install_error_handlers(app: FastAPI) -> None:

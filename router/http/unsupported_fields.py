@@ -58,12 +58,15 @@ _GRAMMARS = {
 _REMEDIES: Mapping[str, str] = {
     **{name: f"send structured_outputs.{kind}, and leave it out" for name, kind in _GRAMMARS.items()},
     "conversation": "nothing is stored: send the whole conversation as input, and leave it out",
+    "function_call": "send tool_choice, and leave it out",
     "functions": "send tools, and leave it out",
     "max_tokens": "send max_output_tokens, and leave it out",
     "messages": "send input, and leave it out",
     "output_format": "send output_config.format, and leave it out",
     "previous_response_id": "nothing is stored: send the whole conversation as input, and leave it out",
+    "priority": "name a tier in service_tier, and leave it out",
     "response_format": "send text.format, and leave it out",
+    "return_tokens_as_token_ids": "send return_token_ids, and leave it out",
 }
 
 _LABELS = frozenset({
@@ -97,8 +100,8 @@ def check_extra_fields(extra: Mapping[str, object] | None, neutral: Neutral, whe
         if name in neutral:
             if value is not None and value not in neutral[name]:
                 values = " or ".join(map(json.dumps, neutral[name]))
-                remedy = f"set it to {values}, or leave it out" if values else _REMEDIES.get(name, "leave it out")
-                raise refusal(where + name, f"is not supported; {remedy}")
+                remedy = f"set it to {values}, or leave it out" if values else "leave it out"
+                raise refusal(where + name, f"is not supported; {_REMEDIES.get(name, remedy)}")
         elif name not in _LABELS:
             warn_once(f"unknown field {name[:MAX_NAME_CHARS]!r}", "ignored")
 

@@ -226,6 +226,10 @@ async def test_every_route_needs_the_token() -> None:
         for raw in ({}, {b"Authorization": b"Bearer wrong"}, {b"Authorization": b"Bearer \xff"}):
             for method, path in (*ROUTES, ("GET", "/absent")):
                 assert (await client.request(method, path, headers=raw)).status_code == 401, path
+        for path, has_another_way in (("/metrics", True), ("/status", False)):
+            said = (await client.get(path)).json()["detail"]
+            assert "admin_token" in said
+            assert ("open_metrics" in said) is has_another_way
         status = await client.get("/status", headers=TOKEN)
         assert (status.status_code, status.json()["draining"]) == (200, False)
 

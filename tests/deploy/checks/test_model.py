@@ -63,6 +63,14 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     assert f"no model folder at {tmp_path / 'absent'}; give --model" in refusal(LAUNCH, tmp_path / "absent")
 
 
+def test_a_name_of_the_hub_is_told_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    download = "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B"
+    assert refusal(LAUNCH, Path("meta-llama/Llama-3.1-8B")).endswith(download)
+    assert "hf download" not in refusal(LAUNCH, Path("models/Llama-3.1-8B"))
+
+
 @pytest.mark.parametrize(
     ("missing", "said"),
     [

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -113,6 +114,13 @@ def test_nothing_finished_is_a_failure() -> None:
         run = pdserve("bench", "serve", "--url", server.url, "--requests", "2", "--rate", "20")
     assert run.returncode == 1
     assert "failed 2 x: broken" in run.stdout
+
+
+def test_a_missing_key_is_named_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("httpx.get", lambda *_, **__: httpx.Response(401))
+    result = CliRunner().invoke(bench.app, ["serve", "--url", "http://127.0.0.1:9"])
+    assert isinstance(result.exception, DeployError)
+    assert "needs a valid API key; set PDSERVE_API_KEY" in str(result.exception)
 
 
 def test_kernels_are_compiled_where_there_is_no_gpu() -> None:

@@ -36,6 +36,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         messages = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
         self.server.asked.append(messages)
+        if messages[-1]["content"] == "without a key":
+            self.send_response(401)
+            self.end_headers()
+            return
         if messages[-1]["content"] == "refuse":
             self.send_response(400)
             self.end_headers()
@@ -100,6 +104,11 @@ def test_a_message_that_was_refused_is_forgotten(server: Server, conversation: C
         conversation.say("refuse")
     conversation.say("6 * 7?")
     assert [message["content"] for message in server.asked[1]] == ["6 * 7?"]
+
+
+def test_a_missing_key_is_named_as_commands_read_it(conversation: Conversation) -> None:
+    with pytest.raises(DeployError, match="needs a valid API key; set PDSERVE_API_KEY"):
+        conversation.say("without a key")
 
 
 def test_ctrl_c_at_the_prompt_does_not_end_the_conversation_and_ctrl_d_does(

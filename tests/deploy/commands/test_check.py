@@ -10,6 +10,7 @@ import pytest
 from pdserve.contracts.deployment import DeploymentConfig, KvTransferConfig, PhaseConfig
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.worker_config import DIRECT_TRANSPORTS
+from pdserve.deploy.checks.preflight import gpu_warning
 from pdserve.deploy.commands.check import find_links
 from pdserve.deploy.launch import Launch
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
@@ -87,3 +88,12 @@ def test_check_measures_the_links_and_starts_nothing(tmp_path: Path) -> None:
     assert found, run.stdout
     assert float(found[1]) > 0
     assert "up at" not in run.stdout
+
+
+def test_workers_that_ask_for_gpus_are_named_where_no_driver_shows_one() -> None:
+    launch = launch_of(prefill=2)
+    on_gpus = replace(launch, config=replace(launch.config, decode=PhaseConfig(replicas=2, device="cuda")))
+    assert gpu_warning(on_gpus).startswith("decode.device: cuda, and no driver shows one here; ")
+    elsewhere = (replace(on_gpus, ray_address="head:6379"), replace(on_gpus, emulate="h100-sxm"))
+    for other in (launch, replace(on_gpus, num_gpus=2), *elsewhere):
+        assert gpu_warning(other) == ""

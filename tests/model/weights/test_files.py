@@ -101,6 +101,13 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: 
         shard_paths(folder)
 
 
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    pointer = tmp_path / "model.safetensors"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:e3b0c442\nsize 2048\n")
+    with pytest.raises(ValueError, match=r"safetensors is a pointer of Git LFS; run git lfs pull in its folder"):
+        read_header(pointer)
+
+
 @pytest.mark.parametrize(
     ("cut", "said"),
     [

@@ -13,9 +13,10 @@ from openai.types.responses import response_create_params
 
 from pdserve.router.http import unsupported_fields
 from pdserve.router.http.anthropic import MessagesBody
+from pdserve.router.http.errors import ApiError
 from pdserve.router.http.responses import ResponsesBody
 from pdserve.router.http.schema import ChatBody, CompletionBody
-from pdserve.router.http.unsupported_fields import CHAT, COMPLETION, MESSAGES, RESPONSES, Neutral
+from pdserve.router.http.unsupported_fields import CHAT, COMPLETION, MESSAGES, RESPONSES, Neutral, check_extra_fields
 
 VLLM = [
     "add_generation_prompt", "add_special_tokens", "allowed_token_ids", "bad_words", "best_of", "cache_salt",
@@ -62,3 +63,12 @@ def test_every_field_is_decided(
     assert len(names) > 15
     assert names - declared.keys() - neutral.keys() - unsupported_fields._LABELS == set()
     assert not neutral.keys() & unsupported_fields._LABELS
+
+
+@pytest.mark.parametrize("name", unsupported_fields._REMEDIES)
+def test_a_field_with_another_name_here_is_answered_with_it(name: str) -> None:
+    fields = next(fields for fields in (CHAT, RESPONSES, MESSAGES) if name in fields)
+    with pytest.raises(ApiError) as caught:
+        check_extra_fields({name: {"some": "value"}}, fields)
+    assert caught.value.detail == f"{name} is not supported; {unsupported_fields._REMEDIES[name]}"
+    assert caught.value.param == name

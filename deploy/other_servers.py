@@ -1,0 +1,48 @@
+"""Commands and options of vLLM and SGLang, and what `pdserve` has instead. The command line names it in its error."""
+
+from __future__ import annotations
+
+import re
+
+KEYS = {
+    "prefill.tensor_parallel and decode.tensor_parallel": ("tensor-parallel-size", "tp", "tp-size"),
+    "prefill.pipeline_parallel and decode.pipeline_parallel": ("pipeline-parallel-size", "pp", "pp-size"),
+    "prefill.gpu_memory_utilization and decode.gpu_memory_utilization": (
+        "gpu-memory-utilization",
+        "mem-fraction-static",
+    ),
+    "prefill.max_batch_tokens": ("max-num-batched-tokens", "chunked-prefill-size"),
+    "decode.max_batch_size": ("max-num-seqs", "max-running-requests"),
+    "model.max_model_len": ("max-model-len", "context-length"),
+    "model.block_size": ("block-size", "page-size"),
+    "model.served_name": ("served-model-name",),
+    "model.dtype": ("dtype",),
+    "model.kv_dtype": ("kv-cache-dtype",),
+    "model.quantization": ("quantization",),
+    "model.tool_format": ("tool-call-parser",),
+    "model.generation_config": ("generation-config",),
+    "kv_transfer.transport": ("kv-transfer-config", "disaggregation-transfer-backend"),
+    "router.keys_file": ("api-key",),
+    "router.cors_origins": ("allowed-origins",),
+    "router.tls_certificate": ("ssl-certfile",),
+    "router.tls_key": ("ssl-keyfile",),
+}  # fmt: skip
+_INSTEAD = {
+    "pdserve": {"serve": "run pdserve up --model FOLDER"},
+    "pdserve up": {
+        "--model-path": "give --model FOLDER",
+        "--disaggregation-mode": "leave it out: one command starts both pools, of --prefill and --decode workers",
+    }
+    | {f"--{name}": f"set {keys} in a deployment file" for keys, names in KEYS.items() for name in names},
+    "pdserve bench serve": {
+        **dict.fromkeys(("--host", "--port"), "give --base-url http://HOST:PORT"),
+        **dict.fromkeys(("--backend", "--endpoint"), "leave it out: token ids go to /v1/completions"),
+        **dict.fromkeys(("--model", "--tokenizer"), "leave it out: the server has one model"),
+    },
+}  # fmt: skip
+
+
+def remedy(command: str, message: str) -> str:
+    """What to write instead of the unknown name in click's ``message`` on ``command``; empty if nothing is known."""
+    unknown = re.match(r"No such (?:option: |command ')(-*[\w-]+)", message)
+    return _INSTEAD.get(command, {}).get(unknown[1], "") if unknown else ""
