@@ -226,11 +226,8 @@ class CostModel:
     def decode_run_s(self, batch_size: int, context_tokens: int) -> tuple[float, float, int]:
         """Seconds of a step as in `decode_s`, their increase per step as the same sequences keep decoding, and for how
         many steps, the first included, it stays what it is."""
-        first_s, growth_s, num_steps = (
-            self.decode_s(batch_size, context_tokens),
-            batch_size * self._decode_token_s,
-            maxsize,
-        )
+        first_s, growth_s = self.decode_s(batch_size, context_tokens), batch_size * self._decode_token_s
+        num_steps = maxsize
         if self.window:
             num_steps = self.window - -(-context_tokens // batch_size)
             if num_steps <= 0:

@@ -121,11 +121,10 @@ async def answer_error(request: Request, error: Exception) -> Response:
 def _remedy_of_route(path: str) -> str:
     if path == "/metrics":
         return "metrics are on the admin port, whose address pdserve up prints"
+    remedy = "GET /openapi.json lists the routes"
     if path.startswith("/v1/") and not path.startswith("/v1/v1"):
-        return "GET /openapi.json lists the routes"
-    return (
-        "base URLs of clients end with /v1, those of Anthropic's clients before it; GET /openapi.json lists the routes"
-    )
+        return remedy
+    return f"base URLs of clients end with /v1, those of Anthropic's clients before it; {remedy}"
 
 
 def install_error_handlers(app: FastAPI) -> None:
