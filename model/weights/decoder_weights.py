@@ -24,6 +24,7 @@ from pdserve.contracts.precision import Precision
 from pdserve.kernels.cpu.build import load_library
 from pdserve.kernels.operations import DecoderKernels, Linear, QkNorm
 from pdserve.kernels.torch.dense import matrix_dtype
+from pdserve.kernels.weight_quantisation import GroupedWeight, quantise
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.config.sharding import Place, shard_of
@@ -90,18 +91,28 @@ def load_decoder_weights(
             weight = read(f"{name}.weight").float()
             return (weight + 1 if config.unit_offset_norms else weight).to(kernels.activation_dtype or dtype)
 
+        def quantised(weight_FE: torch.Tensor) -> torch.Tensor | GroupedWeight:
+            return weight_FE if precision.quantization == "none" else quantise(weight_FE, precision.quantization)
+
+        def pack(weight: torch.Tensor | GroupedWeight, bias: torch.Tensor | None) -> Linear:
+            return kernels.pack_linear(weight, bias, dtype=dtype)
+
         def joined(prefix: str, outputs: dict[str, range], has_bias: bool) -> Linear:
             """Pack the rank's outputs of projections of the same input as one."""
             names, rows = [f"{prefix}{name}_proj" for name in outputs], [*outputs.values()]
             bias = read(*(f"{name}.bias" for name in names), rows=rows) if has_bias else None
-            weight = read(*(f"{name}.weight" for name in names), rows=rows)
-            return kernels.pack_linear(weight, bias, precision.quantization)
+            return pack(quantised(read(*(f"{name}.weight" for name in names), rows=rows)), bias)
 
         def summed(name: str, inputs: range, has_bias: bool) -> Linear:
-            """Pack a projection of the rank's inputs, whose product is added to those of the other ranks."""
+            """Pack a projection of the rank's inputs, whose product is added to those of the other ranks.
+
+            Quantised as a whole, so that all ranks have the values and scales of one that has all inputs.
+            """
             bias = read(f"{name}_proj.bias") if has_bias and place.tensor_rank == 0 else None
-            kept = inputs if place.tensor_parallel > 1 else None
-            return kernels.pack_linear(read(f"{name}_proj.weight"), bias, precision.quantization, kept)
+            weight = quantised(read(f"{name}_proj.weight"))
+            if isinstance(weight, GroupedWeight):
+                return pack(weight.inputs(inputs), bias)
+            return pack(weight[:, inputs.start : inputs.stop].contiguous(), bias)
 
         def table(name: str) -> Linear:
             return kernels.pack_linear(read(f"{name}.weight", rows=[shard.vocabulary]))
@@ -153,7 +164,9 @@ def held_bytes(shape: ModelShape, dtype: str, quantization: str) -> int:
     """
     if load_library() is not None:
         return weight_bytes(shape, dtype, quantization).total
-    return shape.num_parameters * matrix_dtype(getattr(torch, dtype), quantization).itemsize
+    if quantization != "none":
+        raise ValueError(f"{quantization} weights need compiled kernels: install g++, or set model.quantization none")
+    return shape.num_parameters * matrix_dtype(getattr(torch, dtype)).itemsize
 
 
 class Checkpoint:

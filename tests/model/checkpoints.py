@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from pdserve.kernels.weight_quantisation import dequantise_int4, quantise_int4, quantise_int8
+from pdserve.kernels.weight_quantisation import dequantise, quantise
 
 WINDOW = 21
 """Shorter than the prompts of tests, and no multiple of a block."""
@@ -117,11 +117,7 @@ def rounded_reference_logits(folder: Path, tokens: list[int], quantization: str)
     model = load_reference(folder)
     for name, weight in model.named_parameters():
         if ".layers." in name and weight.dim() == 2:
-            if quantization == "int4":
-                weight.data = dequantise_int4(quantise_int4(weight.data))
-            else:
-                values, scales = quantise_int8(weight.data)
-                weight.data = values * scales[:, None]
+            weight.data = dequantise(quantise(weight.data, quantization))
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
     return logits
