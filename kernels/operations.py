@@ -3,11 +3,12 @@
 `pdserve.kernels.selection` chooses the implementation. Computes nothing.
 
 Shape suffixes: T new tokens, N query heads, H KV heads, M = N + 2 H, D head dim, C = D / 2, E input features, F output
-features, I = F / 2.
+features, I = F / 2, X experts of a rank, Y = X + 1, K experts of a token, P = T K pairs of a token and one of its experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -54,6 +55,74 @@ class PackLinear(Protocol):
                 output and group of 128 inputs (the last group may have fewer).
             inputs: inputs to keep, by default all; E is their number. The weight is quantised as a whole, so that ranks
                 that share its inputs have the values and scales of one that has all. For int4, whole groups.
+        """
+        ...
+
+
+class Experts(Protocol):
+    """One matrix of each of a layer's experts in one implementation's format: ``[X][F, E]``."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights, in bytes."""
+        ...
+
+    def __call__(self, x_PE: torch.Tensor, starts_Y: torch.Tensor) -> torch.Tensor:
+        """Multiply rows ``starts_Y[x]`` to ``starts_Y[x + 1]`` by the matrix of expert x: ``[P, F]`` in the dtype of
+        ``x_PE``.
+
+        A row's product depends on no other row. On a GPU the host does not wait if the kernels are capturable.
+
+        Args:
+            x_PE: contiguous.
+            starts_Y: int64, on the device of ``x_PE``, ascending from 0. Rows from the last one on are of no expert here:
+                their products are arbitrary.
+        """
+        ...
+
+
+class PackExperts(Protocol):
+    def __call__(self, weights_FE: Iterable[torch.Tensor], quantization: str = "none") -> Experts:
+        """Pack weights of equal shape, in the order of the experts, each before the next one is taken.
+
+        Args:
+            quantization: as in `PackLinear`.
+        """
+        ...
+
+
+class SortedPairs(NamedTuple):
+    """Pairs of a token and one of its experts, sorted by expert and then by token. Those whose expert is not of this rank
+    come last."""
+
+    tokens_P: torch.Tensor
+    """int64: token of each pair."""
+    starts_Y: torch.Tensor
+    """As in `Experts`."""
+    places_TK: torch.Tensor
+    """int64: position of each token's pairs; -1 if the expert is not of this rank."""
+
+
+class SortPairs(Protocol):
+    def __call__(self, experts_TK: torch.Tensor, here: range) -> SortedPairs:
+        """Sort pairs by expert.
+
+        Args:
+            experts_TK: int64: experts of each token.
+            here: experts of this rank.
+        """
+        ...
+
+
+class Combine(Protocol):
+    def __call__(self, y_PE: torch.Tensor, places_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """Sum each token's weighted rows of ``y_PE``: ``[T, E]`` in its dtype; 0 for a token without any here.
+
+        Summed in float32 in the order of the token's experts, whatever the batch.
+
+        Args:
+            places_TK: as in `SortedPairs`.
+            weights_TK: float32.
         """
         ...
 
@@ -138,6 +207,9 @@ class DecoderKernels(NamedTuple):
     activation_dtype: torch.dtype | None
     """Dtype between the operations; ``None`` is the model's own."""
     pack_linear: PackLinear
+    pack_experts: PackExperts
+    sort_pairs: SortPairs
+    combine: Combine
     rms_normalise: RmsNormalise
     gate: Gate
     rope_and_write_kv: RopeAndWriteKv

@@ -1,0 +1,95 @@
+"""Mixture of experts in plain torch: routing, pairs sorted by expert, a product per expert, and their weighted sum.
+
+`pdserve.kernels.selection` chooses them; routing is the same for every device. Knows no model.
+
+Shape suffixes: T tokens, A experts of the layer, X of them on this rank, Y = X + 1, K experts of a token, P = T K pairs,
+E input features, F output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from pdserve.kernels.operations import Linear, PackExperts, PackLinear, SortedPairs
+
+
+class Routes(NamedTuple):
+    experts_TK: torch.Tensor
+    """int64: by weight descending, then by id."""
+    weights_TK: torch.Tensor
+    """float32."""
+
+
+def route(logits_TA: torch.Tensor, experts_per_token: int, *, normalise: bool) -> Routes:
+    """Choose experts by the softmax over all of them, ties by the lowest id (Jiang et al. 2024, Mixtral; Qwen team 2024).
+
+    Args:
+        logits_TA: float32.
+        normalise: divide the weights by their sum.
+    """
+    assert logits_TA.dtype == torch.float32
+    # ``topk`` promises no order of ties.
+    sorted_TA, ids_TA = logits_TA.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    weights_TK = sorted_TA[:, :experts_per_token]
+    if normalise:
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    return Routes(ids_TA[:, :experts_per_token], weights_TK)
+
+
+def sort_pairs(experts_TK: torch.Tensor, here: range) -> SortedPairs:
+    """See `pdserve.kernels.operations.SortPairs`."""
+    local_TK = experts_TK - here.start
+    is_here_TK = (local_TK >= 0) & (local_TK < len(here))
+    local_P, pairs_P = local_TK.where(is_here_TK, len(here)).flatten().sort(stable=True)
+    places_P = torch.empty_like(pairs_P)
+    places_P[pairs_P] = torch.arange(len(pairs_P), device=pairs_P.device)
+    return SortedPairs(
+        tokens_P=pairs_P // experts_TK.shape[1],
+        starts_Y=torch.searchsorted(local_P, torch.arange(len(here) + 1, device=local_P.device)),
+        places_TK=places_P.view_as(local_TK).where(is_here_TK, -1),
+    )
+
+
+def combine(y_PE: torch.Tensor, places_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """See `pdserve.kernels.operations.Combine`."""
+    sum_TE = torch.zeros(len(places_TK), y_PE.shape[1], device=y_PE.device)
+    for places_T, weights_T in zip(places_TK.unbind(dim=1), weights_TK.unbind(dim=1), strict=True):
+        weighted_TE = y_PE[places_T].float() * weights_T[:, None]
+        sum_TE += weighted_TE.masked_fill_(places_T[:, None] < 0, 0.0)  # which may be NaN
+    return sum_TE.to(y_PE.dtype)
+
+
+def looped(pack_linear: PackLinear) -> PackExperts:
+    """Experts packed by ``pack_linear`` and multiplied one after the other; the host waits for ``starts_Y``."""
+
+    def pack_experts(weights_FE: Iterable[torch.Tensor], quantization: str = "none") -> LoopedExperts:
+        linears = []
+        for weight_FE in weights_FE:
+            linears.append(pack_linear(weight_FE, None, quantization))
+            num_outputs = len(weight_FE)
+        return LoopedExperts(linears, num_outputs)
+
+    return pack_experts
+
+
+class LoopedExperts:
+    """Implements `pdserve.kernels.operations.Experts`."""
+
+    def __init__(self, linears: Sequence[Linear], num_outputs: int) -> None:
+        self._linears = linears
+        self._num_outputs = num_outputs
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(linear.num_bytes for linear in self._linears)
+
+    def __call__(self, x_PE: torch.Tensor, starts_Y: torch.Tensor) -> torch.Tensor:
+        y_PF = x_PE.new_empty(len(x_PE), self._num_outputs)
+        for linear, (start, end) in zip(self._linears, pairwise(starts_Y.tolist()), strict=True):
+            if start < end:
+                y_PF[start:end] = linear(x_PE[start:end])
+        return y_PF
