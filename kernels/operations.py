@@ -3,7 +3,7 @@
 `pdserve.kernels.selection` chooses the implementation. Computes nothing.
 
 Shape suffixes: T new tokens, N query heads, H KV heads, M = N + 2 H, D head dim, C = D / 2, E input features, F output
-features, I = F / 2, X experts of a rank, Y = X + 1, K experts of a token, P = T K pairs of a token and one of its experts.
+features, I = F / 2, X experts of a rank, Y = X + 1, K experts of a token, P = T K pairs of a token and an expert of it.
 """
 
 from __future__ import annotations
@@ -75,32 +75,34 @@ class Experts(Protocol):
 
         Args:
             x_PE: contiguous.
-            starts_Y: int64, on the device of ``x_PE``, ascending from 0. Rows from the last one on are of no expert here:
-                their products are arbitrary.
+            starts_Y: int64, on the device of ``x_PE``, ascending from 0. Rows from the last one on are of no expert
+                here, and their products arbitrary.
         """
         ...
 
 
 class PackExperts(Protocol):
-    def __call__(self, weights_FE: Iterable[torch.Tensor], quantization: str = "none") -> Experts:
+    def __call__(
+        self, weights_FE: Iterable[torch.Tensor], quantization: str = "none", inputs: range | None = None
+    ) -> Experts:
         """Pack weights of equal shape, in the order of the experts, each before the next one is taken.
 
         Args:
-            quantization: as in `PackLinear`.
+            quantization: as in `PackLinear`, like ``inputs``.
         """
         ...
 
 
 class SortedPairs(NamedTuple):
-    """Pairs of a token and one of its experts, sorted by expert and then by token. Those whose expert is not of this rank
-    come last."""
+    """Pairs of a token and one of its experts, sorted by expert and then by token. Those of other ranks' experts come
+    last."""
 
-    tokens_P: torch.Tensor
-    """int64: token of each pair."""
-    starts_Y: torch.Tensor
-    """As in `Experts`."""
-    places_TK: torch.Tensor
-    """int64: position of each token's pairs; -1 if the expert is not of this rank."""
+    tokens: torch.Tensor
+    """int64 ``[P]``: of each pair."""
+    starts: torch.Tensor
+    """``[Y]``, as in `Experts`."""
+    places: torch.Tensor
+    """int64 ``[T, K]``: position of each token's pairs; -1 if the expert is of another rank."""
 
 
 class SortPairs(Protocol):

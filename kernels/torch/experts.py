@@ -2,8 +2,8 @@
 
 `pdserve.kernels.selection` chooses them; routing is the same for every device. Knows no model.
 
-Shape suffixes: T tokens, A experts of the layer, X of them on this rank, Y = X + 1, K experts of a token, P = T K pairs,
-E input features, F output features.
+Shape suffixes: T tokens, A experts of the layer, X of them on this rank, Y = X + 1, K experts of a token, P = T K
+pairs, E input features, F output features.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pdserve.kernels.operations import Linear, PackExperts, PackLinear, SortedPa
 
 
 class Routes(NamedTuple):
-    experts_TK: torch.Tensor
-    """int64: by weight descending, then by id."""
-    weights_TK: torch.Tensor
-    """float32."""
+    experts: torch.Tensor
+    """int64 ``[T, K]``: by weight descending, then by id."""
+    weights: torch.Tensor
+    """float32 ``[T, K]``."""
 
 
 def route(logits_TA: torch.Tensor, experts_per_token: int, *, normalise: bool) -> Routes:
-    """Choose experts by the softmax over all of them, ties by the lowest id (Jiang et al. 2024, Mixtral; Qwen team 2024).
+    """Choose experts by the softmax over all, and of ties the lowest id (Jiang et al. 2024, Mixtral; Qwen team 2024).
 
     Args:
         logits_TA: float32.
@@ -48,9 +48,9 @@ def sort_pairs(experts_TK: torch.Tensor, here: range) -> SortedPairs:
     places_P = torch.empty_like(pairs_P)
     places_P[pairs_P] = torch.arange(len(pairs_P), device=pairs_P.device)
     return SortedPairs(
-        tokens_P=pairs_P // experts_TK.shape[1],
-        starts_Y=torch.searchsorted(local_P, torch.arange(len(here) + 1, device=local_P.device)),
-        places_TK=places_P.view_as(local_TK).where(is_here_TK, -1),
+        tokens=pairs_P // experts_TK.shape[1],
+        starts=torch.searchsorted(local_P, torch.arange(len(here) + 1, device=local_P.device)),
+        places=places_P.view_as(local_TK).where(is_here_TK, -1),
     )
 
 
@@ -66,10 +66,12 @@ def combine(y_PE: torch.Tensor, places_TK: torch.Tensor, weights_TK: torch.Tenso
 def looped(pack_linear: PackLinear) -> PackExperts:
     """Experts packed by ``pack_linear`` and multiplied one after the other; the host waits for ``starts_Y``."""
 
-    def pack_experts(weights_FE: Iterable[torch.Tensor], quantization: str = "none") -> LoopedExperts:
+    def pack_experts(
+        weights_FE: Iterable[torch.Tensor], quantization: str = "none", inputs: range | None = None
+    ) -> LoopedExperts:
         linears = []
         for weight_FE in weights_FE:
-            linears.append(pack_linear(weight_FE, None, quantization))
+            linears.append(pack_linear(weight_FE, None, quantization, inputs))
             num_outputs = len(weight_FE)
         return LoopedExperts(linears, num_outputs)
 
