@@ -118,7 +118,7 @@ class SortPairs(Protocol):
 
 class Combine(Protocol):
     def __call__(self, y_PE: torch.Tensor, places_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Sum each token's weighted rows of ``y_PE``: ``[T, E]`` in its dtype; 0 for a token without any here.
+        """Sum each token's weighted rows of ``y_PE``: contiguous ``[T, E]`` in its dtype; 0 for a token without any.
 
         Summed in float32 in the order of the token's experts, whatever the batch.
 

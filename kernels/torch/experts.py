@@ -56,11 +56,13 @@ def sort_pairs(experts_TK: torch.Tensor, here: range) -> SortedPairs:
 
 def combine(y_PE: torch.Tensor, places_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """See `pdserve.kernels.operations.Combine`."""
-    sum_TE = torch.zeros(len(places_TK), y_PE.shape[1], device=y_PE.device)
-    for places_T, weights_T in zip(places_TK.unbind(dim=1), weights_TK.unbind(dim=1), strict=True):
-        weighted_TE = y_PE[places_T].float() * weights_T[:, None]
-        sum_TE += weighted_TE.masked_fill_(places_T[:, None] < 0, 0.0)  # which may be NaN
-    return sum_TE.to(y_PE.dtype)
+    places_KT = places_TK.T.contiguous()
+    parts_KTE = y_PE[places_KT].float().mul_(weights_TK.T[..., None])
+    parts_KTE.masked_fill_(places_KT[..., None] < 0, 0.0)
+    first_TE, *others_TE = parts_KTE.unbind()  # ``sum`` promises no order
+    for other_TE in others_TE:
+        first_TE += other_TE
+    return first_TE.to(y_PE.dtype)
 
 
 def looped(pack_linear: PackLinear) -> PackExperts:
