@@ -29,10 +29,10 @@ from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import DrawTensors, QkNorm, TopPTensors
 from pdserve.kernels.triton.gate import gate
 from pdserve.kernels.triton.norm import rms_normalise
-from pdserve.kernels.triton.quantized_matmul import quantized_matmul
+from pdserve.kernels.triton.quantized_matmul import PackedWeight, packed, quantized_matmul
 from pdserve.kernels.triton.rope import rope_and_write_kv
 from pdserve.kernels.triton.sampling import draw_tokens, find_top_p
-from pdserve.kernels.weight_quantisation import Int4Weight, QuantisedWeight, quantise_int4, quantise_int8
+from pdserve.kernels.weight_quantisation import quantise
 
 _TARGET = GPUTarget("cuda", 90, 32)
 MAX_SHARED_BYTES = 227 * 1024
@@ -232,8 +232,8 @@ def product_launch(dtype: torch.dtype, num_tokens: int, num_splits: int, is_int4
 
 
 @cache
-def _weight(num_outputs: int, num_inputs: int, is_int4: bool) -> QuantisedWeight | Int4Weight:
-    return (quantise_int4 if is_int4 else quantise_int8)(torch.zeros(num_outputs, num_inputs))
+def _weight(num_outputs: int, num_inputs: int, is_int4: bool) -> PackedWeight:
+    return packed(quantise(torch.zeros(num_outputs, num_inputs), "int4" if is_int4 else "int8"))
 
 
 def _sampling_launch(vocab_size: int) -> Launch:

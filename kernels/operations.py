@@ -16,6 +16,7 @@ import torch
 
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
+from pdserve.kernels.weight_quantisation import GroupedWeight
 
 
 class Linear(Protocol):
@@ -43,18 +44,16 @@ class Linear(Protocol):
 class PackLinear(Protocol):
     def __call__(
         self,
-        weight_FE: torch.Tensor,
+        weight_FE: torch.Tensor | GroupedWeight,
         bias_F: torch.Tensor | None = None,
-        quantization: str = "none",
-        inputs: range | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
     ) -> Linear:
-        """Pack a checkpoint's weight, in the model's dtype, and its bias.
+        """Pack a weight and its bias.
 
         Args:
-            quantization: ``none``; ``int8``: symmetric, one scale per output; or ``int4``: symmetric, one scale per
-                output and group of 128 inputs (the last group may have fewer).
-            inputs: inputs to keep, by default all; E is their number. The weight is quantised as a whole, so that ranks
-                that share its inputs have the values and scales of one that has all. For int4, whole groups.
+            dtype: the model's, in which a quantised weight is multiplied unless the kernels have an activation dtype. A
+                tensor has its own.
         """
         ...
 
@@ -83,12 +82,12 @@ class Experts(Protocol):
 
 class PackExperts(Protocol):
     def __call__(
-        self, weights_FE: Iterable[torch.Tensor], quantization: str = "none", inputs: range | None = None
+        self, weights: Iterable[torch.Tensor | GroupedWeight], *, dtype: torch.dtype = torch.float32
     ) -> Experts:
-        """Pack weights of equal shape, in the order of the experts, each before the next one is taken.
+        """Pack a weight of each expert, of equal shape and form, in their order, each before the next one is taken.
 
         Args:
-            quantization: as in `PackLinear`, like ``inputs``.
+            dtype: as in `PackLinear`.
         """
         ...
 

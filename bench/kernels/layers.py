@@ -28,14 +28,8 @@ from pdserve.kernels.triton import rope as triton_rope
 from pdserve.kernels.triton import sampling as triton_sampling
 from pdserve.kernels.triton.gate import gate
 from pdserve.kernels.triton.norm import rms_normalise
-from pdserve.kernels.triton.quantized_matmul import quantized_matmul
-from pdserve.kernels.weight_quantisation import (
-    GROUP_INPUTS,
-    Int4Weight,
-    dequantise_int4,
-    quantise_int4,
-    quantise_int8,
-)
+from pdserve.kernels.triton.quantized_matmul import packed, quantized_matmul
+from pdserve.kernels.weight_quantisation import GROUP_INPUTS, dequantise, quantise
 
 _BF16 = torch.bfloat16
 _EPS = 1e-5
@@ -146,16 +140,12 @@ def product_case(weight: str, num_tokens: int, num_inputs: int, num_outputs: int
 
     def make(device: torch.device) -> Mapping[str, Make]:
         x_TE = torch.randn(num_tokens, num_inputs, device=device).to(dtype)
-        quantised = (quantise_int4 if is_int4 else quantise_int8)(torch.randn(num_outputs, num_inputs, device=device))
+        quantised = quantise(torch.randn(num_outputs, num_inputs, device=device), weight)
 
         def by_torch() -> Implementation:
-            if isinstance(quantised, Int4Weight):
-                weight_FE = dequantise_int4(quantised)
-            else:
-                weight_FE = quantised.values * quantised.scales[:, None]
-            return Implementation(partial(linear, x_TE, weight_FE.to(dtype)))
+            return Implementation(partial(linear, x_TE, dequantise(quantised).to(dtype)))
 
-        own = Implementation(partial(quantized_matmul, x_TE, quantised))
+        own = Implementation(partial(quantized_matmul, x_TE, packed(quantised)))
         return {OWN: lambda: own, "torch bf16": by_torch}
 
     num_weights = num_inputs * num_outputs

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pdserve.kernels.cpu.build import kernel
-from pdserve.kernels.weight_quantisation import int4_values, kept_inputs, quantise_int4, quantise_int8
+from pdserve.kernels.weight_quantisation import GROUP_INPUTS, GroupedWeight
 
 # As declared in those.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
@@ -61,37 +61,32 @@ class _Held(NamedTuple):
 
 
 def pack_linear(
-    weight_FE: torch.Tensor,
-    bias_F: torch.Tensor | None = None,
-    quantization: str = "none",
-    inputs: range | None = None,
+    weight_FE: torch.Tensor | GroupedWeight, bias_F: torch.Tensor | None = None, *, dtype: torch.dtype = torch.float32
 ) -> CpuLinear:
     """See `pdserve.kernels.operations.PackLinear`."""
-    num_outputs, num_inputs = weight_FE.shape
-    num_kept = num_inputs if inputs is None else len(inputs)
-    return CpuLinear(_hold(weight_FE, quantization, inputs), num_outputs, num_kept, bias_F)
+    if isinstance(weight_FE, GroupedWeight):
+        return CpuLinear(_hold(weight_FE), weight_FE.values.shape, bias_F)
+    return CpuLinear(_Held(_KINDS[weight_FE.dtype], _pack(weight_FE)), weight_FE.shape, bias_F)
 
 
-def _hold(weight_FE: torch.Tensor, quantization: str, inputs: range | None) -> _Held:
-    match quantization:
-        case "int8":
-            quantised = quantise_int8(weight_FE, inputs)
-            return _Held(_KINDS[torch.int8], _pack(quantised.values), scales=quantised.scales)
-        case "int4":
-            weight = quantise_int4(weight_FE, inputs)
-            low_PEL, high_PEL = _pack(int4_values(weight)).chunk(2, dim=-1)
-            low_PGL, high_PGL = _pack(weight.scales).chunk(2, dim=-1)
-            scales_PGW = torch.cat((low_PGL / 2**28, high_PGL / 16), dim=-1)
-            return _Held(_INT4_KIND, low_PEL + 16 * high_PEL, group_scales=scales_PGW)
-        case "none":
-            return _Held(_KINDS[weight_FE.dtype], _pack(kept_inputs(weight_FE, inputs)))
-    raise AssertionError(f"quantization {quantization!r} got past the configuration")
+def _hold(weight: GroupedWeight) -> _Held:
+    assert weight.zeros is None
+    assert weight.permutation is None
+    if weight.kind == "int8":
+        assert weight.scales.shape[1] == 1
+        return _Held(_KINDS[torch.int8], _pack(weight.values), scales=weight.scales.flatten())
+    assert (weight.kind, weight.group_inputs) == ("int4", GROUP_INPUTS)
+    low_PEL, high_PEL = _pack(weight.values).chunk(2, dim=-1)
+    low_PGL, high_PGL = _pack(weight.scales).chunk(2, dim=-1)
+    scales_PGW = torch.cat((low_PGL / 2**28, high_PGL / 16), dim=-1)
+    return _Held(_INT4_KIND, low_PEL + 16 * high_PEL, group_scales=scales_PGW)
 
 
 class CpuLinear:
     """Implements `pdserve.kernels.operations.Linear` for float32 activations."""
 
-    def __init__(self, held: _Held, num_outputs: int, num_inputs: int, bias_F: torch.Tensor | None) -> None:
+    def __init__(self, held: _Held, shape_FE: torch.Size, bias_F: torch.Tensor | None) -> None:
+        num_outputs, num_inputs = shape_FE
         assert bias_F is None or bias_F.shape == (num_outputs,)
         self._num_outputs, self._num_inputs = num_outputs, num_inputs
         self._held = held

@@ -13,8 +13,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from pdserve.kernels.operations import Linear, PackExperts, PackLinear, SortedPairs
+from pdserve.kernels.weight_quantisation import GroupedWeight
 
 
 class Routes(NamedTuple):
@@ -69,13 +71,9 @@ def looped(pack_linear: PackLinear) -> PackExperts:
     """Experts packed by ``pack_linear`` and multiplied one after the other; the host waits for ``starts_Y``."""
 
     def pack_experts(
-        weights_FE: Iterable[torch.Tensor], quantization: str = "none", inputs: range | None = None
+        weights: Iterable[torch.Tensor | GroupedWeight], *, dtype: torch.dtype = torch.float32
     ) -> LoopedExperts:
-        linears = []
-        for weight_FE in weights_FE:
-            linears.append(pack_linear(weight_FE, None, quantization, inputs))
-            num_outputs = len(weight_FE)
-        return LoopedExperts(linears, num_outputs)
+        return LoopedExperts([pack_linear(weight, dtype=dtype) for weight in weights])
 
     return pack_experts
 
@@ -83,17 +81,15 @@ def looped(pack_linear: PackLinear) -> PackExperts:
 class LoopedExperts:
     """Implements `pdserve.kernels.operations.Experts`."""
 
-    def __init__(self, linears: Sequence[Linear], num_outputs: int) -> None:
+    def __init__(self, linears: Sequence[Linear]) -> None:
         self._linears = linears
-        self._num_outputs = num_outputs
 
     @property
     def num_bytes(self) -> int:
         return sum(linear.num_bytes for linear in self._linears)
 
     def __call__(self, x_PE: torch.Tensor, starts_Y: torch.Tensor) -> torch.Tensor:
-        y_PF = x_PE.new_empty(len(x_PE), self._num_outputs)
-        for linear, (start, end) in zip(self._linears, pairwise(starts_Y.tolist()), strict=True):
-            if start < end:
-                y_PF[start:end] = linear(x_PE[start:end])
-        return y_PF
+        bounds = [*pairwise(starts_Y.tolist())]
+        touched = [each for each in zip(self._linears, bounds, strict=True) if each[1][0] < each[1][1]]
+        parts = [linear(x_PE[start:end]) for linear, (start, end) in touched or [(self._linears[0], (0, 0))]]
+        return pad(torch.cat(parts), (0, 0, 0, len(x_PE) - bounds[-1][1]))

@@ -13,6 +13,8 @@ Shape suffixes: T tokens, E input features, F output features, G groups of input
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,42 +22,51 @@ import triton.language as tl
 from pdserve.kernels.torch.dense import TorchLinear
 from pdserve.kernels.triton.configs import MatmulTile, matmul_tile, split_inputs
 from pdserve.kernels.triton.flash import load
-from pdserve.kernels.weight_quantisation import (
-    GROUP_INPUTS,
-    Int4Weight,
-    QuantisedWeight,
-    dequantise_int4,
-    kept_inputs,
-    quantise_int4,
-    quantise_int8,
-)
+from pdserve.kernels.weight_quantisation import GROUP_INPUTS, GroupedWeight
 
 _GROUP_TILES = 8
 """Token tiles whose programs run together, so that they find their weights in L2."""
 _SUM_TILE = 1024
 
 
+class PackedWeight(NamedTuple):
+    """A quantised weight as these kernels read it."""
+
+    values: torch.Tensor
+    """int8 ``[F, E]``; int4 ``[F, G * GROUP_INPUTS / 2]``: byte i of a group holds input i in its low bits and input
+    i + 64 in its high bits, so that each half is a contiguous run of inputs. Zeros pad the inputs to whole groups."""
+    scales: torch.Tensor
+    """float32 ``[F, G]``."""
+    num_inputs: int
+    is_int4: bool
+
+
+def packed(weight: GroupedWeight) -> PackedWeight:
+    assert weight.zeros is None
+    assert weight.permutation is None
+    num_outputs, num_inputs = weight.values.shape
+    if weight.kind == "int8":
+        assert weight.scales.shape[1] == 1
+        return PackedWeight(weight.values, weight.scales, num_inputs, is_int4=False)
+    assert (weight.kind, weight.group_inputs) == ("int4", GROUP_INPUTS)
+    padded_FE = torch.nn.functional.pad(weight.values, (0, -num_inputs % GROUP_INPUTS))
+    low_FGH, high_FGH = padded_FE.view(num_outputs, -1, GROUP_INPUTS).chunk(2, dim=-1)
+    return PackedWeight((low_FGH & 15 | high_FGH << 4).flatten(1), weight.scales, num_inputs, is_int4=True)
+
+
 def pack_linear(
-    weight_FE: torch.Tensor,
-    bias_F: torch.Tensor | None = None,
-    quantization: str = "none",
-    inputs: range | None = None,
+    weight_FE: torch.Tensor | GroupedWeight, bias_F: torch.Tensor | None = None, *, dtype: torch.dtype = torch.float32
 ) -> TorchLinear | TritonLinear:
     """See `pdserve.kernels.operations.PackLinear`."""
-    match quantization:
-        case "int8":
-            return TritonLinear(quantise_int8(weight_FE, inputs), bias_F, weight_FE.dtype)
-        case "int4":
-            return TritonLinear(quantise_int4(weight_FE, inputs), bias_F, weight_FE.dtype)
-        case "none":
-            return TorchLinear(kept_inputs(weight_FE, inputs), bias_F)
-    raise AssertionError(f"quantization {quantization!r} got past the configuration")
+    if isinstance(weight_FE, GroupedWeight):
+        return TritonLinear(packed(weight_FE), bias_F, dtype)
+    return TorchLinear(weight_FE, bias_F)
 
 
 class TritonLinear:
     """Implements `pdserve.kernels.operations.Linear` for an int8 or int4 weight."""
 
-    def __init__(self, weight: QuantisedWeight | Int4Weight, bias_F: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: PackedWeight, bias_F: torch.Tensor | None, dtype: torch.dtype) -> None:
         """
         Args:
             dtype: dtype of the activations.
@@ -66,22 +77,24 @@ class TritonLinear:
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in (*self._weight, self._bias_F) if isinstance(part, torch.Tensor))
+        parts = (self._weight.values, self._weight.scales, self._bias_F)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def __call__(self, x_TE: torch.Tensor, add_to_TF: torch.Tensor | None = None) -> torch.Tensor:
         return quantized_matmul(x_TE, self._weight, self._bias_F, add_to_TF)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
-        weight = self._weight
-        if isinstance(weight, Int4Weight):
-            some = weight._replace(packed=weight.packed[ids_T], scales=weight.scales[ids_T])
-            return dequantise_int4(some).to(self._dtype)
-        return (weight.values[ids_T] * weight.scales[ids_T, None]).to(self._dtype)
+        values_TE, scales_TG = self._weight.values[ids_T], self._weight.scales[ids_T]
+        if not self._weight.is_int4:
+            return (values_TE * scales_TG).to(self._dtype)
+        bytes_TGH = values_TE.view(*scales_TG.shape, GROUP_INPUTS // 2)
+        values_TGI = torch.cat((bytes_TGH << 4 >> 4, bytes_TGH >> 4), dim=-1)
+        return (values_TGI * scales_TG[..., None]).flatten(1)[:, : self._weight.num_inputs].to(self._dtype)
 
 
 def quantized_matmul(
     x_TE: torch.Tensor,
-    weight: QuantisedWeight | Int4Weight,
+    weight: PackedWeight,
     bias_F: torch.Tensor | None = None,
     add_to_TF: torch.Tensor | None = None,
     *,
@@ -98,15 +111,14 @@ def quantized_matmul(
         num_splits: most splits of the inputs; by default as many as keep the GPU busy.
     """
     num_tokens, num_inputs = x_TE.shape
-    values = weight.packed if isinstance(weight, Int4Weight) else weight.values
-    num_outputs = len(values)
-    assert num_inputs == (weight.num_inputs if isinstance(weight, Int4Weight) else values.shape[1])
+    values, num_outputs = weight.values, len(weight.values)
+    assert num_inputs == weight.num_inputs
     assert bias_F is None or bias_F.shape == (num_outputs,)
     y_TF = x_TE.new_empty((num_tokens, num_outputs)) if add_to_TF is None else add_to_TF
     assert (y_TF.shape, y_TF.dtype) == ((num_tokens, num_outputs), x_TE.dtype)
     assert all(matrix.is_contiguous() for matrix in (x_TE, y_TF, values, weight.scales))
-    tile = tile or matmul_tile(x_TE, is_int4=isinstance(weight, Int4Weight))
-    assert tile.inputs == GROUP_INPUTS or not isinstance(weight, Int4Weight)
+    tile = tile or matmul_tile(x_TE, is_int4=weight.is_int4)
+    assert tile.inputs == GROUP_INPUTS or not weight.is_int4
     num_tiles = triton.cdiv(num_outputs, tile.outputs)
     per_split = split_inputs(x_TE.device, num_tokens, num_tiles, num_inputs, tile.inputs, num_splits)
     num_splits = triton.cdiv(num_inputs, per_split)
@@ -123,7 +135,7 @@ def quantized_matmul(
         num_tokens=num_tokens,
         **written,
         NUM_INPUTS=num_inputs,
-        GROUP=GROUP_INPUTS if isinstance(weight, Int4Weight) else None,
+        GROUP=GROUP_INPUTS if weight.is_int4 else None,
         SPLIT_INPUTS=per_split,
         TOKENS=tile.tokens,
         OUTPUTS=tile.outputs,
@@ -159,8 +171,8 @@ def _multiply_kernel(
     GROUP_TILES: tl.constexpr,
 ):
     """Grid ``(tiles of T, tiles of F, S)``. Pointers: x ``[T, E]``; weight ``[F, E]``, or packed with ``GROUP`` inputs
-    a group; scales ``[F]`` or ``[F, G]``; bias ``[F]`` or none; y ``[T, F]``; partial ``[S, T, F]``, float32, in place
-    of y where there are splits."""
+    a group; scales ``[F, G]``, G = 1 if not packed; bias ``[F]`` or none; y ``[T, F]``; partial ``[S, T, F]``, float32,
+    in place of y where there are splits."""
     token_tile, output_tile = tl.swizzle2d(
         tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1), GROUP_TILES
     )

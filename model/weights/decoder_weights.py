@@ -24,6 +24,7 @@ from pdserve.contracts.precision import Precision
 from pdserve.kernels.cpu.build import load_library
 from pdserve.kernels.operations import DecoderKernels, Experts, Linear, QkNorm
 from pdserve.kernels.torch.dense import matrix_dtype
+from pdserve.kernels.weight_quantisation import GroupedWeight, quantise
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.config.sharding import Place, shard_of
@@ -107,20 +108,35 @@ def load_decoder_weights(
             weight = read(f"{name}.weight").float()
             return (weight + 1 if config.unit_offset_norms else weight).to(kernels.activation_dtype or dtype)
 
-        def kept(inputs: range) -> range | None:
-            return inputs if place.tensor_parallel > 1 else None
+        def quantised(weight_FE: torch.Tensor) -> torch.Tensor | GroupedWeight:
+            return weight_FE if precision.quantization == "none" else quantise(weight_FE, precision.quantization)
+
+        def pack(weight: torch.Tensor | GroupedWeight, bias: torch.Tensor | None) -> Linear:
+            return kernels.pack_linear(weight, bias, dtype=dtype)
+
+        def read_joined(prefix: str, outputs: dict[str, range]) -> torch.Tensor | GroupedWeight:
+            """Some outputs of projections of the same input."""
+            return quantised(read(*(f"{prefix}{name}_proj.weight" for name in outputs), rows=[*outputs.values()]))
+
+        def read_inputs(name: str, inputs: range) -> torch.Tensor | GroupedWeight:
+            """Some inputs of a projection.
+
+            Quantised as a whole, so that all ranks have the values and scales of one that has all inputs.
+            """
+            weight = quantised(read(f"{name}_proj.weight"))
+            if isinstance(weight, GroupedWeight):
+                return weight.inputs(inputs)
+            return weight[:, inputs.start : inputs.stop].contiguous()
 
         def joined(prefix: str, outputs: dict[str, range], has_bias: bool) -> Linear:
             """Pack the rank's outputs of projections of the same input as one."""
-            names, rows = [f"{prefix}{name}_proj" for name in outputs], [*outputs.values()]
-            bias = read(*(f"{name}.bias" for name in names), rows=rows) if has_bias else None
-            weight = read(*(f"{name}.weight" for name in names), rows=rows)
-            return kernels.pack_linear(weight, bias, precision.quantization)
+            names, rows = [f"{prefix}{name}_proj.bias" for name in outputs], [*outputs.values()]
+            return pack(read_joined(prefix, outputs), read(*names, rows=rows) if has_bias else None)
 
         def summed(name: str, inputs: range, has_bias: bool) -> Linear:
             """Pack a projection of the rank's inputs, whose product is added to those of the other ranks."""
             bias = read(f"{name}_proj.bias") if has_bias and place.tensor_rank == 0 else None
-            return kernels.pack_linear(read(f"{name}_proj.weight"), bias, precision.quantization, kept(inputs))
+            return pack(read_inputs(name, inputs), bias)
 
         def table(name: str) -> Linear:
             return kernels.pack_linear(read(f"{name}.weight", rows=[shard.vocabulary]))
@@ -138,13 +154,13 @@ def load_decoder_weights(
 
         def expert_mlp(prefix: str) -> ExpertMlp:
             each = [f"{prefix}experts.{expert}." for expert in shard.experts]
-            rows, has_shared = [shard.features] * 2, shape.shared_intermediate_size > 0
-            gate_ups = (read(f"{expert}gate_proj.weight", f"{expert}up_proj.weight", rows=rows) for expert in each)
-            downs = (read(f"{expert}down_proj.weight") for expert in each)
+            has_shared = shape.shared_intermediate_size > 0
+            gate_ups = (read_joined(expert, {"gate": shard.features, "up": shard.features}) for expert in each)
+            downs = (read_inputs(f"{expert}down", shard.features) for expert in each)
             return ExpertMlp(
                 router=unquantised(f"{prefix}gate"),
-                gate_up=kernels.pack_experts(gate_ups, precision.quantization),
-                down=kernels.pack_experts(downs, precision.quantization, kept(shard.features)),
+                gate_up=kernels.pack_experts(gate_ups, dtype=dtype),
+                down=kernels.pack_experts(downs, dtype=dtype),
                 shared=dense_mlp(f"{prefix}shared_expert.", shard.shared_features) if has_shared else None,
                 shared_gate=unquantised(f"{prefix}shared_expert_gate") if has_shared else None,
             )
@@ -202,7 +218,9 @@ def held_bytes(shape: ModelShape, dtype: str, quantization: str) -> int:
     """
     if load_library() is not None:
         return weight_bytes(shape, dtype, quantization).total
-    return shape.num_parameters * matrix_dtype(getattr(torch, dtype), quantization).itemsize
+    if quantization != "none":
+        raise ValueError(f"{quantization} weights need compiled kernels: install g++, or set model.quantization none")
+    return shape.num_parameters * matrix_dtype(getattr(torch, dtype)).itemsize
 
 
 class Checkpoint:

@@ -7,14 +7,8 @@ import math
 import pytest
 import torch
 
-from pdserve.kernels.triton.quantized_matmul import quantized_matmul
-from pdserve.kernels.weight_quantisation import (
-    Int4Weight,
-    QuantisedWeight,
-    dequantise_int4,
-    quantise_int4,
-    quantise_int8,
-)
+from pdserve.kernels.triton.quantized_matmul import packed, quantized_matmul
+from pdserve.kernels.weight_quantisation import dequantise, quantise
 from tests.gpu.device import on_device, sized, some
 
 SHAPES = some(((256, 384), (4096, 4096), (4096, 1000), (1100, 6144)), 1)
@@ -42,23 +36,17 @@ def test_float32_is_computed_as_such(form: str, num_tokens: int) -> None:
 def _assert_product(form: str, num_inputs: int, num_outputs: int, num_tokens: int, dtype: torch.dtype) -> None:
     """With a bias and a residual, and without."""
     weight_FE = random(num_outputs, num_inputs, seed=0).to(dtype) / math.sqrt(num_inputs)
-    weight = quantise_int8(weight_FE) if form == "int8" else quantise_int4(weight_FE)
+    weight = quantise(weight_FE, form)
     x_TE, bias_F, added_TF = (
         random(*shape, seed=index).to(dtype)
         for index, shape in enumerate(((num_tokens, num_inputs), (num_outputs,), (num_tokens, num_outputs)), 1)
     )
-    product_TF = x_TE.double() @ _held(weight).T
+    product_TF = x_TE.double() @ dequantise(weight).double().T
     expected_TF = added_TF.double() + product_TF + bias_F.double()
     # Tensor cores do not round their sums to the nearest.
     tolerance = 0.51 * torch.finfo(dtype).eps + 2e-6
-    y_TF = on_device(quantized_matmul)(x_TE, weight)
+    y_TF = on_device(quantized_matmul)(x_TE, packed(weight))
     torch.testing.assert_close(y_TF.double(), product_TF, atol=5e-5, rtol=tolerance)
-    y_TF = on_device(quantized_matmul)(x_TE, weight, bias_F, added_TF)
+    y_TF = on_device(quantized_matmul)(x_TE, packed(weight), bias_F, added_TF)
     assert y_TF is added_TF
     torch.testing.assert_close(y_TF.double(), expected_TF, atol=5e-5, rtol=tolerance)
-
-
-def _held(weight: QuantisedWeight | Int4Weight) -> torch.Tensor:
-    if isinstance(weight, Int4Weight):
-        return dequantise_int4(weight).double()
-    return weight.values.double() * weight.scales.double()[:, None]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from pdserve.kernels.weight_quantisation import dequantise_int4, quantise_int4, quantise_int8
+from pdserve.kernels.weight_quantisation import dequantise, quantise
 
 WINDOW = 21
 """Shorter than the prompts of tests, and no multiple of a block."""
@@ -135,13 +135,7 @@ def rounded_reference_logits(folder: Path, tokens: list[int], quantization: str)
     model = load_reference(folder)
     for name, weight in model.named_parameters():
         if ".layers." in name and weight.dim() >= 2 and not name.endswith(("mlp.gate.weight", "expert_gate.weight")):
-            matrix_FE = weight.data.flatten(0, -2)
-            if quantization == "int4":
-                rounded_FE = dequantise_int4(quantise_int4(matrix_FE))
-            else:
-                values, scales = quantise_int8(matrix_FE)
-                rounded_FE = values * scales[:, None]
-            weight.data = rounded_FE.view_as(weight)
+            weight.data = dequantise(quantise(weight.data.flatten(0, -2), quantization)).view_as(weight)
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
     return logits

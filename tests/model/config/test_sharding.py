@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -73,7 +74,7 @@ def test_ranks_share_features_of_experts_or_whole_experts(num_ranks: int, expert
         ({"dense_intermediate_size": 50}, True, "does not divide the 50 features of a layer without experts"),
     ],
 )
-def test_experts_that_do_not_divide_are_refused(changes: dict[str, int], expert_parallel: bool, reason: str) -> None:
+def test_experts_that_do_not_divide_are_refused(changes: dict[str, Any], expert_parallel: bool, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         shard_of(replace(ROUTED, **changes), Place.of(0, 8, 1, expert_parallel))
     if "intermediate_size" in changes:

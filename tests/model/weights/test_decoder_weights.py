@@ -14,6 +14,7 @@ from pdserve.contracts.precision import Precision
 from pdserve.kernels.operations import Experts, Linear
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.torch import dense as torch_dense
+from pdserve.kernels.weight_quantisation import GroupedWeight
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights import decoder_weights
 from pdserve.model.weights.decoder_weights import (
@@ -90,11 +91,12 @@ def test_one_matrix_at_a_time_is_in_memory_beside_what_the_kernels_hold(tmp_path
     taken: list[weakref.ref[torch.Tensor]] = []
 
     def pack(
-        weight_FE: torch.Tensor,
+        weight_FE: torch.Tensor | GroupedWeight,
         bias_F: torch.Tensor | None = None,
-        quantization: str = "none",
-        inputs: range | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
     ) -> Linear:
+        assert isinstance(weight_FE, torch.Tensor)
         assert all(weight() is None for weight in taken)
         taken.append(weakref.ref(weight_FE))
         return TORCH_KERNELS.pack_linear(weight_FE[:1].clone())
