@@ -51,7 +51,8 @@ def weight_bytes(shape: ModelShape, dtype: str, quantization: str) -> WeightByte
                 return parameters + shape.layer_groups(maxsize, is_dense=is_dense) * _SCALE_BYTES
 
     num_dense = shape.num_dense_layers
-    layers = (shape.num_layers - num_dense) * layer_bytes(is_dense=False) + num_dense * layer_bytes(is_dense=True)
+    layers = (shape.num_layers - num_dense) * (layer_bytes(is_dense=False) + shape.router_parameters * value_bytes)
+    layers += num_dense * layer_bytes(is_dense=True)
     return WeightBytes(
         layers=layers,
         table=shape.table_parameters * value_bytes,
