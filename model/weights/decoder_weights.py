@@ -148,7 +148,8 @@ def load_decoder_weights(
 def _on(device: torch.device, weight: torch.Tensor | GroupedWeight) -> torch.Tensor | GroupedWeight:
     if isinstance(weight, torch.Tensor):
         return weight.to(device)
-    return GroupedWeight(*(part.to(device) if isinstance(part, torch.Tensor) else part for part in weight))
+    parts = weight._asdict().items()
+    return weight._replace(**{name: part.to(device) for name, part in parts if isinstance(part, torch.Tensor)})
 
 
 def _scaled(part: range, factor: int) -> range:

@@ -185,7 +185,7 @@ def matrix_tensors(scheme: Scheme, num_outputs: int, num_inputs: int) -> dict[st
             "qzeros": Accepted(("I32",), ((num_groups, words(num_outputs)),)),
             "g_idx": group_of_inputs._replace(is_optional=not scheme.act_order),
         }
-    scales = ((num_blocks, num_groups),)
+    scales: tuple[tuple[int, ...], ...] = ((num_blocks, num_groups),)
     if not scheme.group_inputs:  # of each output, or of all
         scales = (*scales, (num_outputs,), (1, 1), (1,), ())
     tensors = {"weight_scale": Accepted(_FLOAT_DTYPES, scales)}

@@ -22,7 +22,7 @@ from pdserve.model.config.quantisation import Scheme
 from pdserve.model.weights.files import shard_paths, text_name
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Nibble of a word, from the low bits on, of each of its outputs: they lie in it in the order 0 2 4 6 1 3 5 7."""
+"""Place in a word of each of its outputs: from the low bits on, they are 0 2 4 6 1 3 5 7."""
 
 
 class Checkpoint:
@@ -116,7 +116,7 @@ def read_matrix(checkpoint: Checkpoint, module: str, scheme: Scheme, rows: range
     permutation = part.permutation()
     values_FE, scales_FG, zeros_FG = {"gptq": part.gptq, "awq": part.awq}.get(scheme.layout, part.compressed)()
     if permutation is not None:
-        values_FE = values_FE[:, permutation]
+        values_FE = values_FE.index_select(1, permutation)
     return GroupedWeight(
         values_FE.contiguous(),
         scales_FG.float().contiguous(),
@@ -192,7 +192,8 @@ class _Part:
         scheme = self._scheme
         one_each = 0x11111111 if scheme.bits == 4 else 0x01010101
         if scheme.has_zeros:
-            return self._unpacked("qzeros", (self._groups, self._rows), 1, one_each if scheme.zeros_less_one else 0).T
+            added = one_each if scheme.zeros_less_one else 0
+            return self._unpacked("qzeros", (self._groups, self._rows), 1, added).T
         zeros_GF = self._unpacked("qzeros", (self._groups, self._rows), 1)
         if not ((zeros_GF == 0).all() or (zeros_GF == -1).all()):
             raise ValueError(
@@ -202,15 +203,16 @@ class _Part:
         return None
 
     def awq(self) -> _Grouped:
-        def reordered(name: str, first: range) -> torch.Tensor:
-            per_word = len(_AWQ_ORDER)
-            words = _words(self._rows, per_word)
-            values = _values(self._stored(name, first, words), 4).unflatten(1, (-1, per_word))[:, :, _AWQ_ORDER]
-            start = self._rows.start - words.start * per_word
-            return values.flatten(1)[:, start : start + len(self._rows)].T
-
         scales_GF = self._stored("scales", self._groups, self._rows)
-        return _Grouped(reordered("qweight", self._inputs), scales_GF.T, reordered("qzeros", self._groups))
+        return _Grouped(self._awq("qweight", self._inputs), scales_GF.T, self._awq("qzeros", self._groups))
+
+    def _awq(self, name: str, columns: range) -> torch.Tensor:
+        """Values of the outputs, ``[F, columns]``, of a tensor whose words hold eight outputs each."""
+        words = _words(self._rows, 8)
+        stored_WC = self._stored(name, columns, words).T.contiguous()
+        values = torch.stack([(stored_WC >> 4 * place & 15).to(torch.int8) for place in _AWQ_ORDER], dim=1) - 8
+        start = self._rows.start - 8 * words.start
+        return values.flatten(0, 1)[start : start + len(self._rows)]
 
     def _stored(self, name: str, *ranges: range) -> torch.Tensor:
         return self._checkpoint.stored(f"{self._module}.{name}", *ranges)
@@ -252,4 +254,7 @@ def _values(words: torch.Tensor, bits: int) -> torch.Tensor:
     bytes_ = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
     if bits == 8:
         return (bytes_ ^ 128).view(torch.int8)
-    return torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).flatten(-2).view(torch.int8) - 8
+    pairs = bytes_.to(torch.int16)  # in place from here on: a matrix is large
+    pairs |= pairs << 4
+    pairs &= 0x0F0F  # the low nibble in the low byte
+    return pairs.view(torch.int8).sub_(8)

@@ -7,7 +7,7 @@ Shape suffixes: F output features, E input features, G groups of inputs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,8 +219,13 @@ FORMS = {
 """Formats by name."""
 
 
-def write_quantised(folder: Path, family: str, form: str, **changes: Any) -> tuple[Path, Path]:
+def write_quantised(
+    folder: Path, family: str, form: str, *, excepted: Sequence[str] = (), **changes: Any
+) -> tuple[Path, Path]:
     """Write a random model of one of `tests.model.checkpoints.FAMILIES` in one of `FORMS`.
+
+    Args:
+        excepted: modules that stay floats, of a form whose configuration calls them ``modules_to_not_convert``.
 
     Returns:
         Its folder, and that of the model in float32.
@@ -229,13 +234,14 @@ def write_quantised(folder: Path, family: str, form: str, **changes: Any) -> tup
     tensors = load_file(plain / "model.safetensors")
     config, pack = FORMS[form]
     stored = dict(tensors)
-    for module in layer_matrices(DecoderConfig.from_folder(plain).shape):
+    for module in layer_matrices(DecoderConfig.from_folder(plain).shape).keys() - set(excepted):
         tensors[f"{module}.weight"], parts = pack(stored.pop(f"{module}.weight"))
         stored |= {f"{module}.{name}": part for name, part in parts.items()}
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
     quantised = folder / "quantised"
     quantised.mkdir()
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, quantised / "model.safetensors")
+    config = {**config, "modules_to_not_convert": list(excepted)}
     values = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}
     (quantised / "config.json").write_text(json.dumps(values))
     return quantised, plain

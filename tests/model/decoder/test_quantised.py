@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve.kernels.selection import TORCH_KERNELS
+from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from tests.model.checkpoints import reference_logits
 from tests.model.decoder.test_decoder import TABLE, TOKENS, PagedDecoder, assert_close
 from tests.model.quantised_checkpoints import FORMS, write_quantised
@@ -20,5 +20,12 @@ PROMPT = TOKENS[:40]
 def test_logits_are_those_of_transformers(tmp_path: Path, family: str, form: str) -> None:
     quantised, plain = write_quantised(tmp_path, family, form, num_hidden_layers=2)
     expected = reference_logits(plain, PROMPT)
-    for kernels in (TORCH_KERNELS,):
+    for kernels in (CPU_KERNELS, TORCH_KERNELS):
         assert_close(PagedDecoder(quantised, torch.float32, kernels).logits((PROMPT, 0, TABLE)), expected)
+
+
+def test_matrices_that_are_excepted_are_multiplied_beside_others_of_their_input(tmp_path: Path) -> None:
+    excepted = ["model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"]
+    quantised, plain = write_quantised(tmp_path, "llama", "awq", excepted=excepted)
+    logits = PagedDecoder(quantised, torch.float32).logits((PROMPT, 0, TABLE))
+    assert_close(logits, reference_logits(plain, PROMPT))
