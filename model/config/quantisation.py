@@ -10,9 +10,9 @@ and Compatibility"), AutoAWQ (gemm) and transformers (fp8, fbgemm_fp8) for keys 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 SETTING_GROUP_INPUTS = 128
 """Inputs of one output that share a scale with ``quantization: int4``."""
@@ -139,7 +139,7 @@ class _Keys:
             self._choice(key, (only,), only)
         dynamic = self._values.get("dynamic") or {}
         if others := [pattern for pattern in dynamic if not pattern.startswith("-:")]:
-            self._refuse("dynamic", f"{others[0]!r}, which gives some matrices another scheme", "one scheme for all")
+            raise self._refusal("dynamic", f"{others[0]!r}, another scheme of some matrices", "one scheme for all")
         blocks = self._values.get("modules_in_block_to_quantize") or ()
         return Scheme(
             method="GPTQ",
@@ -176,41 +176,37 @@ class _Keys:
             kind="e4m3",
             ignored=self._patterns("modules_to_not_convert") + self._patterns("ignored_layers"),
         )
-        return self._in_blocks(scheme, "weight_block_size", self._values)
+        return self._in_blocks(scheme, "weight_block_size")
 
     def _compressed_tensors(self) -> Scheme:
         sparsity = self._values.get("sparsity_config") or {}
         if sparsity.get("format", "dense") != "dense":
-            self._refuse("sparsity_config", f"format {sparsity['format']}", "all weights stored")
+            raise self._refusal("sparsity_config", f"format {sparsity['format']}", "all weights stored")
         if transforms := (self._values.get("transform_config") or {}).get("config_groups"):
-            self._refuse("transform_config", f"{len(transforms)} rotations of activations", "none")
+            raise self._refusal("transform_config", f"{len(transforms)} rotations of activations", "none")
         groups = self._values.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
-            self._refuse("config_groups", "no groups", "one scheme for all")
+            raise self._refusal("config_groups", "no groups", "one scheme for all")
         schemes = [self._config_group(group) for group in groups.values()]
         if any(replace(each, targets=()) != replace(schemes[0], targets=()) for each in schemes):
-            self._refuse("config_groups", f"{len(groups)} schemes", "one scheme for all")
+            raise self._refusal("config_groups", f"{len(groups)} schemes", "one scheme for all")
         targets = tuple(target for each in schemes for target in each.targets)
         return replace(schemes[0], targets=() if "Linear" in targets else targets, ignored=self._patterns("ignore"))
 
     def _config_group(self, group: Any) -> Scheme:
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
-            self._refuse("config_groups", "a group without weights", "a scheme for weights")
-        own = _Keys(self._name, {"format": self._values.get("format"), **{k: v for k, v in group.items() if v}})
-        layout = {
-            "pack-quantized": "packed",
-            "int-quantized": "plain",
-            "float-quantized": "plain",
-            "naive-quantized": "plain",
-        }[own._choice("format", ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))]
+            raise self._refusal("config_groups", "a group without weights", "a scheme for weights")
+        layouts = {"pack-quantized": "packed"}
+        layouts |= dict.fromkeys(("int-quantized", "float-quantized", "naive-quantized"), "plain")
+        form = _Keys(self._name, {"format": group.get("format") or self._values.get("format")})
         keys = _Keys(f"{self._name}.config_groups.weights", weights)
         kind = keys._choice("type", ("int", "float"), "int"), keys._choice("num_bits", (4, 8))
         if kind == ("float", 4):
-            keys._refuse("num_bits", "4 of floats", "8")
+            raise keys._refusal("num_bits", "4 of floats", "8")
         scheme = Scheme(
             method="compressed-tensors",
-            layout=layout,
+            layout=layouts[form._choice("format", layouts)],
             kind="e4m3" if kind[0] == "float" else f"int{kind[1]}",
             has_zeros=not weights.get("symmetric", True),
             act_order=weights.get("actorder") in (True, "group"),
@@ -221,15 +217,15 @@ class _Keys:
             case "group":
                 return replace(scheme, group_inputs=keys._group("group_size"))
             case "block":
-                return keys._in_blocks(scheme, "block_structure", weights)
+                return keys._in_blocks(scheme, "block_structure")
         return scheme
 
-    def _in_blocks(self, scheme: Scheme, key: str, values: Mapping[str, Any]) -> Scheme:
-        block = values.get(key)
+    def _in_blocks(self, scheme: Scheme, key: str) -> Scheme:
+        block = self._values.get(key)
         if block is None:
             return scheme
         if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
-            self._refuse(key, repr(block), "outputs and inputs of a block, such as [128, 128]")
+            raise self._refusal(key, repr(block), "outputs and inputs of a block, such as [128, 128]")
         return replace(scheme, block_outputs=block[0], group_inputs=block[1])
 
     def _group(self, key: str, default: int | None = None) -> int:
@@ -238,24 +234,25 @@ class _Keys:
         if size == -1:
             return 0
         if not isinstance(size, int) or size < 16 or size % 16:
-            self._refuse(key, repr(size), "a multiple of 16, or -1")
+            raise self._refusal(key, repr(size), "a multiple of 16, or -1")
         return size
 
     def _patterns(self, key: str) -> tuple[str, ...]:
         patterns = self._values.get(key) or ()
         if not isinstance(patterns, list | tuple) or not all(isinstance(each, str) for each in patterns):
-            self._refuse(key, repr(patterns), "a list of names")
+            raise self._refusal(key, repr(patterns), "a list of names")
         return tuple(patterns)
 
-    def _choice(self, key: str, choices: Any, default: object = None) -> Any:
+    def _choice(self, key: str, choices: Iterable[Any], default: object = None) -> Any:
         value = self._values.get(key)
         value = default if value is None else value
-        if (value.lower() if isinstance(value, str) else value) not in choices:
-            self._refuse(key, repr(value), " or ".join(map(str, choices)))
-        return value.lower() if isinstance(value, str) else value
+        for choice in choices:
+            if choice == (value.lower() if isinstance(value, str) else value):
+                return choice
+        raise self._refusal(key, repr(value), " or ".join(map(str, choices)))
 
-    def _refuse(self, key: str, found: str, served: str) -> NoReturn:
-        raise ValueError(
+    def _refusal(self, key: str, found: str, served: str) -> ValueError:
+        return ValueError(
             f"config.json: {self._name}.{key} is {found}, which is not served; serve a checkpoint with {served}, "
             "or one in 16 bits"
         )

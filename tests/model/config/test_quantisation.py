@@ -95,7 +95,7 @@ def test_the_scheme_may_be_under_an_older_key_or_of_the_language_model() -> None
         ({**GPTQ, "group_size": 100}, "group_size is 100, .*with a multiple of 16, or -1"),
         ({**GPTQ, "lm_head": True}, "lm_head is True"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
-        ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, r"dynamic is '\+:\.\*down\.\*', which gives some"),
+        ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, r"dynamic is '\+:\.\*down\.\*', another scheme"),
         ({**AWQ, "bits": 3}, "bits is 3"),
         ({**AWQ, "version": "gemv"}, "version is 'gemv', .*with gemm"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128\]"),
