@@ -16,6 +16,8 @@ from typing import Any
 
 SETTING_GROUP_INPUTS = 128
 """Inputs of one output that share a scale with ``quantization: int4``."""
+_GROUPS = (32, 64, 128)
+"""Inputs of a group for which there are kernels on every device."""
 _PREFIXES = (("", ""), ("", "language_model."), ("model.", "model.language_model."))
 """How names of the language model begin in text-only and in multimodal checkpoints."""
 
@@ -54,8 +56,8 @@ class Scheme:
 
     @property
     def group_bytes(self) -> int:
-        """Bytes in memory of the scale and the zero point of an output's group."""
-        return 8 if self.has_zeros else 4
+        """Bytes in memory of the scale, float32, and the zero point, int8, of an output's group."""
+        return 5 if self.has_zeros else 4
 
     def num_groups(self, num_inputs: int) -> int:
         """Scales of an output."""
@@ -224,18 +226,14 @@ class _Keys:
         block = self._values.get(key)
         if block is None:
             return scheme
-        if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
-            raise self._refusal(key, repr(block), "outputs and inputs of a block, such as [128, 128]")
-        return replace(scheme, block_outputs=block[0], group_inputs=block[1])
+        match block:
+            case [int(num_outputs), int(num_inputs)] if num_outputs > 0 and num_inputs in _GROUPS:
+                return replace(scheme, block_outputs=num_outputs, group_inputs=num_inputs)
+        raise self._refusal(key, repr(block), "blocks of 32, 64 or 128 inputs, such as [128, 128]")
 
     def _group(self, key: str, default: int | None = None) -> int:
         """Inputs of a group; 0 for all."""
-        size = self._values.get(key, default)
-        if size == -1:
-            return 0
-        if not isinstance(size, int) or size < 16 or size % 16:
-            raise self._refusal(key, repr(size), "a multiple of 16, or -1")
-        return size
+        return max(0, int(self._choice(key, (*_GROUPS, -1), default)))
 
     def _patterns(self, key: str) -> tuple[str, ...]:
         patterns = self._values.get(key) or ()

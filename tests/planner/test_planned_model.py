@@ -88,7 +88,7 @@ def test_quantised_checkpoints_are_planned_as_they_are_served(tmp_path: Path) ->
     assert model.held_name == "model bfloat16 int4"
     plain = read_planned_model(written(tmp_path / "plain"))
     layers = [weight_bytes(each.shape, "bfloat16", "auto").layers for each in (model, plain)]
-    assert layers[0] / layers[1] == (0.5 + 8 / 128) / 2
+    assert layers[0] / layers[1] == (0.5 + 5 / 128) / 2
 
 
 def test_what_cannot_be_served_is_told(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_weight_bytes_are_those_that_are_held(tmp_path: Path, dtype: str, quanti
 
 @pytest.mark.parametrize("form", FORMS)
 def test_weight_bytes_of_quantised_checkpoints_are_those_that_are_held(tmp_path: Path, form: str) -> None:
-    quantised, _ = write_quantised(tmp_path, "llama", form, hidden_size=128)
+    quantised, _ = write_quantised(tmp_path, "llama", form, hidden_size=256, intermediate_size=512)
     assert_held_bytes(quantised, Precision(dtype="bfloat16"))
 
 
