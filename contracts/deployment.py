@@ -169,6 +169,8 @@ class PhaseConfig:
     replicas: Annotated[int, between(0, 64)] = 1
     tensor_parallel: _Degree = 1
     pipeline_parallel: _Degree = 1
+    expert_parallel: bool = False
+    """Of a model with experts: the ranks of `tensor_parallel` have whole experts each, not a part of every expert."""
     device: Annotated[str, one_of(*DEVICE_SETTINGS)] = "auto"
     """``cpu``, ``cuda``, or ``auto``: GPUs, shared by workers where they are too few, or the CPU where Ray has none."""
     gpu_memory_utilization: Fraction = 0.9

@@ -55,6 +55,8 @@ class Pool:
     """One device; a worker has ``tensor_parallel * pipeline_parallel`` of them."""
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    expert_parallel: bool = False
+    """As in `pdserve.contracts.deployment.PhaseConfig`; plans have none."""
     max_batch_tokens: int = 2048
     max_batch_size: int = 256
     num_kv_blocks: int = 0
@@ -89,6 +91,7 @@ class Pool:
             self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
             transport=model.transport,
+            expert_parallel=self.expert_parallel,
         )
 
     def kv_blocks(self, model: PlannedModel, cost: CostModel) -> int:

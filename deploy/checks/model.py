@@ -120,8 +120,9 @@ class WorkerMemory(NamedTuple):
 def worker_memory(config: WorkerConfig, model: DecoderConfig) -> WorkerMemory:
     """Return a worker's memory. Raises ValueError, with the remedy, for sizes that no amount of memory would allow."""
     scheme = served_scheme(config.precision.quantization, model.shape.scheme)
-    cost = CostModel(model.shape, hardware("cpu"), config.precision, config.tensor_parallel, config.pipeline_parallel)
-    check_groups(model.shape, scheme, config.tensor_parallel)
+    degrees = config.tensor_parallel, config.pipeline_parallel
+    cost = CostModel(model.shape, hardware("cpu"), config.precision, *degrees, expert_parallel=config.expert_parallel)
+    check_groups(model.shape, scheme, config.tensor_parallel, expert_parallel=config.expert_parallel)
     limits = model.limits(config.max_model_len)
     block_bytes = cost.kv_bytes_per_token * config.block_size
     needed_bytes = -(-limits.max_model_len // config.block_size) * config.pipeline_parallel * block_bytes

@@ -105,6 +105,7 @@ class CostModel:
         tensor_parallel: ranks that share heads and columns.
         pipeline_parallel: stages, each with an equal share of the layers.
         transport: ``kv_transfer.transport``.
+        expert_parallel: the ranks have whole experts, not features of each.
 
     Raises:
         ValueError: heads or layers not divisible by the parallel sizes, or a dtype that the hardware cannot read or has
@@ -119,8 +120,10 @@ class CostModel:
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
         transport: str = "auto",
+        *,
+        expert_parallel: bool = False,
     ) -> None:
-        check_divides(shape, tensor_parallel, pipeline_parallel)
+        check_divides(shape, tensor_parallel, pipeline_parallel, expert_parallel=expert_parallel)
         dtype = precision.dtype
         if dtype not in MODEL_DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of a model; use one of {', '.join(MODEL_DTYPES)}")
@@ -131,6 +134,8 @@ class CostModel:
         hardware.check_reads(self.kv_dtype)
         self.tensor_parallel = tensor_parallel
         self.pipeline_parallel = pipeline_parallel
+        self._expert_parts = 1 if expert_parallel else tensor_parallel
+        """Ranks that share the features of an expert."""
         self.pipeline_depth = hardware.pipeline_depth if pipeline_parallel == 1 else 1
         """Steps that a step loop submits before it reads the first result. A pipeline has one for each of its
         micro-batches, because the first stage needs the tokens that the last one samples."""
@@ -240,6 +245,12 @@ class CostModel:
         num_beyond = num_tokens - num_rows * self.window
         return num_tokens - self.window_share * num_beyond if num_beyond > 0 else num_tokens
 
+    def guesses_s(self, batch_size: int, num_guesses: int) -> float:
+        """Seconds that guesses of further tokens add to a step that decodes one token for each of ``batch_size``
+        sequences. Attention is left out, because a guess attends to what its row reads anyway."""
+        tokens_s, rows_s, num_tokens = self._tokens_s, self._rows_s, batch_size + num_guesses
+        return tokens_s[num_tokens] - tokens_s[batch_size] + rows_s[num_tokens] - rows_s[batch_size]
+
     def mixed_s(self, num_new: int, num_cached: int, batch_size: int, context_tokens: int) -> float:
         """Seconds of a mixed step: a prefill chunk as in `prefill_s` plus decode rows as in `decode_s`."""
         if num_new <= 1:
@@ -305,9 +316,10 @@ class CostModel:
         stage_bytes = (weights.total - all_tables_bytes) / self.pipeline_parallel + num_tables * weights.table
         rank_weights = stage_bytes / self.tensor_parallel
         # At its widest: the residual stream, its norm and what is added to it, and the MLP's two halves and their
-        # product; then logits and their probabilities in float32.
-        width = shape.intermediate_size * max(1, shape.experts_per_token) + shape.shared_intermediate_size
-        layer_bytes = 3 * self._activation_bytes + 3 * width * DTYPE_BYTES[self.dtype] / self.tensor_parallel
+        # product, or those of a token's experts and the output of each; then logits and their probabilities in float32.
+        width = shape.intermediate_size * max(1, shape.experts_per_token) / self._expert_parts
+        width += shape.shared_intermediate_size / self.tensor_parallel
+        layer_bytes = (3 + shape.experts_per_token) * self._activation_bytes + 3 * width * DTYPE_BYTES[self.dtype]
         activations = max_batch_tokens * layer_bytes + max_batch_size * 2 * 4 * shape.vocab_size
         reserve = self.hardware.memory_reserve_bytes
         free_bytes = self.hardware.memory_bytes * memory_fraction - rank_weights - activations - reserve

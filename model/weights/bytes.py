@@ -38,12 +38,12 @@ def weight_bytes(shape: ModelShape, dtype: str, quantization: str) -> WeightByte
             f"quantization {quantization!r} is not supported: use one of {', '.join(QUANTIZATION_SETTINGS)}"
         )
     value_bytes = DTYPE_BYTES[dtype]
-    scheme = held_scheme(quantization, shape.scheme)
     layers = shape.matrix_parameters * value_bytes
-    if scheme is not None:
+    if (scheme := held_scheme(quantization, shape.scheme)) is not None:
         num_dense = shape.num_dense_layers
-        layers = (shape.num_layers - num_dense) * _layer_bytes(shape, scheme, is_dense=False)
-        layers += num_dense * _layer_bytes(shape, scheme, is_dense=True) + _excepted_bytes(shape, scheme, value_bytes)
+        layers = num_dense * _layer_bytes(shape, scheme, is_dense=True) + _excepted_bytes(shape, scheme, value_bytes)
+        router_bytes = shape.router_parameters * value_bytes
+        layers += (shape.num_layers - num_dense) * (_layer_bytes(shape, scheme, is_dense=False) + router_bytes)
     return WeightBytes(
         layers=layers,
         table=shape.table_parameters * value_bytes,

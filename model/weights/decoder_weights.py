@@ -4,8 +4,8 @@ Each matrix goes to the kernels as it is read, and they may keep a packed copy: 
 plus a few matrices. Files are memory-mapped, so that only the tensor being read takes memory;
 `pdserve.model.weights.files` has checked them. Called by `pdserve.model.decoder.decoder`; computes nothing.
 
-Shape suffixes: V vocabulary, E hidden size, I intermediate size, N query heads, H KV heads, M = N + 2 H, D head dim. V,
-I, N and H count in the rank's share.
+Shape suffixes: V vocabulary, E hidden size, I intermediate size, A experts, N query heads, H KV heads, M = N + 2 H, D
+head dim. V, I, N and H count in the rank's share.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from pdserve.contracts.precision import Precision
 from pdserve.kernels.cpu.build import load_library
-from pdserve.kernels.operations import DecoderKernels, Linear, QkNorm
+from pdserve.kernels.operations import DecoderKernels, Experts, Linear, QkNorm
 from pdserve.kernels.torch.dense import matrix_dtype
 from pdserve.kernels.weight_quantisation import GroupedWeight, quantise
 from pdserve.model.config.decoder_config import DecoderConfig
@@ -28,7 +28,27 @@ from pdserve.model.config.shape import ModelShape
 from pdserve.model.config.sharding import Place, shard_of
 from pdserve.model.weights.bytes import weight_bytes
 from pdserve.model.weights.files import check_weights, norm_names
-from pdserve.model.weights.stored import Checkpoint, read_joined
+from pdserve.model.weights.stored import Checkpoint, read_matrices
+
+
+class DenseMlp(NamedTuple):
+    gate_up: Linear
+    """``[2 * I, E]``: gate, then up."""
+    down: Linear
+    """``[E, I]``."""
+
+
+class ExpertMlp(NamedTuple):
+    router: Linear
+    """``[A, E]``: its products are the logits of all experts of the layer, in float32. Never quantised."""
+    gate_up: Experts
+    """``[2 * I, E]`` each."""
+    down: Experts
+    """``[E, I]`` each."""
+    shared: DenseMlp | None
+    """Expert of every token."""
+    shared_gate: Linear | None
+    """``[1, E]``. Never quantised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +63,7 @@ class LayerWeights:
     """``[E, N * D]``."""
     attention_post_norm: torch.Tensor | None = None
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    """``[2 * I, E]``: gate, then up."""
-    down: Linear
-    """``[E, I]``."""
+    mlp: DenseMlp | ExpertMlp
     mlp_post_norm: torch.Tensor | None = None
 
 
@@ -96,36 +113,76 @@ def load_decoder_weights(
             A setting quantises all inputs first, so that ranks have the values and scales of one that has them all.
             """
             if shape.scheme is not None and any(map(shape.scheme.quantises, names)):
-                return _on(kernels.device, read_joined(checkpoint, names, shape.scheme, rows, inputs))
+                return _on(kernels.device, read_matrices(checkpoint, names, shape.scheme, rows, inputs))
             weight_FE = read(*(f"{name}.weight" for name in names), rows=rows)
             if precision.quantization in ("int8", "int4"):
                 return quantise(weight_FE, precision.quantization).inputs(inputs)
             return weight_FE[:, inputs.start : inputs.stop].contiguous()
 
+        def read_outputs(prefix: str, outputs: dict[str, range]) -> torch.Tensor | GroupedWeight:
+            """Some outputs of projections of the same input."""
+            return matrix([f"{prefix}{name}_proj" for name in outputs], [*outputs.values()], hidden)
+
+        def read_inputs(name: str, inputs: range) -> torch.Tensor | GroupedWeight:
+            """Some inputs of a projection."""
+            return matrix([f"{name}_proj"], [hidden], inputs)
+
+        def pack(weight: torch.Tensor | GroupedWeight, bias: torch.Tensor | None) -> Linear:
+            return kernels.pack_linear(weight, bias, dtype=dtype)
+
         def joined(prefix: str, outputs: dict[str, range], has_bias: bool) -> Linear:
             """Pack the rank's outputs of projections of the same input as one."""
-            names, rows = [f"{prefix}{name}_proj" for name in outputs], [*outputs.values()]
-            bias = read(*(f"{name}.bias" for name in names), rows=rows) if has_bias else None
-            return kernels.pack_linear(matrix(names, rows, hidden), bias, dtype=dtype)
+            names, rows = [f"{prefix}{name}_proj.bias" for name in outputs], [*outputs.values()]
+            return pack(read_outputs(prefix, outputs), read(*names, rows=rows) if has_bias else None)
 
         def summed(name: str, inputs: range, has_bias: bool) -> Linear:
             """Pack a projection of the rank's inputs, whose product is added to those of the other ranks."""
             bias = read(f"{name}_proj.bias") if has_bias and place.tensor_rank == 0 else None
-            return kernels.pack_linear(matrix([f"{name}_proj"], [hidden], inputs), bias, dtype=dtype)
+            return pack(read_inputs(name, inputs), bias)
 
         def table(name: str) -> Linear:
             return kernels.pack_linear(read(f"{name}.weight", rows=[shard.vocabulary]))
 
-        def layer(prefix: str) -> LayerWeights:
-            attention, mlp, qk_norm = f"{prefix}self_attn.", f"{prefix}mlp.", None
+        def unquantised(name: str) -> Linear:
+            weight = read(f"{name}.weight")
+            # Products of 16-bit activations would be rounded.
+            return kernels.pack_linear(weight if kernels.activation_dtype is torch.float32 else weight.float())
+
+        def dense_mlp(prefix: str, features: range) -> DenseMlp:
+            return DenseMlp(
+                joined(prefix, {"gate": features, "up": features}, shape.mlp_bias),
+                summed(f"{prefix}down", features, shape.mlp_bias),
+            )
+
+        def expert_mlp(prefix: str) -> ExpertMlp:
+            each = [f"{prefix}experts.{expert}." for expert in shard.experts]
+            has_shared = shape.shared_intermediate_size > 0
+            gate_ups = (read_outputs(expert, {"gate": shard.features, "up": shard.features}) for expert in each)
+            downs = (read_inputs(f"{expert}down", shard.features) for expert in each)
+            return ExpertMlp(
+                router=unquantised(f"{prefix}gate"),
+                gate_up=kernels.pack_experts(gate_ups, dtype=dtype),
+                down=kernels.pack_experts(downs, dtype=dtype),
+                shared=dense_mlp(f"{prefix}shared_expert.", shard.shared_features) if has_shared else None,
+                shared_gate=unquantised(f"{prefix}shared_expert_gate") if has_shared else None,
+            )
+
+        def mlp_of(index: int) -> DenseMlp | ExpertMlp:
+            prefix = f"model.layers.{index}.mlp."
+            if not shape.num_experts:
+                return dense_mlp(prefix, shard.features)
+            return dense_mlp(prefix, shard.dense_features) if index in shape.dense_layers else expert_mlp(prefix)
+
+        def layer(index: int) -> LayerWeights:
+            prefix, qk_norm = f"model.layers.{index}.", None
+            attention = f"{prefix}self_attn."
             if shape.qk_norm:
                 qk_norm = QkNorm(norm(f"{attention}q_norm"), norm(f"{attention}k_norm"), config.rms_norm_eps)
             return LayerWeights(
                 qkv=joined(attention, {"q": heads, "k": kv_heads, "v": kv_heads}, shape.qkv_bias),
                 qk_norm=qk_norm,
                 output=summed(f"{attention}o", heads, shape.output_bias),
-                gate_up=joined(mlp, {"gate": shard.features, "up": shard.features}, shape.mlp_bias),
-                down=summed(f"{mlp}down", shard.features, shape.mlp_bias),
+                mlp=mlp_of(index),
                 **{field: norm(prefix + name) for field, name in norm_names(shape).items()},
             )
 
@@ -137,7 +194,7 @@ def load_decoder_weights(
         embedding = table("model.embed_tokens") if place.stage == 0 else None
         weights = DecoderWeights(
             embedding=embedding,
-            layers=[layer(f"model.layers.{index}.") for index in shard.layers],
+            layers=[layer(index) for index in shard.layers],
             norm=norm("model.norm") if place.is_last_stage else None,
             lm_head=output_table(embedding) if place.is_last_stage else None,
         )

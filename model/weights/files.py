@@ -25,6 +25,9 @@ _LEFT_OUT = re.compile(
 activations, which stay floats."""
 _QUANTISED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
 """Ends of names that only quantised weights have."""
+_MIXTRAL = re.compile(
+    r"(?P<layer>.+)\.block_sparse_moe\.(?P<part>gate|experts\.\d+)(\.(?P<projection>w[123]))?\.(?P<kind>\w+)"
+)
 _MAX_PROBLEMS = 8
 """Upper limit of tensors named in one message."""
 _LFS_POINTER = b"version https://git-lfs"
@@ -204,10 +207,15 @@ def matrix_tensors(scheme: Scheme, num_outputs: int, num_inputs: int) -> dict[st
 
 
 def text_name(name: str) -> str:
-    """Name of a tensor in a checkpoint of the language model alone: multimodal ones put a prefix before it."""
+    """Name of a tensor as in Llama and Qwen: multimodal checkpoints put a prefix before it, and Mixtral's experts have
+    other names."""
     for prefix, of_text in (("model.language_model.", "model."), ("language_model.", "")):
         if name.startswith(prefix):
-            return of_text + name.removeprefix(prefix)
+            name = of_text + name.removeprefix(prefix)
+            break
+    if found := _MIXTRAL.fullmatch(name):
+        projection = {"w1": ".gate_proj", "w2": ".down_proj", "w3": ".up_proj", None: ""}[found["projection"]]
+        return f"{found['layer']}.mlp.{found['part']}{projection}.{found['kind']}"
     return name
 
 
@@ -273,33 +281,45 @@ def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     }
     if not shape.tie_word_embeddings:
         tensors["lm_head.weight"] = (shape.vocab_size, shape.hidden_size)
-    layer = _layer_tensor_shapes(shape)
     for index in range(shape.num_layers):
+        layer = _layer_tensor_shapes(shape, is_dense=not shape.num_experts or index in shape.dense_layers)
         tensors |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
     return tensors
 
 
 def layer_matrices(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of the matrices of all layers, keyed by module: ``model.layers.0.mlp.up_proj``."""
+    """Outputs and inputs of all layers' matrices, keyed by module, such as ``model.layers.0.mlp.up_proj``, without routers
+    and gates of experts, which are never quantised."""
     return {
         name.removesuffix(".weight"): (size[0], size[1])
         for name, size in tensor_shapes(shape).items()
-        if len(size) == 2 and ".layers." in name
+        if len(size) == 2 and ".layers." in name and not name.endswith("gate.weight")
     }
 
 
-def _layer_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    hidden, intermediate = shape.hidden_size, shape.intermediate_size
+def _layer_tensor_shapes(shape: ModelShape, *, is_dense: bool) -> dict[str, tuple[int, ...]]:
+    hidden, num_experts = shape.hidden_size, shape.num_experts
     num_q, num_kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     projections = {
         "self_attn.q_proj": (num_q, hidden, shape.qkv_bias),
         "self_attn.k_proj": (num_kv, hidden, shape.qkv_bias),
         "self_attn.v_proj": (num_kv, hidden, shape.qkv_bias),
         "self_attn.o_proj": (hidden, num_q, shape.output_bias),
-        "mlp.gate_proj": (intermediate, hidden, shape.mlp_bias),
-        "mlp.up_proj": (intermediate, hidden, shape.mlp_bias),
-        "mlp.down_proj": (hidden, intermediate, shape.mlp_bias),
     }
+    if is_dense:
+        mlps = {"mlp": shape.dense_intermediate_size if num_experts else shape.intermediate_size}
+    else:
+        mlps = {f"mlp.experts.{expert}": shape.intermediate_size for expert in range(num_experts)}
+        projections["mlp.gate"] = (num_experts, hidden, False)
+        if shape.shared_intermediate_size:
+            mlps["mlp.shared_expert"] = shape.shared_intermediate_size
+            projections["mlp.shared_expert_gate"] = (1, hidden, False)
+    for name, intermediate in mlps.items():
+        projections |= {
+            f"{name}.gate_proj": (intermediate, hidden, shape.mlp_bias),
+            f"{name}.up_proj": (intermediate, hidden, shape.mlp_bias),
+            f"{name}.down_proj": (hidden, intermediate, shape.mlp_bias),
+        }
     tensors: dict[str, tuple[int, ...]] = {}
     for name, (num_outputs, num_inputs, has_bias) in projections.items():
         tensors[f"{name}.weight"] = (num_outputs, num_inputs)

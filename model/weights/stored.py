@@ -77,7 +77,7 @@ def _open(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read as safetensors ({error}); download it again") from error
 
 
-def read_joined(
+def read_matrices(
     checkpoint: Checkpoint, modules: Sequence[str], scheme: Scheme, rows: Sequence[range], inputs: range
 ) -> torch.Tensor | GroupedWeight:
     """Read the outputs ``rows`` of matrices of the same inputs as one: in the checkpoint's dtype, if some of them are

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdserve.model.config.decoder_config import DecoderConfig
-from pdserve.model.weights.files import layer_matrices
+from pdserve.model.weights.files import layer_matrices, text_name
 from tests.model.checkpoints import write_family
 
 Array = np.ndarray[Any, Any]
@@ -233,10 +233,11 @@ def write_quantised(
     plain = write_family(folder / "plain", family, **{**SHAPE, **changes})
     tensors = load_file(plain / "model.safetensors")
     config, pack = FORMS[form]
-    stored = dict(tensors)
+    stored, names = dict(tensors), {text_name(name): name for name in tensors}
     for module in layer_matrices(DecoderConfig.from_folder(plain).shape).keys() - set(excepted):
-        tensors[f"{module}.weight"], parts = pack(stored.pop(f"{module}.weight"))
-        stored |= {f"{module}.{name}": part for name, part in parts.items()}
+        name = names[f"{module}.weight"]
+        tensors[name], parts = pack(stored.pop(name))
+        stored |= {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
     quantised = folder / "quantised"
     quantised.mkdir()

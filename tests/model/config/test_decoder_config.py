@@ -135,8 +135,8 @@ def test_dynamic_rope_is_of_the_deployments_length() -> None:
     [
         (
             LLAMA_31_8B,
-            {"architectures": ["MixtralForCausalLM"]},
-            "Mixtral.*LlamaForCausalLM, Mistral.*Gemma3ForCausalLM",
+            {"architectures": ["Phi3ForCausalLM"]},
+            "Phi3.*LlamaForCausalLM, Mistral.*Gemma3ForCausalLM",
         ),
         (LLAMA_31_8B, {"architectures": None}, "LlamaForCausalLM"),
         (LLAMA_31_8B, {"quantization_config": {"quant_method": "gguf"}}, "quantization_config.quant_method"),

@@ -173,10 +173,11 @@ def test_activations_are_of_the_largest_step() -> None:
     one, four = (
         cost_model(MIXTRAL_8X7B, ranks).rank_memory(max_batch_tokens=100, max_batch_size=1) for ranks in (1, 4)
     )
-    # Of each token three vectors of the width, and three of the two experts' width, which ranks share.
+    # Of each token three vectors of the width and one for each of two experts, and three of the experts' width, which
+    # ranks share.
     logits_bytes = 2 * 4 * 32000
-    assert one.activation_bytes == 100 * 2 * (3 * 4096 + 3 * 2 * 14336) + logits_bytes
-    assert four.activation_bytes == 100 * 2 * (3 * 4096 + 3 * 2 * 14336 / 4) + logits_bytes
+    assert one.activation_bytes == 100 * 2 * (5 * 4096 + 3 * 2 * 14336) + logits_bytes
+    assert four.activation_bytes == 100 * 2 * (5 * 4096 + 3 * 2 * 14336 / 4) + logits_bytes
 
 
 def test_rows_that_sample_have_an_overhead() -> None:

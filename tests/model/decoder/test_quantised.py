@@ -24,6 +24,13 @@ def test_logits_are_those_of_transformers(tmp_path: Path, family: str, form: str
         assert_close(PagedDecoder(quantised, torch.float32, kernels).logits((PROMPT, 0, TABLE)), expected)
 
 
+@pytest.mark.parametrize(("family", "form"), [("mixtral", "awq"), ("qwen2_moe", "fp8-block"), ("qwen3_moe", "gptq")])
+def test_experts(tmp_path: Path, family: str, form: str) -> None:
+    quantised, plain = write_quantised(tmp_path, family, form)
+    logits = PagedDecoder(quantised, torch.float32).logits((PROMPT, 0, TABLE))
+    assert_close(logits, reference_logits(plain, PROMPT))
+
+
 def test_matrices_that_are_excepted_are_multiplied_beside_others_of_their_input(tmp_path: Path) -> None:
     excepted = ["model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"]
     quantised, plain = write_quantised(tmp_path, "llama", "awq", excepted=excepted)

@@ -62,6 +62,7 @@ def running_ranks(
     kv_dtype: str = "float32",
     max_captured_rows: int = 0,
     num_swap_slots: int | None = None,
+    expert_parallel: bool = False,
 ) -> Iterator[tuple[ModelExecutor, KvPool]]:
     """The executor of ``num_stages`` stages of ``num_ranks`` ranks, each in a thread, and the leader's pool.
 
@@ -85,7 +86,7 @@ def running_ranks(
         return KvPool(own_memory, own.shape, getattr(torch, kv_dtype), first_layer=shard.layers.start)
 
     def ranks_of(rank: int) -> Ranks:
-        place = Place.of(rank, num_ranks, num_stages)
+        place = Place.of(rank, num_ranks, num_stages, expert_parallel)
         if num_swap_slots is not None:
             with patch.object(process_group, "_START_TIMEOUT", timedelta(seconds=20)):  # where a rank has failed
                 return ranks_of_devices(place, shared_fd, memory.device)
@@ -219,6 +220,9 @@ def test_families(family: str, tmp_path: Path) -> None:
     with running_ranks(folder, 1, Precision(dtype="float32"), num_stages=num_stages) as (executor, _):
         for outputs in answer_twice(executor):
             assert_equal(outputs, expected)
+    if family in ("mixtral", "qwen3_moe"):
+        with running_ranks(folder, 2, Precision(dtype="float32"), expert_parallel=True) as (executor, _):
+            assert_equal(answer(executor), expected)
 
 
 @pytest.mark.parametrize(("quantization", "kv_dtype"), [("none", "float32"), ("int8", "int8")])

@@ -3,20 +3,22 @@ from __future__ import annotations
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from pdserve.contracts.kv_layout import DTYPE_BYTES
 from pdserve.contracts.precision import Precision
-from pdserve.kernels.operations import Linear
+from pdserve.kernels.operations import Experts, Linear
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.torch import dense as torch_dense
 from pdserve.kernels.weight_quantisation import GroupedWeight
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights import decoder_weights
-from pdserve.model.weights.decoder_weights import held_bytes, load_decoder_weights
+from pdserve.model.weights.decoder_weights import DenseMlp, ExpertMlp, held_bytes, load_decoder_weights
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.model.weights.stored import Checkpoint
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
@@ -58,12 +60,24 @@ def assert_held_bytes(folder: Path, precision: Precision) -> None:
     assert weights.norm is not None
     held = {id(linear): linear.num_bytes for linear in (weights.embedding, weights.lm_head)}
     num_bytes = sum(held.values()) + sum(
-        linear.num_bytes for layer in weights.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        matrices.num_bytes
+        for layer in weights.layers
+        for matrices in (layer.qkv, layer.output, *matrices_of(layer.mlp))
     )
     norms = [weights.norm, *(norm for layer in weights.layers for norm in (layer.attention_norm, layer.mlp_norm))]
     num_bytes += sum(norm.nbytes for norm in norms)
+    shape = config.shape
+    num_bytes += (shape.num_layers - shape.num_dense_layers) * shape.router_parameters * DTYPE_BYTES[precision.dtype]
     # Compiled kernels fill matrices up to whole panels; here, that is the vocabulary of 211.
     assert 0.95 * num_bytes <= held_bytes(config.shape, precision.dtype, precision.quantization) <= 1.02 * num_bytes
+
+
+def matrices_of(mlp: DenseMlp | ExpertMlp) -> Iterator[Linear | Experts]:
+    """All but the router, a few rows of a panel."""
+    if isinstance(mlp, DenseMlp):
+        yield from mlp
+    else:
+        yield from (mlp.gate_up, mlp.down, *(mlp.shared or ()))
 
 
 def test_without_a_compiler_matrices_are_held_as_this_cpu_multiplies_them(
