@@ -288,8 +288,8 @@ def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def layer_matrices(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of all layers' matrices, keyed by module, such as ``model.layers.0.mlp.up_proj``, without routers
-    and gates of experts, which are never quantised."""
+    """Outputs and inputs of all layers' matrices, keyed by module: ``model.layers.0.mlp.up_proj``. Not of routers and
+    gates of experts, which are never quantised."""
     return {
         name.removesuffix(".weight"): (size[0], size[1])
         for name, size in tensor_shapes(shape).items()
