@@ -205,8 +205,12 @@ def load_decoder_weights(
 def _on(device: torch.device, weight: torch.Tensor | GroupedWeight) -> torch.Tensor | GroupedWeight:
     if isinstance(weight, torch.Tensor):
         return weight.to(device)
-    parts = weight._asdict().items()
-    return weight._replace(**{name: part.to(device) for name, part in parts if isinstance(part, torch.Tensor)})
+    return weight._replace(
+        values=weight.values.to(device),
+        scales=weight.scales.to(device),
+        zeros=None if weight.zeros is None else weight.zeros.to(device),
+        permutation=None if weight.permutation is None else weight.permutation.to(device),
+    )
 
 
 def _scaled(part: range, factor: int) -> range:
