@@ -86,8 +86,9 @@ class ModelConfig:
     float32 on CPUs where the checkpoint's is slow."""
     kv_dtype: KvDtype = "auto"
     """``auto``, which is ``dtype``, ``int8`` or ``float8_e4m3fn``."""
-    quantization: Quantization = "none"
-    """``none``, or ``int8`` or ``int4`` for the matrices of the layers; ``fp8`` can be planned and simulated."""
+    quantization: Quantization = "auto"
+    """Matrices of the layers: ``auto``, as the checkpoint has them, quantised or not; or of one that is not, ``none``,
+    ``int8`` or ``int4``; ``fp8`` can be planned and simulated."""
     max_model_len: Annotated[int, between(0, 2**24)] = 0
     """Prompt and answer tokens together; 0 takes the checkpoint's limit."""
     block_size: Annotated[int, between(1, 256)] = 16

@@ -35,13 +35,13 @@ from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.kv_transfer.resharding import KvShard
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.model_hash import model_hash
-from pdserve.model.config.sharding import Place, shard_of
+from pdserve.model.config.quantisation import served_scheme
+from pdserve.model.config.sharding import Place, check_groups, shard_of
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import Hardware, hardware, slowed
 from pdserve.model.cost.stage import Stage
 from pdserve.model.executors.emulated import EmulatedExecutor
 from pdserve.model.sampling.grammars import GrammarMatchers
-from pdserve.model.weights.bytes import INT4_GROUP_INPUTS
 from pdserve.model.weights.files import check_weights
 
 if TYPE_CHECKING:  # they import torch
@@ -97,9 +97,10 @@ def _model_backend(config: WorkerConfig) -> Backend:
     folder = Path(config.model_path)
     model, limits = _model(config)
     _cost(config, model)  # raises what is wrong before torch is imported
-    _check_groups(config, model)
+    scheme = served_scheme(config.precision.quantization, model.shape.scheme)
+    check_groups(model.shape, scheme, config.tensor_parallel, expert_parallel=config.expert_parallel)
     check_weights(folder, model.shape)
-    content_hash = model_hash(folder, f"{model.layers} {config.precision.dtype} {config.precision.quantization}")
+    content_hash = model_hash(folder, f"{model.layers} {config.precision.dtype} {scheme}")
     _configure_openmp(config)
 
     from pdserve.engine.worker.model_device import (
@@ -215,26 +216,6 @@ def _cost_on(device: Hardware, config: WorkerConfig, model: DecoderConfig) -> Co
         config.transport,
         expert_parallel=config.expert_parallel,
     )
-
-
-def _check_groups(config: WorkerConfig, model: DecoderConfig) -> None:
-    """Raise ValueError if ranks would share a group of int4 inputs, which has one scale."""
-    if config.precision.quantization != "int4" or config.tensor_parallel == 1:
-        return
-    shape, num_ranks = model.shape, config.tensor_parallel
-    parts = {
-        "heads": shape.num_heads * shape.head_dim,
-        "experts" if shape.num_experts else "MLP": 0 if config.expert_parallel else shape.intermediate_size,
-        "shared expert": shape.shared_intermediate_size,
-        "layers without experts": shape.dense_intermediate_size,
-    }
-    for what, num_inputs in parts.items():
-        if num_inputs // num_ranks % INT4_GROUP_INPUTS:
-            whole = ", expert_parallel true" if what == "experts" else ""
-            raise ValueError(
-                f"tensor_parallel {num_ranks} divides the {num_inputs} inputs of the {what} within groups of "
-                f"{INT4_GROUP_INPUTS} that share an int4 scale: use a lower degree{whole}, or quantization int8"
-            )
 
 
 def _check_ranks(config: WorkerConfig, is_on_host: bool) -> None:
