@@ -290,6 +290,15 @@ class CostModel:
         """Seconds of a pull: its `transfer_s`, and what every pull takes."""
         return self.hardware.pull_overhead_s + num_tokens * self._pull_token_s[same_host]
 
+    def read_bytes(self, num_tokens: int) -> float:
+        """Bytes of weights that a step of so many new tokens reads, and of the embedding table."""
+        shape = self.shape
+        if not shape.num_experts:
+            return self.weight_bytes
+        num_untouched = shape.num_experts - num_experts_touched(num_tokens, shape.num_experts, shape.experts_per_token)
+        untouched_bytes = num_untouched * shape.expert_parameters * self._layer_weight_bytes
+        return float(self.weight_bytes - (shape.num_layers - shape.num_dense_layers) * untouched_bytes)
+
     def swap_s(self, num_tokens: int) -> float:
         """Seconds of a D2H or H2D copy of the KV of ``num_tokens`` tokens; ranks copy in parallel."""
         return num_tokens * self.rank_kv_bytes_per_token / self.hardware.host_bandwidth
