@@ -143,3 +143,6 @@ class SchedulerLoad(NamedTuple):
     num_swap_slots_used: int = 0
     num_blocks_parked: int = 0
     """Blocks of parked prompts; one that several share counts for each."""
+    num_guesses: int = 0
+    """Tokens guessed and computed, since the worker started."""
+    num_right_guesses: int = 0

@@ -45,10 +45,15 @@ class StepRow:
     """Prompt logprobs: the prompt token after each new token, as far as the prompt goes; empty if not requested."""
     num_prompt_logprobs: int = -1
     """Likely tokens to report with each of ``prompt_targets``."""
+    max_guesses: int = 0
+    """Tokens after ``tokens`` that the executor may guess and compute in the same row, at most. ``block_table`` covers
+    them, ``history`` holds all known tokens, and ``banned_tokens`` are the same after each of them."""
+    guesses: Sequence[int] = ()
+    """Set by the executor alone: what it guessed. It samples after the last of ``tokens`` and after each guess."""
 
     @property
     def num_new_tokens(self) -> int:
-        return 1 if self.previous_row >= 0 else len(self.tokens)
+        return 1 if self.previous_row >= 0 else len(self.tokens) + len(self.guesses)
 
 
 class BlockCopy(NamedTuple):
@@ -104,6 +109,11 @@ class StepOutput:
     """Keyed by row; one entry per token of ``prompt_targets``."""
     failed: dict[int, str] = field(default_factory=dict)
     """Rows that sampled nothing because they cannot be computed, each with the reason. The other rows stand."""
+    num_guesses: dict[int, int] = field(default_factory=dict)
+    """Keyed by row: the guesses that were made, where there were any."""
+    more: dict[int, list[SampledToken]] = field(default_factory=dict)
+    """Keyed by row: the tokens after the one in ``sampled``, as many as guesses were right. Each is what a step of its
+    own would sample, because a token depends on those before it, its position and the row's parameters only."""
     duration_s: float
     """Duration of the step's computation."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from random import Random
@@ -15,11 +15,14 @@ from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import BlockCopy, ModelLimits, StepBatch, StepHandle, StepOutput, StepRow
 from pdserve.decode_worker.swapping import SwapSpace
 from pdserve.engine.scheduling.interface import Event
+from pdserve.engine.scheduling.speculation import Speculation
 from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory
+from pdserve.model.executors.drafting import Drafter
 from pdserve.model.executors.emulated import EmulatedExecutor
+from pdserve.model.executors.hash_chain import ROOT_STATE, HashVocabulary, link, mix64, sampling_salt
 
 VOCAB_SIZE = 500
 EOS = 7
@@ -53,6 +56,32 @@ class WorldConfig:
     """Share of preemptions soon after which the client leaves."""
     is_staged: bool = False
     """Pulls read and write a staging copy of the pool; orders and messages of transfer processes wait for it."""
+    right_guesses: float | None = None
+    """Share of drafts on decode workers that are right throughout; ``None`` if nothing is guessed."""
+
+
+class RandomDrafter:
+    """Drafts of random lengths, which go on behind the end of an answer; some are wrong from a random guess on."""
+
+    def __init__(self, random: Random, vocabulary: HashVocabulary, share_right: float) -> None:
+        self._random = random
+        self._vocabulary = vocabulary
+        self._share_right = share_right
+
+    def guess(self, row: StepRow) -> Sequence[int]:
+        assert row.sample is not None
+        assert len(row.history) == row.sample_position
+        state, salt = ROOT_STATE, sampling_salt(row.sample, row.choice)
+        for token in row.history:
+            state = mix64(link(state, token))
+        guesses: list[int] = []
+        for _ in range(self._random.randint(0, row.max_guesses)):
+            guesses.append(self._vocabulary.next_token(state, salt, row.banned_tokens))
+            state = mix64(link(state, guesses[-1]))
+        if guesses and self._random.random() >= self._share_right:
+            first_wrong = self._random.randrange(len(guesses))
+            guesses[first_wrong:] = [self._random.randrange(VOCAB_SIZE) for _ in guesses[first_wrong:]]
+        return guesses
 
 
 class LateExecutor:
@@ -69,7 +98,7 @@ class LateExecutor:
     def submit(self, batch: StepBatch) -> StepHandle:
         for row in batch.rows:
             _check_sampling(row)
-        rows = [replace(row, block_table=tuple(row.block_table)) for row in batch.rows]
+        rows = [replace(row, block_table=tuple(row.block_table), history=tuple(row.history)) for row in batch.rows]
         return _LateStep(self, replace(batch, rows=rows))
 
     def compute(self, batch: StepBatch) -> StepOutput:
@@ -90,7 +119,7 @@ class LateExecutor:
 
     def _scribble(self, row: StepRow) -> None:
         block_size = self._memory.shape[-2]
-        for position in range(row.cached_length, row.cached_length + row.num_new_tokens):
+        for position in range(row.cached_length, row.cached_length + row.num_new_tokens + row.max_guesses):
             self._memory[row.block_table[position // block_size], ..., position % block_size, :] = 1
 
     def _spoil_copies(self, batch: StepBatch) -> None:
@@ -112,6 +141,13 @@ def _check_sampling(row: StepRow) -> None:
         assert not row.banned_tokens
         return
     num_late = int(row.previous_row >= 0)
+    if row.max_guesses:
+        assert not num_late
+        assert not row.sample.reads_history
+        num_answered = row.sample_position - row.num_prompt_tokens
+        assert num_answered + row.max_guesses < row.sample.max_tokens
+        if row.banned_tokens:
+            assert num_answered + row.max_guesses < row.sample.min_tokens
     if row.sample.has_penalties:
         assert len(row.history) + num_late == row.sample_position
         assert [*row.history[row.cached_length :]] == [*row.tokens]
@@ -126,6 +162,16 @@ class _LateStep:
 
     def result(self) -> StepOutput:
         return self.executor.compute(self.batch)
+
+
+def _random_seconds(random: Random) -> Callable[[StepBatch], Callable[[int], float]]:
+    """Steps of which guesses cost nothing, or much."""
+
+    def by_guesses(batch: StepBatch) -> Callable[[int], float]:
+        guess_s = random.choice((0.0, 0.05, 0.5))
+        return lambda num_guesses: len(batch.rows) + guess_s * num_guesses
+
+    return by_guesses
 
 
 def _staging(memory: np.ndarray, layout: KvLayout) -> tuple[HostStaging, np.ndarray]:
@@ -164,6 +210,9 @@ class Node:
         self.messages: deque[Callable[[], None]] = deque()
         """From the transfer process: each calls the scheduler."""
         eos = (EOS,)
+        drafter: Drafter | None = None
+        if config.right_guesses is not None and decodes:
+            drafter = RandomDrafter(random, HashVocabulary(VOCAB_SIZE, eos, config.eos_period), config.right_guesses)
         inner = EmulatedExecutor(
             layout=layout,
             pool=self.memory,
@@ -171,6 +220,7 @@ class Node:
             eos_token_ids=eos,
             eos_period=config.eos_period,
             num_swap_slots=config.num_swap_slots,
+            drafter=drafter,
         )
         self._fails_row: Callable[[], bool] = lambda: config.row_failure > 0 and random.random() < config.row_failure
         self.executor = LateExecutor(inner, self.memory, lambda: random.random() < config.step_failure)
@@ -193,13 +243,15 @@ class Node:
             max_batch_size=config.max_batch_size,
             park_timeout_s=config.park_timeout_s,
             swap_space=space,
+            speculation=None if drafter is None else Speculation(_random_seconds(random)),
         )
 
     def turn(self, now_s: float) -> bool:
         """One turn of a step loop; returns whether there was anything to do."""
         batch = self.scheduler.plan(now_s)
         if batch is not None:
-            assert batch.num_new_tokens <= self.max_batch_tokens
+            num_guesses = sum([row.max_guesses for row in batch.rows])
+            assert batch.num_new_tokens + num_guesses <= self.max_batch_tokens
             self.in_flight.append((batch.step_id, self.executor.submit(batch)))
         if self.in_flight and (batch is None or len(self.in_flight) >= self.pipeline_depth):
             step_id, handle = self.in_flight.popleft()
@@ -218,6 +270,7 @@ class Node:
         for row, sampled in enumerate(output.sampled):
             if sampled is not None and self._fails_row():
                 output.sampled[row], output.failed[row] = None, "bad row"
+                output.more.pop(row, None)
 
     def check(self) -> None:
         self.scheduler.check_integrity()

@@ -418,6 +418,8 @@ class World:
             load = node.scheduler.load()
             assert load.num_swap_slots_used == 0, f"{node.name} keeps {load.num_swap_slots_used} slots"
             self.counts["preemptions"] += load.num_preemptions
+            self.counts["right guesses"] += load.num_right_guesses
+            self.counts["wrong guesses"] += load.num_guesses - load.num_right_guesses
             self.counts["swap-outs"] += load.num_swap_outs
             self.counts["swap-ins"] += load.num_swap_ins
         assert not self._alive, f"never ended: {self._alive}"

@@ -19,6 +19,9 @@ from pdserve.contracts.block_hash import block_hash, root_hash
 from pdserve.contracts.events import RequestKey
 from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
 
+FIRST_ACCEPTANCE = 0.5
+"""Share of right guesses expected of a sequence that had none yet."""
+
 LOOKAHEAD_TOKENS = 64
 """Minimum number of further tokens a running sequence is expected to need, up to its length limit."""
 
@@ -52,6 +55,10 @@ class Sequence:
     """A pull writes to the blocks."""
     handle: bytes = b""
     """Handle under which the prompt is offered for pulling; empty if it is not offered."""
+    acceptance: float = FIRST_ACCEPTANCE
+    """Share of guesses that are right, as estimated from those so far."""
+    num_plain_steps: int = 0
+    """Steps in a row in which it might have had guesses and had none."""
 
     # Kept by the sequence table.
     tokens: list[int] = field(init=False)
@@ -149,6 +156,15 @@ class Sequence:
     def banned_at(self, position: int) -> tuple[int, ...]:
         """Tokens banned from sampling at ``position``, whether or not the tokens before it are known yet."""
         return self.early_end_ids if position < self._min_length else ()
+
+    @property
+    def max_guesses(self) -> int:
+        """Tokens that may be guessed after the known ones: none where draws read the history, or of which another
+        worker needs the KV; not beyond the limit of the answer, nor where other tokens are banned."""
+        if self.sampling.reads_history or self.is_handoff:
+            return 0
+        end = min(self._min_length, self.max_length) if self.banned_at(len(self.tokens)) else self.max_length
+        return end - len(self.tokens) - 1
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -49,6 +49,8 @@ class PlannedStep:
     swapped_out: list[Sequence] = field(default_factory=list)
     num_chunk_tokens: int = 0
     """Prompt tokens in its prefill chunks."""
+    has_guesses: bool = False
+    """Some rows may have guesses, so that their lengths are known only once the step has ended."""
 
     @property
     def num_rows(self) -> int:
@@ -103,6 +105,14 @@ class PlannedStep:
             )
         )
         self._account(sequence, start + 1, True)
+
+    def allow_guesses(self, index: int, num_guesses: int) -> None:
+        """Let the executor guess up to so many tokens in a row of one known token, as far as the row's blocks reach."""
+        row, sequence = self.batch.rows[index], self.sequences[index]
+        room = len(row.block_table) * sequence.block_size - row.cached_length - 1
+        row.max_guesses = min(num_guesses, room)
+        row.history = sequence.tokens
+        self.has_guesses |= row.max_guesses > 0
 
     def add_swap_out(self, sequence: Sequence, slots: list[int]) -> None:
         """Copy the sequence's leading blocks to host slots, as they are after all earlier steps."""
@@ -298,6 +308,11 @@ class SequenceTable:
         """Prompt tokens computed by the steps in flight."""
         return sum([step.num_chunk_tokens for step in self._steps])
 
+    @property
+    def is_guessing(self) -> bool:
+        """Whether a step in flight may have guesses: until it ends, nobody knows where its sequences go on."""
+        return any(step.has_guesses for step in self._steps)
+
     def begin_step(self) -> PlannedStep:
         assert len(self._steps) <= 1, "two steps are in flight already"
         return PlannedStep(StepBatch(step_id=self._num_steps, rows=[]))
@@ -342,6 +357,8 @@ class SequenceTable:
                 self.events.append(PromptLogprobsEvent(sequence.key, row.cached_length + 1, entries))
             if sampled is not None:
                 finish = self.take_token(sequence, sampled)
+                if index in output.more and not finish:
+                    finish = self._take_more(sequence, output.more[index])
                 if finish or sequence.handle:
                     results.append((sequence, FirstToken(sampled.token, finish)))
             elif sequence.handle:
@@ -365,6 +382,21 @@ class SequenceTable:
         token, logprobs = sampled
         finish = sequence.append(token)
         self.events.append(TokenEvent(sequence.key, sequence.request.choice, index, token, logprobs, finish))
+        return finish
+
+    def _take_more(self, sequence: Sequence, more: Collection[SampledToken]) -> FinishReason:
+        """Take the tokens after the first of a row, up to the end of the answer. The KV of each but the last is that
+        of a right guess; what wrong ones left behind it is written over."""
+        assert not sequence.is_retiring, "a sequence keeps its blocks while its length is not known"
+        finish = FinishReason.NONE
+        for sampled in more:
+            sequence.num_pending += 1
+            sequence.num_computed += 1
+            finish = self.take_token(sequence, sampled)
+            if finish:
+                break
+        sequence.num_written = sequence.num_computed
+        self.register_written(sequence)
         return finish
 
     def receive(self, sequence: Sequence, num_tokens: int, first: FirstToken) -> FinishReason:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -128,26 +128,28 @@ class Prediction(NamedTuple):
     """Before correction."""
     is_typical: bool
     """The step only computes and samples its rows' tokens, so its duration predicts that of others."""
+    num_rows: int
 
 
 class StepTimes:
-    """Predicted and observed step times, and the two corrections between them. Steps with prefill rows and pure
-    decode steps have different errors. A decode step is predicted from its total context, as the router does, so that
-    the correction makes up for it."""
+    """Predicted and observed step times, and the corrections between them. Steps with prefill rows and pure decode
+    steps have different errors. A decode step is predicted from its total context, as the router does, so that the
+    correction makes up for it. That of decode steps with guesses is relative to that of decode steps without."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
         self._prefill = OnlineCorrection()
         self._decode = OnlineCorrection()
+        self._guessing = OnlineCorrection()
 
     def predict(self, batch: StepBatch) -> Prediction:
         num_rows = len(batch.rows)
         is_typical = not (batch.swap_outs or batch.swap_ins or any(row.prompt_targets for row in batch.rows))
         if batch.num_new_tokens == num_rows:
             predicted_s = self._cost.decode_s(num_rows, sum([row.cached_length for row in batch.rows]))
-            return Prediction(False, predicted_s, is_typical)
+            return Prediction(False, predicted_s, is_typical, num_rows)
         predicted_s = self._cost.step_s((row.num_new_tokens, row.cached_length) for row in batch.rows)
-        return Prediction(True, predicted_s, is_typical)
+        return Prediction(True, predicted_s, is_typical, num_rows)
 
     def mixed_s(self, chunks: Iterable[tuple[int, int]], num_rows: int, num_context_tokens: int) -> float:
         """Expected duration of a step with prefill.
@@ -163,10 +165,27 @@ class StepTimes:
         """Expected duration of a step in seconds, given the durations observed so far."""
         return prediction.predicted_s * self._correction(prediction).factor
 
-    def observe(self, prediction: Prediction, duration_s: float) -> None:
-        """Correct later predictions by the duration of a typical step."""
-        if prediction.is_typical:
+    def by_guesses(self, batch: StepBatch) -> Callable[[int], float]:
+        """Return the expected duration of a decode step by the number of guesses in it."""
+        prediction = self.predict(batch)
+
+        def seconds(num_guesses: int) -> float:
+            decode_s = self._with_guesses_s(prediction, num_guesses) * self._decode.factor
+            return decode_s * self._guessing.factor if num_guesses else decode_s
+
+        return seconds
+
+    def observe(self, prediction: Prediction, duration_s: float, num_guesses: int = 0) -> None:
+        """Correct later predictions by the duration of a typical step, to which so many guesses were added."""
+        if prediction.is_typical and num_guesses:
+            expected_s = self._with_guesses_s(prediction, num_guesses) * self._decode.factor
+            self._guessing.observe(expected_s, duration_s)
+        elif prediction.is_typical:
             self._correction(prediction).observe(prediction.predicted_s, duration_s)
+
+    def _with_guesses_s(self, prediction: Prediction, num_guesses: int) -> float:
+        """Predicted seconds of a decode step with guesses, before correction."""
+        return prediction.predicted_s + self._cost.guesses_s(prediction.num_rows, num_guesses)
 
     @property
     def prefill_correction(self) -> float:
@@ -387,7 +406,7 @@ class StepLoop:
         step = self._in_flight.popleft()
         self.scheduler.complete(output, now_s)
         if self._times is not None and step.prediction is not None:
-            self._times.observe(step.prediction, output.duration_s)
+            self._times.observe(step.prediction, output.duration_s, sum(output.num_guesses.values()))
         self._report.step, self._report.step_s = step, output.duration_s
         self.flush()
         if output.failed and not any(output.sampled):

@@ -37,6 +37,7 @@ from pdserve.decode_worker.reservations import Reservations
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
 from pdserve.engine.scheduling.interface import Event, PullResult
 from pdserve.engine.scheduling.sequence import Sequence, sum_blocks_missing
+from pdserve.engine.scheduling.speculation import Speculation
 from pdserve.engine.scheduling.table import AdmissionBudget, PlannedStep, SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.transports import ABORTED, REFUSED
@@ -65,6 +66,7 @@ class Scheduler:
         pull_timeout_s: float = DEFAULT_PULL_TIMEOUT_S,
         swap_space: SwapSpace = NO_SWAP_SPACE,
         mixed_s: MixedSeconds | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """
         Args:
@@ -78,6 +80,7 @@ class Scheduler:
             pull_timeout_s: a pull times out after this long.
             swap_space: host memory for preempted sequences; none by default.
             mixed_s: predicts steps with prefill, to bound them by ``max_gap_s`` of requests; ``None`` bounds none.
+            speculation: chooses the guesses of each step; ``None`` if the executor makes none.
 
         Raises:
             ValueError: a limit is below 1.
@@ -99,6 +102,7 @@ class Scheduler:
         self._max_batch_size = max_batch_size
         self._num_preemptions = 0
         self._mixed_s = mixed_s
+        self._speculation = speculation
 
     # Requests
 
@@ -152,7 +156,7 @@ class Scheduler:
     def plan(self, now_s: float) -> StepBatch | None:
         """Schedule the next step; ``None`` when nothing can run now. Expires requests past their deadline."""
         self.expire(now_s)
-        if self.table.must_drain:
+        if self.table.must_drain or self.table.is_guessing:
             return None
         if not self.may_decode and self.table.steps_in_flight and self.prompts.is_patient(now_s):
             return None
@@ -160,6 +164,8 @@ class Scheduler:
         self._plan_decode(step)
         if self._has_waiting_work():
             self.plan_new_work(step, now_s)
+        if self._speculation is not None:
+            self._plan_guesses(step, self._speculation)
         return self.table.commit(step)
 
     def expire(self, now_s: float) -> None:
@@ -182,6 +188,17 @@ class Scheduler:
                 continue
             if sequence.num_computed < len(sequence.block_table) * block_size or self._grow(step, sequence):
                 step.add_decode(sequence)
+
+    def _plan_guesses(self, step: PlannedStep, speculation: Speculation) -> None:
+        """Let rows guess in what the step leaves of its token budget. Nobody is preempted for a guess."""
+        num_left = self._max_batch_tokens - step.batch.num_new_tokens
+        for index, num_guesses in speculation.choose(step, num_left):
+            sequence = step.sequences[index]
+            num_tokens = step.batch.rows[index].cached_length + 1 + num_guesses
+            num_missing = sequence.num_blocks_for(num_tokens) - len(sequence.block_table)
+            if num_missing > 0 and self._pool.can_allocate(num_missing):
+                sequence.block_table.extend(self._pool.allocate(num_missing))
+            step.allow_guesses(index, num_guesses)
 
     def _grow(self, step: PlannedStep, sequence: Sequence) -> bool:
         """Allocate one more block for the sequence, preempting the last arrivals if needed; ``False`` if it must
@@ -287,6 +304,8 @@ class Scheduler:
 
     def complete(self, output: StepOutput, now_s: float) -> None:
         """Process the results of the oldest planned step that is not completed."""
+        if self._speculation is not None and output.num_guesses:
+            self._speculation.learn(next(iter(self.table.steps_in_flight)).sequences, output)
         results = self.table.complete(output)
         for sequence, token in results:
             if sequence.handle and token is not None:
@@ -381,6 +400,8 @@ class Scheduler:
             num_swap_outs=self.swapping.num_swap_outs,
             num_swap_ins=self.swapping.num_swap_ins,
             num_swap_slots_used=self.swapping.num_slots_used,
+            num_guesses=0 if self._speculation is None else self._speculation.num_guesses,
+            num_right_guesses=0 if self._speculation is None else self._speculation.num_right,
         )
 
     def check_integrity(self) -> None:

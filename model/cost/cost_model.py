@@ -245,6 +245,12 @@ class CostModel:
         num_beyond = num_tokens - num_rows * self.window
         return num_tokens - self.window_share * num_beyond if num_beyond > 0 else num_tokens
 
+    def guesses_s(self, batch_size: int, num_guesses: int) -> float:
+        """Seconds that guesses of further tokens add to a step that decodes one token for each of ``batch_size``
+        sequences. Attention is left out, because a guess attends to what its row reads anyway."""
+        tokens_s, rows_s, num_tokens = self._tokens_s, self._rows_s, batch_size + num_guesses
+        return tokens_s[num_tokens] - tokens_s[batch_size] + rows_s[num_tokens] - rows_s[batch_size]
+
     def mixed_s(self, num_new: int, num_cached: int, batch_size: int, context_tokens: int) -> float:
         """Seconds of a mixed step: a prefill chunk as in `prefill_s` plus decode rows as in `decode_s`."""
         if num_new <= 1:

@@ -19,10 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.contracts.kv_layout import KvLayout
+from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import SampledToken, StepBatch, StepHandle, StepOutput, StepRow, TokenLogprobs
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.stage import Stage
 from pdserve.model.executors.block_copies import copy_blocks
+from pdserve.model.executors.drafting import Drafter, num_right, with_guesses
 from pdserve.model.executors.hash_chain import (
     INVERSE_STRIDE,
     ROOT_STATE,
@@ -56,6 +58,7 @@ class EmulatedExecutor:
         check_context: verify all cached tokens of every row at every step, not only the last one; emulation of large
             batches disables it to save time.
         matchers: match the answers of rows with grammars; ``None`` if there are none.
+        drafter: guesses tokens; ``None`` if no row has guesses.
 
     Raises:
         ValueError: a layout that cannot hold hash states.
@@ -76,6 +79,7 @@ class EmulatedExecutor:
         num_swap_slots: int = 0,
         check_context: bool = True,
         matchers: GrammarMatchers | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         if (layout.num_kv_heads, layout.num_layers, layout.head_dim, layout.dtype) != (1, 1, 1, "uint64"):
             raise ValueError(f"an emulated KV pool has 1 head, 1 layer, head_dim 1 and dtype uint64, not {layout}")
@@ -93,6 +97,7 @@ class EmulatedExecutor:
         self._stage = stage or Stage(1)
         self._check_context = check_context
         self._matchers = matchers
+        self._drafter = drafter
         self._previous: list[SampledToken | None] = []
         self._free_at_s = 0.0
 
@@ -103,15 +108,17 @@ class EmulatedExecutor:
     def submit(self, batch: StepBatch) -> StepHandle:
         """Compute the step now. Its modelled time starts when the previous step has ended and the stage is free;
         ``result`` waits for its end."""
-        duration_s = self._duration_s(batch)
+        rows = with_guesses(batch.rows, self._drafter)
+        duration_s = self._duration_s(batch, rows)
         self._free_at_s = self._stage.enter(max(time.monotonic(), self._free_at_s), duration_s) + duration_s
         copy_blocks(batch, self._blocks, self._slots, np.copyto)
         try:
-            sampled = self._compute(batch.rows)
+            runs = self._compute(rows)
         except RuntimeError as error:
             self._previous = []
             return _ComputedStep(error, self._free_at_s)
-        self._previous = sampled
+        self._previous = sampled = [run[0] if run else None for run in runs]
+        guessing = {index: len(row.guesses) for index, row in enumerate(rows) if row.guesses}
         output = StepOutput(
             step_id=batch.step_id,
             sampled=sampled,
@@ -120,6 +127,8 @@ class EmulatedExecutor:
                 for index, row in enumerate(batch.rows)
                 if row.prompt_targets
             },
+            num_guesses=guessing,
+            more={index: runs[index][1:] for index in guessing},
             duration_s=duration_s,
         )
         return _ComputedStep(output, self._free_at_s)
@@ -128,34 +137,39 @@ class EmulatedExecutor:
         del self._blocks  # a view of the states
         self._states.release()
 
-    def _duration_s(self, batch: StepBatch) -> float:
+    def _duration_s(self, batch: StepBatch, rows: Sequence[StepRow]) -> float:
         if self._cost is None or self._time_scale == 0:
             return 0.0
         swap_s = self._cost.swap_s((len(batch.swap_outs) + len(batch.swap_ins)) * self._block_size)
-        step_s = self._cost.step_s((row.num_new_tokens, row.cached_length) for row in batch.rows)
+        step_s = self._cost.step_s((row.num_new_tokens, row.cached_length) for row in rows)
         return self._time_scale * (swap_s + step_s)
 
-    def _compute(self, rows: Sequence[StepRow]) -> list[SampledToken | None]:
+    def _compute(self, rows: Sequence[StepRow]) -> list[list[SampledToken]]:
         for row in rows:
             self._check_row(row)
         if self._check_context:
             self._check_contexts([row for row in rows if row.cached_length > 0])
         return [self._compute_row(row) for row in rows]
 
-    def _compute_row(self, row: StepRow) -> SampledToken | None:
-        """Write the KV of a row's new tokens and choose the token after them."""
-        tokens = row.tokens if row.previous_row < 0 else (self._token_of(row.previous_row),)
+    def _compute_row(self, row: StepRow) -> list[SampledToken]:
+        """Write the KV of a row's new tokens; choose the token after them, and further ones as far as guesses hold."""
+        known = row.tokens if row.previous_row < 0 else (self._token_of(row.previous_row),)
+        run: list[SampledToken] = []
         states, block_size, block_table = self._states, self._block_size, row.block_table
         state = self._cached_state(row)
-        for position, token in enumerate(tokens, row.cached_length):
+        for position, token in enumerate((*known, *row.guesses), row.cached_length):
             slot = block_table[position // block_size] * 2 * block_size + position % block_size
             states[slot + block_size] = value = link(state, token)
             states[slot] = state = mix64(value)
-        if row.sample is None:
-            return None
-        logprobs = _LOGPROBS if row.sample.num_logprobs >= 0 else None
-        salt = sampling_salt(row.sample, row.choice)
-        if row.sample.grammar is not None:
+            if row.sample is not None and position + 1 >= row.sample_position:
+                run.append(self._sample(row, row.sample, state))
+        return run[: 1 + num_right(row.guesses, [sampled.token for sampled in run])]
+
+    def _sample(self, row: StepRow, sample: SamplingParams, state: int) -> SampledToken:
+        """Choose the token after ``state``."""
+        logprobs = _LOGPROBS if sample.num_logprobs >= 0 else None
+        salt = sampling_salt(sample, row.choice)
+        if sample.grammar is not None:
             return SampledToken(pick(state, salt, self._allowed(row)), logprobs)
         return SampledToken(self._vocabulary.next_token(state, salt, row.banned_tokens), logprobs)
 
@@ -198,7 +212,7 @@ class EmulatedExecutor:
             raise RuntimeError(f"sequence {row.sequence_id}: a block id is outside the pool of {self._num_blocks}")
         if row.tokens and (min(row.tokens) < 0 or max(row.tokens) >= self._vocabulary.size):
             raise RuntimeError(f"sequence {row.sequence_id}: a token id is outside the vocabulary")
-        if row.sample is not None and row.sample_position != end:
+        if row.sample is not None and row.sample_position != end - len(row.guesses):
             raise RuntimeError(
                 f"sequence {row.sequence_id}: samples position {row.sample_position}, but its tokens end before {end}"
             )

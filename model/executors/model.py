@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
+from itertools import accumulate, takewhile
 from math import isfinite
 from pathlib import Path
 from threading import Lock
@@ -42,6 +43,7 @@ from pdserve.kernels.selection import select_sampling_kernels
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.decoder.ranks import ONE_RANK, Ranks
 from pdserve.model.executors.device_queue import Event
+from pdserve.model.executors.drafting import Drafter, num_right, with_guesses
 from pdserve.model.executors.rank_model import PackedStep, RankModel
 from pdserve.model.executors.step_inputs import OutputRows, StepShape, pack_step
 from pdserve.model.sampling.grammars import GrammarMatchers
@@ -52,16 +54,19 @@ from pdserve.model.sampling.sampling import Sampler, plan_draws
 class _LaunchedStep:
     """Handle of a step in flight or of one whose launch failed; the next step reads its tokens."""
 
-    def __init__(self, batch: StepBatch, started: Event) -> None:
-        self._step_id = batch.step_id
-        self._num_rows = len(batch.rows)
+    def __init__(self, step_id: int, rows: list[StepRow], started: Event) -> None:
+        self._step_id = step_id
+        self._rows = rows
         self._started = self._ended = started
         self._fetched_B2: torch.Tensor | None = None
         self._tokens: list[int] = []
-        self._failed: dict[int, str] = {}
+        self._unfit: dict[int, float] = {}
+        """Highest logits that are not finite, by index in the sampled tokens."""
         self._error: Exception | None = None
-        self.outputs = OutputRows.of(batch.rows)
-        self._indices = {row: index for index, row in enumerate(self.outputs.sampling)}
+        self.outputs = OutputRows.of(rows)
+        ends = accumulate((1 + len(rows[row].guesses) for row in self.outputs.sampling), initial=0)
+        self._indices = dict(zip(self.outputs.sampling, ends, strict=False))
+        """Where the tokens of each row begin among the sampled ones: the one after its last token first."""
         self.logprobs: dict[int, TokenLogprobs] = {}
         """Keyed by index in the sampled tokens."""
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -76,7 +81,7 @@ class _LaunchedStep:
         """Mark the step as completely launched.
 
         Args:
-            fetched_B2: int32: the tokens, and the bits of each row's highest logit; None if no row samples.
+            fetched_B2: int32: the sampled tokens, and the bits of each one's highest logit; None if no row samples.
         """
         self._ended = ended
         self._fetched_B2 = fetched_B2
@@ -87,7 +92,7 @@ class _LaunchedStep:
     def index(self, row: int) -> int:
         """Index of a row's token among the sampled tokens."""
         self._check_launched()
-        assert row < self._num_rows, f"the step before has no row {row}"
+        assert row < len(self._rows), f"the step before has no row {row}"
         assert row in self._indices, f"row {row} of the step before sampled nothing"
         return self._indices[row]
 
@@ -98,17 +103,29 @@ class _LaunchedStep:
 
     def result(self) -> StepOutput:
         self._wait()
-        sampled: list[SampledToken | None] = [None] * self._num_rows
-        for index, (row, token) in enumerate(zip(self.outputs.sampling, self._tokens, strict=True)):
-            if row not in self._failed:
-                sampled[row] = SampledToken(token, self.logprobs.get(index))
-        return StepOutput(
+        output = StepOutput(
             step_id=self._step_id,
-            sampled=sampled,
+            sampled=[None] * len(self._rows),
             prompt_logprobs=self.prompt_logprobs,
-            failed=self._failed,
             duration_s=self._started.elapsed_time(self._ended) / 1000,
         )
+        for row, index in self._indices.items():
+            if index in self._unfit:
+                value = self._unfit[index]
+                output.failed[row] = f"logits that are not finite cannot be sampled: the highest is {value}"
+                continue
+            output.sampled[row] = self._sampled(index)
+            if guesses := self._rows[row].guesses:
+                end = index + 1 + num_right(guesses, self._tokens[index:])
+                output.num_guesses[row] = len(guesses)
+                output.more[row] = [*map(self._sampled, takewhile(self._is_fit, range(index + 1, end)))]
+        return output
+
+    def _sampled(self, index: int) -> SampledToken:
+        return SampledToken(self._tokens[index], self.logprobs.get(index))
+
+    def _is_fit(self, index: int) -> bool:
+        return index not in self._unfit
 
     def _check_launched(self) -> None:
         if self._error is not None:
@@ -121,11 +138,7 @@ class _LaunchedStep:
             return
         best = self._fetched_B2[:, 1].view(torch.float32).tolist()
         if not all(map(isfinite, best)):
-            self._failed = {
-                row: f"logits that are not finite cannot be sampled: the highest is {value}"
-                for row, value in zip(self.outputs.sampling, best, strict=True)
-                if not isfinite(value)
-            }
+            self._unfit = {index: value for index, value in enumerate(best) if not isfinite(value)}
         self._tokens = self._fetched_B2[:, 0].tolist()
         self._fetched_B2 = None
 
@@ -144,6 +157,7 @@ class ModelExecutor:
         num_swap_slots: int = 0,
         max_captured_rows: int = 0,
         matchers: GrammarMatchers | None = None,
+        drafter: Drafter | None = None,
         ranks: Ranks = ONE_RANK,
         send: Callable[[PackedStep], None] | None = None,
     ) -> None:
@@ -156,6 +170,7 @@ class ModelExecutor:
             num_swap_slots: host slots of each micro-batch for blocks of preempted sequences.
             max_captured_rows: rows of the largest captured decode step; 0 captures none.
             matchers: match the answers of rows with grammars; ``None`` if there are none.
+            drafter: guesses tokens; ``None`` if no row has guesses.
             ranks: share the model; this one is the leader.
             send: sends a step to the other ranks; ``None`` without them.
 
@@ -178,6 +193,7 @@ class ModelExecutor:
         )
         self._sampling_kernels = select_sampling_kernels(pool.values.device)
         self._sampler = Sampler(self._sampling_kernels, matchers)
+        self._drafter = drafter
         self._previous: _LaunchedStep | None = None
         self._micro_batch = 0
         self._turn = Lock()
@@ -185,12 +201,15 @@ class ModelExecutor:
         devices until all of the step is launched (`pdserve.kernels.torch.ranks` says why)."""
         self._aside = self._new_aside()
 
-    def for_micro_batch(self, number: int, matchers: GrammarMatchers | None) -> ModelExecutor:
+    def for_micro_batch(
+        self, number: int, matchers: GrammarMatchers | None, drafter: Drafter | None = None
+    ) -> ModelExecutor:
         """Executor of another micro-batch of the pipeline, for another thread; shares model and pool with this one."""
         other = copy(self)
         other._micro_batch = number
         other._aside = self._new_aside()
         other._sampler = Sampler(self._sampling_kernels, matchers)
+        other._drafter = drafter
         return other
 
     def _new_aside(self) -> AbstractContextManager[object]:
@@ -204,12 +223,14 @@ class ModelExecutor:
     def submit(self, batch: StepBatch) -> StepHandle:
         """Launch the step. The handle waits for it, and raises if the launch or the computation failed."""
         queue = self._model.queue
-        previous, self._previous = self._previous, _LaunchedStep(batch, queue.event())
+        started = queue.event()
+        rows = with_guesses(batch.rows, self._drafter)
+        previous, self._previous = self._previous, _LaunchedStep(batch.step_id, rows, started)
         step = self._previous
         with self._aside:
             try:
                 self._launch_copies(batch)
-                fetched_B2 = self._launch(batch.rows, step, previous) if batch.rows else None
+                fetched_B2 = self._launch(rows, step, previous) if rows else None
                 step.end(queue.event(), fetched_B2)
             except RankLostError:
                 raise
@@ -238,9 +259,9 @@ class ModelExecutor:
     def _launch(self, rows: list[StepRow], step: _LaunchedStep, previous: _LaunchedStep | None) -> torch.Tensor | None:
         """Launch a step's rows; return the tensor that receives tokens and highest logits on the host."""
         outputs, model = step.outputs, self._model
-        sampling = [rows[index] for index in outputs.sampling]
+        sampling = outputs.draws(rows)
         draws = plan_draws(sampling, self._vocab_size)
-        packed = self._pack(rows, outputs, previous, draws.words)
+        packed = self._pack(rows, outputs, len(sampling), previous, draws.words)
         with _out_of_step() if self._send is not None else nullcontext(), ExitStack() as turn:
             turn.enter_context(self._turn)
             with model.queue.in_turn():
@@ -281,7 +302,12 @@ class ModelExecutor:
         return model.queue.fetch(torch.stack((token_B.int(), best_B.view(torch.int32)), dim=1))
 
     def _pack(
-        self, rows: list[StepRow], outputs: OutputRows, previous: _LaunchedStep | None, draws: npt.NDArray[np.int32]
+        self,
+        rows: list[StepRow],
+        outputs: OutputRows,
+        num_sampling: int,
+        previous: _LaunchedStep | None,
+        draws: npt.NDArray[np.int32],
     ) -> PackedStep:
         tokens_O, num_new = outputs.tokens(rows), [row.num_new_tokens for row in rows]
         previous_indices = [_previous_index(row, previous) for row in rows]
@@ -297,7 +323,7 @@ class ModelExecutor:
                 draws=draws,
             ),
             shape=StepShape(len(rows), sum(num_new), len(tokens_O), min(num_new), max(num_new)),
-            num_sampling=len(outputs.sampling),
+            num_sampling=num_sampling,
             prompt_lengths=tuple(len(rows[index].prompt_targets) for index in outputs.asking),
             is_decode=outputs.is_decode,
             has_late_tokens=max(previous_indices) >= 0,

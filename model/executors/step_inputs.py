@@ -9,6 +9,7 @@ Shape suffixes: T new tokens, O tokens whose hidden states are output, P tokens 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -37,14 +38,23 @@ class OutputRows(NamedTuple):
         is_decode = len(sampling) == len(rows) and not asking and all(row.num_new_tokens == 1 for row in rows)
         return cls(sampling, asking, is_decode)
 
+    def draws(self, rows: Sequence[StepRow]) -> list[StepRow]:
+        """What each token is sampled by: a sampling row, and after each of its guesses the row as it is then."""
+        return [
+            replace(rows[index], sample_position=rows[index].sample_position + number) if number else rows[index]
+            for index in self.sampling
+            for number in range(1 + len(rows[index].guesses))
+        ]
+
     def tokens(self, rows: Sequence[StepRow]) -> Sequence[int]:
-        """Indices into the new tokens: last tokens of sampling rows, then runs for prompt log probabilities; empty if
-        every token is output."""
+        """Indices into the new tokens: those after which sampling rows sample, then runs for prompt log probabilities;
+        empty if every token is output."""
         if self.is_decode:
             return ()
         starts = [0, *accumulate(row.num_new_tokens for row in rows)]
+        last = [range(starts[index + 1] - 1 - len(rows[index].guesses), starts[index + 1]) for index in self.sampling]
         runs = [range(starts[index], starts[index] + len(rows[index].prompt_targets)) for index in self.asking]
-        return [*(starts[index + 1] - 1 for index in self.sampling), *chain.from_iterable(runs)]
+        return [*chain.from_iterable(last), *chain.from_iterable(runs)]
 
 
 class StepShape(NamedTuple):
@@ -124,7 +134,9 @@ def pack_step(
         assert row.previous_row < 0 or not row.tokens, "a row has tokens of its own or the previous step's, not both"
     num_tokens = sum(num_new)
     tokens = np.fromiter(
-        chain.from_iterable((0,) if row.previous_row >= 0 else row.tokens for row in rows), np.int64, num_tokens
+        chain.from_iterable((0,) if row.previous_row >= 0 else (*row.tokens, *row.guesses) for row in rows),
+        np.int64,
+        num_tokens,
     )
     assert tokens.min() >= 0, f"token id {tokens.min()} is negative"
     assert tokens.max() < vocab_size, f"token id {tokens.max()} is outside a vocabulary of {vocab_size}"

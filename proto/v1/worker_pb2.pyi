@@ -792,6 +792,8 @@ class Load(_message.Message):
     NUM_STARTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_PARKED_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    NUM_GUESSES_FIELD_NUMBER: _builtins.int
+    NUM_RIGHT_GUESSES_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_parked: _builtins.int
@@ -820,6 +822,9 @@ class Load(_message.Message):
     """blocks of parked prompts; one that several share counts for each"""
     num_tokens_in_flight: _builtins.int
     """prompt tokens of steps in flight"""
+    num_guesses: _builtins.int
+    """tokens guessed and computed, since the worker started"""
+    num_right_guesses: _builtins.int
     def __init__(
         self,
         *,
@@ -841,10 +846,12 @@ class Load(_message.Message):
         num_started_tokens: _builtins.int = ...,
         num_blocks_parked: _builtins.int = ...,
         num_tokens_in_flight: _builtins.int = ...,
+        num_guesses: _builtins.int = ...,
+        num_right_guesses: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_correction", b"decode_correction", "draining", b"draining", "num_blocks_cached", b"num_blocks_cached", "num_blocks_free", b"num_blocks_free", "num_blocks_parked", b"num_blocks_parked", "num_blocks_referenced", b"num_blocks_referenced", "num_context_tokens", b"num_context_tokens", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_started_tokens", b"num_started_tokens", "num_swap_ins", b"num_swap_ins", "num_swap_outs", b"num_swap_outs", "num_swap_slots_used", b"num_swap_slots_used", "num_tokens_in_flight", b"num_tokens_in_flight", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_correction", b"prefill_correction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_correction", b"decode_correction", "draining", b"draining", "num_blocks_cached", b"num_blocks_cached", "num_blocks_free", b"num_blocks_free", "num_blocks_parked", b"num_blocks_parked", "num_blocks_referenced", b"num_blocks_referenced", "num_context_tokens", b"num_context_tokens", "num_guesses", b"num_guesses", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_right_guesses", b"num_right_guesses", "num_running", b"num_running", "num_started_tokens", b"num_started_tokens", "num_swap_ins", b"num_swap_ins", "num_swap_outs", b"num_swap_outs", "num_swap_slots_used", b"num_swap_slots_used", "num_tokens_in_flight", b"num_tokens_in_flight", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_correction", b"prefill_correction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,9 +18,10 @@ from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.admission import Admission
 from pdserve.router.requests.attempt import Attempt, Decision, Held, Parked, Prefilling, Pull, Queued
 from pdserve.router.requests.attempt_table import AttemptTable
-from pdserve.router.requests.failover import Blame, Retries
+from pdserve.router.requests.blame import Blame
 from pdserve.router.requests.observer import DispatchObserver
 from pdserve.router.requests.placement import Arrival, Placement, PromptBlocks, prefill_candidates, shortfall
+from pdserve.router.requests.retries import Retries
 from pdserve.router.requests.settings import DispatchSettings
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Placer:
         """
         Args:
             workers: those that are up, by id, kept by the dispatcher.
-            blame, retries: of the dispatcher, which tells them of losses, errors and tokens.
+            blame, retries: told of losses, errors and tokens by `pdserve.router.requests.failover`.
             wake: has `turn` called soon.
         """
         self._workers, self._table, self._placement, self._settings = workers, table, placement, settings
@@ -76,6 +77,13 @@ class Placer:
         """Have the attempt, which is queued or not bound, placed or bound in a next turn."""
         self._due[not attempt.emitted].append(attempt)
         self._wake()
+
+    def put_others(self, first: Attempt) -> None:
+        """Have the choices bound that waited for the pull of choice 0, if ``first`` is that."""
+        if first.choice == 0 and self._table.unbound:
+            for attempt in first.request.attempts.values():
+                if attempt is not first and attempt.request_id in self._table.unbound:
+                    self.put(attempt)
 
     def look(self, *, at_queue: bool = True) -> None:
         """Have the attempts that are held back considered in a next turn, or all that are queued, too."""

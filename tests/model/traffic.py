@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pdserve.contracts.events import PromptLogprobsEvent, RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.request import GenerationRequest, SamplingParams
 from pdserve.contracts.step import Executor, ModelLimits, StepHandle, TokenLogprobs
+from pdserve.engine.scheduling.speculation import Speculation
 from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 
@@ -78,8 +79,9 @@ def serve(
     *,
     max_batch_size: int = 6,
     cancelled: frozenset[int] = frozenset(),
+    speculation: Speculation | None = None,
 ) -> Served:
-    """Run requests, which arrive over the first steps, to their ends.
+    """Run requests, which arrive over the first steps, to their ends. Request n is sequence n of the scheduler.
 
     Args:
         cancelled: requests whose client leaves soon after they began.
@@ -92,6 +94,7 @@ def serve(
         mint_handle=lambda: b"handle",
         max_batch_tokens=24,
         max_batch_size=max_batch_size,
+        speculation=speculation,
     )
     served, in_flight, waiting = Served(), deque[tuple[int, StepHandle]](), deque(requests)
     for turn in range(2000):

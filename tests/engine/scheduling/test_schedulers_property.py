@@ -33,6 +33,7 @@ configs = st.builds(
     num_swap_slots=st.sampled_from([0, 5, 40]),
     recompute_share=st.sampled_from([0.0, 0.3]),
     is_staged=st.booleans(),
+    right_guesses=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]),
 )
 
 
@@ -50,6 +51,34 @@ def test_every_client_gets_its_tokens_and_every_block_comes_back(
 
 LONG_ANSWERS = WorldConfig(num_decode_blocks=104, max_model_len=400)
 """Answers of up to 360 tokens, of which the admission rule expects 64: together they outgrow the pool."""
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        WorldConfig(
+            num_prefill=2,
+            num_decode=2,
+            pipeline_depth=1,
+            right_guesses=0.8,
+            eos_period=30,
+            local_share=0.2,
+            pull_failure=0.05,
+            step_failure=0.01,
+            row_failure=0.01,
+            cancel=0.3,
+        ),
+        replace(LONG_ANSWERS, pipeline_depth=1, right_guesses=0.8, num_swap_slots=60, cancel_preempted=0.2),
+        replace(LONG_ANSWERS, pipeline_depth=2, right_guesses=0.8),
+    ],
+    ids=["everything fails", "answers outgrow the pool", "steps are planned ahead"],
+)
+def test_guesses_change_no_token(config: WorldConfig) -> None:
+    world = World(config, seed=5)
+    submit_many(world, 15, max_prompt=30, max_answer=config.max_model_len - 40, max_choices=3)
+    world.run(MAX_TURNS)
+    assert world.counts["right guesses"] > 20
+    assert world.counts["wrong guesses"] > 5
 
 
 @pytest.mark.parametrize("num_swap_slots", [0, 60])

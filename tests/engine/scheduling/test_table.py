@@ -205,3 +205,99 @@ def test_history_is_given_to_rows_that_sample_with_penalties() -> None:
     table.complete(output_of(step, 40, 50))
     [row] = commit_decode(table, sequence).batch.rows
     assert (list(row.history), row.num_prompt_tokens) == ([*range(10, 16), 40], 6)
+
+
+def guessing_step(table: SequenceTable, sequence: Sequence, num_guesses: int) -> PlannedStep:
+    """A decode step, after a chunk of the prompt that sampled token 40."""
+    chunk = commit_chunk(table, sequence, 6)
+    table.complete(output_of(chunk, 40))
+    step = table.begin_step()
+    step.add_decode(sequence)
+    step.allow_guesses(0, num_guesses)
+    assert table.commit(step) is step.batch
+    table.take_events()
+    return step
+
+
+def output_of_run(step: PlannedStep, *tokens: int) -> StepOutput:
+    first, *more = [SampledToken(token, None) for token in tokens]
+    return StepOutput(step_id=step.batch.step_id, sampled=[first], more={0: more}, duration_s=0.0)
+
+
+def test_a_row_may_guess_as_far_as_its_blocks_reach() -> None:
+    table = a_table()
+    sequence = open_with_blocks(table)
+    step = guessing_step(table, sequence, 8)
+    [row] = step.batch.rows
+    assert (row.cached_length, len(row.block_table), row.max_guesses) == (6, 2, 1)
+    assert list(row.history) == sequence.tokens
+    assert table.is_guessing
+    table.complete(output_of(step, 50))
+    assert not table.is_guessing
+
+
+def test_a_run_is_emitted_in_order_and_goes_on_from_its_last_token() -> None:
+    table = a_table()
+    sequence = open_with_blocks(table, num_tokens=6, sampling=SamplingParams(max_tokens=20))
+    sequence.block_table.extend(table.pool.allocate(2))
+    step = guessing_step(table, sequence, 8)
+    assert table.complete(output_of_run(step, 50, 51, 52, 53)) == []
+    assert [(event.index, event.token) for event in table.take_events() if isinstance(event, TokenEvent)] == [
+        (1, 50),
+        (2, 51),
+        (3, 52),
+        (4, 53),
+    ]
+    assert sequence.num_written == sequence.num_computed == 10
+    assert (sequence.num_pending, sequence.num_uncomputed) == (0, 1)
+    step = table.begin_step()
+    step.add_decode(sequence)
+    [row] = step.batch.rows
+    assert (list(row.tokens), row.cached_length, row.sample_position) == ([53], 10, 11)
+
+
+def test_only_blocks_whose_tokens_are_all_known_to_be_right_are_cached() -> None:
+    table = a_table()
+    sequence = open_with_blocks(table, sampling=SamplingParams(max_tokens=20))
+    sequence.block_table.extend(table.pool.allocate(2))
+    step = guessing_step(table, sequence, 8)
+    table.complete(output_of_run(step, 50))  # guesses filled the blocks, and the first was wrong
+    assert sequence.num_registered_blocks == 1
+    step = table.begin_step()
+    step.add_decode(sequence)
+    step.allow_guesses(0, 8)
+    table.commit(step)
+    table.complete(output_of_run(step, 51, 52, 53, 54))
+    assert sequence.num_registered_blocks == 2
+    assert table.pool.match_prefix(sequence.block_hashes(2)) == [*sequence.block_table[:2]]
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH])
+def test_an_answer_ends_at_any_place_of_a_run(finish: FinishReason, place: int) -> None:
+    table = a_table()
+    is_stop = finish is FinishReason.STOP
+    sequence = open_with_blocks(table, sampling=SamplingParams(max_tokens=20 if is_stop else 2 + place))
+    sequence.block_table.extend(table.pool.allocate(2))
+    step = guessing_step(table, sequence, 8)
+    tokens = [50, 51, 52, 53]
+    if is_stop:
+        tokens[place] = 2
+    [(ended, _)] = table.complete(output_of_run(step, *tokens))
+    assert ended is sequence
+    events = [event for event in table.take_events() if isinstance(event, TokenEvent)]
+    assert [event.token for event in events] == tokens[: place + 1]
+    assert [event.finish for event in events] == [FinishReason.NONE] * place + [finish]
+    assert sequence.num_written == 7 + place
+    table.close(sequence)
+    assert table.pool.num_referenced == 0
+
+
+def test_the_results_of_a_cancelled_row_with_guesses_are_dropped() -> None:
+    table = a_table()
+    sequence = open_with_blocks(table)
+    step = guessing_step(table, sequence, 1)
+    table.close(sequence)
+    assert table.complete(output_of_run(step, 50, 51)) == []
+    assert table.take_events() == []
+    assert table.pool.num_referenced == 0

@@ -67,6 +67,21 @@ def test_prefill_and_decode_are_corrected_apart() -> None:
     assert times.corrected_s(decode) == pytest.approx(2 * decode.predicted_s, rel=0.01)
 
 
+def test_steps_with_guesses_are_corrected_beside_decode_steps() -> None:
+    times, batch = StepTimes(COST), a_batch((1, 100), (1, 50))
+    plain = times.predict(batch)
+    with_guesses_s = plain.predicted_s + COST.guesses_s(2, 6)
+    assert times.by_guesses(batch)(6) == pytest.approx(with_guesses_s)
+    assert times.by_guesses(batch)(0) == plain.predicted_s
+    assert with_guesses_s == pytest.approx(COST.step_s([(1, 100), (1, 50), *[(1, 0)] * 6]), rel=0.01)
+    for _ in range(20000):
+        times.observe(plain, 2 * plain.predicted_s)
+        times.observe(plain, 3 * with_guesses_s, num_guesses=6)
+    assert times.decode_correction == pytest.approx(2, rel=0.01)
+    assert times.by_guesses(batch)(0) == pytest.approx(2 * plain.predicted_s, rel=0.01)
+    assert times.by_guesses(batch)(6) == pytest.approx(3 * with_guesses_s, rel=0.01)
+
+
 def test_steps_that_do_more_than_compute_tokens_say_nothing_of_others() -> None:
     times = StepTimes(COST)
     prompt_logprobs = a_batch((1, 100), (40, 0))

@@ -22,6 +22,7 @@ from pdserve.engine.scheduling.interface import (
     StartPullEvent,
 )
 from pdserve.engine.scheduling.sequence import LOOKAHEAD_TOKENS
+from pdserve.engine.scheduling.speculation import Speculation
 from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 
@@ -40,6 +41,7 @@ def a_scheduler(
     max_batch_size: int = 8,
     swap_space: SwapSpace = NO_SWAP_SPACE,
     mixed_s: MixedSeconds | None = None,
+    speculation: Speculation | None = None,
 ) -> Scheduler:
     numbers = count()
     return Scheduler(
@@ -51,6 +53,7 @@ def a_scheduler(
         max_batch_size=max_batch_size,
         swap_space=swap_space,
         mixed_s=mixed_s,
+        speculation=speculation,
     )
 
 
@@ -659,3 +662,53 @@ def test_where_none_may_prompts_take_the_batch_slots() -> None:
     assert sequence_ids(step(scheduler)) == [0]
     add(scheduler, replace(a_request(1, 4), handoff=True, ttft_slo_s=0.1))
     assert sequence_ids(step(scheduler)) == [0]
+
+
+# Guesses
+
+
+def free_guesses() -> Speculation:
+    return Speculation(lambda batch: lambda num_guesses: 1.0)
+
+
+def test_guesses_take_free_blocks_and_preempt_nobody() -> None:
+    pool = BlockPool(8, BLOCK_SIZE)
+    scheduler = a_scheduler(pool, speculation=free_guesses())
+    join(scheduler, *[a_request(number, 6, max_tokens=10) for number in range(2)])
+    for sequence in scheduler.running:
+        sequence.acceptance = 0.95
+    pool.allocate(1)
+    assert pool.num_available == 1
+    batch = step(scheduler)
+    assert [(row.max_guesses, len(row.block_table)) for row in batch.rows] == [(8, 4), (5, 3)]
+    assert scheduler.load().num_preemptions == 0
+    assert pool.num_available == 0
+
+
+def test_guesses_fill_what_a_step_leaves_of_its_token_budget() -> None:
+    scheduler = a_scheduler(max_batch_tokens=5, speculation=free_guesses())
+    join(scheduler, a_request(0, 6), a_request(1, 6))
+    assert [row.max_guesses for row in step(scheduler).rows] == [2, 1]
+
+
+def test_nothing_is_planned_ahead_of_a_step_with_guesses() -> None:
+    scheduler = a_scheduler(speculation=free_guesses())
+    join(scheduler, a_request(0, 6, max_tokens=20))
+    batch = step(scheduler)
+    assert batch.rows[0].max_guesses == 4
+    assert scheduler.plan(0.0) is None
+    more = {0: [SampledToken(52, None)]}
+    sampled: list[SampledToken | None] = [SampledToken(51, None)]
+    output = StepOutput(step_id=0, sampled=sampled, num_guesses={0: 4}, more=more, duration_s=0.0)
+    scheduler.complete(output, 0.0)
+    assert [event.token for event in only(scheduler.take_events(), TokenEvent)] == [51, 52]
+    [row] = step(scheduler).rows
+    assert (list(row.tokens), row.cached_length) == ([52], 8)
+    load = scheduler.load()
+    assert (load.num_guesses, load.num_right_guesses) == (4, 1)
+
+
+def test_a_prompt_to_hand_off_has_no_guesses() -> None:
+    scheduler = a_scheduler(speculation=free_guesses())
+    add(scheduler, replace(a_request(0, 1), handoff=True))
+    assert [row.max_guesses for row in step(scheduler).rows] == [0]

@@ -230,7 +230,7 @@ def test_a_frame_carries_the_load_the_step_and_the_pulls_of_its_report(loop_side
                 PullResult(pull_id=2, first_token=FirstToken(7, FinishReason.STOP)),
                 PullResult(pull_id=3, first_token=FirstToken(7)),
             ],
-            step=Step(1, 7, Prediction(True, 0.125, True), NO_HANDLE),
+            step=Step(1, 7, Prediction(True, 0.125, True, 7), NO_HANDLE),
             step_s=0.25,
             prefill_correction=1.5,
             decode_correction=0.75,

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
 from pdserve.contracts.worker_config import WorkerRole
-from pdserve.router.requests.dispatch import MAX_ATTEMPTS, MAX_EXCUSED
-from pdserve.router.requests.failover import (
+from pdserve.router.requests.blame import (
     MAX_LOSSES,
     MAX_TRIAL_TOKENS,
     MAX_TRIALS,
@@ -25,6 +24,7 @@ from pdserve.router.requests.failover import (
     TRIAL_WAIT_S,
     Blame,
 )
+from pdserve.router.requests.failover import MAX_ATTEMPTS, MAX_EXCUSED
 from pdserve.router.requests.request import RequestSpec
 from pdserve.router.requests.settings import DispatchSettings
 from tests.router.requests.test_dispatch_core import HANDLE, Clock, DrainedDispatcher, ReadRequest, RecordingWorker

@@ -1,0 +1,125 @@
+"""How many tokens of each sequence a step guesses: as many as raise the tokens per second that are expected of it.
+
+Guess j of a row is right if those before it are and it is itself: with probability a^j, if a share a of the sequence's
+guesses is right. A step of n tokens with guesses of the probabilities p is expected to yield n + sum(p) tokens in the
+seconds that the cost model predicts for it, corrected by what steps with guesses took. So a guess is made where p is
+more than tokens per second times the seconds it adds, which rise with the batch, from the bytes that a step reads
+anyway to the arithmetic of each token (Liu et al., "TurboSpec", 2024, arXiv 2406.14066). A sequence whose guesses do
+not pay makes one now and then, to find out when they do.
+
+Asked by `pdserve.engine.worker.scheduler`. Decides on counts only: what is guessed, the executor decides, and a token
+never depends on it. Pure, like the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from typing import NamedTuple
+
+from pdserve.contracts.step import StepBatch, StepOutput
+from pdserve.engine.scheduling.sequence import Sequence as TokenSequence
+from pdserve.engine.scheduling.table import PlannedStep
+
+MAX_GUESSES = 8
+"""Guesses of a row in a step at most."""
+
+STEPS_BETWEEN_TRIALS = 32
+"""Steps without guesses after which a sequence makes one again."""
+
+_LEAST_WORTH = 1 / 16
+"""Guesses that are right less often are not considered, which keeps the choice short."""
+_NEWEST_WEIGHT = 1 / 8
+"""Weight of the newest guess in a sequence's share of right ones."""
+_LOOKAHEAD = 8
+"""Guesses added beyond the best number so far before the search ends: the price of one more is not always rising."""
+
+SecondsByGuesses = Callable[[StepBatch], Callable[[int], float]]
+"""Predicted seconds of a step by the guesses in it: `pdserve.engine.worker.loop.StepTimes.by_guesses`."""
+
+
+class Choice(NamedTuple):
+    row: int
+    num_guesses: int
+
+
+class _Guess(NamedTuple):
+    """Ordered by worth, those of a row in order."""
+
+    minus_worth: float
+    number: int
+    row: int
+
+
+class Speculation:
+    """Chooses the guesses of each step, and counts them."""
+
+    def __init__(self, seconds_by_guesses: SecondsByGuesses) -> None:
+        self._seconds_by_guesses = seconds_by_guesses
+        self.num_guesses = 0
+        """Guesses made."""
+        self.num_right = 0
+
+    def choose(self, step: PlannedStep, max_guesses: int) -> list[Choice]:
+        """Choose the guesses of a planned step's rows, ``max_guesses`` in all at most. A step that prefills has none:
+        its time is that of its arithmetic, of which prompts make more."""
+        batch = step.batch
+        rows = {
+            index: limit
+            for index, (row, sequence) in enumerate(zip(batch.rows, step.sequences, strict=True))
+            if row.tokens and (limit := sequence.max_guesses) > 0
+        }
+        if not rows or max_guesses <= 0 or step.num_chunk_tokens:
+            return []
+        guesses = sorted(_guesses(rows, step.sequences))[:max_guesses]
+        limit_s = min([s.request.max_gap_s for s in step.sequences if s.request.max_gap_s], default=inf)
+        seconds = self._seconds_by_guesses(batch)
+        num_best = _best_number(guesses, batch.num_new_tokens, seconds, limit_s)
+        numbers = dict.fromkeys(rows, 0)
+        for guess in guesses[:num_best]:
+            numbers[guess.row] = guess.number
+        num_left = max_guesses - num_best if seconds(num_best + 1) <= limit_s else 0
+        for index in rows:
+            sequence = step.sequences[index]
+            sequence.num_plain_steps += 1
+            if not numbers[index] and num_left > 0 and sequence.num_plain_steps > STEPS_BETWEEN_TRIALS:
+                numbers[index] = 1
+                num_left -= 1
+            if numbers[index]:
+                sequence.num_plain_steps = 0
+        return [Choice(index, number) for index, number in numbers.items() if number]
+
+    def learn(self, sequences: Sequence[TokenSequence], output: StepOutput) -> None:
+        """Update the shares of a step's ``sequences`` by what became of their guesses."""
+        for row, num_guesses in output.num_guesses.items():
+            sequence, num_right = sequences[row], len(output.more.get(row, ()))
+            self.num_guesses += num_guesses
+            self.num_right += num_right
+            sequence.acceptance = 1 - (1 - sequence.acceptance) * (1 - _NEWEST_WEIGHT) ** num_right
+            if num_right < num_guesses:
+                sequence.acceptance *= 1 - _NEWEST_WEIGHT
+
+
+def _guesses(rows: dict[int, int], sequences: Sequence[TokenSequence]) -> Iterator[_Guess]:
+    """Guesses worth considering, of rows with so many at most."""
+    for index, limit in rows.items():
+        worth = acceptance = sequences[index].acceptance
+        for number in range(1, min(limit, MAX_GUESSES) + 1):
+            if worth < _LEAST_WORTH:
+                break
+            yield _Guess(-worth, number, index)
+            worth *= acceptance
+
+
+def _best_number(guesses: Sequence[_Guess], num_tokens: int, seconds: Callable[[int], float], limit_s: float) -> int:
+    """Number of the first ``guesses`` with the most expected tokens per second, in a step of ``limit_s`` at most."""
+    best, expected = 0, float(num_tokens)
+    best_rate = expected / seconds(0)
+    for number, guess in enumerate(guesses, 1):
+        step_s = seconds(number)
+        if step_s > limit_s or number > best + _LOOKAHEAD:
+            break
+        expected -= guess.minus_worth
+        if expected / step_s > best_rate:
+            best, best_rate = number, expected / step_s
+    return best

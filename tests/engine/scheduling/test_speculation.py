@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pdserve.contracts.events import RequestKey
+from pdserve.contracts.request import GenerationRequest, SamplingParams
+from pdserve.contracts.step import ModelLimits, SampledToken, StepOutput
+from pdserve.engine.scheduling.speculation import MAX_GUESSES, STEPS_BETWEEN_TRIALS, Choice, Speculation
+from pdserve.engine.scheduling.table import PlannedStep, SequenceTable
+from pdserve.kv_transfer.block_pool import BlockPool
+
+BLOCK_SIZE = 4
+
+
+def a_step(*samplings: SamplingParams, acceptance: float = 0.5, max_gap_s: float = 0.0) -> PlannedStep:
+    """A decode row for each sampling, of a prompt of 7 tokens of which the last is not computed."""
+    limits = ModelLimits(max_model_len=200, vocab_size=100, eos_token_ids=(2,))
+    table = SequenceTable(BlockPool(64, BLOCK_SIZE), limits)
+    step = table.begin_step()
+    for number, sampling in enumerate(samplings):
+        request = GenerationRequest(
+            request_id=number, prompt_tokens=tuple(range(10, 17)), sampling=sampling, max_gap_s=max_gap_s
+        )
+        sequence = table.open(RequestKey(0, number, 0), request, 0.0, is_handoff=False)
+        assert sequence is not None
+        sequence.start_at([], table.pool.allocate(4))
+        sequence.num_computed = 6
+        sequence.acceptance = acceptance
+        step.add_decode(sequence)
+    return step
+
+
+def linear(step_s: float, guess_s: float) -> Speculation:
+    seconds: Callable[[int], float] = lambda num_guesses: step_s + guess_s * num_guesses  # noqa: E731
+    return Speculation(lambda batch: seconds)
+
+
+LONG = SamplingParams(max_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "guess_s", "num_guesses"),
+    [
+        (0.9, 0.0, MAX_GUESSES),
+        (0.5, 0.0, 4),  # the fifth is right once in 32 times, and not considered
+        (0.9, 0.1, 8),
+        (0.7, 0.1, 4),  # 0.7 + 0.49 + 0.343 + 0.24 in 1.4 s: 1.98 tokens/s, and 0.168 of the fifth is below 0.198
+        (0.5, 0.1, 2),
+        (0.2, 0.1, 1),
+        (0.2, 0.3, 0),
+        (0.9, 1.0, 0),
+    ],
+)
+def test_guesses_are_made_while_they_raise_tokens_per_second(
+    acceptance: float, guess_s: float, num_guesses: int
+) -> None:
+    choices = linear(1.0, guess_s).choose(a_step(LONG, acceptance=acceptance), 100)
+    assert choices == ([Choice(0, num_guesses)] if num_guesses else [])
+
+
+def test_a_price_that_jumps_is_paid_where_what_follows_is_worth_it() -> None:
+    jump = Speculation(lambda batch: lambda num_guesses: 1.0 if not num_guesses else 2.0)
+    assert jump.choose(a_step(LONG, acceptance=0.9), 100) == [Choice(0, 8)]
+    assert jump.choose(a_step(LONG, acceptance=0.4), 100) == []
+
+
+def test_the_sequences_with_the_most_right_guesses_get_them_first() -> None:
+    step = a_step(LONG, LONG, acceptance=0.9)
+    step.sequences[0].acceptance = 0.5
+    assert linear(1.0, 0.0).choose(step, 3) == [Choice(1, 3)]
+    assert linear(1.0, 0.0).choose(step, 7) == [Choice(0, 1), Choice(1, 6)]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "num_guesses"),
+    [
+        (SamplingParams(max_tokens=1), 0),
+        (SamplingParams(max_tokens=2), 1),
+        (SamplingParams(max_tokens=100, min_tokens=1), 0),  # the ends are banned before token 0 only
+        (SamplingParams(max_tokens=100, min_tokens=4), 3),
+        (SamplingParams(max_tokens=2, min_tokens=4), 1),
+        (SamplingParams(max_tokens=100, presence_penalty=1.0), 0),
+        (SamplingParams(max_tokens=100, logit_bias=((5, 1.0),), num_logprobs=2), 8),
+    ],
+)
+def test_rows_guess_within_what_one_row_can_say(sampling: SamplingParams, num_guesses: int) -> None:
+    choices = linear(1.0, 0.0).choose(a_step(sampling, acceptance=0.95), 100)
+    assert choices == ([Choice(0, num_guesses)] if num_guesses else [])
+
+
+def test_a_step_that_prefills_and_a_row_whose_token_is_not_known_have_none() -> None:
+    step = a_step(LONG, LONG)
+    step.sequences[1].num_pending = 1
+    step.add_decode(step.sequences[1])
+    assert not step.batch.rows[2].tokens
+    assert [choice.row for choice in linear(1.0, 0.0).choose(step, 100)] == [0, 1]
+    step.num_chunk_tokens = 20
+    assert linear(1.0, 0.0).choose(step, 100) == []
+
+
+def test_a_step_with_guesses_stays_within_the_longest_gap() -> None:
+    assert linear(1.0, 0.1).choose(a_step(LONG, acceptance=0.9, max_gap_s=1.35), 100) == [Choice(0, 3)]
+    assert linear(1.0, 0.1).choose(a_step(LONG, acceptance=0.9, max_gap_s=0.5), 100) == []
+    step = a_step(LONG, acceptance=0.0, max_gap_s=0.5)
+    step.sequences[0].num_plain_steps = STEPS_BETWEEN_TRIALS
+    assert linear(1.0, 0.1).choose(step, 100) == []
+
+
+def test_a_sequence_without_right_guesses_tries_again_now_and_then() -> None:
+    speculation, step = linear(1.0, 0.1), a_step(LONG, acceptance=0.0)
+    tries = [bool(speculation.choose(step, 100)) for _ in range(3 * (STEPS_BETWEEN_TRIALS + 1))]
+    assert sum(tries) == 3
+    assert tries[STEPS_BETWEEN_TRIALS]
+
+
+def test_shares_follow_what_guesses_came_to() -> None:
+    speculation, step = linear(1.0, 0.0), a_step(LONG, LONG, LONG)
+    right, wrong, unasked = step.sequences
+    more = {0: [SampledToken(5, None)] * 4, 1: []}
+    output = StepOutput(step_id=0, sampled=[], num_guesses={0: 4, 1: 4}, more=more, duration_s=0.0)
+    for _ in range(20):
+        speculation.learn(step.sequences, output)
+    assert right.acceptance > 0.99
+    assert wrong.acceptance < 0.05
+    assert unasked.acceptance == 0.5
+    assert (speculation.num_guesses, speculation.num_right) == (160, 80)
+    half = StepOutput(step_id=0, sampled=[], num_guesses={2: 4}, more={2: [SampledToken(5, None)]}, duration_s=0.0)
+    for _ in range(40):
+        speculation.learn(step.sequences, half)
+    assert unasked.acceptance == pytest.approx(0.5, abs=0.05)
