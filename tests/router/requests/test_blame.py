@@ -229,6 +229,13 @@ def test_what_lost_its_first_worker_in_a_trial_waits_until_its_suspects_are_trie
     assert not any(map(blame.is_held, bystanders))
 
 
+def test_what_got_on_beside_a_trial_does_not_wait_for_its_end() -> None:
+    blame = suspected(2)
+    computed = {1: 0, 2: 0, 3: MIN_TRIAL_TOKENS, 4: MIN_TRIAL_TOKENS - 1}
+    assert blame.worker_lost("in a trial", computed, 1.0) is None
+    assert may_run(blame, 1.0, [3, 4]) == [3]
+
+
 def test_what_another_micro_batch_computed_beside_a_trial_waits_for_its_end() -> None:
     blame = suspected(2)
     for request in (1, 3):
