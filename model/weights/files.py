@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from pdserve.model.config.families import MIXTRAL_PROJECTIONS
 from pdserve.model.config.quantisation import Scheme
 from pdserve.model.config.shape import ModelShape
 
@@ -28,6 +29,7 @@ _QUANTISED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv"
 _MIXTRAL = re.compile(
     r"(?P<layer>.+)\.block_sparse_moe\.(?P<part>gate|experts\.\d+)(\.(?P<projection>w[123]))?\.(?P<kind>\w+)"
 )
+_OF_MIXTRAL = {None: "", **{name: f".{projection}" for projection, name in MIXTRAL_PROJECTIONS.items()}}
 _MAX_PROBLEMS = 8
 """Upper limit of tensors named in one message."""
 _LFS_POINTER = b"version https://git-lfs"
@@ -214,7 +216,7 @@ def text_name(name: str) -> str:
             name = of_text + name.removeprefix(prefix)
             break
     if found := _MIXTRAL.fullmatch(name):
-        projection = {"w1": ".gate_proj", "w2": ".down_proj", "w3": ".up_proj", None: ""}[found["projection"]]
+        projection = _OF_MIXTRAL[found["projection"]]
         return f"{found['layer']}.mlp.{found['part']}{projection}.{found['kind']}"
     return name
 
