@@ -270,12 +270,13 @@ class _Keys:
         )
 
 
+@cache  # Some checkpoints have thousands of modules and hundreds of patterns, and are asked several times.
 def _matches(module: str, patterns: tuple[str, ...]) -> bool:
     """Whether a pattern names ``module`` or a part of its path, or matches its beginning after ``re:``."""
     paths, expressions = _parsed(patterns)
     names = _spellings(module)
     text = f".{'. .'.join(names)}."
-    if any(map(text.__contains__, paths)):  # thousands of modules, and a hundred paths in some checkpoints
+    if any(map(text.__contains__, paths)):
         return True
     return any(each.match(name) for each in expressions for name in names)
 
