@@ -131,6 +131,8 @@ def check_weights(folder: Path, shape: ModelShape) -> str:
                 "The weights are quantised, and config.json does not say how: download it again, or put the contents "
                 "of quantize_config.json, with quant_method, under quantization_config there"
             )
+        elif any(name.startswith(("lm_head.", "model.embed_tokens.")) for name in unexpected):
+            remedy = "Serve a checkpoint in which embeddings and lm_head are not quantised"
         raise ValueError(
             f"{folder}: weights do not match config.json: {'; '.join(problems[:_MAX_PROBLEMS])}{more}. {remedy}"
         )
@@ -151,8 +153,11 @@ def _wanted(shape: ModelShape, stored: Mapping[str, StoredTensor]) -> tuple[dict
     problems: list[str] = []
     if (scheme := shape.scheme) is None:
         return wanted, problems
+    quantised_experts = {_of_all_experts(module) for module in layer_matrices(shape) if scheme.quantises(module)}
     for module, size in layer_matrices(shape).items():
         if not scheme.quantises(module):
+            if ".experts." in module and _of_all_experts(module) in quantised_experts:
+                problems.append(f"{module} is not quantised, and those of other experts are")
             continue
         name = f"{module}.weight"
         if name in stored and stored[name].dtype in _FLOAT_DTYPES:
@@ -163,6 +168,10 @@ def _wanted(shape: ModelShape, stored: Mapping[str, StoredTensor]) -> tuple[dict
         if f"{name}_scale_inv" in stored and f"{name}_scale" in wanted:
             wanted[f"{name}_scale_inv"] = wanted.pop(f"{name}_scale")
     return wanted, problems
+
+
+def _of_all_experts(module: str) -> str:
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", module)
 
 
 def matrix_tensors(scheme: Scheme, num_outputs: int, num_inputs: int) -> dict[str, Accepted]:
