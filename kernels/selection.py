@@ -11,6 +11,7 @@ import torch
 
 from pdserve.kernels.cpu import attention as cpu_attention
 from pdserve.kernels.cpu import dense as cpu_dense
+from pdserve.kernels.cpu import experts as cpu_experts
 from pdserve.kernels.cpu import sampling as cpu_sampling
 from pdserve.kernels.cpu.build import load_library
 from pdserve.kernels.kv_pool import KvPool
@@ -38,7 +39,7 @@ CPU_KERNELS = DecoderKernels(
     pack_linear=cpu_dense.pack_linear,
     pack_experts=torch_experts.looped(cpu_dense.pack_linear),
     sort_pairs=torch_experts.sort_pairs,
-    combine=torch_experts.combine,
+    combine=cpu_experts.combine,
     rms_normalise=cpu_dense.rms_normalise,
     gate=cpu_dense.gate,
     rope_and_write_kv=cpu_attention.rope_and_write_kv,

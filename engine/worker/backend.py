@@ -40,6 +40,7 @@ from pdserve.model.config.sharding import Place, check_groups, shard_of
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import Hardware, hardware, slowed
 from pdserve.model.cost.stage import Stage
+from pdserve.model.executors.drafting import Drafter, NgramDrafter
 from pdserve.model.executors.emulated import EmulatedExecutor
 from pdserve.model.sampling.grammars import GrammarMatchers
 from pdserve.model.weights.files import check_weights
@@ -121,6 +122,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     num_ranks = config.tensor_parallel * config.pipeline_parallel
     _check_ranks(config, is_on_host)
     _check_transport(config, is_on_host)
+    _check_speculation(config, is_on_host)
     check_kv_dtype(device, cost.kv_dtype)
     memory = kv_memory_of(device, config, cost, available_memory_bytes())
     block_bytes = cost.kv_bytes_per_token * config.block_size
@@ -159,6 +161,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
             num_swap_slots=num_slots,
             max_captured_rows=_max_captured_rows(config, is_on_host),
             matchers=_matchers(grammars, limits),
+            drafter=_drafter(config),
             ranks=ranks,
             send=None if followers is None else followers.send,
         )
@@ -168,7 +171,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
         if is_on_host and config.core_board and followers is None:
             return BuiltExecutors([_lending_cores(executor, config)])
         others = range(1, config.pipeline_parallel)
-        more = [executor.for_micro_batch(number, _matchers(grammars, limits)) for number in others]
+        more = [executor.for_micro_batch(number, _matchers(grammars, limits), _drafter(config)) for number in others]
         if is_on_host:
             return BuiltExecutors([executor, *more], followers=followers)
         staging = _staging(pool, memory, shards[0], followers)
@@ -187,6 +190,10 @@ def _model_backend(config: WorkerConfig) -> Backend:
 
 def _matchers(grammars: Grammars, limits: ModelLimits) -> GrammarMatchers:
     return GrammarMatchers(grammars.compiled, vocab_size=limits.vocab_size, eos_token_ids=limits.eos_token_ids)
+
+
+def _drafter(config: WorkerConfig) -> Drafter | None:
+    return NgramDrafter() if config.speculation == "ngram" else None
 
 
 def _model(config: WorkerConfig) -> tuple[DecoderConfig, ModelLimits]:
@@ -240,6 +247,15 @@ def _check_transport(config: WorkerConfig, is_on_host: bool) -> None:
         raise ValueError(
             "kv_transfer.transport is cuda_ipc, and other processes may not open memory in expandable segments: remove "
             "expandable_segments from PYTORCH_CUDA_ALLOC_CONF, or use auto"
+        )
+
+
+def _check_speculation(config: WorkerConfig, is_on_host: bool) -> None:
+    """Raise ValueError on a GPU, where a step is planned before the tokens that its guesses would follow are known."""
+    if config.speculation != "none" and not is_on_host:
+        raise ValueError(
+            f"{config.role.value}.speculation is {config.speculation}, and guesses are made on CPUs only so far: "
+            "set it to none"
         )
 
 
@@ -442,6 +458,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
                 # In real time the step's CPU time counts; the last cached token is checked anyway.
                 check_context=is_instant,
                 matchers=_matchers(grammars, limits),
+                drafter=_drafter(config),
             )
             for _ in range(config.pipeline_parallel)
         ]

@@ -23,7 +23,7 @@ class Routes(NamedTuple):
     experts: torch.Tensor
     """int64 ``[T, K]``: by weight descending, then by id."""
     weights: torch.Tensor
-    """float32 ``[T, K]``."""
+    """float32 ``[T, K]``, contiguous."""
 
 
 def route(logits_TA: torch.Tensor, experts_per_token: int, *, normalise: bool) -> Routes:
@@ -36,7 +36,7 @@ def route(logits_TA: torch.Tensor, experts_per_token: int, *, normalise: bool) -
     assert logits_TA.dtype == torch.float32
     # ``topk`` promises no order of ties.
     sorted_TA, ids_TA = logits_TA.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-    weights_TK = sorted_TA[:, :experts_per_token]
+    weights_TK = sorted_TA[:, :experts_per_token].contiguous()
     if normalise:
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
     return Routes(ids_TA[:, :experts_per_token], weights_TK)

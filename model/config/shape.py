@@ -165,6 +165,12 @@ class ModelShape:
         return (self.num_layers - num_dense) * self.layer_parameters + num_dense * self.dense_layer_parameters
 
     @property
+    def token_parameters(self) -> int:
+        """Matrix weights of all layers that one token is multiplied by."""
+        num_unused = (self.num_experts - self.experts_per_token) * self.expert_parameters
+        return self.matrix_parameters - (self.num_layers - self.num_dense_layers) * num_unused
+
+    @property
     def pair_operations(self) -> int:
         """Operations of one token that attends to one other in a layer, in a prompt."""
         dims = 2 * self.head_dim if self.latent is None else sum(self.latent[2:])

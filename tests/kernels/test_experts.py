@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from pdserve.kernels.operations import DecoderKernels
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
-from pdserve.kernels.torch.experts import combine, route, sort_pairs
+from pdserve.kernels.torch.experts import route, sort_pairs
 
 both_kernels = pytest.mark.parametrize("kernels", [CPU_KERNELS, TORCH_KERNELS], ids=["cpu", "torch"])
 NUM_EXPERTS, PER_TOKEN = 12, 3
@@ -60,12 +60,13 @@ def test_pairs_are_sorted_by_expert_and_token() -> None:
     assert here.places.tolist() == [[2, 0], [1, -1], [-1, 3]]
 
 
-def test_results_are_summed_in_the_order_of_the_experts_of_a_token() -> None:
+@both_kernels
+def test_results_are_summed_in_the_order_of_the_experts_of_a_token(kernels: DecoderKernels) -> None:
     """The first two add up to nothing, in which the third would be lost."""
-    y_PE = torch.tensor([[1.0], [torch.nan], [2**30], [-(2**30)]])
+    y_PE = torch.tensor([[1.0], [torch.nan], [2**30], [-(2**30)]]).repeat(1, 37)
     weights_TK = torch.tensor([[0.5, 0.5, 3.0], [0.5, 3.0, 0.5], [1.0, 1.0, 1.0]])
     places_TK = torch.tensor([[2, 3, 0], [2, 0, 3], [-1, 0, -1]])
-    assert combine(y_PE, places_TK, weights_TK)[:, 0].tolist() == [3.0, 0.0, 1.0]
+    assert kernels.combine(y_PE, places_TK, weights_TK).tolist() == [[value] * 37 for value in (3.0, 0.0, 1.0)]
 
 
 def experts_of(

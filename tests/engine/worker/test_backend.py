@@ -359,6 +359,28 @@ def test_ranks_that_cannot_share_the_model_are_refused(
         choose_backend(with_precision(divided, quantization=quantization))
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "expert_parallel", "quantization", "reason"),
+    [
+        (0, True, "none", "expert_parallel is set, and the model has no experts; remove it"),
+        (3, True, "none", "expert_parallel: tensor_parallel 2 does not divide 3 experts; use a divisor, or set"),
+        (4, False, "int4", r"inputs of the experts within groups .*: use a lower degree, expert_parallel true, or"),
+        (4, True, "int4", ""),
+    ],
+)
+def test_experts_that_ranks_cannot_share_are_refused(
+    tmp_path: Path, num_experts: int, expert_parallel: bool, quantization: str, reason: str
+) -> None:
+    folder = write_random_checkpoint(tmp_path, hidden_size=256, intermediate_size=128, num_experts=num_experts)
+    config = WorkerConfig(worker_id="w", role=WorkerRole.MIXED, model_path=str(folder), tensor_parallel=2)
+    config = with_precision(replace(config, expert_parallel=expert_parallel), quantization=quantization)
+    if not reason:
+        assert choose_backend(config).cost.tensor_parallel == 2
+        return
+    with pytest.raises(ValueError, match=reason):
+        choose_backend(config)
+
+
 def test_ranks_of_short_steps_wait_for_one_that_compiles_a_kernel(config: WorkerConfig) -> None:
     config = replace(config, num_kv_blocks=8)
     model, _ = backend._model(config)
