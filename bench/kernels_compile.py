@@ -29,9 +29,10 @@ from pdserve.kernels.kv_pool import LARGEST_VALUES, KvPool, KvPoolShape, vector_
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import DrawTensors, QkNorm, TopPTensors
 from pdserve.kernels.triton import configs
+from pdserve.kernels.triton.experts import TritonExperts, combine, sort_pairs
 from pdserve.kernels.triton.gate import gate
 from pdserve.kernels.triton.norm import rms_normalise
-from pdserve.kernels.triton.quantized_matmul import PackedWeight, pack, quantized_matmul
+from pdserve.kernels.triton.quantized_matmul import PackedWeight, pack, quantized_matmul, stacked
 from pdserve.kernels.triton.rope import rope_and_write_kv
 from pdserve.kernels.triton.sampling import draw_tokens, find_top_p
 from pdserve.kernels.weight_quantisation import GroupedWeight
@@ -191,6 +192,12 @@ def launches() -> list[Launch]:
             for num_tokens, num_splits in batches
         ),
         *(product_launch(_BF16, 65, 1, form) for form in WEIGHT_FORMS[2:]),
+        *(
+            experts_launch(_BF16, num_tokens, form)
+            for form in (None, WEIGHT_FORMS[1], WeightForm("e4m3", 128))
+            for num_tokens in (1, 512)
+        ),
+        experts_launch(_FP32, 1),
     ]
 
 
@@ -267,6 +274,20 @@ def product_launch(dtype: torch.dtype, num_tokens: int, num_splits: int, form: W
         num_splits=num_splits,
     )
     name = f"quantized_matmul {dtype} by {form.name} T{num_tokens} {num_splits} splits"
+    return Launch(name.replace("torch.", ""), run, is_wgmma=dtype != _FP32)
+
+
+def experts_launch(dtype: torch.dtype, num_tokens: int, form: WeightForm | None = None) -> Launch:
+    """Pairs with two of four experts sorted, a product with their weights, and its results summed."""
+    weight = pack(torch.zeros(_NUM_OUTPUTS, _NUM_INPUTS, dtype=dtype)) if form is None else _weight(form)
+    experts = TritonExperts(stacked([weight] * 4))
+
+    def run() -> None:
+        pairs = sort_pairs(torch.zeros(num_tokens, 2, dtype=torch.int64), range(4))
+        y_PF = experts(torch.zeros(2 * num_tokens, _NUM_INPUTS, dtype=dtype), pairs.starts)
+        combine(y_PF, pairs.places, torch.zeros(num_tokens, 2))
+
+    name = f"experts {dtype} by {form.name if form else dtype} T{num_tokens}"
     return Launch(name.replace("torch.", ""), run, is_wgmma=dtype != _FP32)
 
 

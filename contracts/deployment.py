@@ -13,7 +13,7 @@ from typing import Annotated
 from pdserve.contracts.codec import Fraction, NotNegative, Positive, Rule, between, one_of
 from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.precision import DtypeSetting, KvDtype, Precision, Quantization
-from pdserve.contracts.worker_config import DEVICE_SETTINGS, TRANSPORTS, TlsFiles, WorkerRole
+from pdserve.contracts.worker_config import DEVICE_SETTINGS, SPECULATIONS, TRANSPORTS, TlsFiles, WorkerRole
 
 MAX_DEGREE = 64
 """Largest degree of tensor or pipeline parallelism."""
@@ -86,8 +86,9 @@ class ModelConfig:
     float32 on CPUs where the checkpoint's is slow."""
     kv_dtype: KvDtype = "auto"
     """``auto``, which is ``dtype``, ``int8`` or ``float8_e4m3fn``."""
-    quantization: Quantization = "none"
-    """``none``, or ``int8`` or ``int4`` for the matrices of the layers; ``fp8`` can be planned and simulated."""
+    quantization: Quantization = "auto"
+    """Matrices of the layers: ``auto``, as the checkpoint has them, quantised or not; or of one that is not, ``none``,
+    ``int8`` or ``int4``; ``fp8`` can be planned and simulated."""
     max_model_len: Annotated[int, between(0, 2**24)] = 0
     """Prompt and answer tokens together; 0 takes the checkpoint's limit."""
     block_size: Annotated[int, between(1, 256)] = 16
@@ -184,6 +185,9 @@ class PhaseConfig:
     """Upper limit of new tokens per step: the chunk budget of prefill."""
     max_batch_size: Annotated[int, between(1, 2**16)] = 256
     """Upper limit of sequences decoded per step."""
+    speculation: Annotated[str, one_of(*SPECULATIONS)] = "none"
+    """On CPUs, ``ngram``: guess that an answer goes on as its prompt or itself did after the same tokens, where that
+    raises the expected tokens per second. Answers stay the same. ``none``: compute one token of an answer at a time."""
     lend_cores: bool = True
     """On CPUs: lend cores while idle, and use the cores that other workers lend. Disabled, step durations match the
     profile whatever other workers do."""

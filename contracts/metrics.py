@@ -220,6 +220,8 @@ KV_BLOCKS = Gauge("pdserve_kv_blocks", "KV blocks by state.", (*WORKER, "state")
 PREEMPTIONS = Counter("pdserve_preemptions", "Sequences preempted for blocks.", WORKER)
 SWAP_OUTS = Counter("pdserve_swap_outs", "Preempted sequences copied to the host.", WORKER)
 SWAP_INS = Counter("pdserve_swap_ins", "Preempted sequences copied back.", WORKER)
+GUESSES = Counter("pdserve_guesses", "Tokens that speculative decoding guessed.", WORKER)
+RIGHT_GUESSES = Counter("pdserve_right_guesses", "Guesses that were the answers' next tokens.", WORKER)
 TRANSFER_SECONDS = Histogram(
     "pdserve_kv_transfer_seconds", "Pulls, from request to verified.", ("transport",), TTFT_BUCKETS_S
 )

@@ -18,6 +18,9 @@ TRANSPORTS = ("memfd", "tcp", *DIRECT_TRANSPORTS)
 """Transports of KV: a copy within a host, a TCP connection, and those from GPU to GPU. `WorkerConfig.transport` is one
 of them or ``auto``."""
 
+SPECULATIONS = ("none", "ngram")
+"""Values of `WorkerConfig.speculation`: no guesses, or that a text goes on as it did after its last tokens before."""
+
 
 class WorkerRole(Enum):
     """Phases that a worker serves. A decode worker also prefills locally if the policy requests it."""
@@ -72,6 +75,8 @@ class WorkerConfig:
     """Host memory for the KV of preempted sequences; ``None`` takes a share of the pool's size."""
     max_batch_tokens: int = 2048
     max_batch_size: int = 256
+    speculation: str = "none"
+    """What guesses the next tokens of answers that decode here, one of `SPECULATIONS`."""
     transport: str = "auto"
     """``auto``, or one of `TRANSPORTS`."""
     host: str = "127.0.0.1"

@@ -155,3 +155,7 @@ def _check_phase(name: str, phase: PhaseConfig) -> None:
     if name == "prefill" and phase.swap_memory_bytes:
         key = "prefill.swap_memory"
         raise ConfigError(f"{key} is {phase.swap_memory}; prefill workers preempt nothing: leave it out", key)
+    if phase.speculation != "none" and (name == "prefill" or phase.device == "cuda"):
+        key = f"{name}.speculation"
+        why = "prefill workers decode nothing" if name == "prefill" else "guesses are made on CPUs only so far"
+        raise ConfigError(f"{key} is {phase.speculation}; {why}: leave it out", key)

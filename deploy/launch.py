@@ -171,6 +171,7 @@ def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = ""
                 swap_memory_bytes=phase.swap_memory_bytes,
                 max_batch_tokens=phase.max_batch_tokens,
                 max_batch_size=phase.max_batch_size,
+                speculation=phase.speculation,
                 transport=launch.config.kv_transfer.transport,
                 cluster_token=cluster_token,
                 tls=launch.config.security.tls,

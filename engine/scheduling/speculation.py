@@ -13,7 +13,9 @@ never depends on it. Pure, like the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import merge
+from itertools import islice
 from math import inf
 from typing import NamedTuple
 
@@ -71,14 +73,14 @@ class Speculation:
         }
         if not rows or max_guesses <= 0 or step.num_chunk_tokens:
             return []
-        guesses = sorted(_guesses(rows, step.sequences))[:max_guesses]
+        by_row = [_guesses(index, limit, step.sequences[index].acceptance) for index, limit in rows.items()]
         limit_s = min([s.request.max_gap_s for s in step.sequences if s.request.max_gap_s], default=inf)
         seconds = self._seconds_by_guesses(batch)
-        num_best = _best_number(guesses, batch.num_new_tokens, seconds, limit_s)
+        chosen = _best(islice(merge(*by_row), max_guesses), len(batch.rows), seconds, limit_s)
         numbers = dict.fromkeys(rows, 0)
-        for guess in guesses[:num_best]:
+        for guess in chosen:
             numbers[guess.row] = guess.number
-        num_left = max_guesses - num_best if seconds(num_best + 1) <= limit_s else 0
+        num_left = max_guesses - len(chosen) if seconds(len(chosen) + 1) <= limit_s else 0
         for index in rows:
             sequence = step.sequences[index]
             sequence.num_plain_steps += 1
@@ -100,26 +102,27 @@ class Speculation:
                 sequence.acceptance *= 1 - _NEWEST_WEIGHT
 
 
-def _guesses(rows: dict[int, int], sequences: Sequence[TokenSequence]) -> Iterator[_Guess]:
-    """Guesses worth considering, of rows with so many at most."""
-    for index, limit in rows.items():
-        worth = acceptance = sequences[index].acceptance
-        for number in range(1, min(limit, MAX_GUESSES) + 1):
-            if worth < _LEAST_WORTH:
-                break
-            yield _Guess(-worth, number, index)
-            worth *= acceptance
+def _guesses(row: int, limit: int, acceptance: float) -> Iterator[_Guess]:
+    """Guesses of a row worth considering, ``limit`` at most."""
+    worth = acceptance
+    for number in range(1, min(limit, MAX_GUESSES) + 1):
+        if worth < _LEAST_WORTH:
+            break
+        yield _Guess(-worth, number, row)
+        worth *= acceptance
 
 
-def _best_number(guesses: Sequence[_Guess], num_tokens: int, seconds: Callable[[int], float], limit_s: float) -> int:
-    """Number of the first ``guesses`` with the most expected tokens per second, in a step of ``limit_s`` at most."""
+def _best(guesses: Iterable[_Guess], num_tokens: int, seconds: Callable[[int], float], limit_s: float) -> list[_Guess]:
+    """The first ``guesses``, as many as make most expected tokens per second, in a step of ``limit_s`` at most."""
+    considered: list[_Guess] = []
     best, expected = 0, float(num_tokens)
     best_rate = expected / seconds(0)
     for number, guess in enumerate(guesses, 1):
         step_s = seconds(number)
         if step_s > limit_s or number > best + _LOOKAHEAD:
             break
+        considered.append(guess)
         expected -= guess.minus_worth
         if expected / step_s > best_rate:
             best, best_rate = number, expected / step_s
-    return best
+    return considered[:best]

@@ -35,13 +35,14 @@ from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.kv_transfer.resharding import KvShard
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.model_hash import model_hash
-from pdserve.model.config.sharding import Place, shard_of
+from pdserve.model.config.quantisation import served_scheme
+from pdserve.model.config.sharding import Place, check_groups, shard_of
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import Hardware, hardware, slowed
 from pdserve.model.cost.stage import Stage
+from pdserve.model.executors.drafting import Drafter, NgramDrafter
 from pdserve.model.executors.emulated import EmulatedExecutor
 from pdserve.model.sampling.grammars import GrammarMatchers
-from pdserve.model.weights.bytes import INT4_GROUP_INPUTS
 from pdserve.model.weights.files import check_weights
 
 if TYPE_CHECKING:  # they import torch
@@ -97,9 +98,10 @@ def _model_backend(config: WorkerConfig) -> Backend:
     folder = Path(config.model_path)
     model, limits = _model(config)
     _cost(config, model)  # raises what is wrong before torch is imported
-    _check_groups(config, model)
+    scheme = served_scheme(config.precision.quantization, model.shape.scheme)
+    check_groups(model.shape, scheme, config.tensor_parallel, expert_parallel=config.expert_parallel)
     check_weights(folder, model.shape)
-    content_hash = model_hash(folder, f"{model.layers} {config.precision.dtype} {config.precision.quantization}")
+    content_hash = model_hash(folder, f"{model.layers} {config.precision.dtype} {scheme}")
     _configure_openmp(config)
 
     from pdserve.engine.worker.model_device import (
@@ -120,6 +122,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     num_ranks = config.tensor_parallel * config.pipeline_parallel
     _check_ranks(config, is_on_host)
     _check_transport(config, is_on_host)
+    _check_speculation(config, is_on_host)
     check_kv_dtype(device, cost.kv_dtype)
     memory = kv_memory_of(device, config, cost, available_memory_bytes())
     block_bytes = cost.kv_bytes_per_token * config.block_size
@@ -158,6 +161,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
             num_swap_slots=num_slots,
             max_captured_rows=_max_captured_rows(config, is_on_host),
             matchers=_matchers(grammars, limits),
+            drafter=_drafter(config),
             ranks=ranks,
             send=None if followers is None else followers.send,
         )
@@ -167,7 +171,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
         if is_on_host and config.core_board and followers is None:
             return BuiltExecutors([_lending_cores(executor, config)])
         others = range(1, config.pipeline_parallel)
-        more = [executor.for_micro_batch(number, _matchers(grammars, limits)) for number in others]
+        more = [executor.for_micro_batch(number, _matchers(grammars, limits), _drafter(config)) for number in others]
         if is_on_host:
             return BuiltExecutors([executor, *more], followers=followers)
         staging = _staging(pool, memory, shards[0], followers)
@@ -186,6 +190,10 @@ def _model_backend(config: WorkerConfig) -> Backend:
 
 def _matchers(grammars: Grammars, limits: ModelLimits) -> GrammarMatchers:
     return GrammarMatchers(grammars.compiled, vocab_size=limits.vocab_size, eos_token_ids=limits.eos_token_ids)
+
+
+def _drafter(config: WorkerConfig) -> Drafter | None:
+    return NgramDrafter() if config.speculation == "ngram" else None
 
 
 def _model(config: WorkerConfig) -> tuple[DecoderConfig, ModelLimits]:
@@ -217,26 +225,6 @@ def _cost_on(device: Hardware, config: WorkerConfig, model: DecoderConfig) -> Co
     )
 
 
-def _check_groups(config: WorkerConfig, model: DecoderConfig) -> None:
-    """Raise ValueError if ranks would share a group of int4 inputs, which has one scale."""
-    if config.precision.quantization != "int4" or config.tensor_parallel == 1:
-        return
-    shape, num_ranks = model.shape, config.tensor_parallel
-    parts = {
-        "heads": shape.num_heads * shape.head_dim,
-        "experts" if shape.num_experts else "MLP": 0 if config.expert_parallel else shape.intermediate_size,
-        "shared expert": shape.shared_intermediate_size,
-        "layers without experts": shape.dense_intermediate_size,
-    }
-    for what, num_inputs in parts.items():
-        if num_inputs // num_ranks % INT4_GROUP_INPUTS:
-            whole = ", expert_parallel true" if what == "experts" else ""
-            raise ValueError(
-                f"tensor_parallel {num_ranks} divides the {num_inputs} inputs of the {what} within groups of "
-                f"{INT4_GROUP_INPUTS} that share an int4 scale: use a lower degree{whole}, or quantization int8"
-            )
-
-
 def _check_ranks(config: WorkerConfig, is_on_host: bool) -> None:
     """Raise ValueError if ranks of this worker cannot share a model."""
     from pdserve.kernels.cpu.build import load_library
@@ -259,6 +247,15 @@ def _check_transport(config: WorkerConfig, is_on_host: bool) -> None:
         raise ValueError(
             "kv_transfer.transport is cuda_ipc, and other processes may not open memory in expandable segments: remove "
             "expandable_segments from PYTORCH_CUDA_ALLOC_CONF, or use auto"
+        )
+
+
+def _check_speculation(config: WorkerConfig, is_on_host: bool) -> None:
+    """Raise ValueError on a GPU, where a step is planned before the tokens that its guesses would follow are known."""
+    if config.speculation != "none" and not is_on_host:
+        raise ValueError(
+            f"{config.role.value}.speculation is {config.speculation}, and guesses are made on CPUs only so far: "
+            "set it to none"
         )
 
 
@@ -461,6 +458,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
                 # In real time the step's CPU time counts; the last cached token is checked anyway.
                 check_context=is_instant,
                 matchers=_matchers(grammars, limits),
+                drafter=_drafter(config),
             )
             for _ in range(config.pipeline_parallel)
         ]

@@ -131,16 +131,47 @@ class Prediction(NamedTuple):
     num_rows: int
 
 
+class _GuessCorrection:
+    """Correction of what guesses add to a decode step: seconds observed over those predicted, the newest steps of both
+    weighing most. Sums, because the noise of a step is often more than what a few guesses add to it."""
+
+    _PRIOR_STEPS = 4
+    """Weight of the prediction beside steps observed."""
+    _MEMORY_STEPS = 64
+    _LIMIT = 10.0
+    """Upper limit of the ratio, and of what one step says of it."""
+
+    def __init__(self) -> None:
+        self._predicted_s = self._observed_s = 0.0
+
+    @property
+    def factor(self) -> float:
+        if not self._predicted_s:
+            return 1.0
+        return min(max(self._observed_s / self._predicted_s, 1 / self._LIMIT), self._LIMIT)
+
+    def observe(self, predicted_s: float, observed_s: float) -> None:
+        """Add what the guesses of a step added; ``predicted_s`` is above 0."""
+        kept = 1 - 1 / self._MEMORY_STEPS
+        limit_s = self._LIMIT * predicted_s
+        last_s = self._predicted_s or self._PRIOR_STEPS * predicted_s
+        self._observed_s = kept * (self._observed_s or last_s) + min(max(observed_s, -limit_s), limit_s)
+        self._predicted_s = kept * last_s + predicted_s
+
+
 class StepTimes:
     """Predicted and observed step times, and the corrections between them. Steps with prefill rows and pure decode
     steps have different errors. A decode step is predicted from its total context, as the router does, so that the
-    correction makes up for it. That of decode steps with guesses is relative to that of decode steps without."""
+    correction makes up for it. What guesses add to one is corrected apart."""
+
+    _LEAST_SHARE = 1 / 64
+    """A guess takes at least this share of a step: some of its work is hidden behind no read of weights."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
         self._prefill = OnlineCorrection()
         self._decode = OnlineCorrection()
-        self._guessing = OnlineCorrection()
+        self._guesses = _GuessCorrection()
 
     def predict(self, batch: StepBatch) -> Prediction:
         num_rows = len(batch.rows)
@@ -167,25 +198,22 @@ class StepTimes:
 
     def by_guesses(self, batch: StepBatch) -> Callable[[int], float]:
         """Return the expected duration of a decode step by the number of guesses in it."""
-        prediction = self.predict(batch)
-
-        def seconds(num_guesses: int) -> float:
-            decode_s = self._with_guesses_s(prediction, num_guesses) * self._decode.factor
-            return decode_s * self._guessing.factor if num_guesses else decode_s
-
-        return seconds
+        prediction, factor = self.predict(batch), self._guesses.factor
+        plain_s = self.corrected_s(prediction)
+        return lambda num_guesses: plain_s + factor * self._guesses_s(prediction, num_guesses)
 
     def observe(self, prediction: Prediction, duration_s: float, num_guesses: int = 0) -> None:
         """Correct later predictions by the duration of a typical step, to which so many guesses were added."""
         if prediction.is_typical and num_guesses:
-            expected_s = self._with_guesses_s(prediction, num_guesses) * self._decode.factor
-            self._guessing.observe(expected_s, duration_s)
+            plain_s = self.corrected_s(prediction)
+            self._guesses.observe(self._guesses_s(prediction, num_guesses), duration_s - plain_s)
         elif prediction.is_typical:
             self._correction(prediction).observe(prediction.predicted_s, duration_s)
 
-    def _with_guesses_s(self, prediction: Prediction, num_guesses: int) -> float:
-        """Predicted seconds of a decode step with guesses, before correction."""
-        return prediction.predicted_s + self._cost.guesses_s(prediction.num_rows, num_guesses)
+    def _guesses_s(self, prediction: Prediction, num_guesses: int) -> float:
+        """Seconds that guesses add to a decode step, corrected as the step itself is."""
+        least_s = self._LEAST_SHARE * num_guesses * prediction.predicted_s
+        return max(self._cost.guesses_s(prediction.num_rows, num_guesses), least_s) * self._decode.factor
 
     @property
     def prefill_correction(self) -> float:

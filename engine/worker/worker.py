@@ -30,6 +30,7 @@ from pdserve.contracts.step import Executor, ModelLimits
 from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.scheduling.interface import PullResult
+from pdserve.engine.scheduling.speculation import Speculation
 from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend
 from pdserve.engine.worker.live_loop import Inbox, LiveLoop
 from pdserve.engine.worker.loop import GrammarCompiled, Message, StartDrain, StepTimes
@@ -196,6 +197,7 @@ class EngineWorker:
             park_timeout_s=config.park_timeout_s,
             swap_space=swap_space(backend.cost, backend.num_swap_slots, config.max_batch_tokens),
             mixed_s=times.mixed_s,
+            speculation=None if config.speculation == "none" else Speculation(times.by_guesses),
         )
         loop = LiveLoop(
             scheduler=scheduler,

@@ -91,21 +91,26 @@ class MatmulTile(NamedTuple):
     num_stages: int
 
 
-def matmul_tile(x_TE: torch.Tensor, kind: str, group: int | None) -> MatmulTile:
+def matmul_tile(x_TE: torch.Tensor, kind: str, group: int | None, num_experts: int = 1) -> MatmulTile:
     """Return the tile for `pdserve.kernels.triton.quantized_matmul`; it takes one group of inputs at a time, or one
     pair of int4 runs.
 
     Args:
         group: inputs of a group; ``None``: one for all inputs.
+        num_experts: among which rows are divided, so that a tile of one expert's rows is not mostly empty.
     """
-    num_tokens = len(x_TE)
+    num_tokens = -(-len(x_TE) // num_experts)
     inputs = 2 * int4_run(group) if kind == "int4" else group
     if x_TE.dtype == torch.float32:
         return MatmulTile(16, 32, inputs or 32, 4, 2 if inputs is None else 1)
-    if num_tokens <= _FEW_TOKENS:
-        return MatmulTile(max(16, next_power_of_2(num_tokens)), 64, inputs or 128, 4, 4)
     # wgmma leaves registers to the sum of a group.
-    tokens = 128 if group is None or compute_capability(x_TE.device) >= 90 else 64
+    is_tight = group is not None and compute_capability(x_TE.device) < 90
+    if num_tokens <= _FEW_TOKENS:
+        tokens, num_stages = max(16, next_power_of_2(num_tokens)), 3 if kind == "float" else 4
+        return MatmulTile(tokens, 64, inputs or 128, 8 if is_tight and tokens == 64 else 4, num_stages)
+    tokens = 64 if is_tight else 128
+    if kind == "float":
+        return MatmulTile(tokens, 128, 64, 8, 3)
     return MatmulTile(tokens, 128, inputs or 64, 8, 2 if inputs == 128 else 4)
 
 

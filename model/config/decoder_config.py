@@ -124,7 +124,7 @@ def parse_config(config: Mapping[str, object], generation_config: Mapping[str, o
             f"config.json: model_type {text_type!r} of text_config is not supported; "
             f"serve a checkpoint with {family.text_type!r}"
         )
-    for key in ("quantization_config", *family.refused):
+    for key in family.refused:
         if values.get(key) or config.get(key):
             raise ValueError(f"config.json: {key} is set, and is not supported; serve a checkpoint without it")
     shape = ModelShape.from_hf_config(config)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pdserve.model.config.families import FAMILIES, PLANNED_FAMILIES, SLIDING, Family, find_family, text_values
+from pdserve.model.config.quantisation import Scheme, parse_scheme
 
 
 class LatentAttention(NamedTuple):
@@ -73,6 +74,8 @@ class ModelShape:
     windows: tuple[int, ...] = ()
     """Tokens that a token of each layer attends to, itself included; 0 for all. Empty: all, in every layer. A model has
     one window at most, as config.json does."""
+    scheme: Scheme | None = None
+    """How the checkpoint's matrices are quantised."""
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, object]) -> ModelShape:
@@ -122,6 +125,7 @@ class ModelShape:
             dense_intermediate_size=positive_int(values, "dense_intermediate_size") if dense_layers else 0,
             latent=latent,
             windows=_windows(values, layer_types(values, family, num_layers)),
+            scheme=parse_scheme(config),
         )
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pdserve.model.config.quantisation import Scheme
 from pdserve.model.config.shape import ModelShape
 
 
@@ -122,6 +123,36 @@ def check_divides(shape: ModelShape, num_ranks: int, num_stages: int = 1, *, exp
             )
     if num_stages < 1 or shape.num_layers % num_stages:
         raise ValueError(f"pipeline_parallel {num_stages} does not divide {shape.num_layers} layers; use a divisor")
+
+
+def check_groups(shape: ModelShape, scheme: Scheme | None, num_ranks: int, *, expert_parallel: bool = False) -> None:
+    """Check that ``num_ranks`` tensor-parallel ranks can share the inputs of matrices held in ``scheme``.
+
+    Raises:
+        ValueError: two ranks would share a scale; the message names the remedy.
+    """
+    if scheme is None or not scheme.group_inputs or num_ranks == 1:
+        return
+    if scheme.act_order:
+        raise ValueError(
+            f"tensor_parallel is {num_ranks}, and the groups of {scheme} are in act-order (desc_act or actorder in "
+            "quantization_config), so ranks would share scales: set it to 1, or serve a checkpoint without act-order"
+        )
+    parts = {
+        "heads": shape.num_heads * shape.head_dim,
+        "experts" if shape.num_experts else "MLP": 0 if expert_parallel else shape.intermediate_size,
+        "shared expert": shape.shared_intermediate_size,
+        "layers without experts": shape.dense_intermediate_size,
+    }
+    for what, num_inputs in parts.items():
+        if num_inputs // num_ranks % scheme.group_inputs:
+            remedies = ["use a lower degree"]
+            remedies += ["expert_parallel true"] if what == "experts" else []
+            remedies += [] if scheme.method else ["quantization int8"]
+            raise ValueError(
+                f"tensor_parallel {num_ranks} divides the {num_inputs} inputs of the {what} within groups of "
+                f"{scheme.group_inputs} that share a scale: {' or '.join(remedies)}"
+            )
 
 
 def _part(count: int, rank: int, num_ranks: int) -> range:

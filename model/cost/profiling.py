@@ -148,6 +148,16 @@ def _with_one_layer(model: ProfiledModel) -> ProfiledModel:
     return replace(model, has_weights=False, config=replace(config, shape=shape, layers=config.layers[:1]))
 
 
+def _rounded_at_load(model: ProfiledModel) -> ProfiledModel:
+    """The model in the setting of as many bits as the checkpoint's scheme, in which random weights can be held."""
+    scheme = model.config.shape.scheme
+    if scheme is None:
+        return model
+    config = replace(model.config, shape=replace(model.config.shape, scheme=None))
+    kind = "int4" if scheme.bits == 4 else "int8"
+    return replace(model, config=config, precision=replace(model.precision, quantization=kind))
+
+
 @contextmanager
 def profiled_executor(model: ProfiledModel, num_blocks: int) -> Iterator[tuple[Executor, KvLayout]]:
     """Build a worker's executor over a pool whose every byte is written; close it on exit."""
@@ -159,7 +169,7 @@ def profiled_executor(model: ProfiledModel, num_blocks: int) -> Iterator[tuple[E
     with tempfile.TemporaryDirectory(prefix="pdserve-profile-") as scratch:
         folder = model.folder
         if not model.has_weights:
-            folder = Path(scratch)
+            folder, model = Path(scratch), _rounded_at_load(model)
             write_random_weights(folder / "model.safetensors", model.config, model.precision.dtype)
         executor = ModelExecutor(
             folder=folder,

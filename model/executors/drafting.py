@@ -68,7 +68,8 @@ def with_guesses(rows: Sequence[StepRow], drafter: Drafter | None) -> list[StepR
     """Return the rows with guesses, where they may have some."""
     if drafter is None or not any(row.max_guesses for row in rows):
         return list(rows)
-    return [replace(row, guesses=tuple(drafter.guess(row))) if row.max_guesses else row for row in rows]
+    drafts = [drafter.guess(row) if row.max_guesses else () for row in rows]
+    return [replace(row, guesses=draft) if draft else row for row, draft in zip(rows, drafts, strict=True)]
 
 
 def num_right(guesses: Sequence[int], tokens: Sequence[int]) -> int:

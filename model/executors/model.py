@@ -259,8 +259,9 @@ class ModelExecutor:
     def _launch(self, rows: list[StepRow], step: _LaunchedStep, previous: _LaunchedStep | None) -> torch.Tensor | None:
         """Launch a step's rows; return the tensor that receives tokens and highest logits on the host."""
         outputs, model = step.outputs, self._model
-        sampling = outputs.draws(rows)
-        draws = plan_draws(sampling, self._vocab_size)
+        sampled = outputs.sampled(rows)
+        sampling = [row for row, _ in sampled]
+        draws = plan_draws(sampling, self._vocab_size, [number for _, number in sampled])
         packed = self._pack(rows, outputs, len(sampling), previous, draws.words)
         with _out_of_step() if self._send is not None else nullcontext(), ExitStack() as turn:
             turn.enter_context(self._turn)

@@ -9,7 +9,6 @@ Shape suffixes: T new tokens, O tokens whose hidden states are output, P tokens 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -38,13 +37,10 @@ class OutputRows(NamedTuple):
         is_decode = len(sampling) == len(rows) and not asking and all(row.num_new_tokens == 1 for row in rows)
         return cls(sampling, asking, is_decode)
 
-    def draws(self, rows: Sequence[StepRow]) -> list[StepRow]:
-        """What each token is sampled by: a sampling row, and after each of its guesses the row as it is then."""
-        return [
-            replace(rows[index], sample_position=rows[index].sample_position + number) if number else rows[index]
-            for index in self.sampling
-            for number in range(1 + len(rows[index].guesses))
-        ]
+    def sampled(self, rows: Sequence[StepRow]) -> list[tuple[StepRow, int]]:
+        """What is sampled: after the last token of each sampling row, and after each of its guesses, with the number of
+        guesses before."""
+        return [(rows[index], number) for index in self.sampling for number in range(1 + len(rows[index].guesses))]
 
     def tokens(self, rows: Sequence[StepRow]) -> Sequence[int]:
         """Indices into the new tokens: those after which sampling rows sample, then runs for prompt log probabilities;

@@ -62,8 +62,12 @@ class DrawPlan(NamedTuple):
     has_min_p: bool
 
 
-def plan_draws(rows: Sequence[StepRow], vocab_size: int) -> DrawPlan:
-    """Plan the draws of sampling rows, one per row of logits; greedy rows need none."""
+def plan_draws(rows: Sequence[StepRow], vocab_size: int, num_guesses: Sequence[int] = ()) -> DrawPlan:
+    """Plan the draws of sampling rows, one per row of logits; greedy rows need none.
+
+    Args:
+        num_guesses: of each row, those before the token to draw; none by default.
+    """
     draws = [(index, row, row.sample) for index, row in enumerate(rows) if row.sample and row.sample.temperature > 0]
     if not draws:
         return _NO_DRAWS
@@ -73,12 +77,13 @@ def plan_draws(rows: Sequence[StepRow], vocab_size: int) -> DrawPlan:
         temperature * log(params.min_p) if params.min_p > 0 else -inf
         for temperature, (_, _, params) in zip(temperatures, draws, strict=True)
     ]
+    positions = [row.sample_position + (num_guesses[index] if num_guesses else 0) for index, row, _ in draws]
     top_ks = [(index, params.top_k) for index, (_, _, params) in enumerate(draws) if 0 < params.top_k < vocab_size]
     fields = (
         np.array([*min_p_steps, *(params.top_p for _, _, params in draws)], np.float64),
         np.array([params.seed for _, _, params in draws], np.uint64),
         np.array([index for index, _, _ in draws], np.uint32),
-        np.array([row.sample_position for _, row, _ in draws], np.uint32),
+        np.array(positions, np.uint32),
         np.array([row.choice for _, row, _ in draws], np.uint32),
         np.array(temperatures, np.float32),
         np.array(top_ks, np.uint32).T.ravel(),

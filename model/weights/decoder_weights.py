@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from pdserve.contracts.precision import Precision
 from pdserve.kernels.cpu.build import load_library
@@ -29,7 +27,8 @@ from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.config.sharding import Place, shard_of
 from pdserve.model.weights.bytes import weight_bytes
-from pdserve.model.weights.files import check_weights, norm_names, shard_paths, text_name
+from pdserve.model.weights.files import check_weights, norm_names
+from pdserve.model.weights.stored import Checkpoint, read_matrices
 
 
 class DenseMlp(NamedTuple):
@@ -97,7 +96,7 @@ def load_decoder_weights(
     shape = config.shape
     shard = shard_of(shape, place)
     heads, kv_heads = (_scaled(part, shape.head_dim) for part in (shard.heads, shard.kv_heads))
-    dtype = getattr(torch, precision.dtype)
+    hidden, dtype = range(shape.hidden_size), getattr(torch, precision.dtype)
     check_weights(folder, shape)
     with Checkpoint(folder, dtype) as checkpoint:
 
@@ -108,30 +107,33 @@ def load_decoder_weights(
             weight = read(f"{name}.weight").float()
             return (weight + 1 if config.unit_offset_norms else weight).to(kernels.activation_dtype or dtype)
 
-        def quantised(weight_FE: torch.Tensor) -> torch.Tensor | GroupedWeight:
-            return weight_FE if precision.quantization == "none" else quantise(weight_FE, precision.quantization)
+        def matrix(names: Sequence[str], rows: Sequence[range], inputs: range) -> torch.Tensor | GroupedWeight:
+            """The outputs ``rows`` of matrices of the same input, as one, and of them the rank's ``inputs``.
+
+            A setting quantises all inputs first, so that ranks have the values and scales of one that has them all.
+            """
+            if shape.scheme is not None and any(map(shape.scheme.quantises, names)):
+                return _on(kernels.device, read_matrices(checkpoint, names, shape.scheme, rows, inputs))
+            weight_FE = read(*(f"{name}.weight" for name in names), rows=rows)
+            if precision.quantization in ("int8", "int4"):
+                return quantise(weight_FE, precision.quantization).inputs(inputs)
+            return weight_FE[:, inputs.start : inputs.stop].contiguous()
+
+        def read_outputs(prefix: str, outputs: dict[str, range]) -> torch.Tensor | GroupedWeight:
+            """Some outputs of projections of the same input."""
+            return matrix([f"{prefix}{name}_proj" for name in outputs], [*outputs.values()], hidden)
+
+        def read_inputs(name: str, inputs: range) -> torch.Tensor | GroupedWeight:
+            """Some inputs of a projection."""
+            return matrix([f"{name}_proj"], [hidden], inputs)
 
         def pack(weight: torch.Tensor | GroupedWeight, bias: torch.Tensor | None) -> Linear:
             return kernels.pack_linear(weight, bias, dtype=dtype)
 
-        def read_joined(prefix: str, outputs: dict[str, range]) -> torch.Tensor | GroupedWeight:
-            """Some outputs of projections of the same input."""
-            return quantised(read(*(f"{prefix}{name}_proj.weight" for name in outputs), rows=[*outputs.values()]))
-
-        def read_inputs(name: str, inputs: range) -> torch.Tensor | GroupedWeight:
-            """Some inputs of a projection.
-
-            Quantised as a whole, so that all ranks have the values and scales of one that has all inputs.
-            """
-            weight = quantised(read(f"{name}_proj.weight"))
-            if isinstance(weight, GroupedWeight):
-                return weight.inputs(inputs)
-            return weight[:, inputs.start : inputs.stop].contiguous()
-
         def joined(prefix: str, outputs: dict[str, range], has_bias: bool) -> Linear:
             """Pack the rank's outputs of projections of the same input as one."""
             names, rows = [f"{prefix}{name}_proj.bias" for name in outputs], [*outputs.values()]
-            return pack(read_joined(prefix, outputs), read(*names, rows=rows) if has_bias else None)
+            return pack(read_outputs(prefix, outputs), read(*names, rows=rows) if has_bias else None)
 
         def summed(name: str, inputs: range, has_bias: bool) -> Linear:
             """Pack a projection of the rank's inputs, whose product is added to those of the other ranks."""
@@ -155,7 +157,7 @@ def load_decoder_weights(
         def expert_mlp(prefix: str) -> ExpertMlp:
             each = [f"{prefix}experts.{expert}." for expert in shard.experts]
             has_shared = shape.shared_intermediate_size > 0
-            gate_ups = (read_joined(expert, {"gate": shard.features, "up": shard.features}) for expert in each)
+            gate_ups = (read_outputs(expert, {"gate": shard.features, "up": shard.features}) for expert in each)
             downs = (read_inputs(f"{expert}down", shard.features) for expert in each)
             return ExpertMlp(
                 router=unquantised(f"{prefix}gate"),
@@ -200,6 +202,17 @@ def load_decoder_weights(
     return weights
 
 
+def _on(device: torch.device, weight: torch.Tensor | GroupedWeight) -> torch.Tensor | GroupedWeight:
+    if isinstance(weight, torch.Tensor):
+        return weight.to(device)
+    return weight._replace(
+        values=weight.values.to(device),
+        scales=weight.scales.to(device),
+        zeros=None if weight.zeros is None else weight.zeros.to(device),
+        permutation=None if weight.permutation is None else weight.permutation.to(device),
+    )
+
+
 def _scaled(part: range, factor: int) -> range:
     return range(part.start * factor, part.stop * factor)
 
@@ -218,52 +231,6 @@ def held_bytes(shape: ModelShape, dtype: str, quantization: str) -> int:
     """
     if load_library() is not None:
         return weight_bytes(shape, dtype, quantization).total
-    if quantization != "none":
+    if quantization not in ("auto", "none"):
         raise ValueError(f"{quantization} weights need compiled kernels: install g++, or set model.quantization none")
     return shape.num_parameters * matrix_dtype(getattr(torch, dtype)).itemsize
-
-
-class Checkpoint:
-    """A context manager that reads tensors of the checkpoint in a folder."""
-
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        """Open model.safetensors, or the shards named in the index.
-
-        Args:
-            dtype: `read` rounds to it.
-
-        Raises:
-            ValueError: no safetensors, or a missing or damaged file.
-        """
-        self._dtype = dtype
-        with ExitStack() as stack:
-            files = [stack.enter_context(_open(path)) for path in shard_paths(folder)]
-            self._stored = {text_name(name): (file, name) for file in files for name in file.keys()}  # noqa: SIM118
-            self._open_files = stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._open_files.close()
-
-    def read(self, *names: str, rows: Sequence[range] = ()) -> torch.Tensor:
-        """Concatenate tensors along their first dimension, in memory of their own.
-
-        Args:
-            rows: of each tensor; by default all.
-        """
-        if rows:
-            slices = [file.get_slice(name) for file, name in map(self._stored.__getitem__, names)]
-            parts = [part[some.start : some.stop] for part, some in zip(slices, rows, strict=True)]
-        else:
-            parts = [file.get_tensor(name) for file, name in map(self._stored.__getitem__, names)]
-        whole = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=self._dtype)
-        return torch.cat(parts, out=whole)
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read as safetensors ({error}); download it again") from error

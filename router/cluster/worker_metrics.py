@@ -56,6 +56,8 @@ class WorkerMetrics:
             "num_preemptions": series(metrics[names.PREEMPTIONS]),
             "num_swap_outs": series(metrics[names.SWAP_OUTS]),
             "num_swap_ins": series(metrics[names.SWAP_INS]),
+            "num_guesses": series(metrics[names.GUESSES]),
+            "num_right_guesses": series(metrics[names.RIGHT_GUESSES]),
         }
         self._load = self._scraped = worker_pb2.Load()
         metrics.workers.add(self)

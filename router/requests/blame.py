@@ -25,8 +25,8 @@ by binary splitting (Hwang, A method for detecting all defective members in a po
    the halves are tried one after the other, and halved in turn; then new suspects.
 5. If the worker computed one suspect, and nothing else or for the second time (`MAX_TRIALS`) since that one passed, it
    is at fault and fails; later by one worker, two at most, for each that ended meanwhile and computed no suspect.
-6. Others that lost their first worker in a trial are *bystanders*: they wait until all halves are tried, so that the
-   next worker which one of them ends computes nothing that has ended one before.
+6. Others that lost their first worker in a trial, with as few tokens, are *bystanders*: they wait until all halves are
+   tried, so that the next worker which one of them ends computes nothing that has ended one before.
 
 A request that ends its workers thus ends three if it is alone, four beside others, and at most ceil(log2(k)) more if k
 suspects are tried together, and two if other workers end, too; further ones only if it passes trials, and those that
@@ -136,7 +136,7 @@ class Blame:
                 (self._groups[-1] if is_first else self._siblings)[request_id] = None
                 each.num_apart = self._num_apart
                 self._bystanders.discard(request_id)
-            elif process == self._process and len(self._groups) > 1:
+            elif process == self._process and len(self._groups) > 1 and computed[request_id] < each.num_trial_tokens:
                 self._bystanders.add(request_id)
         least = MAX_TRIALS - (len(lost_owners) == 1 and not is_part)
         excuses = {each: min(MAX_TRIALS, self._num_apart - losses[each].num_apart) for each in tried}

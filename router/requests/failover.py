@@ -31,6 +31,8 @@ MAX_ATTEMPTS = 8
 """Maximum dispatches of one choice, without those that are excused."""
 MAX_EXCUSED = 24
 """Maximum dispatches that are excused: they lost their worker in a trial, or after `MAX_TRIAL_TOKENS`."""
+MAX_NAMED = 8
+"""Suspects named in one line of the log."""
 
 
 class FailOver:
@@ -86,7 +88,8 @@ class FailOver:
         culprit = self._blame.worker_lost(process, num_new_tokens, self._now_s(), owners=owners, is_part=is_part)
         held = [attempt.name for attempt in computed if self._blame.is_held(attempt.request_id)]
         if held:
-            log.warning("what ended worker %s may be one of the requests %s", worker.worker_id, ", ".join(held))
+            names = ", ".join(held[:MAX_NAMED]) + (f" and {len(held) - MAX_NAMED} more" if held[MAX_NAMED:] else "")
+            log.warning("what ended worker %s may be one of the requests %s", worker.worker_id, names)
         if culprit is None:
             return None
         message = f"{self._blame.num_losses(culprit)} workers ended while they computed this request"

@@ -223,7 +223,8 @@ class Placer:
     def _arrival(self, attempt: Attempt, blocks: PromptBlocks, now_s: float) -> Arrival:
         spec, state = attempt.request.spec, attempt.state
         tier = self._settings.slo.tier(spec.tier)
-        has_objective = tier.ttft_seconds > 0 and not attempt.emitted
+        is_resumed = bool(attempt.emitted) or attempt.request_id in self._blame.on_trial  # others wait for the trial
+        has_objective = tier.ttft_seconds > 0 and not is_resumed
         is_accepted = attempt.request_id in self._table.all
         return Arrival(
             request_id=attempt.request_id,
@@ -235,7 +236,7 @@ class Placer:
             weight=tier.weight / self._heaviest,
             may_refuse=tier.when_hopeless == "refuse" and not is_accepted and not spec.is_probe,
             queued_s=state.since_s if isinstance(state, Queued | Held) else 0.0,
-            is_resumed=bool(attempt.emitted),
+            is_resumed=is_resumed,
             share=f"{spec.tenant}/{spec.tier}",
         )
 
@@ -272,6 +273,7 @@ class Placer:
         sampling = spec.sampling
         if sampling.num_prompt_logprobs >= 0 and not attempt.asks_prompt_logprobs:
             sampling = replace(sampling, num_prompt_logprobs=-1)
+        due_s = -inf if arrival.is_resumed else choice.due_s
         worker = self._workers[choice.worker_id]
         self._retries.was_given(worker, now_s)
         self._observer.placed(self._settings.policy, worker.role, is_late=choice.is_late)
@@ -288,7 +290,7 @@ class Placer:
             sampling=sampling,
             cache_salt=spec.cache_salt,
             deadline_s=max(left_s, MIN_DURATION_S),
-            ttft_slo_s=max(choice.due_s - now_s, MIN_DURATION_S) if choice.due_s < inf else 0.0,
+            ttft_slo_s=max(due_s - now_s, MIN_DURATION_S) if due_s < inf else 0.0,
             patience_s=patience_s,
             max_gap_s=self._settings.slo.tier(spec.tier).max_gap_seconds,
             block_hashes=spec.block_hashes,

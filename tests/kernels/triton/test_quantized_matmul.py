@@ -130,8 +130,8 @@ def test_weights_beyond_32_bits(form: str, monkeypatch: pytest.MonkeyPatch) -> N
     x_TE, y_TF = random(1, num_inputs), torch.full((1, num_outputs), math.nan)
     monkeypatch.setattr(tl, "swizzle2d", lambda *_: (0, num_outputs // tile.outputs - 1))
     _multiply_kernel[1, 1, 1](
-        x_TE, far, scales, None, y_TF, None, None, 1,
-        NUM_INPUTS=num_inputs, NUM_OUTPUTS=num_outputs, KIND=form, GROUP=128 if form == "int4" else None,
+        x_TE, far, scales, None, None, y_TF, None, None, 1, NUM_INPUTS=num_inputs, NUM_OUTPUTS=num_outputs,
+        NUM_EXPERTS=1, KIND=form, GROUP=128 if form == "int4" else None,
         SPLIT_INPUTS=256, TOKENS=tile.tokens, OUTPUTS=tile.outputs, INPUTS=tile.inputs, ADDS=False, GROUP_TILES=8,
     )  # fmt: skip
     expected = x_TE[:, :256].double() @ held(near)[:, :256].T

@@ -71,7 +71,7 @@ def test_int8_weights_are_smaller_and_read_faster() -> None:
     saved_s = whole.decode_s(1, 0) - quantised.decode_s(1, 0)
     assert saved_s == pytest.approx((num_in_layers - 4 * num_outputs) / H100.bandwidth)
     assert whole.prefill_s(8192) == quantised.prefill_s(8192)
-    with pytest.raises(ValueError, match="quantization 'awq' is not supported: use one of none, int8, int4"):
+    with pytest.raises(ValueError, match="quantization 'awq' is not supported: use one of auto, none, int8, int4"):
         CostModel(shape, H100, Precision(dtype="bfloat16", quantization="awq"))
 
 

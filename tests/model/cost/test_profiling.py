@@ -30,6 +30,7 @@ from pdserve.model.decoder import decoder
 from pdserve.model.weights.files import check_weights
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
 from tests.model.planned_configs import QWEN3_30B_A3B
+from tests.model.quantised_checkpoints import write_quantised
 
 LAYOUT = KvLayout(
     num_blocks=64, num_kv_heads=1, num_layers=3, block_size=16, head_dim=8, dtype="float32", model_hash="profile"
@@ -132,9 +133,9 @@ def test_random_weights_are_of_the_model(family: str, tmp_path: Path) -> None:
     check_weights(folder, config.shape)
 
 
-@pytest.mark.parametrize("has_weights", [True, False])
-def test_a_model_is_measured(tmp_path: Path, has_weights: bool) -> None:
-    folder = write_checkpoint(tmp_path)
+@pytest.mark.parametrize(("has_weights", "form"), [(True, ""), (False, ""), (True, "w8a8-int8")])
+def test_a_model_is_measured(tmp_path: Path, has_weights: bool, form: str) -> None:
+    folder = write_quantised(tmp_path, "llama", form)[0] if form else write_checkpoint(tmp_path)
     if not has_weights:
         (folder / "model.safetensors").unlink()
     affinity = os.sched_getaffinity(0)

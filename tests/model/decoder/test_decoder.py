@@ -45,7 +45,7 @@ class PagedDecoder:
         dtype: torch.dtype,
         kernels: DecoderKernels = CPU_KERNELS,
         max_model_len: int = 0,
-        quantization: str = "none",
+        quantization: str = "auto",
     ) -> None:
         config = DecoderConfig.from_folder(folder)
         config = config.at_length(config.limits(max_model_len).max_model_len)

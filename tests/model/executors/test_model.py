@@ -17,6 +17,7 @@ from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.executors.model import ModelExecutor
 from tests.kernels.paged_batch import nan_pool
 from tests.model.checkpoints import FAMILIES, reference_answer, reference_logits, write_checkpoint, write_family
+from tests.model.quantised_checkpoints import write_quantised
 
 GREEDY = SamplingParams(temperature=0.0, num_logprobs=0)
 NUM_BLOCKS, BLOCK_SIZE = 24, 8
@@ -103,8 +104,18 @@ def answers(executor: ModelExecutor) -> list[list[SampledToken]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_answers_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     folder = write_family(tmp_path, family)
-    for prompt, answer in zip(PROMPTS, answers(make_executor(folder)), strict=True):
-        reference = reference_answer(folder, prompt, NUM_ANSWER_TOKENS)
+    assert_answers_as(folder, make_executor(folder))
+
+
+@pytest.mark.parametrize("form", ["awq", "fp8-block"])
+def test_greedy_answers_of_quantised_checkpoints_are_those_of_transformers(tmp_path: Path, form: str) -> None:
+    quantised, plain = write_quantised(tmp_path, "gemma3_text", form)
+    assert_answers_as(plain, make_executor(quantised))
+
+
+def assert_answers_as(reference_folder: Path, executor: ModelExecutor) -> None:
+    for prompt, answer in zip(PROMPTS, answers(executor), strict=True):
+        reference = reference_answer(reference_folder, prompt, NUM_ANSWER_TOKENS)
         unsure = [position for position, margin in enumerate(reference.margins) if margin < 1e-3]
         compared = unsure[0] if unsure else NUM_ANSWER_TOKENS
         assert compared >= 32

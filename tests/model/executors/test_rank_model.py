@@ -38,6 +38,7 @@ from pdserve.model.executors.rank_model import Begun, Computed, PackedStep, Rank
 from pdserve.model.executors.step_inputs import StepShape
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
 from tests.model.late_queue import LateQueue
+from tests.model.quantised_checkpoints import write_quantised
 
 PROMPTS = [[5, 17, 101, 33, 54, 2, 90, 7, 61], [200, 3], [44] * 16]
 TABLES = [[3, 20, 7], [1, 2, 23], [10, 11, 22]]
@@ -292,6 +293,17 @@ def test_options(quantization: str, changes: dict[str, Any], tmp_path: Path) -> 
     results = []
     for num_ranks in (1, 2):
         with running_ranks(folder, num_ranks, Precision(dtype="float32", quantization=quantization)) as (executor, _):
+            results.append(answer(executor))
+    assert_equal(results[1], results[0])
+
+
+@pytest.mark.parametrize("form", ["w4a16", "w8a8-int8-asymmetric", "fp8-tensor", "fp8-block", "gptq-v2", "awq"])
+def test_checkpoints_that_others_quantised(form: str, tmp_path: Path) -> None:
+    """Heads, features and blocks of ranks begin within words and blocks of the file."""
+    folder, _ = write_quantised(tmp_path, "llama", form)
+    results = []
+    for num_ranks in (1, 2):
+        with running_ranks(folder, num_ranks, Precision(dtype="float32")) as (executor, _):
             results.append(answer(executor))
     assert_equal(results[1], results[0])
 
