@@ -7,6 +7,7 @@ import re
 KEYS = {
     "prefill.tensor_parallel and decode.tensor_parallel": ("tensor-parallel-size", "tp", "tp-size"),
     "prefill.pipeline_parallel and decode.pipeline_parallel": ("pipeline-parallel-size", "pp", "pp-size"),
+    "prefill.expert_parallel and decode.expert_parallel": ("enable-expert-parallel", "expert-parallel-size", "ep-size"),
     "prefill.gpu_memory_utilization and decode.gpu_memory_utilization": (
         "gpu-memory-utilization",
         "mem-fraction-static",

@@ -1,11 +1,12 @@
-"""C++ linear layers, RMS norm and gate, called through ctypes. Arguments are asserted here; C++ checks nothing.
+"""C++ linear layers, experts, norm and gate, called through ctypes. Arguments are asserted here; C++ checks nothing.
 
 `pdserve.kernels.selection` chooses them; `pdserve.kernels.cpu.build` compiles dense.cpp and pointwise.cpp. Activations
 are float32; weights keep the checkpoint's dtype or are quantised. A row's result depends on neither the other rows nor
 the number of threads (`pdserve.kernels.cpu.threads`).
 
 Shape suffixes: T tokens, E input features, F output features, I = F / 2, P panels, W outputs of a panel, L = W / 2, G
-groups of inputs, B blocks of inputs.
+groups of inputs, B blocks of inputs, K experts of a token, Y experts and one. Of rows, P are pairs of a token and an
+expert.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "dense_panel_width": (),
     "dense_multiply": (c_void_p, c_void_p, c_void_p, c_int64, c_int64),
     "dense_multiply_grouped": (c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
+    "dense_combine": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64),
     "dense_rows": (c_void_p, c_void_p, c_int64, c_void_p),
     "dense_rms_normalise": (c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64),
     "dense_gate_silu": _GATE,
@@ -214,6 +216,20 @@ class CpuExperts:
         starts_Y = starts_Y.contiguous()
         self._multiply(self._weights, len(self._linears), starts_Y.data_ptr(), x_PE.data_ptr(), y_PF.data_ptr())
         return y_PF
+
+
+def combine(y_PE: torch.Tensor, places_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """See `pdserve.kernels.operations.Combine`."""
+    (num_rows, num_slots), width = places_TK.shape, y_PE.shape[1]
+    assert weights_TK.shape == places_TK.shape
+    assert places_TK.dtype == torch.int64
+    assert places_TK.is_contiguous()
+    _assert_float32(y_PE)
+    _assert_float32(weights_TK)
+    sum_TE = torch.empty(num_rows, width)
+    pointers = (tensor.data_ptr() for tensor in (y_PE, places_TK, weights_TK, sum_TE))
+    _function("dense_combine")(*pointers, num_rows, num_slots, width)
+    return sum_TE
 
 
 def rms_normalise(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
