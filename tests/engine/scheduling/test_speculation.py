@@ -115,6 +115,20 @@ def test_a_sequence_without_right_guesses_tries_again_now_and_then() -> None:
     assert tries[STEPS_BETWEEN_TRIALS]
 
 
+def test_a_sequence_is_expected_to_do_as_those_before() -> None:
+    speculation, step = linear(1.0, 0.0), a_step(LONG, LONG)
+    more: dict[int, list[SampledToken]] = {0: [SampledToken(5, None)] * 8}
+    right = StepOutput(step_id=0, sampled=[], num_guesses={0: 8}, more=more, duration_s=0.0)
+    wrong = StepOutput(step_id=0, sampled=[], num_guesses={0: 8}, duration_s=0.0)
+    for output, least, most in ((right, 0.95, 1.0), (wrong, 0.25, 0.25)):
+        for _ in range(400):
+            speculation.learn(step.sequences, output)
+        step.sequences[1].acceptance = None
+        speculation.choose(step, 8)
+        assert step.sequences[1].acceptance is not None
+        assert least <= step.sequences[1].acceptance <= most
+
+
 def test_shares_follow_what_guesses_came_to() -> None:
     speculation, step = linear(1.0, 0.0), a_step(LONG, LONG, LONG)
     right, wrong, unasked = step.sequences
