@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.bench.stream_client import StreamClient, StreamedAnswer
+from pdserve.loadgen.client import StreamClient, StreamedAnswer
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.executors.hash_chain import ROOT_STATE, HashVocabulary, link, mix64
 from pdserve.model.weights.demo_model import DEMO_MODEL

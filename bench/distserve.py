@@ -4,23 +4,19 @@
 
 Reference: DistServe (OSDI 2024; LLMServe/DistServe). Its simulator places OPT-13B on 4 A100-80GB as prefill TP 2 and
 decode TP 1, for 1.56 requests/s per GPU; the paper places OPT-66B as prefill TP 4 and decode TP 2 PP 2. Its table 2 has
-attainments of that placement in its simulator; its figures 8 and 9 have those of its engine on A100s. Taken from
-DistServe: fitted step times, no transfer time, no chunks, one prefill and one decode instance, bursts of some hundred
-requests, and 90th percentiles of each latency by itself in the search. Its simulator caps decode at 50,000 tokens; here
-the KV pool is what the devices' memory holds. Lengths have the means of its samples; their spread is assumed but for
-ShareGPT. Router policy, schedulers and reservations are pdserve's.
+attainments of that placement in its simulator. Taken from DistServe: fitted step times, no transfer time, no chunks,
+one prefill and one decode instance, bursts of some hundred requests, and 90th percentiles of each latency by itself in
+the search. Its simulator caps decode at 50,000 tokens; here the KV pool is what the devices' memory holds. Lengths are
+those of ShareGPT. Router policy, schedulers and reservations are pdserve's.
 
 Such a burst need not be sustainable, so the steady state of the best placement is printed too, judged jointly and
 without the warm-up.
-
-Each point of a figure is one run of 200 to 400 requests, which arrive as in its load generator. Their lengths are drawn
-here several times: the spread of the draws says how much one run can tell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from sys import maxsize
@@ -40,7 +36,6 @@ from pdserve.planner.simulate.attainment import measure
 from pdserve.planner.simulate.simulation import Simulation
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
 from pdserve.planner.workload.presets import preset
-from pdserve.planner.workload.requests import SimulatedRequest
 
 
 def _pool(role: WorkerRole, tensor_parallel: int, pipeline_parallel: int) -> Pool:
@@ -89,64 +84,6 @@ OPT_66B_CASE = Case(
 CASES = (OPT_13B_CASE, OPT_66B_CASE)
 
 
-class Figure(NamedTuple):
-    """Attainment of DistServe's engine in percent, read to half a point off the pictures in its repository
-    (evaluation/2-benchmark-serving/plot.ipynb at 82831f1). Points that those of another engine hide are left out."""
-
-    name: str
-    case: Case
-    workload: str
-    slo: SloConfig
-    num_requests: int
-    by_rate: dict[float, float]
-    """By requests per second and device."""
-    scaled_rate: float
-    by_scale: dict[float, float]
-    """By the factor of both objectives, at ``scaled_rate``."""
-
-
-FIGURES = (
-    Figure(
-        "8, OPT-13B, ShareGPT",
-        OPT_13B_CASE,
-        "sharegpt-synthetic",
-        SloConfig(ttft_seconds=0.25, tpot_seconds=0.1),
-        300,
-        {0.25: 100.0, 0.5: 100.0, 1.0: 100.0, 1.5: 100.0, 2.0: 94.0, 2.25: 92.0, 2.5: 85.0, 3.0: 75.0},
-        1.5,
-        {1.3: 100.0, 1.2: 100.0, 1.1: 100.0, 1.0: 100.0, 0.9: 98.5, 0.8: 96.5, 0.7: 92.5, 0.6: 86.0},
-    ),
-    Figure(
-        "8, OPT-66B, ShareGPT",
-        OPT_66B_CASE,
-        "sharegpt-synthetic",
-        SloConfig(ttft_seconds=2.5, tpot_seconds=0.15),
-        200,
-        {0.5: 100.0, 0.625: 98.5, 0.75: 99.0, 0.875: 98.0, 1.0: 86.0},
-        0.75,
-        {1.3: 100.0, 1.1: 100.0, 0.9: 97.5, 0.8: 96.5, 0.7: 87.0},
-    ),
-    Figure(
-        "9, OPT-66B, HumanEval",
-        OPT_66B_CASE,
-        "humaneval-synthetic",
-        SloConfig(ttft_seconds=0.125, tpot_seconds=0.2),
-        400,
-        {0.875: 94.5, 1.125: 90.5, 1.375: 87.0, 1.625: 78.5, 1.875: 71.0, 2.125: 66.5},
-        0.875,
-        {1.1: 96.0, 1.0: 94.5, 0.9: 91.0, 0.8: 87.5, 0.7: 79.0, 0.6: 62.0, 0.5: 46.0, 0.4: 10.0},
-    ),
-    Figure(
-        "9, OPT-66B, LongBench",
-        OPT_66B_CASE,
-        "longbench-synthetic",
-        SloConfig(ttft_seconds=15.0, tpot_seconds=0.15),
-        200,
-        {0.3125: 98.0, 0.375: 95.5, 0.4375: 95.5, 0.5: 96.0, 0.5625: 84.0, 0.625: 58.5},
-        0.375,
-        {1.0: 95.0, 0.8: 91.0, 0.55: 67.5},
-    ),
-)
 PIPELINES = (1, 2, 4)
 TABLE_2 = {1.0: 100.0, 1.5: 100.0, 2.0: 99.3, 2.5: 88.3, 3.0: 84.1, 3.5: 77.0, 4.0: 68.9}
 """Percent of requests within both objectives by requests/s: the simulator's column for OPT-66B on ShareGPT."""
@@ -249,16 +186,10 @@ def run(
 ) -> Simulation:
     """``num_requests`` at ``rate`` requests/s."""
     sample = preset("sharegpt-synthetic").draw(num_requests, seed, max_model_len=case.model.max_model_len)
-    return _simulate(case, layout, fits, sample.at_rate(rate), slo)
-
-
-def _simulate(
-    case: Case, layout: Layout, fits: Fits, requests: Sequence[SimulatedRequest], slo: SloConfig
-) -> Simulation:
     return simulate(
         case.model,
         layout,
-        requests,
+        sample.at_rate(rate),
         slo=slo,
         overheads=NO_OVERHEADS,
         max_in_flight=2**31,
@@ -314,33 +245,6 @@ def table_2(case: Case, fits: Fits, num_requests: int) -> list[dict[str, float]]
     return rows
 
 
-def figure_points(figure: Figure, fits: Fits) -> Iterator[dict[str, Any]]:
-    """Mean and range of the attainment in percent over the draws of lengths, beside each published point."""
-    for rate in sorted({*figure.by_rate, figure.scaled_rate}):
-        runs = [_run_of_figure(figure, fits, rate, seed) for seed in SEEDS]
-        points = [({"rate_per_device": rate}, 1.0, figure.by_rate[rate])] if rate in figure.by_rate else []
-        if rate == figure.scaled_rate:
-            points += [({"scale": scale}, scale, published) for scale, published in figure.by_scale.items()]
-        for point, scale, published in points:
-            shares = [100 * float(done.times.are_within(figure.slo, scale).mean()) for done in runs]
-            found = {"attainment": float(np.mean(shares)), "least": min(shares), "most": max(shares)}
-            yield {
-                "figure": figure.name, **point, "published": published, **{k: round(v, 1) for k, v in found.items()}
-            }  # fmt: skip
-
-
-def _run_of_figure(figure: Figure, fits: Fits, rate_per_device: float, seed: int) -> Simulation:
-    """Requests that arrive as in DistServe's load generator: the first at once, and then by NumPy's old generator with
-    seed 0, the same way at every rate."""
-    case, num_requests = figure.case, figure.num_requests
-    sample = preset(figure.workload).draw(num_requests, seed, max_model_len=case.model.max_model_len)
-    rate = rate_per_device * case.placement.num_devices
-    gaps = np.random.RandomState(0).gamma(1.0, 1 / rate, num_requests)
-    arrived_s = np.concatenate(([0.0], np.cumsum(gaps)[:-1])).tolist()
-    requests = [replace(each, arrived_s=at_s) for each, at_s in zip(sample.at_rate(rate), arrived_s, strict=True)]
-    return _simulate(case, case.placement, fits, requests, figure.slo)
-
-
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--fits", type=Path, required=True, help="table of DistServe's fits")
@@ -360,19 +264,7 @@ def main() -> None:
         console.print(
             f"{row['requests_per_s']}/s: {row['attainment']} %, published {row['published']} %", highlight=False
         )
-    points = []
-    for figure in FIGURES:
-        found = list(figure_points(figure, fits[figure.case.fits]))
-        errors = [abs(point["attainment"] - point["published"]) for point in found]
-        num_near = sum(error <= 4 for error in errors)
-        num_drawn = sum(point["least"] <= point["published"] <= point["most"] for point in found)
-        console.print(
-            f"Figure {figure.name}: {num_near} of {len(found)} points within 4, {np.mean(errors):.1f} on average, "
-            f"{max(errors):.1f} at most; {num_drawn} between two draws",
-            highlight=False,
-        )
-        points += found
-    publish({"placements": placed, "table_2": table, "figures": points}, arguments.json)
+    publish({"placements": placed, "table_2": table}, arguments.json)
 
 
 if __name__ == "__main__":

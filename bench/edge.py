@@ -32,7 +32,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.bench.cluster import running_cluster
 from pdserve.bench.script import publish, script_parser
-from pdserve.bench.stream_client import StreamClient, StreamedAnswer
+from pdserve.loadgen.client import StreamClient, StreamedAnswer
 
 PAUSE_S = 0.005
 """Between single requests."""

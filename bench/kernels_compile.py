@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import triton
@@ -27,17 +28,21 @@ from pdserve.bench.kernels.attention import ATTENTION_KERNELS, AttentionShape, R
 from pdserve.kernels.kv_pool import LARGEST_VALUES, KvPool, KvPoolShape, vector_bytes
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import DrawTensors, QkNorm, TopPTensors
+from pdserve.kernels.triton import configs
+from pdserve.kernels.triton.experts import TritonExperts, combine, sort_pairs
 from pdserve.kernels.triton.gate import gate
 from pdserve.kernels.triton.norm import rms_normalise
-from pdserve.kernels.triton.quantized_matmul import quantized_matmul
+from pdserve.kernels.triton.quantized_matmul import PackedWeight, pack, quantized_matmul, stacked
 from pdserve.kernels.triton.rope import rope_and_write_kv
 from pdserve.kernels.triton.sampling import draw_tokens, find_top_p
-from pdserve.kernels.weight_quantisation import Int4Weight, QuantisedWeight, quantise_int4, quantise_int8
+from pdserve.kernels.weight_quantisation import GroupedWeight
 
-_TARGET = GPUTarget("cuda", 90, 32)
-MAX_SHARED_BYTES = 227 * 1024
-"""Limit of one program on Hopper."""
+HOPPER = 90
+MAX_SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, HOPPER: 227 * 1024}
+"""Limit of one program on GPUs of compute capability 8.0, 8.9 and 9.0."""
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+_NUM_OUTPUTS, _NUM_INPUTS = 128, 4096
+"""Of a quantised weight."""
 
 
 class Launch(NamedTuple):
@@ -59,33 +64,64 @@ class Compiled(NamedTuple):
     has_wgmma: bool
 
 
+class WeightForm(NamedTuple):
+    """What makes other code of products with a quantised weight."""
+
+    kind: str
+    group_inputs: int
+    has_zeros: bool = False
+
+    @property
+    def name(self) -> str:
+        groups = "" if self.group_inputs == _NUM_INPUTS else f" in groups of {self.group_inputs}"
+        return f"{self.kind}{groups}{' with zeros' * self.has_zeros}"
+
+
+WEIGHT_FORMS = (
+    WeightForm("int8", _NUM_INPUTS),
+    WeightForm("int4", 128),
+    WeightForm("int8", 32),
+    WeightForm("int8", 128, has_zeros=True),
+    WeightForm("int4", 32),
+    WeightForm("int4", 64, has_zeros=True),
+    WeightForm("int4", 128, has_zeros=True),
+    WeightForm("int4", _NUM_INPUTS),
+    WeightForm("e4m3", _NUM_INPUTS),
+    WeightForm("e4m3", 128),
+)
+"""Those of ``model.quantization`` first, then those of published checkpoints."""
+
+
 class _Target:
     """Stand-in for the driver of a GPU."""
 
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return _TARGET
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self._capability  # kernels are kept by device, whatever it is
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
-def compile_launch(launch: Launch) -> list[Compiled]:
+def compile_launch(launch: Launch, capability: int = HOPPER) -> list[Compiled]:
     """Compile the kernels of a launch."""
-    return [_measure(kernel) for kernel in compiled_kernels(launch)]
+    return [_measure(kernel) for kernel in compiled_kernels(launch, capability)]
 
 
-def compiled_kernels(launch: Launch) -> list[Any]:
+def compiled_kernels(launch: Launch, capability: int = HOPPER) -> list[Any]:
     """Compile a launch to Triton's own objects; launches that need the same kernel share its object."""
-    with _compiling() as kernels:
+    with _compiling(capability) as kernels:
         launch.run()
     return kernels
 
 
 @contextmanager
-def _compiling() -> Iterator[list[Any]]:
+def _compiling(capability: int) -> Iterator[list[Any]]:
     """Within it, launches only compile, and append to the list."""
     kernels = []
     run, active = JITFunction.run, driver._active
@@ -93,10 +129,11 @@ def _compiling() -> Iterator[list[Any]]:
     def only_compile(self: Any, *args: Any, **options: Any) -> None:
         kernels.append(run(self, *args, **{**options, "warmup": True}))
 
-    driver.set_active(_Target())
+    driver.set_active(_Target(capability))
     JITFunction.run = only_compile
     try:
-        yield kernels
+        with patch.object(configs, "compute_capability", lambda device: capability):
+            yield kernels
     finally:
         JITFunction.run = run
         driver._active = active
@@ -145,11 +182,22 @@ def launches() -> list[Launch]:
         rope_launch(_FP32, _FP32, 256),
         *(_sampling_launch(vocab_size) for vocab_size in (32_000, 128_256, 151_936)),
         *(
-            product_launch(dtype, num_tokens, num_splits, is_int4)
-            for is_int4 in (False, True)
-            for dtype in (_BF16, _FP16, _FP32)
-            for num_tokens, num_splits in ((1, 1), (1, 4), (17, 4), (64, 1), (64, 4), (65, 1))
+            product_launch(dtype, num_tokens, num_splits, form)
+            for form in WEIGHT_FORMS[:2]
+            for dtype, batches in (
+                (_BF16, ((1, 1), (1, 4), (17, 4), (64, 1), (64, 4), (65, 1))),
+                (_FP16, ((1, 4), (64, 1), (65, 1))),
+                (_FP32, ((1, 1), (1, 4))),
+            )
+            for num_tokens, num_splits in batches
         ),
+        *(product_launch(_BF16, 65, 1, form) for form in WEIGHT_FORMS[2:]),
+        *(
+            experts_launch(_BF16, num_tokens, form)
+            for form in (None, WEIGHT_FORMS[1], WeightForm("e4m3", 128))
+            for num_tokens in (1, 512)
+        ),
+        experts_launch(_FP32, 1),
     ]
 
 
@@ -214,26 +262,42 @@ def rope_launch(
     return Launch(f"rope_and_write_kv {dtype} over {pool_dtype} D{head_dim}".replace("torch.", ""), run)
 
 
-def product_launch(dtype: torch.dtype, num_tokens: int, num_splits: int, is_int4: bool) -> Launch:
+def product_launch(dtype: torch.dtype, num_tokens: int, num_splits: int, form: WeightForm) -> Launch:
     """A product with a quantised weight and a bias, added to a residual, and the sum of its splits."""
-    num_outputs, num_inputs = 128, 4096
-    weight = _weight(num_outputs, num_inputs, is_int4)
-    y_TF = torch.zeros(num_tokens, num_outputs, dtype=dtype)
+    y_TF = torch.zeros(num_tokens, _NUM_OUTPUTS, dtype=dtype)
     run = partial(
         quantized_matmul,
-        torch.zeros(num_tokens, num_inputs, dtype=dtype),
-        weight,
+        torch.zeros(num_tokens, _NUM_INPUTS, dtype=dtype),
+        _weight(form),
         y_TF[0],
         y_TF,
         num_splits=num_splits,
     )
-    name = f"quantized_matmul {dtype} by int{4 if is_int4 else 8} T{num_tokens} {num_splits} splits"
+    name = f"quantized_matmul {dtype} by {form.name} T{num_tokens} {num_splits} splits"
+    return Launch(name.replace("torch.", ""), run, is_wgmma=dtype != _FP32)
+
+
+def experts_launch(dtype: torch.dtype, num_tokens: int, form: WeightForm | None = None) -> Launch:
+    """Pairs with two of four experts sorted, a product with their weights, and its results summed."""
+    weight = pack(torch.zeros(_NUM_OUTPUTS, _NUM_INPUTS, dtype=dtype)) if form is None else _weight(form)
+    experts = TritonExperts(stacked([weight] * 4))
+
+    def run() -> None:
+        pairs = sort_pairs(torch.zeros(num_tokens, 2, dtype=torch.int64), range(4))
+        y_PF = experts(torch.zeros(2 * num_tokens, _NUM_INPUTS, dtype=dtype), pairs.starts)
+        combine(y_PF, pairs.places, torch.zeros(num_tokens, 2))
+
+    name = f"experts {dtype} by {form.name if form else dtype} T{num_tokens}"
     return Launch(name.replace("torch.", ""), run, is_wgmma=dtype != _FP32)
 
 
 @cache
-def _weight(num_outputs: int, num_inputs: int, is_int4: bool) -> QuantisedWeight | Int4Weight:
-    return (quantise_int4 if is_int4 else quantise_int8)(torch.zeros(num_outputs, num_inputs))
+def _weight(form: WeightForm) -> PackedWeight:
+    dtype = torch.float8_e4m3fn if form.kind == "e4m3" else torch.int8
+    values_FE = torch.zeros(_NUM_OUTPUTS, _NUM_INPUTS, dtype=dtype)
+    scales_FG = torch.zeros(_NUM_OUTPUTS, _NUM_INPUTS // form.group_inputs)
+    zeros_FG = scales_FG if form.has_zeros else None
+    return pack(GroupedWeight(values_FE, scales_FG, form.kind, form.group_inputs, zeros_FG))
 
 
 def _sampling_launch(vocab_size: int) -> Launch:
@@ -258,9 +322,9 @@ def _pool(dtype: torch.dtype, head_dim: int) -> KvPool:
     return KvPool(torch.zeros(2 * 2 * 2 * 16 * vector_bytes(head_dim, dtype), dtype=torch.uint8), shape, dtype)
 
 
-def fits(kernel: Compiled) -> bool:
-    """Whether it runs on a Hopper GPU without spilling registers."""
-    return kernel.spilled_bytes == 0 and kernel.shared_bytes <= MAX_SHARED_BYTES
+def fits(kernel: Compiled, capability: int = HOPPER) -> bool:
+    """Whether it runs on such a GPU without spilling registers."""
+    return kernel.spilled_bytes == 0 and kernel.shared_bytes <= MAX_SHARED_BYTES[capability]
 
 
 def compile_all(some: Iterable[Launch], echo: Callable[[str], None], *, as_json: bool = False) -> int:
@@ -279,5 +343,5 @@ def compile_all(some: Iterable[Launch], echo: Callable[[str], None], *, as_json:
                 sizes = f"{kernel.num_registers:9}  {kernel.spilled_bytes:7}  {kernel.shared_bytes / 1024:10.1f}"
                 echo(f"{launch.name:60} {sizes}  {kernel.has_wgmma}")
     if as_json:
-        echo(json.dumps({"target": f"sm_{_TARGET.arch}", "triton": triton.__version__, "kernels": rows}))
+        echo(json.dumps({"target": f"sm_{HOPPER}", "triton": triton.__version__, "kernels": rows}))
     return 0 if all(row["fits"] for row in rows) else 1

@@ -23,7 +23,7 @@ import uvloop
 
 from pdserve.bench.cluster import RunningCluster, running_cluster
 from pdserve.bench.script import publish, script_parser
-from pdserve.bench.stream_client import StreamClient, StreamedAnswer
+from pdserve.loadgen.client import StreamClient, StreamedAnswer
 
 RATE = 9.0
 """Requests per second: about what the cluster can serve."""

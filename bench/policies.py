@@ -10,8 +10,7 @@ their pattern at other rates.
 All policies serve the same requests, drawn once per seed; all requests of a run count. The goodput of a policy and seed
 is searched until two rates differ by 8 %, and interpolated twice between those around it. All policies also serve 1.2
 and 2 times the goodput of ``least-time``. ``goodput`` and ``least-time`` get ``--seeds`` draws, the others the first
-``--other-seeds`` of them. ``goodput+refuse`` refuses what would meet its objectives nowhere (``slo.when_hopeless``);
-``goodput-PART`` lacks a part (`pdserve.bench.policy_parts`).
+``--other-seeds`` of them. ``goodput+refuse`` refuses what would meet its objectives nowhere (``slo.when_hopeless``).
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.bench.models import LLAMA_3_8B
-from pdserve.bench.policy_parts import PARTS
 from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import DEFAULT_POLICY, PLANNED_POLICY, POLICIES, SloConfig
 from pdserve.contracts.worker_config import WorkerRole
@@ -51,7 +49,7 @@ MAX_IN_FLIGHT = 8192
 """Policies are compared, not this bound."""
 REFUSING = "+refuse"
 REFUSED = DEFAULT_POLICY + REFUSING
-CASES = (*POLICIES, REFUSED, *PARTS)
+CASES = (*POLICIES, REFUSED)
 TARGET = 0.9
 """Attainment at the goodput."""
 OVERLOADS = (1.2, 2.0)
@@ -74,8 +72,8 @@ class Setting:
     """Requests per second of which ``goodput`` serves about 90 %."""
     rates: tuple[float, ...] = ()
     """Further rates to serve."""
-    parts: tuple[str, ...] = ()
-    """Further policies to run: `REFUSED`, and those of `PARTS` that matter here."""
+    may_refuse: bool = False
+    """Run `REFUSED`, too."""
     model: PlannedModel = LLAMA_3_8B
 
     @property
@@ -132,7 +130,7 @@ SETTINGS = (
         tpot_s=0.012,
         rate=57,
         rates=(70,),
-        parts=(REFUSED, "goodput-decode", "goodput-lengths", "goodput-holding"),
+        may_refuse=True,
     ),
     Setting(
         workload=replace(preset("chat"), name="bursts", arrivals=RandomGaps(4.0)),
@@ -140,7 +138,7 @@ SETTINGS = (
         ttft_s=0.25,
         tpot_s=0.05,
         rate=170,
-        parts=(REFUSED, "goodput-order", "goodput-local"),
+        may_refuse=True,
     ),
     Setting(
         workload=Workload(name="long-among-short", contents=Conversations(lengths=_LONG_AMONG_SHORT)),
@@ -148,7 +146,7 @@ SETTINGS = (
         ttft_s=0.5,
         tpot_s=0.05,
         rate=125,
-        parts=(REFUSED, "goodput-order", "goodput-cost"),
+        may_refuse=True,
     ),
     Setting(
         workload=Workload(name="prefixes", contents=_PREFIXED),
@@ -156,7 +154,6 @@ SETTINGS = (
         ttft_s=0.5,
         tpot_s=0.016,
         rate=70,
-        parts=("goodput-local", "goodput-cost"),
     ),
     Setting(
         workload=replace(preset("code"), name="two-hosts"),
@@ -164,7 +161,6 @@ SETTINGS = (
         ttft_s=0.45,
         tpot_s=0.04,
         rate=130,
-        parts=("goodput-links",),
     ),
     Setting(
         workload=Workload(
@@ -177,7 +173,6 @@ SETTINGS = (
         tpot_s=0.04,
         rate=15,
         rates=(20,),
-        parts=("goodput-order",),
     ),
     Setting(workload=preset("code"), layout=layout(6, 2), ttft_s=0.45, tpot_s=0.04, rate=150),
     Setting(workload=preset("agent"), layout=layout(4, 4), ttft_s=2.0, tpot_s=0.05, rate=120),
@@ -298,7 +293,9 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, help=f"folder of {MOONCAKE}; without it that setting is left out")
     parser.add_argument("--only", default="", help="settings whose name contains this")
-    parser.add_argument("--policies", default="", help="separated by commas; by default all, parts where they matter")
+    parser.add_argument(
+        "--policies", default="", help=f"separated by commas; by default all, {REFUSED} where it matters"
+    )
     parser.add_argument("--requests", type=int, default=4000, help="requests per run")
     parser.add_argument("--seeds", type=int, default=5, help="draws of the requests")
     parser.add_argument("--other-seeds", type=int, default=5, help="of them, those for other policies than these two")
@@ -314,9 +311,8 @@ def main() -> None:
     for setting in (*SETTINGS, *([mooncake(arguments.data)] if arguments.data else [])):
         if arguments.only not in setting.name:
             continue
-        found = outcomes(
-            setting, chosen or [*POLICIES, *setting.parts], arguments.requests, seeds, arguments.other_seeds
-        )
+        policies = chosen or [*POLICIES, *([REFUSED] if setting.may_refuse else [])]
+        found = outcomes(setting, policies, arguments.requests, seeds, arguments.other_seeds)
         base = found[PLANNED_POLICY]
         shown = [name for name in base if not name.startswith("TTFT")]
         table = Table(setting.name, *shown, box=None)

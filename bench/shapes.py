@@ -1,30 +1,9 @@
-"""Llama shapes that several benchmarks use: arguments of
-`pdserve.model.weights.random_checkpoint.write_random_checkpoint`."""
+"""config.json of models that several benchmarks use."""
 
 from __future__ import annotations
 
 from typing import Any
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "num_layers": 4,
-        "hidden_size": 256,
-        "intermediate_size": 688,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-        "vocab_size": 512,
-    },
-    "half": {
-        "num_layers": 24,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_heads": 14,
-        "num_kv_heads": 2,
-        "vocab_size": 32000,
-        "tie_word_embeddings": True,
-    },
-}
-"""Llama shapes; ``half`` has the figures of a 0.5B model."""
 LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,

@@ -47,12 +47,12 @@ from rich.console import Console
 from pdserve.bench.agreement import Agreement, Figures, figures_of
 from pdserve.bench.calibration import pipelined_overheads, saturation
 from pdserve.bench.cluster import RunningCluster, running_cluster
-from pdserve.bench.load import MAX_CPU_SHARE, Measurement, measure_load
 from pdserve.bench.policies import SETTINGS, Setting
 from pdserve.bench.script import publish, script_parser
 from pdserve.bench.shapes import LLAMA_3_8B_CONFIG
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.contracts.worker_config import WorkerRole
+from pdserve.loadgen.load import MAX_CPU_SHARE, Measurement, measure_load
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import hardware, slowed
 from pdserve.model.weights.random_checkpoint import write_tokenizer

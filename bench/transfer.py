@@ -9,22 +9,17 @@ block by block:
 - memcpy, the limit of memfd: from one mapped pool to the other in this process.
 - socket, the limit of tcp: another process sends each block and the digests of its heads with blocking calls; this one
   receives them into the pool (``recv_into``) and compares digests.
-- gloo, the limit of nccl: another process sends messages as large as a batch of blocks through a group of two; this one
-  receives them into one buffer. Both are Gloo's between CPUs: NCCL has not run.
-- grpc, for comparison: another process streams each block as a message; this one reads and drops it.
 
 Figures are those of the fastest round.
 """
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import queue
 import random
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,7 +28,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-import grpc
 import xxhash
 
 from pdserve.bench.script import publish, script_parser
@@ -41,12 +35,10 @@ from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.worker_config import TlsFiles
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
-from pdserve.proto.rpc import channel_options, server_options
 from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
 
 TRANSPORTS = ("memfd", "tcp")
-LIMITS = {"memfd": "memcpy", "tcp": "socket", "nccl": "gloo"}
-PROMPT_TOKENS = 4096
+LIMITS = {"memfd": "memcpy", "tcp": "socket"}
 EPOCH = 1
 TOKEN = "bench"
 PULL_TIMEOUT_S = 60.0
@@ -167,78 +159,24 @@ def receive_blocks(connection: socket.socket, target: PoolMemory, num_blocks: in
     return time.perf_counter() - started_s
 
 
-def _serve_stream(pipe: Any, block_bytes: int) -> None:
-    """Child process: a gRPC server that answers a number of blocks with as many messages."""
-
-    async def serve() -> None:
-        block = os.urandom(block_bytes)
-
-        async def stream(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-            for _ in range(int.from_bytes(request, "little")):
-                await context.write(block)
-
-        handlers = {"Stream": grpc.unary_stream_rpc_method_handler(stream)}
-        server = grpc.aio.server(options=server_options(1 << 20))
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Raw", handlers),))
-        pipe.send(server.add_insecure_port("127.0.0.1:0"))
-        await server.start()
-        await server.wait_for_termination()
-
-    asyncio.run(serve())
-
-
-async def read_stream(port: int, num_blocks: int, block_bytes: int) -> float:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", channel_options(block_bytes + 1024)) as channel:
-        await channel.channel_ready()
-        call = channel.unary_stream("/Raw/Stream", bytes, bytes)(num_blocks.to_bytes(4, "little"))
-        started_s = time.perf_counter()
-        num_read = 0
-        async for message in call:
-            num_read += len(message)
-        assert num_read == num_blocks * block_bytes
-        return time.perf_counter() - started_s
-
-
 @contextmanager
 def _others(target: PoolMemory, source: PoolMemory) -> Iterator[dict[str, Callable[[int], float]]]:
     """Seconds for a number of blocks by what the transports are compared with."""
     layout = target.layout
     spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        children = [
-            spawn.Process(target=_send_blocks, args=(listener, layout), daemon=True),
-            spawn.Process(target=_serve_stream, args=(theirs, layout.block_bytes), daemon=True),
-        ]
-        for child in children:
-            child.start()
+        child = spawn.Process(target=_send_blocks, args=(listener, layout), daemon=True)
+        child.start()
         try:
             with socket.create_connection(listener.getsockname()) as connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                port = ours.recv()
                 yield {
                     "memcpy": lambda num_blocks: copy_blocks(target, source, num_blocks),
                     "socket": lambda num_blocks: receive_blocks(connection, target, num_blocks),
-                    "grpc": lambda num_blocks: asyncio.run(read_stream(port, num_blocks, layout.block_bytes)),
                 }
         finally:
-            for child in children:
-                child.kill()
-                child.join()
-
-
-def _group_cases(layout: KvLayout, stack: ExitStack) -> dict[str, Callable[[int], float]]:
-    from pdserve.bench.group_transfer import DeviceEngine
-
-    device = DeviceEngine(layout, EPOCH, TOKEN, stack)
-
-    def pull(num_blocks: int) -> float:
-        handle, orders = offer_orders(layout, num_blocks)
-        for order in orders:
-            device.send_to_source(order)
-        return timed_pull(device.transfer.send, device.messages, device.source_address, handle, num_blocks)
-
-    return {"nccl": pull, "gloo": device.receive_raw}
+            child.kill()
+            child.join()
 
 
 def measure(
@@ -249,7 +187,6 @@ def measure(
         pools = _pools(layout, stack)
         cases = stack.enter_context(_others(pools[1], pools[0]))
         cases.update(_transports(pools, TRANSPORTS, tls, stack))
-        cases.update(_group_cases(layout, stack))
         return _fastest(cases, block_counts, num_rounds)
 
 
@@ -314,8 +251,6 @@ def report(seconds: Mapping[str, Mapping[int, float]], block_bytes: int) -> dict
             }
             if name in LIMITS:
                 figures["share_of_limit"] = round(seconds[LIMITS[name]][num_blocks] / taken_s, 3)
-            if name == "tcp":
-                figures["times_grpc"] = round(seconds["grpc"][num_blocks] / taken_s, 2)
             result[name][str(num_blocks)] = figures
     return result
 
@@ -323,68 +258,17 @@ def report(seconds: Mapping[str, Mapping[int, float]], block_bytes: int) -> dict
 def result_lines(result: Mapping[str, Any]) -> list[str]:
     """A table of ``result``."""
     lines = [f"{'':8}{'blocks':>8}{'ms':>10}{'GB/s':>8}   share of limit"]
-    for name in (*LIMITS, *LIMITS.values(), "grpc"):
+    for name in (*LIMITS, *LIMITS.values()):
         for num_blocks, figures in result[name].items():
             share = f"   {figures['share_of_limit']:.0%} of {LIMITS[name]}" if name in LIMITS else ""
-            share += f", {figures['times_grpc']:.1f} x grpc" if name == "tcp" else ""
             lines.append(f"{name:8}{num_blocks:>8}{figures['ms']:>10.1f}{figures['gbytes_per_s']:>8.2f}{share}")
-    prompt = result["prompt"]
-    lines.append(
-        f"a prompt of {prompt['tokens']} tokens: prefill {prompt['prefill_ms']:.0f} ms, pull by memfd "
-        f"{prompt['pull_ms']:.1f} ms, {prompt['pull_share']:.2%} of both"
-    )
     return lines
-
-
-def prompt_share(num_tokens: int, num_rounds: int) -> dict[str, float]:
-    """Milliseconds to prefill a prompt of the tiny model, whose KV is large for its arithmetic, and to pull it by
-    memfd; and the share of the pull in both together. Each is the fastest of its rounds."""
-    import torch
-
-    from pdserve.bench.shapes import SHAPES
-    from pdserve.contracts.precision import Precision
-    from pdserve.contracts.request import SamplingParams
-    from pdserve.contracts.step import StepBatch, StepRow
-    from pdserve.kernels.cpu.threads import use_threads
-    from pdserve.kernels.kv_pool import KvPool
-    from pdserve.model.config.decoder_config import DecoderConfig
-    from pdserve.model.executors.model import ModelExecutor
-    from pdserve.model.weights.random_checkpoint import write_random_checkpoint
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_random_checkpoint(Path(folder), max_position_embeddings=2 * num_tokens, **SHAPES["tiny"])
-        config = DecoderConfig.from_folder(path)
-        layout = config.kv_layout(num_blocks=num_tokens // 16, block_size=16, dtype="float32", model_hash="bench")
-        memory = PoolMemory.create(layout)
-        use_threads(len(os.sched_getaffinity(0)))
-        pool = KvPool(torch.frombuffer(memory.blocks, dtype=torch.uint8), layout.shape, torch.float32)
-        executor = ModelExecutor(folder=path, config=config, layout=layout, pool=pool, precision=Precision())
-        row = StepRow(
-            sequence_id=0,
-            tokens=[index % config.shape.vocab_size for index in range(num_tokens)],
-            cached_length=0,
-            block_table=range(layout.num_blocks),
-            sample=SamplingParams(temperature=0.0),
-        )
-        prefill_s = inf
-        for step_id in range(num_rounds):
-            started_s = time.perf_counter()
-            executor.submit(StepBatch(step_id=step_id, rows=[row])).result()
-            prefill_s = min(prefill_s, time.perf_counter() - started_s)
-    pull_s = measure(layout, [layout.num_blocks], num_rounds)["memfd"][layout.num_blocks]
-    return {
-        "tokens": num_tokens,
-        "prefill_ms": round(1e3 * prefill_s, 3),
-        "pull_ms": round(1e3 * pull_s, 3),
-        "pull_share": round(pull_s / (prefill_s + pull_s), 4),
-    }
 
 
 def run(block_counts: Sequence[int], num_rounds: int, tls: TlsFiles | None = None) -> dict[str, Any]:
     layout = layout_of(max(block_counts))
     result = report(measure(layout, block_counts, num_rounds, tls), layout.block_bytes)
-    prompt = prompt_share(PROMPT_TOKENS, num_rounds)
-    return {"block_bytes": layout.block_bytes, "rounds": num_rounds, "tls": tls is not None, **result, "prompt": prompt}
+    return {"block_bytes": layout.block_bytes, "rounds": num_rounds, "tls": tls is not None, **result}
 
 
 def tls_files(folder: Path) -> TlsFiles:

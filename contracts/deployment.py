@@ -86,8 +86,9 @@ class ModelConfig:
     float32 on CPUs where the checkpoint's is slow."""
     kv_dtype: KvDtype = "auto"
     """``auto``, which is ``dtype``, ``int8`` or ``float8_e4m3fn``."""
-    quantization: Quantization = "none"
-    """``none``, or ``int8`` or ``int4`` for the matrices of the layers; ``fp8`` can be planned and simulated."""
+    quantization: Quantization = "auto"
+    """Matrices of the layers: ``auto``, as the checkpoint has them, quantised or not; or of one that is not, ``none``,
+    ``int8`` or ``int4``; ``fp8`` can be planned and simulated."""
     max_model_len: Annotated[int, between(0, 2**24)] = 0
     """Prompt and answer tokens together; 0 takes the checkpoint's limit."""
     block_size: Annotated[int, between(1, 256)] = 16
@@ -168,6 +169,8 @@ class PhaseConfig:
     replicas: Annotated[int, between(0, 64)] = 1
     tensor_parallel: _Degree = 1
     pipeline_parallel: _Degree = 1
+    expert_parallel: bool = False
+    """Of a model with experts: the ranks of `tensor_parallel` have whole experts each, not a part of every expert."""
     device: Annotated[str, one_of(*DEVICE_SETTINGS)] = "auto"
     """``cpu``, ``cuda``, or ``auto``: GPUs, shared by workers where they are too few, or the CPU where Ray has none."""
     gpu_memory_utilization: Fraction = 0.9

@@ -8,7 +8,7 @@ from typing import Annotated
 from pdserve.contracts.codec import one_of
 from pdserve.contracts.kv_layout import KV_DTYPE_SETTINGS
 
-QUANTIZATION_SETTINGS = ("none", "int8", "int4", "fp8")
+QUANTIZATION_SETTINGS = ("auto", "none", "int8", "int4", "fp8")
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -27,11 +27,7 @@ class Precision:
     kv_dtype: KvDtype = "auto"
     """``auto``, which is ``dtype``, or ``int8`` or ``float8_e4m3fn``: about a fourth of float32's memory, and a little
     less accurate. ``float8_e4m3fn`` is for GPUs; on CPUs plain torch attends to it, slowly."""
-    quantization: Quantization = "none"
-    """``none``, or the dtype of the matrices of the layers: ``int8``, with one scale per output, or ``int4``, with one
-    per output and group of 128 inputs. ``fp8``, with one scale per output, is for planning: no engine of ours computes
-    with it."""
-
-    def __str__(self) -> str:
-        weights = f", {self.quantization} weights" if self.quantization != "none" else ""
-        return f"{self.dtype}{weights}"
+    quantization: Quantization = "auto"
+    """``auto``: matrices of the layers as the checkpoint has them. Or how those in 16 or 32 bits are held: ``none``, as
+    they are; ``int8``, with one scale per output; ``int4``, with one per output and group of 128 inputs. ``fp8``, with
+    one scale per output, is for planning: no engine of ours computes with it."""

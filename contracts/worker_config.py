@@ -57,6 +57,8 @@ class WorkerConfig:
     pipeline_parallel: int = 1
     """Stages that share the layers, on GPUs each rank of each on one of its own. The worker has as many micro-batches,
     each a worker of its own for the router; blocks, batch slots and swap memory are divided among them."""
+    expert_parallel: bool = False
+    """Ranks that share a layer have whole experts, not a part of each."""
     device: str = "auto"
     """Device of weights and KV pool: ``cpu``, ``cuda`` (of the GPUs that ``CUDA_VISIBLE_DEVICES`` shows, the first for
     each rank), or ``auto`` (``cuda`` if torch finds a GPU)."""

@@ -256,7 +256,7 @@ def profile(
     model: Annotated[Path, typer.Option(help="Model folder, or a config.json (random weights).")],
     dtype: Annotated[str, typer.Option(help="Weights and activations: auto, float32, bfloat16 or float16.")] = "auto",
     kv_dtype: Annotated[str, typer.Option(help="KV cache: auto, int8 or float8_e4m3fn.")] = "auto",
-    quantization: Annotated[str, typer.Option(help="Layer weights: none, int8 or int4.")] = "none",
+    quantization: Annotated[str, typer.Option(help="Layer weights: auto, none, int8 or int4.")] = "auto",
     max_model_len: Annotated[int, typer.Option(min=0, help="Longest sequence, tokens; 0: the model's limit.")] = 0,
     cores: Annotated[list[int] | None, typer.Option(min=1, help="Cores per worker; repeatable.")] = None,
     output: Annotated[Path, typer.Option(help="Hardware file to write; keeps other devices.")] = Path("hardware.yaml"),

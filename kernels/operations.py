@@ -3,11 +3,12 @@
 `pdserve.kernels.selection` chooses the implementation. Computes nothing.
 
 Shape suffixes: T new tokens, N query heads, H KV heads, M = N + 2 H, D head dim, C = D / 2, E input features, F output
-features, I = F / 2.
+features, I = F / 2, X experts of a rank, Y = X + 1, K experts of a token, P = T K pairs of a token and an expert of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ import torch
 
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
+from pdserve.kernels.weight_quantisation import GroupedWeight
 
 
 class Linear(Protocol):
@@ -42,18 +44,86 @@ class Linear(Protocol):
 class PackLinear(Protocol):
     def __call__(
         self,
-        weight_FE: torch.Tensor,
+        weight_FE: torch.Tensor | GroupedWeight,
         bias_F: torch.Tensor | None = None,
-        quantization: str = "none",
-        inputs: range | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
     ) -> Linear:
-        """Pack a checkpoint's weight, in the model's dtype, and its bias.
+        """Pack a weight and its bias.
 
         Args:
-            quantization: ``none``; ``int8``: symmetric, one scale per output; or ``int4``: symmetric, one scale per
-                output and group of 128 inputs (the last group may have fewer).
-            inputs: inputs to keep, by default all; E is their number. The weight is quantised as a whole, so that ranks
-                that share its inputs have the values and scales of one that has all. For int4, whole groups.
+            dtype: the model's, in which a quantised weight is multiplied unless the kernels have an activation dtype. A
+                tensor has its own.
+        """
+        ...
+
+
+class Experts(Protocol):
+    """One matrix of each of a layer's experts in one implementation's format: ``[X][F, E]``."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights, in bytes."""
+        ...
+
+    def __call__(self, x_PE: torch.Tensor, starts_Y: torch.Tensor) -> torch.Tensor:
+        """Multiply rows ``starts_Y[x]`` to ``starts_Y[x + 1]`` by the matrix of expert x: ``[P, F]`` in the dtype of
+        ``x_PE``.
+
+        A row's product depends on no other row. On a GPU the host does not wait if the kernels are capturable.
+
+        Args:
+            x_PE: contiguous.
+            starts_Y: int64, on the device of ``x_PE``, ascending from 0. Rows from the last one on are of no expert
+                here, and their products arbitrary.
+        """
+        ...
+
+
+class PackExperts(Protocol):
+    def __call__(
+        self, weights: Iterable[torch.Tensor | GroupedWeight], *, dtype: torch.dtype = torch.float32
+    ) -> Experts:
+        """Pack a weight of each expert, of equal shape and form, in their order, each before the next one is taken.
+
+        Args:
+            dtype: as in `PackLinear`.
+        """
+        ...
+
+
+class SortedPairs(NamedTuple):
+    """Pairs of a token and one of its experts, sorted by expert and then by token. Those of other ranks' experts come
+    last."""
+
+    tokens: torch.Tensor
+    """int64 ``[P]``: of each pair."""
+    starts: torch.Tensor
+    """``[Y]``, as in `Experts`."""
+    places: torch.Tensor
+    """int64 ``[T, K]``: position of each token's pairs; -1 if the expert is of another rank."""
+
+
+class SortPairs(Protocol):
+    def __call__(self, experts_TK: torch.Tensor, here: range) -> SortedPairs:
+        """Sort pairs by expert.
+
+        Args:
+            experts_TK: int64: experts of each token.
+            here: experts of this rank.
+        """
+        ...
+
+
+class Combine(Protocol):
+    def __call__(self, y_PE: torch.Tensor, places_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """Sum each token's weighted rows of ``y_PE``: contiguous ``[T, E]`` in its dtype; 0 for a token without any.
+
+        Summed in float32 in the order of the token's experts, whatever the batch.
+
+        Args:
+            places_TK: as in `SortedPairs`.
+            weights_TK: float32.
         """
         ...
 
@@ -138,6 +208,9 @@ class DecoderKernels(NamedTuple):
     activation_dtype: torch.dtype | None
     """Dtype between the operations; ``None`` is the model's own."""
     pack_linear: PackLinear
+    pack_experts: PackExperts
+    sort_pairs: SortPairs
+    combine: Combine
     rms_normalise: RmsNormalise
     gate: Gate
     rope_and_write_kv: RopeAndWriteKv

@@ -11,18 +11,23 @@ import torch
 
 from pdserve.kernels.cpu import attention as cpu_attention
 from pdserve.kernels.cpu import dense as cpu_dense
+from pdserve.kernels.cpu import experts as cpu_experts
 from pdserve.kernels.cpu import sampling as cpu_sampling
 from pdserve.kernels.cpu.build import load_library
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.operations import DecoderKernels, SamplingKernels
 from pdserve.kernels.torch import attention as torch_attention
 from pdserve.kernels.torch import dense as torch_dense
+from pdserve.kernels.torch import experts as torch_experts
 from pdserve.kernels.torch import sampling as torch_sampling
 
 TORCH_KERNELS = DecoderKernels(
     name="torch",
     activation_dtype=None,
     pack_linear=torch_dense.pack_linear,
+    pack_experts=torch_experts.looped(torch_dense.pack_linear),
+    sort_pairs=torch_experts.sort_pairs,
+    combine=torch_experts.combine,
     rms_normalise=torch_dense.rms_normalise,
     gate=torch_dense.gate,
     rope_and_write_kv=torch_attention.rope_and_write_kv,
@@ -32,6 +37,9 @@ CPU_KERNELS = DecoderKernels(
     name="cpu",
     activation_dtype=torch.float32,
     pack_linear=cpu_dense.pack_linear,
+    pack_experts=torch_experts.looped(cpu_dense.pack_linear),
+    sort_pairs=torch_experts.sort_pairs,
+    combine=cpu_experts.combine,
     rms_normalise=cpu_dense.rms_normalise,
     gate=cpu_dense.gate,
     rope_and_write_kv=cpu_attention.rope_and_write_kv,

@@ -1,98 +1,112 @@
-"""Weight quantisation: a matrix as int8 or int4 values with scales, for CPU and GPU kernels.
+"""The form of a quantised matrix between a checkpoint and the kernels: values of 8 or 4 bits, and scales of groups.
 
-Kernels call it while they pack weights. Symmetric round-to-nearest, without zero points. Multiplies nothing.
+The loader makes it, one matrix at a time, and kernels pack it into layouts of their own. Multiplies nothing.
 
-Shape suffixes: F output features, E input features, G groups of `GROUP_INPUTS` inputs, R some rows, H half a group.
+Shape suffixes: F output features, E input features, G groups of inputs, I inputs of a group, R some rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 INT8_MAX = 127
 INT4_MAX = 7
 GROUP_INPUTS = 128
-"""Inputs of one output that share an int4 scale."""
+"""Inputs of one output that share a scale where `quantise` makes int4 values."""
 _QUANTISED_ROWS = 1024
 
 
-class QuantisedWeight(NamedTuple):
-    """``values * scales[:, None]`` approximates the weight to within half a scale."""
+class GroupedWeight(NamedTuple):
+    """``(values - zeros) * scales``: a matrix ``[F, E]`` with scales for each output and group of inputs."""
 
     values: torch.Tensor
-    """int8 ``[F, E]``, -127 to 127."""
+    """``[F, E]``, a value each: int8, of kind ``int4`` from -8 to 7, or float8_e4m3fn."""
     scales: torch.Tensor
-    """float32 ``[F]``."""
+    """float32 ``[F, G]`` with ``G = ceil(E / group_inputs)``."""
+    kind: str
+    """``int8``, ``int4`` or ``e4m3``."""
+    group_inputs: int
+    """Consecutive inputs of a group; E or more where an output has one scale."""
+    zeros: torch.Tensor | None = None
+    """float32 ``[F, G]``, in units of the values. None: all are 0."""
+    permutation: torch.Tensor | None = None
+    """int64 ``[E]``: input i of the values is input ``permutation[i]`` of the matrix. None: they are in order."""
+
+    def rows(self, outputs: range) -> GroupedWeight:
+        some = slice(outputs.start, outputs.stop)
+        zeros = None if self.zeros is None else self.zeros[some]
+        return self._replace(values=self.values[some], scales=self.scales[some], zeros=zeros)
+
+    def inputs(self, inputs: range) -> GroupedWeight:
+        """Some inputs, in memory of their own: whole groups, where there are several. They must be in order."""
+        assert self.permutation is None
+        num_inputs, size = self.values.shape[1], self.group_inputs
+        groups = slice(0, 1)
+        if size < num_inputs:
+            assert inputs.start % size == 0, (inputs, size)
+            assert inputs.stop % size == 0 or inputs.stop == num_inputs, (inputs, size)
+            groups = slice(inputs.start // size, -(-inputs.stop // size))
+        return self._replace(
+            values=self.values[:, inputs.start : inputs.stop].contiguous(),
+            scales=self.scales[:, groups].contiguous(),
+            zeros=None if self.zeros is None else self.zeros[:, groups].contiguous(),
+        )
 
 
-class Int4Weight(NamedTuple):
-    """Four-bit two's complement values from -7 to 7, two per byte, with one scale per group of inputs."""
-
-    packed: torch.Tensor
-    """int8 ``[F, G * GROUP_INPUTS / 2]``: byte i of a group holds input i in its low bits and input i + 64 in its high
-    bits, so that each half is a contiguous run of inputs. Zeros pad the inputs to whole groups."""
-    scales: torch.Tensor
-    """float32 ``[F, G]``."""
-    num_inputs: int
-    """E, without padding."""
-
-
-def kept_inputs(matrix_FE: torch.Tensor, inputs: range | None) -> torch.Tensor:
-    """Columns ``inputs`` of ``matrix_FE``, in memory of their own; the matrix itself if ``inputs`` is None."""
-    return matrix_FE if inputs is None else matrix_FE[:, inputs.start : inputs.stop].contiguous()
-
-
-def quantise_int8(weight_FE: torch.Tensor, inputs: range | None = None) -> QuantisedWeight:
-    """Quantise with one scale per output; the scale is NaN where a weight is not finite.
+def quantise(weight_FE: torch.Tensor, kind: str) -> GroupedWeight:
+    """Round to the nearest value, symmetrically; a scale is NaN or infinite where a weight of its group is.
 
     Args:
-        inputs: inputs to keep of the quantised weight; by default all.
-    """
-    values_FE = torch.empty(weight_FE.shape, dtype=torch.int8, device=weight_FE.device)
-    scales_F = torch.empty(len(weight_FE), device=weight_FE.device)
-    for start in range(0, len(weight_FE), _QUANTISED_ROWS):  # Avoids a float32 copy of the whole weight.
-        rows = slice(start, start + _QUANTISED_ROWS)
-        values_FE[rows], scales_F[rows] = _rounded(weight_FE[rows].float(), INT8_MAX)
-    return QuantisedWeight(kept_inputs(values_FE, inputs), scales_F)
-
-
-def quantise_int4(weight_FE: torch.Tensor, inputs: range | None = None) -> Int4Weight:
-    """Quantise with one scale per output and group; the scale is NaN where a weight is not finite.
-
-    Args:
-        inputs: inputs to keep of the quantised weight, in whole groups; by default all.
+        kind: ``int8``: one scale per output; ``int4``: values from -7 to 7 in groups of `GROUP_INPUTS`.
     """
     (num_outputs, num_inputs), device = weight_FE.shape, weight_FE.device
-    num_groups = -(-num_inputs // GROUP_INPUTS)
-    packed_FH = torch.empty(num_outputs, num_groups * GROUP_INPUTS // 2, dtype=torch.int8, device=device)
+    largest, group_inputs = {"int8": (INT8_MAX, num_inputs), "int4": (INT4_MAX, GROUP_INPUTS)}[kind]
+    num_groups = -(-num_inputs // group_inputs)
+    values_FE = torch.empty(num_outputs, num_inputs, dtype=torch.int8, device=device)
     scales_FG = torch.empty(num_outputs, num_groups, device=device)
-    for start in range(0, num_outputs, _QUANTISED_ROWS):
+    for start in range(0, num_outputs, _QUANTISED_ROWS):  # Avoids a float32 copy of the whole weight.
         rows = slice(start, start + _QUANTISED_ROWS)
-        part_RE = torch.nn.functional.pad(weight_FE[rows].float(), (0, -num_inputs % GROUP_INPUTS))
-        values_RGE, scales_FG[rows] = _rounded(part_RE.view(-1, num_groups, GROUP_INPUTS), INT4_MAX)
-        low_RGH, high_RGH = values_RGE.chunk(2, dim=-1)
-        packed_FH[rows] = (low_RGH & 15 | high_RGH << 4).flatten(1)
-    if inputs is None:
-        return Int4Weight(packed_FH, scales_FG, num_inputs)
-    assert inputs.start % GROUP_INPUTS == 0, inputs
-    assert inputs.stop % GROUP_INPUTS == 0 or inputs.stop == num_inputs, inputs
-    groups = range(inputs.start // GROUP_INPUTS, -(-inputs.stop // GROUP_INPUTS))
-    halves = range(groups.start * GROUP_INPUTS // 2, groups.stop * GROUP_INPUTS // 2)
-    return Int4Weight(kept_inputs(packed_FH, halves), kept_inputs(scales_FG, groups), len(inputs))
+        part_RE = pad(weight_FE[rows].float(), (0, -num_inputs % group_inputs))
+        values_RGI, scales_FG[rows] = _rounded(part_RE.view(-1, num_groups, group_inputs), largest)
+        values_FE[rows] = values_RGI.flatten(1)[:, :num_inputs]
+    return GroupedWeight(values_FE, scales_FG, kind, group_inputs)
 
 
-def int4_values(weight: Int4Weight) -> torch.Tensor:
-    """int8 ``[F, E]``, -7 to 7."""
-    bytes_FGH = weight.packed.view(*weight.scales.shape, GROUP_INPUTS // 2)
-    return torch.cat((bytes_FGH << 4 >> 4, bytes_FGH >> 4), dim=-1).flatten(1)[:, : weight.num_inputs]
+def dequantise(weight: GroupedWeight) -> torch.Tensor:
+    """float32 ``[F, E]``, its inputs in the order of the matrix: what every product is measured by."""
+    values_FE = weight.values.float()
+    if weight.zeros is not None:
+        values_FE -= of_inputs(weight.zeros, weight)
+    values_FE *= of_inputs(weight.scales, weight)
+    if weight.permutation is None:
+        return values_FE
+    return torch.empty_like(values_FE).index_copy_(1, weight.permutation, values_FE)
 
 
-def dequantise_int4(weight: Int4Weight) -> torch.Tensor:
-    """float32 ``[F, E]``."""
-    scales_FE = weight.scales.repeat_interleave(GROUP_INPUTS, dim=1)
-    return int4_values(weight) * scales_FE[:, : weight.num_inputs]
+def of_inputs(groups_FG: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
+    """What each input's group has: ``[F, E]``."""
+    num_inputs = weight.values.shape[1]
+    return groups_FG.repeat_interleave(min(weight.group_inputs, num_inputs), dim=1)[:, :num_inputs]
+
+
+def joined(weights: Sequence[GroupedWeight]) -> GroupedWeight:
+    """Concatenate the outputs of weights of the same kind, groups and permutation."""
+    first = weights[0]
+    for other in weights[1:]:
+        assert (other.kind, other.group_inputs) == (first.kind, first.group_inputs)
+        assert (other.permutation is None) == (first.permutation is None)
+        assert first.permutation is None or torch.equal(first.permutation, other.permutation)  # type: ignore[arg-type]
+    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    assert len(zeros) in (0, len(weights))
+    return first._replace(
+        values=torch.cat([weight.values for weight in weights]),
+        scales=torch.cat([weight.scales for weight in weights]),
+        zeros=torch.cat(zeros) if zeros else None,
+    )
 
 
 def _rounded(part: torch.Tensor, largest_value: int) -> tuple[torch.Tensor, torch.Tensor]:

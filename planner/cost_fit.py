@@ -147,10 +147,11 @@ def _with_headroom(base: Hardware, model: PlannedModel, steps: Sequence[TimedSte
     num_layers = model.shape.num_layers
     cost = _cost(base, model, num_layers)
     whole = [timed for timed in steps if timed.num_layers == num_layers]
-    token_flops = 2 * num_layers * model.shape.common_layer_parameters
+    token_flops = 2 * model.shape.token_parameters
     reached_flops = max(token_flops * timed.step.num_new / timed.seconds for timed in whole)
     reached_bandwidth = max(
-        max(cost.weight_bytes, cost.kv_bytes_per_token * timed.step.num_cached) / timed.seconds for timed in whole
+        max(cost.read_bytes(timed.step.num_new), cost.kv_bytes_per_token * timed.step.num_cached) / timed.seconds
+        for timed in whole
     )
     ratio = max(1.0, _HEADROOM * reached_flops / base.peak(model.precision.dtype))
     return replace(

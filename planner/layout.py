@@ -14,6 +14,7 @@ from math import ceil
 
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import WorkerRole
+from pdserve.model.config.quantisation import held_scheme
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import Hardware
@@ -40,8 +41,8 @@ class PlannedModel:
     def held_name(self) -> str:
         """Name and precision, such as ``Llama-3.1-8B bfloat16 int8``."""
         precision = self.precision
-        quantization = f" {precision.quantization}" if precision.quantization != "none" else ""
-        return f"{self.name} {precision.dtype}{quantization}"
+        scheme = held_scheme(precision.quantization, self.shape.scheme)
+        return f"{self.name} {precision.dtype}" + (f" {scheme.kind}" if scheme else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,8 @@ class Pool:
     """One device; a worker has ``tensor_parallel * pipeline_parallel`` of them."""
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    expert_parallel: bool = False
+    """As in `pdserve.contracts.deployment.PhaseConfig`; plans have none."""
     max_batch_tokens: int = 2048
     max_batch_size: int = 256
     num_kv_blocks: int = 0
@@ -88,6 +91,7 @@ class Pool:
             self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
             transport=model.transport,
+            expert_parallel=self.expert_parallel,
         )
 
     def kv_blocks(self, model: PlannedModel, cost: CostModel) -> int:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from pdserve.contracts.precision import Precision
 from pdserve.model.config.families import FAMILIES, PLANNED_FAMILIES, find_family
+from pdserve.model.config.quantisation import parse_scheme, served_scheme
 from pdserve.model.config.shape import ModelShape, positive_int
 from pdserve.planner.layout import BFLOAT16, PlannedModel
 
@@ -27,7 +27,8 @@ def read_planned_model(
     block_size: int = 16,
     max_model_len: int = 0,
 ) -> PlannedModel:
-    """The model at ``path``, in ``precision`` or, if that leaves weights as they are, in the checkpoint's quantisation.
+    """The model at ``path``, in ``precision``. A checkpoint that is quantised in a way that is not known can be planned
+    for, too, if ``precision`` has a quantization of as many bytes.
 
     Args:
         max_model_len: 0 uses the model's own limit, or `MAX_DEFAULT_LENGTH` if that is less.
@@ -39,9 +40,7 @@ def read_planned_model(
     values = _read_object(file)
     try:
         known = _with_architectures(values)
-        if precision.quantization == "none":
-            precision = replace(precision, quantization=_checkpoint_quantization(values))
-        shape = ModelShape.from_hf_config(known)
+        shape = ModelShape.from_hf_config(_with_known_scheme(known, precision.quantization))
         own_limit = positive_int(values, "max_position_embeddings", MAX_DEFAULT_LENGTH)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
@@ -51,8 +50,25 @@ def read_planned_model(
         precision=precision,
         block_size=block_size,
         max_model_len=max_model_len or min(own_limit, MAX_DEFAULT_LENGTH),
-        unserved=_unserved(values),
+        unserved=_unserved(values, precision.quantization),
     )
+
+
+def _with_known_scheme(values: Mapping[str, object], quantization: str) -> Mapping[str, object]:
+    """``values`` without their quantisation, if ``quantization`` is planned for instead.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    if quantization != "auto":
+        return {**values, "quantization_config": None, "compression_config": None}
+    try:
+        parse_scheme(values)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; or plan with --quantization fp8, int8 or int4, whichever has as many bytes a weight"
+        ) from error
+    return values
 
 
 def _with_architectures(values: Mapping[str, object]) -> Mapping[str, object]:
@@ -81,41 +97,14 @@ def _with_architectures(values: Mapping[str, object]) -> Mapping[str, object]:
     return values
 
 
-def _unserved(values: Mapping[str, object]) -> str:
+def _unserved(values: Mapping[str, object], quantization: str) -> str:
     if find_family(values, FAMILIES) is None:
         return f"{values.get('architectures') or 'a config.json without architectures'} cannot be served yet"
-    return "quantised checkpoints cannot be served yet" if values.get("quantization_config") else ""
-
-
-def _checkpoint_quantization(values: Mapping[str, object]) -> str:
-    """Setting of the same bytes per weight as the ``quantization_config`` of a checkpoint, as transformers and vLLM
-    read it; ``none`` without one.
-
-    Raises:
-        ValueError: a method that is not known.
-    """
-    config = values.get("quantization_config")
-    if not config:
-        return "none"
-    if not isinstance(config, Mapping):
-        raise ValueError(f"quantization_config must be an object, not {config!r}; download it again")
-    method = config.get("quant_method")
-    kind: tuple[object, object] = "int", config.get("bits")  # gptq, awq
-    if method in ("fp8", "fbgemm_fp8"):
-        kind = "float", 8
-    elif method == "bitsandbytes":
-        kind = "int", 4 if config.get("load_in_4bit") else 8
-    elif method == "compressed-tensors" and isinstance(groups := config.get("config_groups"), Mapping):
-        weights = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
-        kinds = {(each.get("type"), each.get("num_bits")) for each in weights if isinstance(each, Mapping)}
-        kind = kinds.pop() if len(kinds) == 1 else ("mixed", None)
-    known = {("float", 8): "fp8", ("int", 8): "int8", ("int", 4): "int4"}
-    if kind not in known:
-        raise ValueError(
-            f"its weights are quantised in a way that is not known ({method or 'no method'}): give --quantization fp8, "
-            "int8 or int4, whichever has as many bytes a weight"
-        )
-    return known[kind]
+    try:
+        served_scheme(quantization, parse_scheme(values))
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _name(file: Path) -> str:

@@ -5,7 +5,8 @@ blocks for the whole prompt are free, so an admitted prompt never waits for memo
 of the steps. With its last chunk it moves to `pdserve.prefill_worker.parking` (a handoff) or to `Prompts.take_ready`
 (to decode here).
 
-Order: resumed answers first, which clients are reading, then the earliest due token 0, then order of arrival. A prompt
+Order: resumed answers first, which clients are reading, in the order in which they would be given up: the one whose
+client has waited longest, however often it was lost. Then the earliest due token 0, then order of arrival. A prompt
 without an objective is due `PATIENCE_S` after its arrival, which prevents starvation: requests that arrive later than
 that cannot overtake it. Smaller prompts never overtake a prompt that lacks blocks.
 
@@ -28,6 +29,8 @@ from pdserve.prefill_worker.parking import Parking
 
 PATIENCE_S = 10.0
 """A request without a TTFT objective is ordered as if its first token were due this many seconds after arrival."""
+_RESUMED_S = -1e9
+"""Added to the deadlines of resumed answers, so that they go before all other prompts."""
 
 
 class Prompts:
@@ -151,8 +154,10 @@ class Prompts:
 
 def _due_s(sequence: Sequence) -> float:
     """Time at which token 0 is due. A preempted sequence is always late, and so is a resumed answer."""
-    if sequence.is_preempted or sequence.request.emitted_tokens:
+    if sequence.is_preempted:
         return -inf
+    if sequence.request.emitted_tokens:
+        return _RESUMED_S + sequence.arrived_s + sequence.request.deadline_s
     return sequence.arrived_s + (sequence.request.ttft_slo_s or PATIENCE_S)
 
 

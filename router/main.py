@@ -207,7 +207,14 @@ def build_cost_models(config: RouterProcessConfig) -> Costs:
     for role in WorkerRole:
         device = slowed(config.devices.get(role, catalogued), config.time_scale)
         degrees = config.tensor_parallel.get(role, 1), config.pipeline_parallel.get(role, 1)
-        costs[role] = CostModel(shape, device, config.precision, *degrees, config.kv_transport)
+        costs[role] = CostModel(
+            shape,
+            device,
+            config.precision,
+            *degrees,
+            config.kv_transport,
+            expert_parallel=config.expert_parallel.get(role, False),
+        )
     return costs
 
 

@@ -74,6 +74,8 @@ class RouterProcessConfig:
     """Tensor-parallel ranks of a worker by role, where more than one."""
     pipeline_parallel: dict[WorkerRole, int] = field(default_factory=dict)
     """Pipeline stages of a worker by role, where more than one."""
+    expert_parallel: dict[WorkerRole, bool] = field(default_factory=dict)
+    """Whether ranks of a worker have whole experts, by role."""
     precision: Precision = field(default_factory=Precision)
     kv_transport: str = "auto"
     """``kv_transfer.transport``, for predictions."""

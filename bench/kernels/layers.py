@@ -28,14 +28,8 @@ from pdserve.kernels.triton import rope as triton_rope
 from pdserve.kernels.triton import sampling as triton_sampling
 from pdserve.kernels.triton.gate import gate
 from pdserve.kernels.triton.norm import rms_normalise
-from pdserve.kernels.triton.quantized_matmul import quantized_matmul
-from pdserve.kernels.weight_quantisation import (
-    GROUP_INPUTS,
-    Int4Weight,
-    dequantise_int4,
-    quantise_int4,
-    quantise_int8,
-)
+from pdserve.kernels.triton.quantized_matmul import pack, quantized_matmul
+from pdserve.kernels.weight_quantisation import GROUP_INPUTS, dequantise, quantise
 
 _BF16 = torch.bfloat16
 _EPS = 1e-5
@@ -142,24 +136,19 @@ def _read_rotated(outcome: tuple[torch.Tensor, KvPool]) -> torch.Tensor:
 
 def product_case(weight: str, num_tokens: int, num_inputs: int, num_outputs: int, dtype: torch.dtype = _BF16) -> Case:
     """Product with an ``int8`` or ``int4`` weight."""
-    is_int4 = weight == "int4"
 
     def make(device: torch.device) -> Mapping[str, Make]:
         x_TE = torch.randn(num_tokens, num_inputs, device=device).to(dtype)
-        quantised = (quantise_int4 if is_int4 else quantise_int8)(torch.randn(num_outputs, num_inputs, device=device))
-
-        def by_torch() -> Implementation:
-            if isinstance(quantised, Int4Weight):
-                weight_FE = dequantise_int4(quantised)
-            else:
-                weight_FE = quantised.values * quantised.scales[:, None]
-            return Implementation(partial(linear, x_TE, weight_FE.to(dtype)))
-
-        own = Implementation(partial(quantized_matmul, x_TE, quantised))
-        return {OWN: lambda: own, "torch bf16": by_torch}
+        quantised = quantise(torch.randn(num_outputs, num_inputs, device=device), weight)
+        own = Implementation(partial(quantized_matmul, x_TE, pack(quantised)))
+        return {
+            OWN: lambda: own,
+            "torch bf16": lambda: Implementation(partial(linear, x_TE, dequantise(quantised).to(dtype))),
+        }
 
     num_weights = num_inputs * num_outputs
-    weight_bytes = num_weights / 2 + 4 * num_weights / GROUP_INPUTS if is_int4 else num_weights + 4.0 * num_outputs
+    int4_bytes = num_weights / 2 + 4 * num_weights / GROUP_INPUTS
+    weight_bytes = int4_bytes if weight == "int4" else num_weights + 4.0 * num_outputs
     work = Work(weight_bytes, flops=2 * num_tokens * num_weights, flops_share=_PRODUCT_FLOPS_SHARE)
     shape = f"{weight} {num_inputs} -> {num_outputs}, {num_tokens} tokens"
     return Case("quantized_matmul", shape, work, make, _PRODUCT_TOLERANCE)

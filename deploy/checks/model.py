@@ -20,7 +20,9 @@ from pdserve.deploy.launch import Launch, worker_configs
 from pdserve.engine.worker.backend import choose_backend
 from pdserve.engine.worker.pool_size import num_kv_blocks, num_swap_slots
 from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.quantisation import held_scheme, served_scheme
 from pdserve.model.config.sampling_defaults import sampling_defaults
+from pdserve.model.config.sharding import check_groups
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.files import check_weights
@@ -80,6 +82,16 @@ def model_rows(settings: ModelConfig) -> list[tuple[str, str]]:
     return rows
 
 
+def precision_words(settings: ModelConfig) -> str:
+    """Dtype of a model, or how its weights are quantised, such as ``int4 weights (AWQ), activations in bfloat16``.
+
+    Raises:
+        ValueError: config.json is broken.
+    """
+    scheme = held_scheme(settings.quantization, DecoderConfig.from_folder(Path(settings.path)).shape.scheme)
+    return settings.dtype if scheme is None else f"{scheme}, activations in {settings.dtype}"
+
+
 UNKNOWN_TOOLS = (
     "its chat template teaches tool calls in a form that is not known, so tools are refused; "
     f"set model.tool_format if it is one of {', '.join(TOOL_FORMATS)}"
@@ -107,7 +119,10 @@ class WorkerMemory(NamedTuple):
 
 def worker_memory(config: WorkerConfig, model: DecoderConfig) -> WorkerMemory:
     """Return a worker's memory. Raises ValueError, with the remedy, for sizes that no amount of memory would allow."""
-    cost = CostModel(model.shape, hardware("cpu"), config.precision, config.tensor_parallel, config.pipeline_parallel)
+    scheme = served_scheme(config.precision.quantization, model.shape.scheme)
+    degrees = config.tensor_parallel, config.pipeline_parallel
+    cost = CostModel(model.shape, hardware("cpu"), config.precision, *degrees, expert_parallel=config.expert_parallel)
+    check_groups(model.shape, scheme, config.tensor_parallel, expert_parallel=config.expert_parallel)
     limits = model.limits(config.max_model_len)
     block_bytes = cost.kv_bytes_per_token * config.block_size
     needed_bytes = -(-limits.max_model_len // config.block_size) * config.pipeline_parallel * block_bytes
@@ -152,18 +167,18 @@ def check_memory(configs: Sequence[WorkerConfig], model: DecoderConfig, availabl
         raise DeployError(
             f"{_workers(len(configs))} {_size(weights + kv + swap + processes)} of memory (weights {_size(weights)}, "
             f"KV cache {_size(kv)}, swap {_size(swap)}, processes {_size(processes)}) and {_size(available)} is "
-            f"available; {_remedy(configs, weights_fit=weights + processes <= available)}"
+            f"available; {_remedy(configs, model, weights_fit=weights + processes <= available)}"
         )
 
 
-def _remedy(configs: Sequence[WorkerConfig], *, weights_fit: bool) -> str:
+def _remedy(configs: Sequence[WorkerConfig], model: DecoderConfig, *, weights_fit: bool) -> str:
     if not weights_fit:
         remedies = ["fewer workers", "a smaller model"]
         precision = configs[0].precision
         if precision.dtype == "float32":
             remedies.append("model.dtype bfloat16")
-        if precision.quantization != "int4":
-            remedies.append("model.quantization " + ("int8 or int4" if precision.quantization == "none" else "int4"))
+        if model.shape.scheme is None and precision.quantization != "int4":
+            remedies.append("model.quantization " + ("int4" if precision.quantization == "int8" else "int8 or int4"))
         return f"use {', '.join(remedies[:-1])} or {remedies[-1]}"
     knobs = [f"{config.role.value}.kv_memory" for config in configs if config.kv_memory_bytes]
     knobs += [f"{config.role.value}.swap_memory" for config in configs if config.swap_memory_bytes]

@@ -8,7 +8,7 @@ from typing import Any
 
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.worker_config import WorkerRole
-from pdserve.deploy.checks.model import model_rows
+from pdserve.deploy.checks.model import model_rows, precision_words
 from pdserve.deploy.cluster.resources import MAX_SHARE
 from pdserve.deploy.commands.check import Links, find_links
 from pdserve.deploy.commands.status import num_blocks
@@ -23,7 +23,7 @@ def banner_rows(launch: Launch, served_name: str, workers: Sequence[dict[str, An
         workers: from the router's status.
     """
     model = launch.config.model
-    rows = [("model", f"{served_name} ({model.precision})"), *model_rows(model)]
+    rows = [("model", f"{served_name} ({precision_words(model)})"), *model_rows(model)]
     links: list[Links] = []
     with contextlib.suppress(DeployError):  # between hosts without a transport, and perhaps without a link
         links = find_links(launch)

@@ -77,7 +77,7 @@ def transfer(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Pull KV between two transfer processes of this host, beside a bare copy, socket and gRPC stream."""
+    """Pull KV between two transfer processes of this host, beside a bare copy and a socket."""
     from pdserve.bench.transfer import result_lines, run, tls_files
 
     try:

@@ -22,7 +22,7 @@ from pdserve.deploy.cluster.folder import NEEDS_KEY, admin_headers, api_key, fin
 from pdserve.deploy.commands.plan_options import BurstinessOption, TimeUnitOption
 
 if TYPE_CHECKING:
-    from pdserve.bench import load
+    from pdserve.loadgen import load
     from pdserve.planner.workload.requests import SimulatedRequest
     from pdserve.planner.workload.trace_lines import TimeUnit
     from pdserve.planner.workload.workload import Workload
@@ -104,13 +104,13 @@ def serve(
 
     Options, figures and JSON keys are those of `vllm bench serve`.
     """
-    from pdserve.bench import serving_report
+    from pdserve.loadgen import figures
 
     started = datetime.now(UTC)
     with _usage():
         objectives = _objectives(goodput, more_objectives)
-        metrics = serving_report.parse_metrics(percentile_metrics)
-        percentiles = serving_report.parse_percentiles(metric_percentiles)
+        metrics = figures.parse_metrics(percentile_metrics)
+        percentiles = figures.parse_percentiles(metric_percentiles)
         traffic = _workload(dataset_name, dataset_path, (input_len, output_len, range_ratio), burstiness, time_unit)
         target = _Target(url, traffic, num_prompts, seed, max_model_len, vocab_size, time_scale, max_concurrency)
     measured = target.load(request_rate)
@@ -122,12 +122,12 @@ def serve(
         "request_rate": request_rate if isfinite(request_rate) else "inf",
         "burstiness": burstiness or 1.0,
         "max_concurrency": max_concurrency,
-        **serving_report.serving_result(measured, objectives, metrics, percentiles),
+        **figures.serving_result(measured, objectives, metrics, percentiles),
     }
     if save_result or result_filename:
         name = result_filename or f"pdserve-{request_rate:g}qps-{result['date']}.json"
         (result_dir / name).write_text(json.dumps(result) + "\n")
-    lines = serving_report.result_lines(result, metrics, percentiles)
+    lines = figures.result_lines(result, metrics, percentiles)
     typer.echo(json.dumps(result) if as_json else "\n".join(lines))
     if result["problems"]:
         raise DeployError(f"these figures do not count: {'; '.join(result['problems'])}")
@@ -172,10 +172,10 @@ def sweep(
     """Measure a server at several rates and find its goodput: the highest rate at which enough requests meet both
     objectives. Writes JSON, CSV, and a page with charts.
     """
-    from pdserve.bench.sweep import Sweep, Sweeper, SweepPoint, sweep_csv
-    from pdserve.bench.sweep_report import sweep_cells, sweep_html
     from pdserve.contracts.codec import from_json, to_json
     from pdserve.deploy.commands.plan_options import check_writable
+    from pdserve.loadgen.page import sweep_cells, sweep_html
+    from pdserve.loadgen.sweep import Sweep, Sweeper, SweepPoint, sweep_csv
     from pdserve.planner.report.page import check_drawing
 
     started = datetime.now(UTC)
@@ -261,7 +261,7 @@ class _Target:
         Raises:
             DeployError: the server does not answer.
         """
-        from pdserve.bench.load import measure_load
+        from pdserve.loadgen.load import measure_load
 
         requests = self._sample.at_rate(min(rate, _AT_ONCE))
         try:
@@ -335,7 +335,7 @@ def _bars(requests: Sequence[SimulatedRequest]) -> Iterator[Callable[[load.Progr
 
 def _objectives(goodput: list[str] | None, more: list[str] | None) -> dict[str, float]:
     """Milliseconds by metric; ``more`` are the pairs after the first, as vLLM's option takes several values."""
-    from pdserve.bench.serving_report import parse_objectives
+    from pdserve.loadgen.figures import parse_objectives
 
     if more and not goodput:
         raise ValueError(f"unexpected argument {more[0]!r}")
@@ -410,7 +410,7 @@ def _max_model_len(url: str) -> int:
     """
     import httpx
 
-    from pdserve.bench.server_tls import server_tls
+    from pdserve.loadgen.server_tls import server_tls
 
     try:
         headers = {"Authorization": f"Bearer {key}"} if (key := api_key()) else {}

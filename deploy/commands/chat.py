@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from pdserve.bench.server_tls import server_tls
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster.folder import NEEDS_KEY
+from pdserve.loadgen.server_tls import server_tls
 
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 600.0

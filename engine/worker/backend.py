@@ -35,14 +35,14 @@ from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.kv_transfer.resharding import KvShard
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.model_hash import model_hash
-from pdserve.model.config.sharding import Place, shard_of
+from pdserve.model.config.quantisation import served_scheme
+from pdserve.model.config.sharding import Place, check_groups, shard_of
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import Hardware, hardware, slowed
 from pdserve.model.cost.stage import Stage
 from pdserve.model.executors.drafting import Drafter, NgramDrafter
 from pdserve.model.executors.emulated import EmulatedExecutor
 from pdserve.model.sampling.grammars import GrammarMatchers
-from pdserve.model.weights.bytes import INT4_GROUP_INPUTS
 from pdserve.model.weights.files import check_weights
 
 if TYPE_CHECKING:  # they import torch
@@ -98,9 +98,10 @@ def _model_backend(config: WorkerConfig) -> Backend:
     folder = Path(config.model_path)
     model, limits = _model(config)
     _cost(config, model)  # raises what is wrong before torch is imported
-    _check_groups(config, model)
+    scheme = served_scheme(config.precision.quantization, model.shape.scheme)
+    check_groups(model.shape, scheme, config.tensor_parallel, expert_parallel=config.expert_parallel)
     check_weights(folder, model.shape)
-    content_hash = model_hash(folder, f"{model.layers} {config.precision.dtype} {config.precision.quantization}")
+    content_hash = model_hash(folder, f"{model.layers} {config.precision.dtype} {scheme}")
     _configure_openmp(config)
 
     from pdserve.engine.worker.model_device import (
@@ -209,21 +210,19 @@ def _as_computed(config: WorkerConfig, is_on_host: bool) -> WorkerConfig:
 
 
 def _cost(config: WorkerConfig, model: DecoderConfig) -> CostModel:
-    degrees = config.tensor_parallel, config.pipeline_parallel
-    return CostModel(model.shape, _device(config), config.precision, *degrees, config.transport)
+    return _cost_on(_device(config), config, model)
 
 
-def _check_groups(config: WorkerConfig, model: DecoderConfig) -> None:
-    """Raise ValueError if ranks would share a group of int4 inputs, which has one scale."""
-    if config.precision.quantization != "int4" or config.tensor_parallel == 1:
-        return
-    shape, num_ranks = model.shape, config.tensor_parallel
-    for what, num_inputs in (("heads", shape.num_heads * shape.head_dim), ("MLP", shape.intermediate_size)):
-        if num_inputs // num_ranks % INT4_GROUP_INPUTS:
-            raise ValueError(
-                f"tensor_parallel {num_ranks} divides the {num_inputs} inputs of the {what} within groups of "
-                f"{INT4_GROUP_INPUTS} that share an int4 scale: use a lower degree, or quantization int8"
-            )
+def _cost_on(device: Hardware, config: WorkerConfig, model: DecoderConfig) -> CostModel:
+    return CostModel(
+        model.shape,
+        device,
+        config.precision,
+        config.tensor_parallel,
+        config.pipeline_parallel,
+        config.transport,
+        expert_parallel=config.expert_parallel,
+    )
 
 
 def _check_ranks(config: WorkerConfig, is_on_host: bool) -> None:
@@ -275,8 +274,12 @@ def _staging(pool: KvPool, memory: PoolMemory, shard: KvShard, followers: Follow
 def _kv_shards(config: WorkerConfig, model: DecoderConfig) -> list[KvShard]:
     """Part of every block that each rank holds, in a pool of its own."""
     num_ranks = config.tensor_parallel * config.pipeline_parallel
-    places = (Place.of(rank, config.tensor_parallel, config.pipeline_parallel) for rank in range(num_ranks))
+    places = (_place(config, rank) for rank in range(num_ranks))
     return [KvShard(shard.kv_heads, shard.layers) for shard in (shard_of(model.shape, place) for place in places)]
+
+
+def _place(config: WorkerConfig, rank: int) -> Place:
+    return Place.of(rank, config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
 
 
 def _copies_of_ranks(
@@ -315,7 +318,7 @@ def _ranks(config: WorkerConfig, model: DecoderConfig, device: torch.device, sha
     from pdserve.engine.worker.model_device import is_in_host_memory
     from pdserve.model.decoder.ranks import Ranks, ranks_of_devices
 
-    place = Place.of(rank, config.tensor_parallel, config.pipeline_parallel)
+    place = _place(config, rank)
     if not is_in_host_memory(device):
         if config.transport == "nccl":
             # NCCL takes one interface for all groups of a process, and links reach other hosts: not the loopback.
@@ -414,14 +417,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
     model = DecoderConfig.from_folder(Path(config.model_path))
     limits = model.limits(config.max_model_len)
     is_instant = config.time_scale == 0
-    cost = CostModel(
-        model.shape,
-        _device(config) if is_instant else slowed(_device(config), config.time_scale),
-        config.precision,
-        config.tensor_parallel,
-        config.pipeline_parallel,
-        config.transport,
-    )
+    cost = _cost_on(_device(config) if is_instant else slowed(_device(config), config.time_scale), config, model)
     max_blocks = cost.max_kv_blocks(
         config.block_size, max_batch_tokens=config.max_batch_tokens, max_batch_size=config.max_batch_size
     )

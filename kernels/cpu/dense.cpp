@@ -2,15 +2,16 @@
 // before a call: nothing is checked here.
 //
 // A weight [outputs, inputs] is held in panels of kPanel outputs, [panel][input][kPanel], the last one filled up with
-// zeros, as float, bfloat16, float16, int8 with one scale per output, or int4 with one per output and group of inputs,
-// [panel][group][kPanel]. Outputs of a bfloat16 panel are in the order 0, kLanes, 1, kLanes + 1 ...; byte i of an int4
-// panel's input is output i and 16 times output kLanes + i, added up. Activations and arithmetic are float.
+// zeros, as float, bfloat16, float16, or quantised as int8, int4 or e4m3. Outputs of a bfloat16 panel are in the order 0,
+// kLanes, 1, kLanes + 1 ...; byte i of an int4 panel's input is output i, 8, and 16 times output kLanes + i, added up.
+// Quantised weights have a scale per output, or a scale and perhaps a zero point per output and block of inputs.
+// Activations and arithmetic are float.
 //
-// An output is the sum, over blocks of kDepth inputs in order, of that block's products added up in order; blocks of
-// int4 are its groups, and their sums are multiplied with the scales. Every path here keeps to that, so that a row's
-// result depends on neither its neighbours nor the number of threads. The blocking is that of Goto and van de Geijn,
-// "Anatomy of High-Performance Matrix Multiplication" (2008): a block of weights lies in the L1 cache as floats and a
-// block of rows in L2, while a tile of results stays in registers.
+// An output is the sum, over blocks of `depth` inputs in order, of that block's products added up in order, less the
+// zero point times the sum of the inputs, times the scale. Every path here keeps to that, so that a row's result depends
+// on neither its neighbours nor the number of threads. The blocking is that of Goto and van de Geijn, "Anatomy of
+// High-Performance Matrix Multiplication" (2008): a block of weights lies in the L1 cache as floats and a block of rows
+// in L2, while a tile of results stays in registers.
 
 #include <algorithm>
 #include <cmath>
@@ -28,22 +29,17 @@ constexpr int kTileRows = kLanes == 16 ? 12 : 6;  // What the registers of AVX-5
 constexpr int kPanel = 2 * kLanes;
 constexpr int kFewRows = 4 * kTileRows;  // Up to here, making floats of weights beforehand does not pay.
 constexpr int kBlockRows = 32 * kTileRows;
+constexpr int kMaxDepth = 256;            // Inputs of a block, at most.
 constexpr int kBlockPanels = 16;          // Panels that one block of rows is multiplied with, at most.
 constexpr int kAheadBytes = 4096;         // Prefetched: what memory sends while a core waits for its first byte.
 constexpr int64_t kSerialWork = 1 << 17;  // Multiply-adds below which waking threads costs more than it saves.
 
-enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
+enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4, kE4m3 };
 
-// Of one input: the weight of an output of a panel's first half, and 16 times that of its counterpart of the second.
+// Of one input: the weight of an output of a panel's first half, 8, and 16 times that of its counterpart of the second.
 struct Int4Pair {
   int8_t sum;
 };
-
-// Inputs of one block.
-template <typename W>
-constexpr int kDepth = 256;
-template <>
-constexpr int kDepth<Int4Pair> = 128;
 
 // Values that hold the weights of one input for a panel.
 template <typename W>
@@ -51,15 +47,42 @@ constexpr int kStep = kPanel;
 template <>
 constexpr int kStep<Int4Pair> = kLanes;
 
+// What `load_panel` makes of a weight w in a panel's first half, and in its second: units * w + offsets, and in the
+// second what it makes of the first besides. All is linear, so that it is made up for later and once, with the sums of
+// the inputs.
+struct Coding {
+  bool is_paired;
+  float units[2];
+  float offsets[2];
+};
+template <typename W>
+constexpr Coding kCoding = {false, {1, 1}, {0, 0}};
+template <>
+constexpr Coding kCoding<Int4Pair> = {true, {1, 16}, {kLanes == 16 ? 0.0f : 8.0f, kLanes == 16 ? 8.0f : 0.0f}};
+
 // Mirrored by dense._Weight.
 struct Weight {
   int64_t kind;
   int64_t num_outputs;
   int64_t num_inputs;
+  int64_t depth;  // Inputs of a block.
   const void* panels;
-  const float* scales;        // [num_outputs], or null.
-  const float* group_scales;  // [panel][group][kPanel], of the halves over 2^28 and over 16, or null.
+  const float* scales;        // [panel][kPanel], or null.
+  const float* block_scales;  // [panel][block][kPanel], or null.
+  const int8_t* zeros;        // [panel][block][kPanel], or null; only with scales of blocks, and not of e4m3.
   const float* bias;          // [num_outputs], or null.
+
+  int64_t num_blocks() const { return (num_inputs + depth - 1) / depth; }
+};
+
+// Some inputs of some rows.
+struct Rows {
+  const float* x;
+  int64_t stride;       // Values between rows.
+  const float* sums;    // Of each row's inputs; null where nothing is made up for with them.
+  int64_t sums_stride;
+
+  Rows from(int64_t row) const { return {x + row * stride, stride, sums + row * sums_stride, sums_stride}; }
 };
 
 // Weights of some inputs for one panel or several.
@@ -67,9 +90,11 @@ template <typename W>
 struct Block {
   const W* weights;
   int64_t stride;       // Values between panels.
-  const float* scales;  // Of int4, or null: of the block's sums, [kPanel] for the first panel.
+  int64_t depth;        // Inputs.
+  const float* scales;  // Of the block's sums, [kPanel] for the first panel, or null.
+  const int8_t* zeros;  // Beside the scales, or null.
   int64_t scale_stride;
-  int64_t depth;  // Inputs.
+  const Coding& coding;
 };
 
 // The weights of one input for the outputs of a panel, as floats: first half, second half.
@@ -87,16 +112,17 @@ inline void load_panel(const BFloat16* p, Vec& low, Vec& high) {
   high = reinterpret_cast<Vec>(pairs & static_cast<int32_t>(0xffff0000));
 }
 
-// In the fewest instructions: 2^28 times the weights of the first half, whose bits have their sign at a lane's top, and
-// the pairs themselves. What is made of them is linear, so that `part` makes up for it later and once.
 inline void load_panel(const Int4Pair* p, Vec& low, Vec& high) {
   const IntVec pairs = load_integers(&p->sum);
-  low = __builtin_convertvector(pairs << 28, Vec);
+#if PDSERVE_LANES == 16
+  constexpr Vec first = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};  // In one instruction.
+  low = reinterpret_cast<Vec>(
+      _mm512_permutexvar_ps(reinterpret_cast<__m512i>(pairs), reinterpret_cast<__m512>(first)));
+#else
+  low = __builtin_convertvector(pairs & 15, Vec);
+#endif
   high = __builtin_convertvector(pairs, Vec);
 }
-
-// Takes the first half of int4 pairs from them: 2^28 and 16 times the halves are left, and scales make up for that.
-inline void part(const Vec& low, Vec& high) { high -= low * 0x1p-28f; }
 
 // Keeps a value in a register: left alone, the compiler reads weights from memory again for every row.
 inline void keep([[maybe_unused]] Vec& x) {
@@ -105,19 +131,18 @@ inline void keep([[maybe_unused]] Vec& x) {
 #endif
 }
 
-// Sums of a block of int4 pairs times their scales.
+// Sums times their scales.
 inline void scale_sums(const float* scales, Vec& low, Vec& high) {
-  part(low, high);
   low *= load(scales);
   high *= load(scales + kLanes);
   keep(low);  // Rounded here, and not joined with an addition wherever the compiler finds that it can be.
   keep(high);
 }
 
-// total[p][r][f] = (is_first ? 0 : total[p][r][f]) + scale[p][f] * sum over d of x[r][d] * w[p][d][f], where the block
-// and total are of kPanels panels, in total kRows * kPanel values apart.
+// total[p][r][f] = (is_first ? 0 : total[p][r][f]) + the scaled sum over d of x[r][d] * w[p][d][f], where the block and
+// total are of kPanels panels, in total kRows * kPanel values apart.
 template <int kRows, int kPanels, int kAhead, typename W>
-inline void add_tile(const float* x, int64_t x_stride, const Block<W>& block, float* total, bool is_first) {
+inline void add_tile(const Rows& rows, const Block<W>& block, float* total, bool is_first) {
   Vec sum[kPanels][kRows][2] = {};
   if (block.scales)
     for (int p = 0; p < kPanels; ++p) __builtin_prefetch(block.scales + p * block.scale_stride);
@@ -132,11 +157,30 @@ inline void add_tile(const float* x, int64_t x_stride, const Block<W>& block, fl
       keep(high);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
-        sum[p][r][0] += x[r * x_stride + d] * low;
-        sum[p][r][1] += x[r * x_stride + d] * high;
+        sum[p][r][0] += rows.x[r * rows.stride + d] * low;
+        sum[p][r][1] += rows.x[r * rows.stride + d] * high;
       }
     }
   }
+  if (rows.sums)
+#pragma GCC unroll 4
+    for (int p = 0; p < kPanels; ++p) {
+      const Coding& coding = block.coding;
+      Vec low = Vec{} + coding.offsets[0], high = Vec{} + coding.offsets[1];
+      if (block.zeros) {
+        low += coding.units[0] * load(block.zeros + p * block.scale_stride);
+        high += coding.units[1] * load(block.zeros + p * block.scale_stride + kLanes);
+      }
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+        if (coding.is_paired) sum[p][r][1] -= sum[p][r][0];
+        Vec low_excess = rows.sums[r * rows.sums_stride] * low, high_excess = rows.sums[r * rows.sums_stride] * high;
+        keep(low_excess);
+        keep(high_excess);
+        sum[p][r][0] -= low_excess;
+        sum[p][r][1] -= high_excess;
+      }
+    }
 #pragma GCC unroll 4
   for (int p = 0; p < kPanels; ++p)
 #pragma GCC unroll 12
@@ -150,10 +194,9 @@ inline void add_tile(const float* x, int64_t x_stride, const Block<W>& block, fl
 
 // add_tile of one panel, for 1 to kRows rows.
 template <int kAhead, int kRows = kTileRows, typename W>
-inline void add_small_tile(int64_t rows, const float* x, int64_t x_stride, const Block<W>& block, float* total,
-                           bool is_first) {
-  if (rows == kRows) return add_tile<kRows, 1, kAhead>(x, x_stride, block, total, is_first);
-  if constexpr (kRows > 1) add_small_tile<kAhead, kRows - 1>(rows, x, x_stride, block, total, is_first);
+inline void add_small_tile(int64_t num_rows, const Rows& rows, const Block<W>& block, float* total, bool is_first) {
+  if (num_rows == kRows) return add_tile<kRows, 1, kAhead>(rows, block, total, is_first);
+  if constexpr (kRows > 1) add_small_tile<kAhead, kRows - 1>(num_rows, rows, block, total, is_first);
 }
 
 // Memory that the next block needs, asked for bit by bit while this one is worked on.
@@ -169,13 +212,13 @@ struct Prefetch {
 
 // add_tile of one panel, for any number of rows, cut into tiles of much the same size.
 template <int kAhead, typename W>
-inline void add_rows(int64_t rows, const float* x, int64_t x_stride, const Block<W>& block, float* total, bool is_first,
+inline void add_rows(int64_t num_rows, const Rows& rows, const Block<W>& block, float* total, bool is_first,
                      Prefetch next = {}) {
-  const int64_t num_tiles = (rows + kTileRows - 1) / kTileRows;
+  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile) {
     next.ask(tile, num_tiles);
-    const int64_t end = rows * (tile + 1) / num_tiles;
-    add_small_tile<kAhead>(end - row, x + row * x_stride, x_stride, block, total + row * kPanel, is_first);
+    const int64_t end = num_rows * (tile + 1) / num_tiles;
+    add_small_tile<kAhead>(end - row, rows.from(row), block, total + row * kPanel, is_first);
     row = end;
   }
 }
@@ -193,30 +236,35 @@ inline const float* as_floats(const W* from, int64_t depth, float* scratch) {
   return scratch;
 }
 
-// The scales of a panel's outputs in the group of an input, or null.
-inline const float* group_scales(const Weight& weight, int64_t panel, int64_t input) {
-  constexpr int64_t kGroup = kDepth<Int4Pair>;
-  const int64_t num_groups = (weight.num_inputs + kGroup - 1) / kGroup;
-  return weight.group_scales ? weight.group_scales + (panel * num_groups + input / kGroup) * kPanel : nullptr;
-}
-
 template <typename W>
 struct Product {
   const Weight& weight;
-  const float* x;  // [num_rows, num_inputs]
-  float* y;        // [num_rows, num_outputs]
+  const float* x;     // [num_rows, num_inputs]
+  float* y;           // [num_rows, num_outputs]
   int64_t num_rows;
-  bool adds;       // To what y holds.
+  bool adds;          // To what y holds.
+  const float* sums;  // [num_rows, blocks] of x, or null.
 
   int64_t inputs() const { return weight.num_inputs; }
   int64_t num_panels() const { return (weight.num_outputs + kPanel - 1) / kPanel; }
 
+  // From an input on, which begins a block, of a row and those behind it.
+  Rows rows_at(int64_t row, int64_t input) const {
+    const int64_t blocks = sums ? weight.num_blocks() : 0;
+    return {x + row * inputs() + input, inputs(), sums + row * blocks + (sums ? input / weight.depth : 0), blocks};
+  }
+
   // From an input on, of a panel and those behind it.
   Block<W> block_at(int64_t panel, int64_t input) const {
-    const int64_t stride = inputs() * kStep<W>;
-    return {static_cast<const W*>(weight.panels) + panel * stride + input * kStep<W>, stride,
-            group_scales(weight, panel, input), group_scales(weight, 1, 0) - group_scales(weight, 0, 0),
-            std::min<int64_t>(kDepth<W>, inputs() - input)};
+    const int64_t stride = inputs() * kStep<W>, blocks = weight.num_blocks();
+    const int64_t at = (panel * blocks + input / weight.depth) * kPanel;
+    return {static_cast<const W*>(weight.panels) + panel * stride + input * kStep<W>,
+            stride,
+            std::min(weight.depth, inputs() - input),
+            weight.block_scales ? weight.block_scales + at : nullptr,
+            weight.zeros ? weight.zeros + at : nullptr,
+            blocks * kPanel,
+            kCoding<W>};
   }
 
   // y = total * scale + bias, or that more, for rows of one panel. total is [rows][kPanel].
@@ -240,8 +288,8 @@ struct Product {
   void stream(int64_t first, int64_t end) const {
     float total[kPanels * kRows * kPanel];
     for (; first + kPanels <= end; first += kPanels) {
-      for (int64_t d = 0; d < inputs(); d += kDepth<W>)
-        add_tile<kRows, kPanels, kAheadBytes / kPanels>(x + d, inputs(), block_at(first, d), total, d == 0);
+      for (int64_t d = 0; d < inputs(); d += weight.depth)
+        add_tile<kRows, kPanels, kAheadBytes / kPanels>(rows_at(0, d), block_at(first, d), total, d == 0);
       for (int p = 0; p < kPanels; ++p) finish(total + p * kRows * kPanel, 0, kRows, first + p);
     }
     if constexpr (kPanels > 1) stream<kRows, kPanels / 2>(first, end);
@@ -253,25 +301,29 @@ struct Product {
     if (num_rows == 2) return stream<2, 2>(first, end);
     float total[kFewRows * kPanel];
     for (int64_t panel = first; panel < end; ++panel) {
-      for (int64_t d = 0; d < inputs(); d += kDepth<W>)
-        add_rows<kAheadBytes>(num_rows, x + d, inputs(), block_at(panel, d), total, d == 0);
+      for (int64_t d = 0; d < inputs(); d += weight.depth)
+        add_rows<kAheadBytes>(num_rows, rows_at(0, d), block_at(panel, d), total, d == 0);
       finish(total, 0, num_rows, panel);
     }
   }
 
   // Many rows: a block of weights becomes floats once for a block of rows.
   void multiply_block(int64_t first_row, int64_t rows, int64_t first_panel, int64_t panels) const {
-    static thread_local std::vector<float> x_block(kBlockRows * kDepth<W>), w_block(kDepth<W> * kPanel),
+    static thread_local std::vector<float> x_block(kBlockRows * kMaxDepth), w_block(kMaxDepth * kPanel),
         total(kBlockPanels * kBlockRows * kPanel);
-    for (int64_t d = 0; d < inputs(); d += kDepth<W>) {
+    for (int64_t d = 0; d < inputs(); d += weight.depth) {
       const int64_t depth = block_at(first_panel, d).depth;
+      Rows block_rows = rows_at(first_row, d);
       for (int64_t r = 0; r < rows; ++r)
-        std::copy_n(x + (first_row + r) * inputs() + d, depth, x_block.data() + r * kDepth<W>);
+        std::copy_n(block_rows.x + r * inputs(), depth, x_block.data() + r * weight.depth);
+      block_rows.x = x_block.data();
+      block_rows.stride = weight.depth;
       for (int64_t p = 0; p < panels; ++p) {
         const Block<W> held = block_at(first_panel + p, d);
-        const Block<float> block{as_floats(held.weights, depth, w_block.data()), 0, held.scales, 0, depth};
-        const W* next = p + 1 < panels ? held.weights + held.stride : block_at(first_panel, d + kDepth<W>).weights;
-        add_rows<0>(rows, x_block.data(), kDepth<W>, block, total.data() + p * kBlockRows * kPanel, d == 0,
+        const Block<float> block{as_floats(held.weights, depth, w_block.data()), 0, depth, held.scales, held.zeros, 0,
+                                 held.coding};
+        const W* next = p + 1 < panels ? held.weights + held.stride : block_at(first_panel, d + weight.depth).weights;
+        add_rows<0>(rows, block_rows, block, total.data() + p * kBlockRows * kPanel, d == 0,
                     {reinterpret_cast<const char*>(next), depth * kStep<W> * static_cast<int64_t>(sizeof(W))});
       }
     }
@@ -302,19 +354,44 @@ struct Product {
   }
 };
 
+// [num_rows, blocks]: the sums of each block's inputs; null where they are not needed.
+const float* sum_inputs(const Weight& weight, const float* x, int64_t num_rows) {
+  if (!weight.zeros && weight.kind != kInt4) return nullptr;
+  static thread_local std::vector<float> held;
+  const int64_t blocks = weight.num_blocks();
+  held.resize(num_rows * blocks);
+  float* const sums = held.data();
+  Team::get().run(num_rows, num_rows > kFewRows, [&](int64_t row) {
+    for (int64_t block = 0; block < blocks; ++block) {
+      const float* from = x + row * weight.num_inputs + block * weight.depth;
+      const int64_t depth = std::min(weight.depth, weight.num_inputs - block * weight.depth);
+      Vec lanes{};
+      int64_t d = 0;
+      for (; d + kLanes <= depth; d += kLanes) lanes += load(from + d);
+      float sum = 0;
+      for (int lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
+      for (; d < depth; ++d) sum += from[d];
+      sums[row * blocks + block] = sum;
+    }
+  });
+  return sums;
+}
+
 template <typename W>
 void copy_rows(const Weight& weight, const int64_t* ids, int64_t num_ids, float* out) {
-  const int64_t inputs = weight.num_inputs;
+  const Product<W> product{weight, nullptr, nullptr, 0, false, nullptr};
   for (int64_t i = 0; i < num_ids; ++i) {
     const int64_t panel = ids[i] / kPanel, place = ids[i] % kPanel;
-    const W* from = static_cast<const W*>(weight.panels) + panel * inputs * kStep<W>;
-    for (int64_t d = 0; d < inputs; ++d) {
+    for (int64_t d = 0; d < weight.num_inputs; ++d) {
+      const Block<W> block = product.block_at(panel, d);
       Vec halves[2];
-      load_panel(from + d * kStep<W>, halves[0], halves[1]);
-      const float* of_group = group_scales(weight, panel, d);
-      if (of_group) part(halves[0], halves[1]);
-      const float scale = of_group ? of_group[place] : weight.scales ? weight.scales[ids[i]] : 1.0f;
-      out[i * inputs + d] = halves[place / kLanes][place % kLanes] * scale;
+      load_panel(block.weights, halves[0], halves[1]);
+      if (block.coding.is_paired) halves[1] -= halves[0];
+      const int half = place / kLanes;
+      const float zero = block.zeros ? block.zeros[place] : 0.0f;
+      const float value = halves[half][place % kLanes] - block.coding.offsets[half] - block.coding.units[half] * zero;
+      const float scale = block.scales ? block.scales[place] : weight.scales ? weight.scales[ids[i]] : 1.0f;
+      out[i * weight.num_inputs + d] = value * scale;
     }
   }
 }
@@ -327,6 +404,7 @@ void with_kind(int64_t kind, Call call) {
     case kFloat16: return call(Float16{});
     case kInt8: return call(int8_t{});
     case kInt4: return call(Int4Pair{});
+    case kE4m3: return call(E4m3{});
   }
 }
 
@@ -339,7 +417,8 @@ int64_t dense_panel_width() { return kPanel; }
 
 // y[num_rows, num_outputs] = x[num_rows, num_inputs] W^T + b, or y += that; all contiguous.
 void dense_multiply(const Weight* weight, const float* x, float* y, int64_t num_rows, int64_t adds) {
-  with_kind(weight->kind, [&](auto value) { Product<decltype(value)>{*weight, x, y, num_rows, adds != 0}(); });
+  const float* sums = sum_inputs(*weight, x, num_rows);
+  with_kind(weight->kind, [&](auto value) { Product<decltype(value)>{*weight, x, y, num_rows, adds != 0, sums}(); });
 }
 
 // out[num_ids, num_inputs]: rows of W.

@@ -1,11 +1,11 @@
 """C++ linear layers, RMS norm and gate, called through ctypes. Arguments are asserted here; C++ checks nothing.
 
 `pdserve.kernels.selection` chooses them; `pdserve.kernels.cpu.build` compiles dense.cpp and pointwise.cpp. Activations
-are float32; weights keep the checkpoint's dtype or become int8 or int4. A row's result depends on neither the other
-rows nor the number of threads (`pdserve.kernels.cpu.threads`).
+are float32; weights keep the checkpoint's dtype or are quantised. A row's result depends on neither the other rows nor
+the number of threads (`pdserve.kernels.cpu.threads`).
 
 Shape suffixes: T tokens, E input features, F output features, I = F / 2, P panels, W outputs of a panel, L = W / 2, G
-groups of inputs.
+groups of inputs, B blocks of inputs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from pdserve.kernels.cpu.build import kernel
-from pdserve.kernels.weight_quantisation import int4_values, kept_inputs, quantise_int4, quantise_int8
+from pdserve.kernels.weight_quantisation import GroupedWeight
 
 # As declared in those.
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-_INT4_KIND = 4
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_QUANTISED_KINDS = {"int8": 3, "int4": 4, "e4m3": 5}
+_MAX_DEPTH = 256
 _GATE = (c_void_p, c_void_p, c_int64, c_int64)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "dense_panel_width": (),
@@ -41,9 +43,11 @@ class _Weight(ctypes.Structure):
         ("kind", c_int64),
         ("num_outputs", c_int64),
         ("num_inputs", c_int64),
+        ("depth", c_int64),
         ("panels", c_void_p),
         ("scales", c_void_p),
-        ("group_scales", c_void_p),
+        ("block_scales", c_void_p),
+        ("zeros", c_void_p),
         ("bias", c_void_p),
     )
 
@@ -54,44 +58,76 @@ class _Held(NamedTuple):
     kind: int
     panels: torch.Tensor
     """``[P, E, W]``; ``[P, E, L]`` for int4."""
+    depth: int = _MAX_DEPTH
+    """Inputs of a block."""
     scales: torch.Tensor | None = None
-    """``[F]``."""
-    group_scales: torch.Tensor | None = None
-    """``[P, G, W]``."""
+    """``[P, 1, W]``."""
+    block_scales: torch.Tensor | None = None
+    """``[P, B, W]``."""
+    zeros: torch.Tensor | None = None
+    """int8 ``[P, B, W]``."""
+    permutation: torch.Tensor | None = None
+    """Inputs in the order of the panels: ``[E]``."""
 
 
 def pack_linear(
-    weight_FE: torch.Tensor,
-    bias_F: torch.Tensor | None = None,
-    quantization: str = "none",
-    inputs: range | None = None,
+    weight_FE: torch.Tensor | GroupedWeight, bias_F: torch.Tensor | None = None, *, dtype: torch.dtype = torch.float32
 ) -> CpuLinear:
     """See `pdserve.kernels.operations.PackLinear`."""
-    num_outputs, num_inputs = weight_FE.shape
-    num_kept = num_inputs if inputs is None else len(inputs)
-    return CpuLinear(_hold(weight_FE, quantization, inputs), num_outputs, num_kept, bias_F)
+    if isinstance(weight_FE, GroupedWeight):
+        return CpuLinear(_hold(weight_FE), weight_FE.values.shape, bias_F)
+    return CpuLinear(_Held(_KINDS[weight_FE.dtype], _pack(weight_FE)), weight_FE.shape, bias_F)
 
 
-def _hold(weight_FE: torch.Tensor, quantization: str, inputs: range | None) -> _Held:
-    match quantization:
-        case "int8":
-            quantised = quantise_int8(weight_FE, inputs)
-            return _Held(_KINDS[torch.int8], _pack(quantised.values), scales=quantised.scales)
-        case "int4":
-            weight = quantise_int4(weight_FE, inputs)
-            low_PEL, high_PEL = _pack(int4_values(weight)).chunk(2, dim=-1)
-            low_PGL, high_PGL = _pack(weight.scales).chunk(2, dim=-1)
-            scales_PGW = torch.cat((low_PGL / 2**28, high_PGL / 16), dim=-1)
-            return _Held(_INT4_KIND, low_PEL + 16 * high_PEL, group_scales=scales_PGW)
-        case "none":
-            return _Held(_KINDS[weight_FE.dtype], _pack(kept_inputs(weight_FE, inputs)))
-    raise AssertionError(f"quantization {quantization!r} got past the configuration")
+def _hold(weight: GroupedWeight) -> _Held:
+    kind, permutation = _QUANTISED_KINDS[weight.kind], weight.permutation
+    scales_FG = weight.scales
+    if weight.kind == "e4m3":
+        assert weight.zeros is None
+        panels = _pack(weight.values.view(torch.int8))
+        scales_FG = torch.where(_has_nan(weight), torch.nan, scales_FG) * 2**8
+    elif weight.kind == "int4":
+        low_PEL, high_PEL = _pack(weight.values).chunk(2, dim=-1)
+        panels = low_PEL + 8 | high_PEL << 4
+    else:
+        panels = _pack(weight.values)
+
+    def packed(scales_FB: torch.Tensor) -> torch.Tensor:
+        scales_PBW = _pack(scales_FB)
+        if weight.kind == "int4":
+            scales_PBW[..., _panel_width() // 2 :] /= 16
+        return scales_PBW
+
+    if scales_FG.shape[1] == 1 and weight.zeros is None:
+        return _Held(kind, panels, scales=packed(scales_FG), permutation=permutation)
+    num_inputs = weight.values.shape[1]
+    size = min(weight.group_inputs, num_inputs)
+    depth = _MAX_DEPTH
+    if size < num_inputs:  # As much of a group as a block has room for.
+        depth = max(depth for depth in range(1, _MAX_DEPTH + 1) if size % depth == 0)
+
+    def of_blocks(groups_FG: torch.Tensor) -> torch.Tensor:
+        return groups_FG.repeat_interleave(-(-size // depth), dim=1)[:, : -(-num_inputs // depth)]
+
+    zeros = None
+    if weight.zeros is not None:
+        zeros = _pack(of_blocks(weight.zeros).to(torch.int8))
+        assert torch.equal(weight.zeros.to(torch.int8).float(), weight.zeros)
+    return _Held(kind, panels, depth, block_scales=packed(of_blocks(scales_FG)), zeros=zeros, permutation=permutation)
+
+
+def _has_nan(weight: GroupedWeight) -> torch.Tensor:
+    """Which groups have a NaN of e4m3: ``[F, G]``."""
+    (num_outputs, num_inputs), is_nan_FE = weight.values.shape, weight.values.view(torch.int8) & 127 == 127
+    size = min(weight.group_inputs, num_inputs)
+    return pad(is_nan_FE, (0, -num_inputs % size)).view(num_outputs, -1, size).any(dim=-1)
 
 
 class CpuLinear:
     """Implements `pdserve.kernels.operations.Linear` for float32 activations."""
 
-    def __init__(self, held: _Held, num_outputs: int, num_inputs: int, bias_F: torch.Tensor | None) -> None:
+    def __init__(self, held: _Held, shape_FE: torch.Size, bias_F: torch.Tensor | None) -> None:
+        num_outputs, num_inputs = shape_FE
         assert bias_F is None or bias_F.shape == (num_outputs,)
         self._num_outputs, self._num_inputs = num_outputs, num_inputs
         self._held = held
@@ -100,21 +136,25 @@ class CpuLinear:
             held.kind,
             num_outputs,
             num_inputs,
+            held.depth,
             held.panels.data_ptr(),
-            *(None if scales is None else scales.data_ptr() for scales in (held.scales, held.group_scales)),
-            None if self._bias_F is None else self._bias_F.data_ptr(),
+            *(
+                None if part is None else part.data_ptr()
+                for part in (held.scales, held.block_scales, held.zeros, self._bias_F)
+            ),
         )
         self._struct = ctypes.byref(struct)
         self._multiply, self._rows = _function("dense_multiply"), _function("dense_rows")
 
     @property
     def num_bytes(self) -> int:
-        parts = (self._held.panels, self._held.scales, self._held.group_scales, self._bias_F)
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(part.nbytes for part in (*self._held, self._bias_F) if isinstance(part, torch.Tensor))
 
     def __call__(self, x_TE: torch.Tensor, add_to_TF: torch.Tensor | None = None) -> torch.Tensor:
         num_rows, num_inputs = x_TE.shape
         assert num_inputs == self._num_inputs
+        if self._held.permutation is not None:
+            x_TE = x_TE.index_select(1, self._held.permutation)
         _assert_float32(x_TE)
         if add_to_TF is None:
             y_TF, adds = torch.empty(num_rows, self._num_outputs), 0
@@ -130,7 +170,9 @@ class CpuLinear:
         assert ids_T.is_contiguous()
         rows_TE = torch.empty(len(ids_T), self._num_inputs)
         self._rows(self._struct, ids_T.data_ptr(), len(ids_T), rows_TE.data_ptr())
-        return rows_TE
+        if self._held.permutation is None:
+            return rows_TE
+        return torch.empty_like(rows_TE).index_copy_(1, self._held.permutation, rows_TE)
 
 
 def rms_normalise(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:

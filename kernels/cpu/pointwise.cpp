@@ -1,5 +1,6 @@
-// RMS norm and gate for CPUs. Compiled by build.py on first use and called by dense.py, which checks every shape
-// before a call: nothing is checked here. A row's result does not depend on its neighbours.
+// RMS norm, gate and weighted sums of experts for CPUs. Compiled by build.py on first use and called by dense.py and
+// experts.py, which check every shape before a call: nothing is checked here. A row's result does not depend on its
+// neighbours.
 
 #include <algorithm>
 #include <cmath>
@@ -75,6 +76,19 @@ void normalise_row(const float* x, const float* weight, float eps, float* out, i
   for (; i < width; ++i) out[i] = x[i] * factor * weight[i];
 }
 
+void combine_row(const float* y, const int64_t* places, const float* weights, float* out, int64_t num_slots,
+                 int64_t width) {
+  std::fill(out, out + width, 0.0f);
+  for (int64_t slot = 0; slot < num_slots; ++slot) {
+    if (places[slot] < 0) continue;
+    const float* row = y + places[slot] * width;
+    const float weight = weights[slot];
+    int64_t i = 0;
+    for (; i + kLanes <= width; i += kLanes) store(out + i, load(out + i) + load(row + i) * weight);
+    for (; i < width; ++i) out[i] += row[i] * weight;
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -83,6 +97,15 @@ extern "C" {
 void dense_rms_normalise(const float* x, const float* weight, float eps, float* out, int64_t num_rows, int64_t width) {
   Team::get().run(num_rows, num_rows * width >= kSerialValues, [&](int64_t row) {
     normalise_row(x + row * width, weight, eps, out + row * width, width);
+  });
+}
+
+// out[num_rows, width] = sum over slots, in their order, of weights[row, slot] * y[places[row, slot]]; none where the
+// place is negative.
+void dense_combine(const float* y, const int64_t* places, const float* weights, float* out, int64_t num_rows,
+                   int64_t num_slots, int64_t width) {
+  Team::get().run(num_rows, num_rows * num_slots * width >= kSerialValues, [&](int64_t row) {
+    combine_row(y, places + row * num_slots, weights + row * num_slots, out + row * width, num_slots, width);
   });
 }
 

@@ -37,6 +37,11 @@ struct Float16 {
   uint16_t bits;
 };
 
+// Four bits of exponent and three of mantissa.
+struct E4m3 {
+  uint8_t bits;
+};
+
 static inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
 static inline void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
 
@@ -65,19 +70,28 @@ static inline Vec load(const BFloat16* p) {
   return reinterpret_cast<Vec>(bits << 16);
 }
 
-static inline Vec load(const Float16* p) {
+static inline Vec from_float16(ShortVec bits) {
 #if PDSERVE_LANES == 16
-  return reinterpret_cast<Vec>(_mm512_cvtph_ps(*reinterpret_cast<const __m256i_u*>(p)));
+  return reinterpret_cast<Vec>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(bits)));
 #elif defined(__F16C__)
-  return reinterpret_cast<Vec>(_mm256_cvtph_ps(*reinterpret_cast<const __m128i_u*>(p)));
+  return reinterpret_cast<Vec>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(bits)));
 #else
   // A product brings the exponent to its place in a float, and makes subnormals right.
-  const IntVec half = __builtin_convertvector(*reinterpret_cast<const ShortVec*>(p), IntVec);
+  const IntVec half = __builtin_convertvector(bits, IntVec);
   const IntVec special = (half & 0x7c00) == 0x7c00;
   const Vec scaled = reinterpret_cast<Vec>((half & 0x7fff) << 13) * 0x1p112f;
   const IntVec magnitude = reinterpret_cast<IntVec>(scaled) | (special & 0x7f800000);
   return reinterpret_cast<Vec>(magnitude | ((half & 0x8000) << 16));
 #endif
+}
+
+static inline Vec load(const Float16* p) { return from_float16(*reinterpret_cast<const ShortVec*>(p)); }
+
+// 2^-8 times the values: the bits of a float16 whose exponent has another bias. That of a float would do for a shift
+// alone, but products with it are too small for a float where activations are. NaN becomes a number.
+static inline Vec load(const E4m3* p) {
+  const auto bytes = __builtin_convertvector(*reinterpret_cast<const ByteVec*>(p), ShortVec);  // Their signs spread.
+  return from_float16((bytes << 7) & 0xbfff);
 }
 
 }  // namespace pdserve

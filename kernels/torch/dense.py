@@ -10,33 +10,24 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import gelu, linear, rms_norm, silu
 
-from pdserve.kernels.weight_quantisation import kept_inputs
+from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise
 
 
 def pack_linear(
-    weight_FE: torch.Tensor,
-    bias_F: torch.Tensor | None = None,
-    quantization: str = "none",
-    inputs: range | None = None,
+    weight_FE: torch.Tensor | GroupedWeight, bias_F: torch.Tensor | None = None, *, dtype: torch.dtype = torch.float32
 ) -> TorchLinear:
-    """See `pdserve.kernels.operations.PackLinear`."""
-    dtype = matrix_dtype(weight_FE.dtype, quantization)
-    weight_FE = kept_inputs(weight_FE, inputs)
-    if weight_FE.device.type != "cpu":
-        dtype = weight_FE.dtype
+    """See `pdserve.kernels.operations.PackLinear`. A quantised weight is held as what its values stand for."""
+    if isinstance(weight_FE, GroupedWeight):
+        weight_FE = dequantise(weight_FE).to(dtype)
+    dtype = matrix_dtype(weight_FE.dtype) if weight_FE.device.type == "cpu" else weight_FE.dtype
     return TorchLinear(weight_FE.to(dtype), None if bias_F is None else bias_F.to(dtype))
 
 
-def matrix_dtype(dtype: torch.dtype, quantization: str = "none") -> torch.dtype:
+def matrix_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the storage dtype of matrices: float32 if this CPU has no instructions to multiply ``dtype``.
 
     Without them, products of more than one token measured 5 to 10 times slower than float32, which costs more memory.
-
-    Raises:
-        ValueError: a quantization is requested; this path supports none.
     """
-    if quantization != "none":
-        raise ValueError(f"{quantization} weights need compiled kernels: install g++, or set model.quantization none")
     native = {
         torch.float32: True,
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),

@@ -91,16 +91,35 @@ class MatmulTile(NamedTuple):
     num_stages: int
 
 
-def matmul_tile(x_TE: torch.Tensor, *, is_int4: bool) -> MatmulTile:
-    """Return the tile for `pdserve.kernels.triton.quantized_matmul`; int4 tiles take one group of inputs at a time."""
-    num_tokens = len(x_TE)
+def matmul_tile(x_TE: torch.Tensor, kind: str, group: int | None, num_experts: int = 1) -> MatmulTile:
+    """Return the tile for `pdserve.kernels.triton.quantized_matmul`; it takes one group of inputs at a time, or one
+    pair of int4 runs.
+
+    Args:
+        group: inputs of a group; ``None``: one for all inputs.
+        num_experts: among which rows are divided, so that a tile of one expert's rows is not mostly empty.
+    """
+    num_tokens = -(-len(x_TE) // num_experts)
+    inputs = 2 * int4_run(group) if kind == "int4" else group
     if x_TE.dtype == torch.float32:
-        return MatmulTile(16, 32, 128, 4, 1) if is_int4 else MatmulTile(16, 32, 32, 4, 2)
+        return MatmulTile(16, 32, inputs or 32, 4, 2 if inputs is None else 1)
+    # wgmma leaves registers to the sum of a group.
+    is_tight = group is not None and compute_capability(x_TE.device) < 90
     if num_tokens <= _FEW_TOKENS:
-        return MatmulTile(max(16, next_power_of_2(num_tokens)), 64, 128, 4, 4)
-    return MatmulTile(128, 128, 128, 8, 2) if is_int4 else MatmulTile(128, 128, 64, 8, 4)
+        tokens, num_stages = max(16, next_power_of_2(num_tokens)), 3 if kind == "float" else 4
+        return MatmulTile(tokens, 64, inputs or 128, 8 if is_tight and tokens == 64 else 4, num_stages)
+    tokens = 64 if is_tight else 128
+    if kind == "float":
+        return MatmulTile(tokens, 128, 64, 8, 3)
+    return MatmulTile(tokens, 128, inputs or 64, 8, 2 if inputs == 128 else 4)
 
 
+def int4_run(group: int | None) -> int:
+    """Consecutive inputs of an int4 weight in the same half of consecutive bytes, all of one group."""
+    return min(group or _INT4_RUN, _INT4_RUN)
+
+
+_INT4_RUN = 64
 _FEW_TOKENS = 64
 _PROGRAMS_PER_PROCESSOR = 2
 _SPLIT_INPUTS = 512
@@ -124,6 +143,13 @@ def split_inputs(
         wanted = -(-_PROGRAMS_PER_PROCESSOR * _num_processors(device) // num_tiles)
         num_splits = min(wanted, num_inputs // _SPLIT_INPUTS) if num_tokens <= _FEW_TOKENS else 1
     return -(-num_inputs // (max(num_splits, 1) * tile_inputs)) * tile_inputs
+
+
+@cache
+def compute_capability(device: torch.device) -> int:
+    """Return that of a GPU, as in sm_90; Triton's interpreter is taken for Hopper."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return 10 * major + minor
 
 
 @cache

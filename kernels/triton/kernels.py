@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pdserve.kernels.operations import DecoderKernels, SamplingKernels
 from pdserve.kernels.triton import attention as triton_attention
+from pdserve.kernels.triton import experts as triton_experts
 from pdserve.kernels.triton import gate as triton_gate
 from pdserve.kernels.triton import norm as triton_norm
 from pdserve.kernels.triton import quantized_matmul as triton_quantized_matmul
@@ -17,6 +18,9 @@ TRITON_KERNELS = DecoderKernels(
     name="triton",
     activation_dtype=None,
     pack_linear=triton_quantized_matmul.pack_linear,
+    pack_experts=triton_experts.pack_experts,
+    sort_pairs=triton_experts.sort_pairs,
+    combine=triton_experts.combine,
     rms_normalise=triton_norm.rms_normalise,
     gate=triton_gate.gate,
     rope_and_write_kv=triton_rope.rope_and_write_kv,

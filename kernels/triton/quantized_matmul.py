@@ -1,61 +1,113 @@
-"""Products with int8 or int4 weights, which are dequantised on load and multiplied in the activations' dtype.
+"""Products with weights of 8 or 4 bits, which are converted on load and multiplied in the activations' dtype, and with
+those of experts, float ones too.
 
 Called through `pdserve.kernels.selection`. The weight is the left operand: Hopper's wgmma reads that one from
 registers, where it is converted, and a few tokens fill the short side of a tile better than the long one. With few
 tokens, memory bounds the product; if the matrix also has few outputs, its inputs are split among programs and a second
 kernel adds their partial sums in order: no atomics, and a deterministic result.
 
-Target: ``max(bytes / (0.9 bandwidth), 2 T E F / (0.7 peak))`` with ``bytes = F E w``; w is the bytes per weight with
-its share of a scale, 1 for int8 and 0.53 for int4. A split adds ``8 T F`` bytes, which stay in L2.
+Rows of experts come sorted: a tile holds rows of one expert, which its program finds from the starts of all of them.
 
-Shape suffixes: T tokens, E input features, F output features, G groups of inputs, S splits of the inputs.
+Zero points are subtracted before the product, where the difference is still an exact integer; scales of a group
+multiply its part of the sum. Float8 is converted by the GPU where it can, and by shifting its bits elsewhere.
+
+Target: ``max(bytes / (0.9 bandwidth), 2 T E F / (0.7 peak))`` with ``bytes = F E w``; w is the bytes per weight with
+its share of scales and zeros: 1 for int8 per output, 0.53 for int4 in groups of 128. A split adds ``8 T F`` bytes,
+which stay in L2.
+
+Shape suffixes: T tokens, E input features, F output features, G groups of inputs, S splits of the inputs, R a run of
+inputs, B stored elements of an output, X experts, Y = X + 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch.nn.functional import pad
 
 from pdserve.kernels.torch.dense import TorchLinear
-from pdserve.kernels.triton.configs import MatmulTile, matmul_tile, split_inputs
+from pdserve.kernels.triton import configs
+from pdserve.kernels.triton.configs import MatmulTile, int4_run, matmul_tile, split_inputs
 from pdserve.kernels.triton.flash import load
-from pdserve.kernels.weight_quantisation import (
-    GROUP_INPUTS,
-    Int4Weight,
-    QuantisedWeight,
-    dequantise_int4,
-    kept_inputs,
-    quantise_int4,
-    quantise_int8,
-)
+from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise
 
+_GROUPS = (32, 64, 128)
 _GROUP_TILES = 8
 """Token tiles whose programs run together, so that they find their weights in L2."""
 _SUM_TILE = 1024
+_FLOAT8_CAPABILITY = 89
+"""Of Ada, the first that converts float8."""
 
 
 def pack_linear(
-    weight_FE: torch.Tensor,
-    bias_F: torch.Tensor | None = None,
-    quantization: str = "none",
-    inputs: range | None = None,
+    weight_FE: torch.Tensor | GroupedWeight, bias_F: torch.Tensor | None = None, *, dtype: torch.dtype = torch.float32
 ) -> TorchLinear | TritonLinear:
     """See `pdserve.kernels.operations.PackLinear`."""
-    match quantization:
-        case "int8":
-            return TritonLinear(quantise_int8(weight_FE, inputs), bias_F, weight_FE.dtype)
-        case "int4":
-            return TritonLinear(quantise_int4(weight_FE, inputs), bias_F, weight_FE.dtype)
-        case "none":
-            return TorchLinear(kept_inputs(weight_FE, inputs), bias_F)
-    raise AssertionError(f"quantization {quantization!r} got past the configuration")
+    if isinstance(weight_FE, torch.Tensor):
+        return TorchLinear(weight_FE, bias_F)
+    return TritonLinear(pack(weight_FE), bias_F, dtype)
+
+
+class PackedWeight(NamedTuple):
+    """A weight as the kernel reads it, or those of experts, whose tensors have an axis before the others."""
+
+    values: torch.Tensor
+    """``[F, B]``: int8, float8_e4m3fn or float. For int4 two values a byte: of every two runs of inputs, byte i holds
+    input i of the first in its low bits and of the second in its high bits; zeros pad the inputs to whole pairs of
+    runs."""
+    scales: torch.Tensor | None
+    """float32 ``[F, G]``."""
+    zeros: torch.Tensor | None
+    """int8 ``[F, G]``."""
+    permutation: torch.Tensor | None
+    """As in `GroupedWeight`, like ``kind``, which may be ``float``."""
+    kind: str
+    group: int | None
+    """Inputs of a group; ``None``: one for all inputs."""
+    num_inputs: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self if isinstance(part, torch.Tensor))
+
+
+def stacked(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """Return experts' weights, all of the same form, as one."""
+    forms = {tuple(part for part in weight if not isinstance(part, torch.Tensor)) for weight in weights}
+    assert len(forms) == 1, forms
+    tensors = [name for name, part in weights[0]._asdict().items() if isinstance(part, torch.Tensor)]
+    parts: dict[str, Any] = {name: torch.stack([getattr(weight, name) for weight in weights]) for name in tensors}
+    return weights[0]._replace(**parts)
+
+
+def pack(weight: torch.Tensor | GroupedWeight) -> PackedWeight:
+    """Pack a float weight, or one whose groups have 32, 64 or 128 inputs, or all, and whose zeros are integers."""
+    if isinstance(weight, torch.Tensor):
+        return PackedWeight(weight.contiguous(), None, None, None, "float", None, weight.shape[1])
+    num_outputs, num_inputs = weight.values.shape
+    group = None if weight.group_inputs >= num_inputs else weight.group_inputs
+    assert group is None or group in _GROUPS, group
+    values, zeros = weight.values.contiguous(), None
+    if weight.kind == "int4":
+        run = int4_run(group)
+        low_FGR, high_FGR = pad(values, (0, -num_inputs % (2 * run))).view(num_outputs, -1, 2, run).unbind(2)
+        values = (low_FGR & 15 | high_FGR << 4).flatten(1)
+    if weight.zeros is not None:
+        zeros = weight.zeros.to(torch.int8)
+        assert weight.kind != "e4m3"
+        assert torch.equal(zeros.float(), weight.zeros)
+    scales_FG = weight.scales.contiguous()
+    return PackedWeight(values, scales_FG, zeros, weight.permutation, weight.kind, group, num_inputs)
 
 
 class TritonLinear:
-    """Implements `pdserve.kernels.operations.Linear` for an int8 or int4 weight."""
+    """Implements `pdserve.kernels.operations.Linear` for a quantised weight."""
 
-    def __init__(self, weight: QuantisedWeight | Int4Weight, bias_F: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: PackedWeight, bias_F: torch.Tensor | None, dtype: torch.dtype) -> None:
         """
         Args:
             dtype: dtype of the activations.
@@ -66,25 +118,36 @@ class TritonLinear:
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in (*self._weight, self._bias_F) if isinstance(part, torch.Tensor))
+        return self._weight.num_bytes + (0 if self._bias_F is None else self._bias_F.nbytes)
 
     def __call__(self, x_TE: torch.Tensor, add_to_TF: torch.Tensor | None = None) -> torch.Tensor:
         return quantized_matmul(x_TE, self._weight, self._bias_F, add_to_TF)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         weight = self._weight
-        if isinstance(weight, Int4Weight):
-            some = weight._replace(packed=weight.packed[ids_T], scales=weight.scales[ids_T])
-            return dequantise_int4(some).to(self._dtype)
-        return (weight.values[ids_T] * weight.scales[ids_T, None]).to(self._dtype)
+        assert weight.scales is not None
+        values_TE = weight.values[ids_T]
+        if weight.kind == "int4":
+            bytes_TGR = values_TE.view(len(ids_T), -1, int4_run(weight.group))
+            values_TE = torch.stack((bytes_TGR << 4 >> 4, bytes_TGR >> 4), dim=2).flatten(1)[:, : weight.num_inputs]
+        rows = GroupedWeight(
+            values_TE,
+            weight.scales[ids_T],
+            weight.kind,
+            weight.group or weight.num_inputs,
+            None if weight.zeros is None else weight.zeros[ids_T].float(),
+            weight.permutation,
+        )
+        return dequantise(rows).to(self._dtype)
 
 
 def quantized_matmul(
     x_TE: torch.Tensor,
-    weight: QuantisedWeight | Int4Weight,
+    weight: PackedWeight,
     bias_F: torch.Tensor | None = None,
     add_to_TF: torch.Tensor | None = None,
     *,
+    starts_Y: torch.Tensor | None = None,
     tile: MatmulTile | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
@@ -94,36 +157,49 @@ def quantized_matmul(
         x_TE: float32 (computed without TF32), bfloat16 or float16, contiguous.
         bias_F: contiguous, any float dtype.
         add_to_TF: contiguous, same dtype as ``x_TE``; receives the product in place and is returned.
-        tile: by default as in serving. For an int4 weight, its inputs are one group.
+        starts_Y: of a weight of experts, as in `pdserve.kernels.operations.Experts`.
+        tile: by default as in serving; its inputs are those of `matmul_tile` if the weight has groups or is int4.
         num_splits: most splits of the inputs; by default as many as keep the GPU busy.
     """
-    num_tokens, num_inputs = x_TE.shape
-    values = weight.packed if isinstance(weight, Int4Weight) else weight.values
-    num_outputs = len(values)
-    assert num_inputs == (weight.num_inputs if isinstance(weight, Int4Weight) else values.shape[1])
+    x_TE = _in_stored_order(x_TE, weight, starts_Y)
+    num_tokens, num_outputs = len(x_TE), weight.values.shape[-2]
+    num_experts = 1 if starts_Y is None else len(starts_Y) - 1
+    assert x_TE.shape[1] == weight.num_inputs
     assert bias_F is None or bias_F.shape == (num_outputs,)
     y_TF = x_TE.new_empty((num_tokens, num_outputs)) if add_to_TF is None else add_to_TF
     assert (y_TF.shape, y_TF.dtype) == ((num_tokens, num_outputs), x_TE.dtype)
-    assert all(matrix.is_contiguous() for matrix in (x_TE, y_TF, values, weight.scales))
-    tile = tile or matmul_tile(x_TE, is_int4=isinstance(weight, Int4Weight))
-    assert tile.inputs == GROUP_INPUTS or not isinstance(weight, Int4Weight)
+    assert all(matrix.is_contiguous() for matrix in (x_TE, y_TF, *weight) if isinstance(matrix, torch.Tensor))
+    assert weight.values.numel() == num_experts * num_outputs * weight.values.shape[-1]
+    serving_tile = matmul_tile(x_TE, weight.kind, weight.group, num_experts)
+    tile = tile or serving_tile
+    assert tile.inputs == serving_tile.inputs or (weight.group is None and weight.kind != "int4")
     num_tiles = triton.cdiv(num_outputs, tile.outputs)
-    per_split = split_inputs(x_TE.device, num_tokens, num_tiles, num_inputs, tile.inputs, num_splits)
-    num_splits = triton.cdiv(num_inputs, per_split)
+    token_tiles = triton.cdiv(num_tokens, tile.tokens)
+    if starts_Y is not None:
+        # Each expert's last tile may be short of all rows but one.
+        token_tiles = min(num_tokens, (num_tokens + num_experts * (tile.tokens - 1)) // tile.tokens)
+        num_splits = 1
+    per_split = split_inputs(x_TE.device, num_tokens, num_tiles, weight.num_inputs, tile.inputs, num_splits)
+    num_splits = triton.cdiv(weight.num_inputs, per_split)
     partial_STF = None
     if num_splits > 1:
         partial_STF = x_TE.new_empty((num_splits, num_tokens, num_outputs), dtype=torch.float32)
     written = {"bias_ptr": bias_F, "ADDS": add_to_TF is not None, "NUM_OUTPUTS": num_outputs}
-    _multiply_kernel[triton.cdiv(num_tokens, tile.tokens), num_tiles, num_splits](
+    converts = weight.kind != "e4m3" or configs.compute_capability(x_TE.device) >= _FLOAT8_CAPABILITY
+    _multiply_kernel[token_tiles, num_tiles, num_splits](
         x_TE,
-        values,
+        weight.values if converts else weight.values.view(torch.int8),
         weight.scales,
+        weight.zeros,
+        starts_Y,
         y_TF,
         partial_STF,
         num_tokens=num_tokens,
         **written,
-        NUM_INPUTS=num_inputs,
-        GROUP=GROUP_INPUTS if isinstance(weight, Int4Weight) else None,
+        NUM_INPUTS=weight.num_inputs,
+        NUM_EXPERTS=num_experts,
+        KIND=weight.kind,
+        GROUP=weight.group,
         SPLIT_INPUTS=per_split,
         TOKENS=tile.tokens,
         OUTPUTS=tile.outputs,
@@ -139,17 +215,31 @@ def quantized_matmul(
     return y_TF
 
 
+def _in_stored_order(x_TE: torch.Tensor, weight: PackedWeight, starts_Y: torch.Tensor | None) -> torch.Tensor:
+    """Inputs in the order of the values that multiply them, contiguous."""
+    if weight.permutation is None:
+        return x_TE
+    if starts_Y is None:
+        return x_TE.index_select(1, weight.permutation)
+    row_T = torch.arange(len(x_TE), device=x_TE.device)
+    return x_TE.gather(1, weight.permutation[torch.searchsorted(starts_Y[1:-1], row_T, right=True)])
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _multiply_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
     y_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     num_tokens: tl.tensor,
     NUM_INPUTS: tl.constexpr,
     NUM_OUTPUTS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    KIND: tl.constexpr,
     GROUP: tl.constexpr,
     SPLIT_INPUTS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -158,51 +248,65 @@ def _multiply_kernel(
     ADDS: tl.constexpr,
     GROUP_TILES: tl.constexpr,
 ):
-    """Grid ``(tiles of T, tiles of F, S)``. Pointers: x ``[T, E]``; weight ``[F, E]``, or packed with ``GROUP`` inputs
-    a group; scales ``[F]`` or ``[F, G]``; bias ``[F]`` or none; y ``[T, F]``; partial ``[S, T, F]``, float32, in place
-    of y where there are splits."""
+    """Grid ``(tiles of T, tiles of F, S)``. Pointers: x ``[T, E]``; weight, scales and zeros (or none) as in
+    `PackedWeight`, float8 as int8 where the GPU does not convert it; starts ``[Y]``, int64, or none; bias ``[F]`` or
+    none; y ``[T, F]``; partial ``[S, T, F]``, float32, in place of y where there are splits."""
     token_tile, output_tile = tl.swizzle2d(
         tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1), GROUP_TILES
     )
-    token_T = token_tile * TOKENS + tl.arange(0, TOKENS)
     output_F = output_tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    is_token_T, is_output_F = token_T < num_tokens, output_F < NUM_OUTPUTS
-    flat_T, flat_F = token_T.to(tl.int64), output_F.to(tl.int64)
+    is_output_F = output_F < NUM_OUTPUTS
+    flat_F = output_F.to(tl.int64)
+    if starts_ptr is None:
+        token_T = token_tile * TOKENS + tl.arange(0, TOKENS)
+        is_token_T = token_T < num_tokens
+    else:
+        expert, first_token, end_token = _rows_of_tile(starts_ptr, token_tile, NUM_EXPERTS, TOKENS)
+        if expert >= NUM_EXPERTS:
+            return
+        token_T = first_token + tl.arange(0, TOKENS)
+        is_token_T = token_T < end_token
+        flat_F += expert.to(tl.int64) * NUM_OUTPUTS
+    flat_T = token_T.to(tl.int64)
     first = tl.program_id(2) * SPLIT_INPUTS
     end = tl.minimum(first + SPLIT_INPUTS, NUM_INPUTS)
-    x_T_ptr = x_ptr + flat_T * NUM_INPUTS
+    # A step takes one run of inputs, or the two whose int4 values share bytes.
+    RUNS: tl.constexpr = 2 if KIND == "int4" else 1
+    RUN: tl.constexpr = INPUTS // RUNS
+    NUM_BYTES: tl.constexpr = tl.cdiv(NUM_INPUTS, INPUTS) * RUN if KIND == "int4" else NUM_INPUTS
+    NUM_GROUPS: tl.constexpr = 1 if GROUP is None else tl.cdiv(NUM_INPUTS, GROUP)
+    x_T_ptr, weight_F_ptr, group_F = x_ptr + flat_T * NUM_INPUTS, weight_ptr + flat_F * NUM_BYTES, flat_F * NUM_GROUPS
     acc_FT = tl.zeros([OUTPUTS, TOKENS], tl.float32)
-    if GROUP is None:
-        CHECKED: tl.constexpr = NUM_INPUTS % INPUTS != 0
-        for start in tl.range(first, end, INPUTS):
-            input_E = start + tl.arange(0, INPUTS)
-            is_input_E = input_E < NUM_INPUTS
-            is_weight_FE = is_output_F[:, None] & is_input_E[None, :]
-            weight_FE = load(
-                weight_ptr + flat_F[:, None] * NUM_INPUTS + input_E[None, :],
-                is_weight_FE,
-                CHECKED or NUM_OUTPUTS % OUTPUTS != 0,
-            )
-            x_ET = tl.load(x_T_ptr[None, :] + input_E[:, None], mask=is_input_E[:, None] & is_token_T[None, :], other=0)
-            acc_FT = tl.dot(weight_FE.to(x_ET.dtype), x_ET, acc_FT, input_precision="ieee")
-        acc_FT *= tl.load(scales_ptr + output_F, mask=is_output_F, other=0)[:, None]
-    else:
-        HALF: tl.constexpr = GROUP // 2
-        NUM_GROUPS: tl.constexpr = (NUM_INPUTS + GROUP - 1) // GROUP
-        for group in tl.range(first // GROUP, tl.cdiv(end, GROUP)):
-            byte_E = tl.arange(0, HALF)
-            packed_FE = load(
-                weight_ptr + flat_F[:, None] * (NUM_GROUPS * HALF) + (group * HALF + byte_E)[None, :],
-                is_output_F[:, None],
-                NUM_OUTPUTS % OUTPUTS != 0,
-            )
-            low_ET = _inputs(x_T_ptr, group * GROUP + byte_E, is_token_T, NUM_INPUTS)
-            high_ET = _inputs(x_T_ptr, group * GROUP + HALF + byte_E, is_token_T, NUM_INPUTS)
-            # Two's complement: shifted to the byte's end and back, the sign spreads.
-            part_FT = tl.dot(((packed_FE << 4) >> 4).to(low_ET.dtype), low_ET, input_precision="ieee")
-            part_FT = tl.dot((packed_FE >> 4).to(low_ET.dtype), high_ET, part_FT, input_precision="ieee")
-            scale_F = tl.load(scales_ptr + flat_F * NUM_GROUPS + group, mask=is_output_F, other=0)
-            acc_FT += part_FT * scale_F[:, None]
+    for step in tl.range(first // INPUTS, tl.cdiv(end, INPUTS)):
+        byte_R = step * RUN + tl.arange(0, RUN)
+        stored_FR = load(
+            weight_F_ptr[:, None] + byte_R[None, :],
+            is_output_F[:, None] & (byte_R < NUM_BYTES)[None, :],
+            NUM_BYTES % RUN != 0 or NUM_OUTPUTS % OUTPUTS != 0,
+        )
+        for run in tl.static_range(RUNS):
+            input_R = step * INPUTS + run * RUN + tl.arange(0, RUN)
+            is_x_RT = (input_R < NUM_INPUTS)[:, None] & is_token_T[None, :]
+            x_RT = tl.load(x_T_ptr[None, :] + input_R[:, None], mask=is_x_RT, other=0)
+            weight_FR = _values(stored_FR, KIND, run).to(x_RT.dtype)
+            group = 0 if GROUP is None else (step * INPUTS + run * RUN) // GROUP
+            # The last of two runs may be padding.
+            is_group_F = is_output_F if NUM_INPUTS % INPUTS == 0 else is_output_F & (group < NUM_GROUPS)
+            if zeros_ptr is not None:
+                zero_F = tl.load(zeros_ptr + group_F + group, mask=is_group_F, other=0)
+                weight_FR -= zero_F.to(x_RT.dtype)[:, None]
+            if GROUP is None:
+                acc_FT = tl.dot(weight_FR, x_RT, acc_FT, input_precision="ieee")
+            else:
+                if run * RUN % GROUP == 0:
+                    part_FT = tl.dot(weight_FR, x_RT, input_precision="ieee")
+                else:
+                    part_FT = tl.dot(weight_FR, x_RT, part_FT, input_precision="ieee")
+                if (run + 1) * RUN % GROUP == 0:
+                    scale_F = tl.load(scales_ptr + group_F + group, mask=is_group_F, other=0)
+                    acc_FT += part_FT * scale_F[:, None]
+    if GROUP is None and scales_ptr is not None:
+        acc_FT *= tl.load(scales_ptr + flat_F, mask=is_output_F, other=0)[:, None]
     is_result_FT = is_output_F[:, None] & is_token_T[None, :]
     place_FT = flat_T[None, :] * NUM_OUTPUTS + output_F[:, None]
     if partial_ptr is not None:
@@ -217,10 +321,34 @@ def _multiply_kernel(
 
 
 @triton.jit
-def _inputs(x_T_ptr: tl.tensor, input_E: tl.tensor, is_token_T: tl.tensor, NUM_INPUTS: tl.constexpr):
-    """``[E, T]`` of x."""
-    is_x_ET = (input_E < NUM_INPUTS)[:, None] & is_token_T[None, :]
-    return tl.load(x_T_ptr[None, :] + input_E[:, None], mask=is_x_ET, other=0)
+def _rows_of_tile(starts_ptr: tl.tensor, tile: tl.tensor, NUM_EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
+    """``expert, first, end``: the expert of a tile, ``NUM_EXPERTS`` or more where there is none, its first row, and
+    where the expert's rows end. Every expert's rows begin a tile."""
+    expert_X = tl.arange(0, triton.next_power_of_2(NUM_EXPERTS))
+    is_expert_X = expert_X < NUM_EXPERTS
+    start_X = tl.load(starts_ptr + expert_X, mask=is_expert_X, other=0).to(tl.int32)
+    end_X = tl.load(starts_ptr + 1 + expert_X, mask=is_expert_X, other=0).to(tl.int32)
+    tiles_X = tl.cumsum((end_X - start_X + TOKENS - 1) // TOKENS)
+    is_before_X = tiles_X <= tile
+    expert = tl.sum(is_before_X.to(tl.int32))
+    first_tile = tl.max(tl.where(is_before_X, tiles_X, 0))
+    is_own_X = expert_X == expert
+    first = tl.sum(tl.where(is_own_X, start_X, 0)) + (tile - first_tile) * TOKENS
+    return expert, first, tl.sum(tl.where(is_own_X, end_X, 0))
+
+
+@triton.jit
+def _values(stored_FR: tl.tensor, KIND: tl.constexpr, RUN: tl.constexpr):
+    """Values of the first or second run of inputs that is stored in these bytes."""
+    values_FR = stored_FR
+    if KIND == "int4":
+        # Two's complement: shifted to the byte's end and back, the sign spreads.
+        values_FR = (stored_FR << (4 - 4 * RUN)) >> 4
+    elif KIND == "e4m3" and not stored_FR.dtype.is_fp8():
+        # Its exponent and mantissa are those of a float16 with a bias of 7, not 15; the sign spreads.
+        bits_FR = (stored_FR.to(tl.int16) << 7) & -16385
+        values_FR = tl.where((stored_FR & 127) == 127, float("nan"), bits_FR.to(tl.float16, bitcast=True) * 256.0)
+    return values_FR
 
 
 @triton.jit

@@ -48,6 +48,8 @@ class DecoderConfig:
     logit_softcap: float = 0.0
     """The same for logits."""
     embedding_scale: float = 1.0
+    normalise_experts: bool = False
+    """Weights of a token's experts are divided by their sum."""
     unit_offset_norms: bool = False
     """Norm weights are stored as their difference from 1."""
     eos_token_ids: tuple[int, ...] = ()
@@ -122,7 +124,7 @@ def parse_config(config: Mapping[str, object], generation_config: Mapping[str, o
             f"config.json: model_type {text_type!r} of text_config is not supported; "
             f"serve a checkpoint with {family.text_type!r}"
         )
-    for key in ("quantization_config", *family.refused):
+    for key in family.refused:
         if values.get(key) or config.get(key):
             raise ValueError(f"config.json: {key} is set, and is not supported; serve a checkpoint without it")
     shape = ModelShape.from_hf_config(config)
@@ -139,6 +141,7 @@ def parse_config(config: Mapping[str, object], generation_config: Mapping[str, o
         attention_softcap=_parse_softcap(values, "attn_logit_softcapping"),
         logit_softcap=_parse_softcap(values, "final_logit_softcapping"),
         embedding_scale=shape.hidden_size**0.5 if family.scaled_embeddings else 1.0,
+        normalise_experts=bool(values.get("norm_topk_prob")),
         unit_offset_norms=family.unit_offset_norms,
         eos_token_ids=_eos_token_ids(config, generation_config),
     )

@@ -22,7 +22,8 @@ def _all_full(values: Mapping[str, object], num_layers: int) -> list[str]:
 
 
 def _all_sliding(values: Mapping[str, object], num_layers: int) -> list[str]:
-    return [SLIDING if values.get("sliding_window") else FULL] * num_layers
+    has_windows = values.get("use_sliding_window", True) and values.get("sliding_window")
+    return [SLIDING if has_windows else FULL] * num_layers
 
 
 def _upper_sliding(values: Mapping[str, object], num_layers: int) -> list[str]:
@@ -30,6 +31,12 @@ def _upper_sliding(values: Mapping[str, object], num_layers: int) -> list[str]:
     first = values.get("max_window_layers")
     has_windows = values.get("use_sliding_window") and values.get("sliding_window")
     return [SLIDING if has_windows and isinstance(first, int) and i >= first else FULL for i in range(num_layers)]
+
+
+def _lower_alternating(values: Mapping[str, object], num_layers: int) -> list[str]:
+    """Every other layer below ``max_window_layers`` has a window if ``use_sliding_window`` is set."""
+    num_lower = values.get("max_window_layers") if values.get("use_sliding_window") else 0
+    return [SLIDING if isinstance(num_lower, int) and i < num_lower and not i % 2 else FULL for i in range(num_layers)]
 
 
 def _alternating(values: Mapping[str, object], num_layers: int) -> list[str]:
@@ -116,11 +123,51 @@ _MISTRAL = Family(
 )
 _QWEN_2 = Family(defaults=_QWEN_DEFAULTS, layer_types=_upper_sliding, qkv_bias=True)
 _QWEN_3 = Family(defaults={**_QWEN_DEFAULTS, "head_dim": 128}, layer_types=_upper_sliding, qk_norm=True)
+_ROUTED = {"intermediate_size": "moe_intermediate_size", "dense_intermediate_size": "intermediate_size"}
 FAMILIES = {
     "LlamaForCausalLM": Family(refused=("layer_types",)),
     "MistralForCausalLM": _MISTRAL,
     "Qwen2ForCausalLM": _QWEN_2,
     "Qwen3ForCausalLM": _QWEN_3,
+    "MixtralForCausalLM": replace(
+        _MISTRAL,
+        defaults={
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+        },
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        defaults={
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        layer_types=_lower_alternating,
+        renamed=_ROUTED,
+        qkv_bias=True,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        defaults={
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+        },
+        refused=("layer_types",),
+        layer_types=_all_sliding,
+        renamed=_ROUTED,
+        qk_norm=True,
+    ),
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,
     "Gemma3ForConditionalGeneration": replace(
@@ -134,9 +181,7 @@ FAMILIES = {
 }
 """Architectures that can be served, by their name in config.json; of multimodal ones, the language model."""
 
-_DEEPSEEK = Family(
-    renamed={"intermediate_size": "moe_intermediate_size", "dense_intermediate_size": "intermediate_size"}
-)
+_DEEPSEEK = Family(renamed=_ROUTED)
 PLANNED_FAMILIES = {
     "OPTForCausalLM": Family(
         defaults={"tie_word_embeddings": True, "do_layer_norm_before": True},
@@ -146,19 +191,6 @@ PLANNED_FAMILIES = {
         extra_positions=2,
     ),
     "GemmaForCausalLM": Family(defaults={"head_dim": 256, "tie_word_embeddings": True}),
-    "MixtralForCausalLM": Family(
-        defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}, layer_types=_all_sliding
-    ),
-    "Qwen2MoeForCausalLM": Family(
-        defaults={"num_experts": 60, "num_experts_per_tok": 4},
-        renamed={"intermediate_size": "moe_intermediate_size"},
-        qkv_bias=True,
-    ),
-    "Qwen3MoeForCausalLM": Family(
-        defaults={"num_experts": 128, "num_experts_per_tok": 8},
-        renamed={"intermediate_size": "moe_intermediate_size"},
-        qk_norm=True,
-    ),
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "Phi3ForCausalLM": Family(layer_types=_all_sliding),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pdserve.model.config.families import FAMILIES, PLANNED_FAMILIES, SLIDING, Family, find_family, text_values
+from pdserve.model.config.quantisation import Scheme, parse_scheme
 
 
 class LatentAttention(NamedTuple):
@@ -65,14 +66,16 @@ class ModelShape:
     """Width of the shared expert, which every token uses; 0 without one."""
     shared_gate: bool = True
     """The shared expert has a gate of one output."""
-    num_dense_layers: int = 0
-    """Layers without experts, in a model that has them."""
+    dense_layers: tuple[int, ...] = ()
+    """Indices of layers without experts, in a model that has them."""
     dense_intermediate_size: int = 0
     """Width of their MLP."""
     latent: LatentAttention | None = None
     windows: tuple[int, ...] = ()
     """Tokens that a token of each layer attends to, itself included; 0 for all. Empty: all, in every layer. A model has
     one window at most, as config.json does."""
+    scheme: Scheme | None = None
+    """How the checkpoint's matrices are quantised."""
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, object]) -> ModelShape:
@@ -88,9 +91,9 @@ class ModelShape:
         hidden_size, num_heads = positive_int(values, "hidden_size"), positive_int(values, "num_attention_heads")
         attention_bias = family.has_biases or bool(values.get("attention_bias"))
         num_experts = next(filter(None, (_count(values, key) for key in _NUM_EXPERTS)), 0)
-        num_dense = _count(values, "first_k_dense_replace") if num_experts else 0
         latent = _latent(values)
         num_layers = positive_int(values, "num_hidden_layers")
+        dense_layers = _dense_layers(values, num_layers) if num_experts else ()
         return cls(
             num_layers=num_layers,
             hidden_size=hidden_size,
@@ -118,11 +121,16 @@ class ModelShape:
             shared_intermediate_size=_count(values, "shared_expert_intermediate_size")
             or _count(values, "n_shared_experts") * _count(values, "moe_intermediate_size"),
             shared_gate=not values.get("n_shared_experts"),
-            num_dense_layers=num_dense,
-            dense_intermediate_size=positive_int(values, "dense_intermediate_size") if num_dense else 0,
+            dense_layers=dense_layers,
+            dense_intermediate_size=positive_int(values, "dense_intermediate_size") if dense_layers else 0,
             latent=latent,
             windows=_windows(values, layer_types(values, family, num_layers)),
+            scheme=parse_scheme(config),
         )
+
+    @property
+    def num_dense_layers(self) -> int:
+        return sum(index < self.num_layers for index in self.dense_layers)
 
     @property
     def expert_parameters(self) -> int:
@@ -137,7 +145,13 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Matrix weights of one layer: q, k, v, o, gate, up, down; of all experts, and of their router."""
-        return self.layer_groups(1)
+        return self.layer_groups(1) + self.router_parameters
+
+    @property
+    def router_parameters(self) -> int:
+        """Weights of one layer that choose and weigh experts. Never quantised."""
+        num_gates = self.shared_gate if self.shared_intermediate_size else 0
+        return (self.num_experts + num_gates) * self.hidden_size
 
     @property
     def dense_layer_parameters(self) -> int:
@@ -149,6 +163,12 @@ class ModelShape:
         """Matrix weights of all layers."""
         num_dense = self.num_dense_layers
         return (self.num_layers - num_dense) * self.layer_parameters + num_dense * self.dense_layer_parameters
+
+    @property
+    def token_parameters(self) -> int:
+        """Matrix weights of all layers that one token is multiplied by."""
+        num_unused = (self.num_experts - self.experts_per_token) * self.expert_parameters
+        return self.matrix_parameters - (self.num_layers - self.num_dense_layers) * num_unused
 
     @property
     def pair_operations(self) -> int:
@@ -164,8 +184,8 @@ class ModelShape:
         return 2 * self.num_heads * dims
 
     def layer_groups(self, group_inputs: int, *, is_dense: bool = False) -> int:
-        """Groups of up to ``group_inputs`` inputs of each output of one layer's matrices: in int4, each has a scale,
-        and in int8 each output.
+        """Groups of up to ``group_inputs`` inputs of each output of one layer's matrices but for the router: in int4,
+        each has a scale, and in int8 each output.
 
         Args:
             is_dense: of a layer without experts, in a model that has them.
@@ -225,9 +245,8 @@ class ModelShape:
             return
         yield max(1, self.num_experts), (2 if self.gated_mlp else 1) * expert, hidden
         yield max(1, self.num_experts), hidden, expert
-        yield 1, self.num_experts, hidden  # the router
         if shared:
-            yield 1, 2 * shared + self.shared_gate, hidden
+            yield 1, 2 * shared, hidden
             yield 1, hidden, shared
 
     @property
@@ -271,6 +290,16 @@ def _count(values: Mapping[str, object], key: str) -> int:
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
+def _dense_layers(values: Mapping[str, object], num_layers: int) -> tuple[int, ...]:
+    """Layers without experts: the first ones (DeepSeek), those of a list, and all but every ``decoder_sparse_step``-th
+    (Qwen)."""
+    step, num_first = positive_int(values, "decoder_sparse_step", 1), _count(values, "first_k_dense_replace")
+    listed = values.get("mlp_only_layers") or []
+    if not isinstance(listed, list):
+        raise ValueError(f"config.json: mlp_only_layers must be a list of layers, not {listed!r}; download it again")
+    return tuple(i for i in range(num_layers) if i < num_first or i in listed or (i + 1) % step)
+
+
 def _latent(values: Mapping[str, object]) -> LatentAttention | None:
     if not values.get("kv_lora_rank"):
         return None
@@ -286,18 +315,11 @@ def _num_positions(values: Mapping[str, object], family: Family) -> int:
 
 def _refuse_others(values: Mapping[str, object]) -> None:
     """Raise ValueError for layers that would be counted wrongly, by the keys that only such models have."""
-    reasons = {
-        "mlp_only_layers": "some of its layers have experts and some do not",
-    }
-    for key, reason in reasons.items():
-        if values.get(key):
-            raise ValueError(f"config.json: {key} is set: {reason}; plan for a model of another architecture")
-    for key in ("decoder_sparse_step", "moe_layer_freq"):
-        if values.get(key, 1) != 1:
-            raise ValueError(
-                f"config.json: {key} is not 1: some of its layers have experts and some do not; "
-                "plan for a model of another architecture"
-            )
+    if values.get("moe_layer_freq", 1) != 1:
+        raise ValueError(
+            "config.json: moe_layer_freq is not 1: some of its layers have experts and some do not; "
+            "plan for a model of another architecture"
+        )
     projection, hidden_size = values.get("word_embed_proj_dim"), values.get("hidden_size")
     if projection not in (None, hidden_size):
         raise ValueError(

@@ -10,7 +10,8 @@ duration of a step with T new tokens and S sampled rows is the sum, over all sta
   arithmetic F that products of T rows reach, W the rate at which weights are read; F is the share of float8's peak that
   its products reach if the weights are fp8 and the device multiplies float8, with activations quantised on the way;
 - routed experts (E, k per token): the same formula over the experts that the step touches. Assuming even and
-  independent routing, these are ``n = E (1 - (1 - k / E) ** T)`` experts with ``T k / n`` rows each;
+  independent routing, these are ``n = E (1 - (1 - k / E) ** T)`` experts with ``T k / n`` rows each. Ranks that have
+  whole experts wait for the one of most, about ``n / t + sqrt(ln t * n / t * (1 - 1 / t) * (1 - n / E))``;
 - the output projection, as a linear layer of S rows, whose logits are gathered from the ranks,
   ``(t - 1) / t * S * vocabulary`` values, and sent in float32 from the last stage to the first;
 - attention, per row with q new tokens after c cached ones, causal work only, at least a decode over the same context:
@@ -39,7 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import expm1
+from math import expm1, log
 from sys import maxsize
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -105,6 +106,7 @@ class CostModel:
         tensor_parallel: ranks that share heads and columns.
         pipeline_parallel: stages, each with an equal share of the layers.
         transport: ``kv_transfer.transport``.
+        expert_parallel: the ranks have whole experts, not features of each.
 
     Raises:
         ValueError: heads or layers not divisible by the parallel sizes, or a dtype that the hardware cannot read or has
@@ -119,8 +121,10 @@ class CostModel:
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
         transport: str = "auto",
+        *,
+        expert_parallel: bool = False,
     ) -> None:
-        check_divides(shape, tensor_parallel, pipeline_parallel)
+        check_divides(shape, tensor_parallel, pipeline_parallel, expert_parallel=expert_parallel)
         dtype = precision.dtype
         if dtype not in MODEL_DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of a model; use one of {', '.join(MODEL_DTYPES)}")
@@ -131,6 +135,8 @@ class CostModel:
         hardware.check_reads(self.kv_dtype)
         self.tensor_parallel = tensor_parallel
         self.pipeline_parallel = pipeline_parallel
+        self._expert_parts = 1 if expert_parallel else tensor_parallel
+        """Ranks that share the features of an expert."""
         self.pipeline_depth = hardware.pipeline_depth if pipeline_parallel == 1 else 1
         """Steps that a step loop submits before it reads the first result. A pipeline has one for each of its
         micro-batches, because the first stage needs the tokens that the last one samples."""
@@ -291,6 +297,15 @@ class CostModel:
         """Seconds of a pull: its `transfer_s`, and what every pull takes."""
         return self.hardware.pull_overhead_s + num_tokens * self._pull_token_s[same_host]
 
+    def read_bytes(self, num_tokens: int) -> float:
+        """Bytes of weights that a step of so many new tokens reads, and of the embedding table."""
+        shape = self.shape
+        if not shape.num_experts:
+            return self.weight_bytes
+        num_untouched = shape.num_experts - num_experts_touched(num_tokens, shape.num_experts, shape.experts_per_token)
+        untouched_bytes = num_untouched * shape.expert_parameters * self._layer_weight_bytes
+        return float(self.weight_bytes - (shape.num_layers - shape.num_dense_layers) * untouched_bytes)
+
     def swap_s(self, num_tokens: int) -> float:
         """Seconds of a D2H or H2D copy of the KV of ``num_tokens`` tokens; ranks copy in parallel."""
         return num_tokens * self.rank_kv_bytes_per_token / self.hardware.host_bandwidth
@@ -311,9 +326,10 @@ class CostModel:
         stage_bytes = (weights.total - all_tables_bytes) / self.pipeline_parallel + num_tables * weights.table
         rank_weights = stage_bytes / self.tensor_parallel
         # At its widest: the residual stream, its norm and what is added to it, and the MLP's two halves and their
-        # product; then logits and their probabilities in float32.
-        width = shape.intermediate_size * max(1, shape.experts_per_token) + shape.shared_intermediate_size
-        layer_bytes = 3 * self._activation_bytes + 3 * width * DTYPE_BYTES[self.dtype] / self.tensor_parallel
+        # product, or those of a token's experts and the output of each; then logits and their probabilities in float32.
+        width = shape.intermediate_size * max(1, shape.experts_per_token) / self._expert_parts
+        width += shape.shared_intermediate_size / self.tensor_parallel
+        layer_bytes = (3 + shape.experts_per_token) * self._activation_bytes + 3 * width * DTYPE_BYTES[self.dtype]
         activations = max_batch_tokens * layer_bytes + max_batch_size * 2 * 4 * shape.vocab_size
         reserve = self.hardware.memory_reserve_bytes
         free_bytes = self.hardware.memory_bytes * memory_fraction - rank_weights - activations - reserve
@@ -401,6 +417,8 @@ class CostModel:
         num_uses = num_tokens * shape.experts_per_token
         num_touched = num_experts_touched(num_tokens, shape.num_experts, shape.experts_per_token)
         num_weights = num_touched * shape.expert_parameters
+        if self._expert_parts < self.tensor_parallel:
+            num_weights *= busiest_share(num_touched, shape.num_experts, self.tensor_parallel) * self.tensor_parallel
         experts_s = self._product_s(num_uses / num_touched, num_weights, bytes_each, self._layer_flops)
         num_dense = shape.num_dense_layers
         seconds = (shape.num_layers - num_dense) * (common_s + experts_s)
@@ -442,6 +460,13 @@ def _larger(values: Any, limit: Any) -> Any:
 def num_experts_touched(num_tokens: Any, num_experts: int, experts_per_token: int) -> Any:
     """Expected number of distinct experts for ``num_tokens`` tokens under even, independent routing."""
     return num_experts * (1 - (1 - experts_per_token / num_experts) ** num_tokens)
+
+
+def busiest_share(num_touched: Any, num_experts: int, num_ranks: int) -> Any:
+    """Share of the touched experts that the rank with the most of them has: the mean, and above it about ``sqrt(ln t)``
+    standard deviations of the hypergeometric distribution, the expected maximum of ``t`` such counts."""
+    variance = num_touched / num_ranks * (1 - 1 / num_ranks) * (1 - num_touched / num_experts)
+    return 1 / num_ranks + (log(num_ranks) * variance) ** 0.5 / num_touched
 
 
 _MAX_REMEMBERED = 32768

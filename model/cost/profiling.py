@@ -46,8 +46,11 @@ _COPY_BYTES = 2**27
 """Total size of the blocks that the copy measurement moves, if the pool has them: more than the caches hold."""
 _COPY_REPEATS = 5
 _POOL_BYTE = 0x3C
-"""Value of every byte of the pool, a small number in each dtype. The system maps an unwritten pool to one page of
-zeros, which stays in the caches whatever the pool's size."""
+"""Value of every byte of the pool but for its sign, a small number in each dtype. The system maps an unwritten pool to
+one page of zeros, which stays in the caches whatever the pool's size; and of values of one sign, all rows would attend
+to the same, and touch the same experts."""
+_POOL_PERIOD = 2**20 + 7
+"""Bytes after which signs repeat."""
 _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _TILE_VALUES = 2**20
 
@@ -145,17 +148,28 @@ def _with_one_layer(model: ProfiledModel) -> ProfiledModel:
     return replace(model, has_weights=False, config=replace(config, shape=shape, layers=config.layers[:1]))
 
 
+def _rounded_at_load(model: ProfiledModel) -> ProfiledModel:
+    """The model in the setting of as many bits as the checkpoint's scheme, in which random weights can be held."""
+    scheme = model.config.shape.scheme
+    if scheme is None:
+        return model
+    config = replace(model.config, shape=replace(model.config.shape, scheme=None))
+    kind = "int4" if scheme.bits == 4 else "int8"
+    return replace(model, config=config, precision=replace(model.precision, quantization=kind))
+
+
 @contextmanager
 def profiled_executor(model: ProfiledModel, num_blocks: int) -> Iterator[tuple[Executor, KvLayout]]:
     """Build a worker's executor over a pool whose every byte is written; close it on exit."""
     layout = model.kv_layout(num_blocks)
     use_cores(model.cores)
-    memory = torch.full((layout.pool_bytes,), _POOL_BYTE, dtype=torch.uint8)
+    signs = torch.randint(2, (_POOL_PERIOD,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    memory = (signs * 0x80 + _POOL_BYTE).repeat(-(-layout.pool_bytes // _POOL_PERIOD))[: layout.pool_bytes]
     pool = KvPool(memory, layout.shape, getattr(torch, layout.dtype))
     with tempfile.TemporaryDirectory(prefix="pdserve-profile-") as scratch:
         folder = model.folder
         if not model.has_weights:
-            folder = Path(scratch)
+            folder, model = Path(scratch), _rounded_at_load(model)
             write_random_weights(folder / "model.safetensors", model.config, model.precision.dtype)
         executor = ModelExecutor(
             folder=folder,

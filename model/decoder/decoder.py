@@ -1,11 +1,13 @@
 """The decoder over a paged KV pool: one ragged batch of new tokens in, logits out.
 
 The transformer of Touvron et al. 2023 (LLaMA): RMSNorm before each part, rotary attention with grouped query heads, a
-gated MLP. `pdserve.model.config.decoder_config.DecoderConfig` describes the differences of other families. Used by the
-executors; products, attention and the rotary write are kernels. Holds weights, no sequences.
+gated MLP or experts (Jiang et al. 2024, Mixtral). `pdserve.model.config.decoder_config.DecoderConfig` describes the
+differences of other families. Used by the executors; products, attention and the rotary write are kernels. Holds
+weights, no sequences.
 
 Shape suffixes: T new tokens of the batch, B tokens to output, V vocabulary, E hidden size, M heads of queries, keys and
-values, N query heads, D head dim, F features.
+values, N query heads, D head dim, F features, K experts of a token, P = T K pairs of a token and one of its experts, I
+features of an expert.
 """
 
 from __future__ import annotations
@@ -18,11 +20,17 @@ from pdserve.contracts.precision import Precision
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, DecoderKernels, Linear
+from pdserve.kernels.torch.experts import route
 from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.shape import ModelShape
 from pdserve.model.config.sharding import shard_of
 from pdserve.model.decoder.ranks import ONE_RANK, Ranks
 from pdserve.model.decoder.rope import RopeAngles, inverse_frequencies, rope_angles
-from pdserve.model.weights.decoder_weights import LayerWeights, load_decoder_weights
+from pdserve.model.weights.decoder_weights import DenseMlp, ExpertMlp, LayerWeights, load_decoder_weights
+
+_EXPERT_BYTES = 2**28
+"""Upper limit of activations of a call of experts where calls of an MLP are limited. As few calls as that allows: each
+reads all experts again."""
 
 
 class Decoder:
@@ -59,6 +67,7 @@ class Decoder:
             rope: inverse_frequencies(rope, config.shape.head_dim).to(kernels.device)
             for rope in {layer.rope for layer in config.layers}
         }
+        self._expert_rows = _expert_rows(config.shape) if kernels.mlp_rows else None
         self._ranks = ranks
         self.has_logits = ranks.place.is_last_stage or ranks.place.rank == 0
         """Whether this rank calls `logits`: it computes them, or is the leader, which receives them."""
@@ -100,7 +109,8 @@ class Decoder:
         for index, layer in zip(self._shard.layers, self._weights.layers, strict=True):
             rope = self._config.layers[index].rope
             self._add_attention(index, layer, x_TE, angles[rope], kv_pool, metadata)
-            for some_TE in torch.split(x_TE, self._kernels.mlp_rows or len(x_TE)):
+            num_rows = self._kernels.mlp_rows if isinstance(layer.mlp, DenseMlp) else self._expert_rows
+            for some_TE in torch.split(x_TE, num_rows or len(x_TE)):
                 self._add_mlp(layer, some_TE)
         if self._weights.norm is None:
             self._ranks.send(x_TE, micro_batch)
@@ -154,9 +164,27 @@ class Decoder:
         self._add_product(x_TE, layer.output, o_TND.flatten(1), layer.attention_post_norm)
 
     def _add_mlp(self, layer: LayerWeights, x_TE: torch.Tensor) -> None:
-        gate_up_TF = layer.gate_up(self._normalise(x_TE, layer.mlp_norm))
-        gated_TI = self._kernels.gate(gate_up_TF, self._config.activation)
-        self._add_product(x_TE, layer.down, gated_TI, layer.mlp_post_norm)
+        normal_TE = self._normalise(x_TE, layer.mlp_norm)
+        if isinstance(layer.mlp, DenseMlp):
+            gated_TI = self._kernels.gate(layer.mlp.gate_up(normal_TE), self._config.activation)
+            self._add_product(x_TE, layer.mlp.down, gated_TI, layer.mlp_post_norm)
+        else:
+            y_TE = self._ranks.sum_(self._sum_experts(layer.mlp, normal_TE))
+            x_TE += self._normalise(y_TE, layer.mlp_post_norm)
+
+    def _sum_experts(self, mlp: ExpertMlp, x_TE: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum of each token's experts: ``[T, E]``."""
+        kernels, config = self._kernels, self._config
+        logits_TA = mlp.router(x_TE.float())
+        routes = route(logits_TA, config.shape.experts_per_token, normalise=config.normalise_experts)
+        pairs = kernels.sort_pairs(routes.experts, self._shard.experts)
+        gate_up_PF = mlp.gate_up(x_TE[pairs.tokens], pairs.starts)
+        y_PE = mlp.down(kernels.gate(gate_up_PF, config.activation), pairs.starts)
+        y_TE = kernels.combine(y_PE, pairs.places, routes.weights)
+        if mlp.shared is None or mlp.shared_gate is None:
+            return y_TE
+        shared_TE = mlp.shared.down(kernels.gate(mlp.shared.gate_up(x_TE), config.activation))
+        return y_TE.add_(shared_TE.mul_(_sigmoid(mlp.shared_gate(x_TE.float()))))
 
     def _add_product(
         self, x_TE: torch.Tensor, linear: Linear, in_TF: torch.Tensor, post_norm_E: torch.Tensor | None
@@ -170,3 +198,14 @@ class Decoder:
     def _normalise(self, x_TE: torch.Tensor, weight_E: torch.Tensor | None) -> torch.Tensor:
         """Return ``x_TE`` itself if the family has no such norm."""
         return x_TE if weight_E is None else self._kernels.rms_normalise(x_TE, weight_E, self._config.rms_norm_eps)
+
+
+def _sigmoid(x_T1: torch.Tensor) -> torch.Tensor:
+    """As a softmax, in which an element's last bits do not depend on its place in the tensor."""
+    return torch.cat((x_T1, torch.zeros_like(x_T1)), dim=1).softmax(dim=1)[:, :1]
+
+
+def _expert_rows(shape: ModelShape) -> int:
+    """Tokens per call of experts: each has, in float32, inputs and features, or features and outputs, of its pairs."""
+    pair_bytes = (shape.hidden_size + 2 * shape.intermediate_size) * 4
+    return max(1, _EXPERT_BYTES // (max(1, shape.experts_per_token) * pair_bytes))

@@ -1,22 +1,21 @@
 """Bytes of a model's weights, in its dtype or quantised. Read by the cost model; never imports torch.
 
-Only the matrices of the layers are quantised. Errors in the embedding table and the output projection go straight into
-the logits: on random checkpoints whose tables have a few large columns, as trained models have, quantising them too
-made the divergence from the exact model 4 to 8 times as large.
+Only the matrices of the layers are quantised, also by those who publish checkpoints. Errors in the embedding table and
+the output projection go straight into the logits: on random checkpoints whose tables have a few large columns, as
+trained models have, quantising them too made the divergence from the exact model 4 to 8 times as large.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from sys import maxsize
 from typing import NamedTuple
 
 from pdserve.contracts.kv_layout import DTYPE_BYTES
 from pdserve.contracts.precision import QUANTIZATION_SETTINGS
+from pdserve.model.config.quantisation import Scheme, held_scheme
 from pdserve.model.config.shape import ModelShape
-
-_SCALE_BYTES = 4
-INT4_GROUP_INPUTS = 128
-"""Equals `pdserve.kernels.weight_quantisation.GROUP_INPUTS`."""
+from pdserve.model.weights.files import layer_matrices
 
 
 class WeightBytes(NamedTuple):
@@ -39,21 +38,32 @@ def weight_bytes(shape: ModelShape, dtype: str, quantization: str) -> WeightByte
             f"quantization {quantization!r} is not supported: use one of {', '.join(QUANTIZATION_SETTINGS)}"
         )
     value_bytes = DTYPE_BYTES[dtype]
-
-    def layer_bytes(*, is_dense: bool) -> int:
-        parameters = shape.layer_groups(1, is_dense=is_dense)
-        match quantization:
-            case "none":
-                return parameters * value_bytes
-            case "int4":
-                return parameters // 2 + shape.layer_groups(INT4_GROUP_INPUTS, is_dense=is_dense) * _SCALE_BYTES
-            case _:
-                return parameters + shape.layer_groups(maxsize, is_dense=is_dense) * _SCALE_BYTES
-
-    num_dense = shape.num_dense_layers
-    layers = (shape.num_layers - num_dense) * layer_bytes(is_dense=False) + num_dense * layer_bytes(is_dense=True)
+    layers = shape.matrix_parameters * value_bytes
+    if (scheme := held_scheme(quantization, shape.scheme)) is not None:
+        num_dense = shape.num_dense_layers
+        layers = num_dense * _layer_bytes(shape, scheme, is_dense=True) + _excepted_bytes(shape, scheme, value_bytes)
+        router_bytes = shape.router_parameters * value_bytes
+        layers += (shape.num_layers - num_dense) * (_layer_bytes(shape, scheme, is_dense=False) + router_bytes)
     return WeightBytes(
         layers=layers,
         table=shape.table_parameters * value_bytes,
         total=layers + (shape.num_parameters - shape.matrix_parameters) * value_bytes,
+    )
+
+
+def _layer_bytes(shape: ModelShape, scheme: Scheme, *, is_dense: bool) -> int:
+    num_groups = shape.layer_groups(scheme.group_inputs or maxsize, is_dense=is_dense)
+    return shape.layer_groups(1, is_dense=is_dense) * scheme.bits // 8 + num_groups * scheme.group_bytes
+
+
+@cache
+def _excepted_bytes(shape: ModelShape, scheme: Scheme, value_bytes: int) -> int:
+    """What the matrices that the scheme excepts take in the model's dtype, beyond what they would take in it."""
+    if shape.latent is not None or not shape.gated_mlp:  # has other matrices, and is not served
+        return 0
+    return sum(
+        num_outputs * (num_inputs * value_bytes - num_inputs * scheme.bits // 8)
+        - num_outputs * scheme.num_groups(num_inputs) * scheme.group_bytes
+        for module, (num_outputs, num_inputs) in layer_matrices(shape).items()
+        if not scheme.quantises(module)
     )

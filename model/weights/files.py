@@ -1,4 +1,4 @@
-"""Checks the safetensors files of a checkpoint without reading weights: tensor names, shapes and file sizes.
+"""Checks the safetensors files of a checkpoint without reading weights: tensor names, dtypes, shapes and file sizes.
 
 Called before a worker starts and by the readers of weights. Never imports torch, never unpickles.
 """
@@ -8,17 +8,26 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from pdserve.model.config.quantisation import Scheme
 from pdserve.model.config.shape import ModelShape
 
 _INDEX_NAME = "model.safetensors.index.json"
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _LEFT_OUT = re.compile(
-    r"(model\.)?(?P<part>vision_tower|multi_modal_projector|visual|mtp\w*)\..+|.+\.(?P<kind>[kv]_scale|inv_freq)"
+    r"(model\.)?(?P<part>vision_tower|multi_modal_projector|visual|mtp\w*)\..+|"
+    r".+\.(?P<kind>[kv]_scale|inv_freq|(input|output|activation)_(scale(_ub)?|zero_point))"
 )
-"""Tensors that text does not need: encoders of images, drafts of further tokens, scales of a KV cache in 8 bits."""
+"""Tensors that text does not need: encoders of images, drafts of further tokens, scales of a KV cache in 8 bits, and of
+activations, which stay floats."""
+_QUANTISED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
+"""Ends of names that only quantised weights have."""
+_MIXTRAL = re.compile(
+    r"(?P<layer>.+)\.block_sparse_moe\.(?P<part>gate|experts\.\d+)(\.(?P<projection>w[123]))?\.(?P<kind>\w+)"
+)
 _MAX_PROBLEMS = 8
 """Upper limit of tensors named in one message."""
 _LFS_POINTER = b"version https://git-lfs"
@@ -75,6 +84,14 @@ def _parse_tensors(text: bytes) -> dict[str, StoredTensor]:
     return tensors
 
 
+class Accepted(NamedTuple):
+    """What a tensor may be."""
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    is_optional: bool = False
+
+
 def check_weights(folder: Path, shape: ModelShape) -> str:
     """Check the weights of a checkpoint of ``shape`` without reading them; return which are known and left out.
 
@@ -83,37 +100,122 @@ def check_weights(folder: Path, shape: ModelShape) -> str:
             extra or misshapen tensors.
     """
     stored: dict[str, StoredTensor] = {}
+    zero_biases: set[str] = set()
     for shard in shard_paths(folder):
-        stored |= {text_name(name): tensor for name, tensor in read_header(shard).items()}
-    wanted = tensor_shapes(shape)
-    problems = [f"missing {name}" for name in wanted if name not in stored]
+        tensors = {text_name(name): tensor for name, tensor in read_header(shard).items()}
+        stored |= tensors
+        if shape.scheme is not None:
+            zero_biases |= {name for name in tensors if name.endswith(".bias") and _is_zero(shard, tensors[name])}
+    wanted, problems = _wanted(shape, stored)
+    problems += [f"missing {name}" for name, each in wanted.items() if name not in stored and not each.is_optional]
     ignored = {"lm_head.weight"} if shape.tie_word_embeddings else set()
-    unexpected = sorted(stored.keys() - wanted - ignored)
+    unexpected = sorted(stored.keys() - wanted - ignored - zero_biases)
     left_out = {name: found for name in unexpected if (found := _LEFT_OUT.fullmatch(name))}
     problems += [f"unexpected {name}" for name in unexpected if name not in left_out]
     for name, tensor in stored.items():
         if name not in wanted:
             continue
-        if tensor.shape != wanted[name]:
-            problems.append(f"{name} has shape {list(tensor.shape)}, not {list(wanted[name])}")
-        elif tensor.dtype not in _FLOAT_DTYPES:
-            problems.append(f"{name} has dtype {tensor.dtype}, not one of {', '.join(_FLOAT_DTYPES)}")
+        dtypes, shapes, _ = wanted[name]
+        if tensor.shape not in shapes:
+            problems.append(f"{name} has shape {list(tensor.shape)}, not {list(shapes[0])}")
+        elif tensor.dtype not in dtypes:
+            problems.append(f"{name} has dtype {tensor.dtype}, not one of {', '.join(dtypes)}")
     if problems:
         num_more = len(problems) - _MAX_PROBLEMS
         more = f"; and {num_more} more" if num_more > 0 else ""
+        remedy = "Take config.json and weights from one and the same checkpoint"
+        if shape.scheme is None and any(name.endswith(_QUANTISED) for name in unexpected):
+            remedy = (
+                "The weights are quantised, and config.json does not say how: download it again, or put the contents "
+                "of quantize_config.json, with quant_method, under quantization_config there"
+            )
         raise ValueError(
-            f"{folder}: weights do not match config.json: {'; '.join(problems[:_MAX_PROBLEMS])}{more}. "
-            "Take config.json and weights from one and the same checkpoint"
+            f"{folder}: weights do not match config.json: {'; '.join(problems[:_MAX_PROBLEMS])}{more}. {remedy}"
         )
     kinds = Counter(found["part"] or f"*.{found['kind']}" for found in left_out.values() if found["kind"] != "inv_freq")
     return ", ".join(f"{number} of {kind}" for kind, number in kinds.items())
 
 
+def _is_zero(shard: Path, tensor: StoredTensor) -> bool:
+    """Tools for GPTQ write biases of zeros into models that have none."""
+    with shard.open("rb") as file:
+        file.seek(tensor.start)
+        return not any(file.read(tensor.end - tensor.start))
+
+
+def _wanted(shape: ModelShape, stored: Mapping[str, StoredTensor]) -> tuple[dict[str, Accepted], list[str]]:
+    """What a checkpoint of ``shape`` may hold, by name, and what is quantised though it should not, or the reverse."""
+    wanted = {name: Accepted(_FLOAT_DTYPES, (size,)) for name, size in tensor_shapes(shape).items()}
+    problems: list[str] = []
+    if (scheme := shape.scheme) is None:
+        return wanted, problems
+    for module, size in layer_matrices(shape).items():
+        if not scheme.quantises(module):
+            continue
+        name = f"{module}.weight"
+        if name in stored and stored[name].dtype in _FLOAT_DTYPES:
+            problems.append(f"{module} is not quantised, and quantization_config does not except it")
+            continue
+        del wanted[name]
+        wanted |= {f"{module}.{part}": each for part, each in matrix_tensors(scheme, *size).items()}
+        if f"{name}_scale_inv" in stored and f"{name}_scale" in wanted:
+            wanted[f"{name}_scale_inv"] = wanted.pop(f"{name}_scale")
+    return wanted, problems
+
+
+def matrix_tensors(scheme: Scheme, num_outputs: int, num_inputs: int) -> dict[str, Accepted]:
+    """Tensors of a quantised matrix ``[F, E]``, by the ends of their names.
+
+    F output and E input features, G groups of inputs, B blocks of outputs. Words of 32 bits hold several values:
+
+    - ``packed``: ``weight_packed [F, E / 8]``, ``weight_scale [F, G]``, ``weight_zero_point [F / 8, G]``
+    - ``plain``: ``weight [F, E]``, ``weight_scale [B, G]`` (or ``weight_scale_inv``, which multiplies, too),
+      ``weight_zero_point [B, G]``
+    - ``gptq``: ``qweight [E / 8, F]``, ``scales [G, F]``, ``qzeros [G, F / 8]``
+    - ``awq``: ``qweight [E, F / 8]``, ``scales [G, F]``, ``qzeros [G, F / 8]``
+    """
+
+    def words(count: int) -> int:
+        return -(-count * scheme.bits // 32)
+
+    group_of_inputs = Accepted(("I32",), ((num_inputs,),))
+    num_groups, num_blocks = scheme.num_groups(num_inputs), -(-num_outputs // scheme.block_outputs)
+    if scheme.layout in ("gptq", "awq"):
+        packed = (words(num_inputs), num_outputs) if scheme.layout == "gptq" else (num_inputs, words(num_outputs))
+        return {
+            "qweight": Accepted(("I32",), (packed,)),
+            "scales": Accepted(_FLOAT_DTYPES, ((num_groups, num_outputs),)),
+            "qzeros": Accepted(("I32",), ((num_groups, words(num_outputs)),)),
+            "g_idx": group_of_inputs._replace(is_optional=not scheme.act_order),
+        }
+    scales: tuple[tuple[int, ...], ...] = ((num_blocks, num_groups),)
+    if not scheme.group_inputs:  # of each output, or of all
+        scales = (*scales, (num_outputs,), (1, 1), (1,), ())
+    tensors = {"weight_scale": Accepted(_FLOAT_DTYPES, scales)}
+    if scheme.layout == "packed":
+        tensors["weight_packed"] = Accepted(("I32",), ((num_outputs, words(num_inputs)),))
+        tensors["weight_shape"] = Accepted(("I32", "I64"), ((2,),), is_optional=True)
+        if scheme.has_zeros:
+            tensors["weight_zero_point"] = Accepted(("I32",), ((words(num_outputs), num_groups),))
+    else:
+        tensors["weight"] = Accepted(("F8_E4M3",) if scheme.kind == "e4m3" else ("I8",), ((num_outputs, num_inputs),))
+        if scheme.has_zeros:
+            tensors["weight_zero_point"] = Accepted(("I8",), scales)
+    if scheme.act_order:
+        tensors["weight_g_idx"] = group_of_inputs
+    return tensors
+
+
 def text_name(name: str) -> str:
-    """Name of a tensor in a checkpoint of the language model alone: multimodal ones put a prefix before it."""
+    """Name of a tensor as in Llama and Qwen: multimodal checkpoints put a prefix before it, and Mixtral's experts have
+    other names."""
     for prefix, of_text in (("model.language_model.", "model."), ("language_model.", "")):
         if name.startswith(prefix):
-            return of_text + name.removeprefix(prefix)
+            name = of_text + name.removeprefix(prefix)
+            break
+    if found := _MIXTRAL.fullmatch(name):
+        projection = {"w1": ".gate_proj", "w2": ".down_proj", "w3": ".up_proj", None: ""}[found["projection"]]
+        return f"{found['layer']}.mlp.{found['part']}{projection}.{found['kind']}"
     return name
 
 
@@ -179,24 +281,45 @@ def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     }
     if not shape.tie_word_embeddings:
         tensors["lm_head.weight"] = (shape.vocab_size, shape.hidden_size)
-    layer = _layer_tensor_shapes(shape)
     for index in range(shape.num_layers):
+        layer = _layer_tensor_shapes(shape, is_dense=not shape.num_experts or index in shape.dense_layers)
         tensors |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
     return tensors
 
 
-def _layer_tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    hidden, intermediate = shape.hidden_size, shape.intermediate_size
+def layer_matrices(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of all layers' matrices, keyed by module: ``model.layers.0.mlp.up_proj``. Not of routers and
+    gates of experts, which are never quantised."""
+    return {
+        name.removesuffix(".weight"): (size[0], size[1])
+        for name, size in tensor_shapes(shape).items()
+        if len(size) == 2 and ".layers." in name and not name.endswith("gate.weight")
+    }
+
+
+def _layer_tensor_shapes(shape: ModelShape, *, is_dense: bool) -> dict[str, tuple[int, ...]]:
+    hidden, num_experts = shape.hidden_size, shape.num_experts
     num_q, num_kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     projections = {
         "self_attn.q_proj": (num_q, hidden, shape.qkv_bias),
         "self_attn.k_proj": (num_kv, hidden, shape.qkv_bias),
         "self_attn.v_proj": (num_kv, hidden, shape.qkv_bias),
         "self_attn.o_proj": (hidden, num_q, shape.output_bias),
-        "mlp.gate_proj": (intermediate, hidden, shape.mlp_bias),
-        "mlp.up_proj": (intermediate, hidden, shape.mlp_bias),
-        "mlp.down_proj": (hidden, intermediate, shape.mlp_bias),
     }
+    if is_dense:
+        mlps = {"mlp": shape.dense_intermediate_size if num_experts else shape.intermediate_size}
+    else:
+        mlps = {f"mlp.experts.{expert}": shape.intermediate_size for expert in range(num_experts)}
+        projections["mlp.gate"] = (num_experts, hidden, False)
+        if shape.shared_intermediate_size:
+            mlps["mlp.shared_expert"] = shape.shared_intermediate_size
+            projections["mlp.shared_expert_gate"] = (1, hidden, False)
+    for name, intermediate in mlps.items():
+        projections |= {
+            f"{name}.gate_proj": (intermediate, hidden, shape.mlp_bias),
+            f"{name}.up_proj": (intermediate, hidden, shape.mlp_bias),
+            f"{name}.down_proj": (hidden, intermediate, shape.mlp_bias),
+        }
     tensors: dict[str, tuple[int, ...]] = {}
     for name, (num_outputs, num_inputs, has_bias) in projections.items():
         tensors[f"{name}.weight"] = (num_outputs, num_inputs)

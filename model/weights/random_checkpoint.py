@@ -1,4 +1,4 @@
-"""Writes a small random Llama checkpoint with a tokenizer and a chat template, for tests and benchmarks."""
+"""Writes a small random Llama or Qwen3-MoE with a tokenizer and a chat template, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -56,12 +56,15 @@ def write_random_checkpoint(
     max_position_embeddings: int = 4096,
     rope_parameters: Mapping[str, object] | None = None,
     tie_word_embeddings: bool = False,
+    num_experts: int = 0,
+    experts_per_token: int = 2,
     dtype: str = "float32",
     seed: int = 0,
 ) -> Path:
     """Write config.json, safetensors, tokenizer and chat template to ``folder`` and return it.
 
-    Weights have a standard deviation of 0.1, so that greedy answers vary with the prompt.
+    A Llama, or with experts, of ``intermediate_size`` each, a Qwen3-MoE. Weights have a standard deviation of 0.1, so
+    that greedy answers vary with the prompt.
     """
     import torch
     from safetensors.torch import save_file
@@ -88,6 +91,15 @@ def write_random_checkpoint(
         "tie_word_embeddings": tie_word_embeddings,
         "vocab_size": vocab_size,
     }
+    if num_experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": intermediate_size,
+            "norm_topk_prob": True,
+            "num_experts": num_experts,
+            "num_experts_per_tok": experts_per_token,
+        }
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 2})
     random = torch.Generator().manual_seed(seed)

@@ -118,7 +118,13 @@ def layout_of(
 
 def _pool(role: WorkerRole, phase: PhaseConfig, model: PlannedModel, devices: DevicePool) -> Pool:
     shared = {key: getattr(phase, key) for key in _SHARED_KEYS}
-    pool = Pool(role=role, hardware=devices.hardware, memory_fraction=phase.gpu_memory_utilization, **shared)
+    pool = Pool(
+        role=role,
+        hardware=devices.hardware,
+        memory_fraction=phase.gpu_memory_utilization,
+        expert_parallel=phase.expert_parallel,
+        **shared,
+    )
     if not devices.kv_bytes:
         # As workers size an automatic pool: no more than full batches of the longest sequences fill.
         most = phase.max_batch_size * ceil(model.max_model_len / model.block_size)

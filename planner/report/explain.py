@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pdserve.model.cost.cost_model import StepParts, chosen_transport
+from pdserve.model.cost.cost_model import StepParts, chosen_transport, num_experts_touched
 from pdserve.planner import wording
 from pdserve.planner.layout import PlannedModel, Pool
 
@@ -69,6 +69,11 @@ def explain(
             cost.parts([(1, context_tokens)] * batch_size),
         ),
     ]
+    if num_experts := model.shape.num_experts:
+        num_touched = num_experts_touched(batch_size, num_experts, model.shape.experts_per_token)
+        of_experts = f"{num_touched:.3g} of {num_experts} experts in each layer that has some, if all are as likely"
+        name = f"weights read in decode of {batch_size} sequences"
+        lines.append(Explanation(name, cost.read_bytes(batch_size), "bytes", of_experts))
     for same_host, where in ((True, "within a host"), (False, "between hosts")):
         seconds = cost.pull_s(prompt_tokens, same_host=same_host)
         transport = chosen_transport(model.transport, same_host=same_host)

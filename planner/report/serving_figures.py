@@ -1,6 +1,6 @@
 """Figures of requests that were served, measured or simulated, under the names of ``vllm bench serve``.
 
-Used by ``pdserve simulate --json`` and by `pdserve.bench.serving_report`. All requests count, the first ones too. As in
+Used by ``pdserve simulate --json`` and by `pdserve.loadgen.figures`. All requests count, the first ones too. As in
 vLLM, latencies are of completed requests, TPOT of those with at least two tokens; attainment is of all requests.
 """
 

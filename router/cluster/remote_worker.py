@@ -34,7 +34,7 @@ from pdserve.proto.v1.worker_pb2_grpc import WorkerStub
 from pdserve.router.cluster.block_set import BlockSet
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.cluster.worker_metrics import WorkerMetrics
-from pdserve.router.requests.failover import backoff_s
+from pdserve.router.requests.retries import backoff_s
 
 if TYPE_CHECKING:
     from pdserve.router.cluster.cluster import Cluster

@@ -1,8 +1,8 @@
 """Uvicorn's HTTP/1.1 protocol with limits on everything outside a request's body.
 
 Without them, a client could send headers for ever, before or after the body, and have all of them buffered, or send
-none and keep the connection. Offers of another protocol are ignored, and a client that has sent its request may close
-its sending half.
+none and keep the connection. Offers of another protocol are ignored, a client that has sent its request may close its
+sending half, and one of HTTP/1.0 gets no chunks.
 
 `pdserve.router.main` configures uvicorn to create one per connection. `pdserve.router.http.json_body` bounds the body.
 """
@@ -13,7 +13,8 @@ import asyncio
 import socket
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 2**10
 """Limit for request line and headers, h11's default. Also limits the bytes between and after the parts of a body: chunk
@@ -62,6 +63,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return  # `_parse` reads the head again
         self._forget_head()
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _end_with_connection(self.cycle)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -144,3 +147,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._head_deadline is not None:
             self._head_deadline.cancel()
             self._head_deadline = None
+
+
+def _end_with_connection(cycle: RequestResponseCycle) -> None:
+    """Have uvicorn send a body as it is, which the end of the connection ends: HTTP/1.0 knows no chunks."""
+    send = cycle.send
+    cycle.chunked_encoding = False
+
+    async def send_bare(message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_bare  # type: ignore[method-assign]

@@ -72,6 +72,12 @@ def _bounded_biases(value: object) -> object:
     return value
 
 
+def _token_id(name: str) -> str:
+    if not (name.isascii() and name.isdigit() and len(name) <= len(str(_MAX_TOKEN_ID))):
+        raise PydanticCustomError("logit_bias", "Names should be token ids, such as 42")
+    return name
+
+
 def _biases(value: dict[str, float]) -> dict[str, float]:
     if len({int(token) for token in value}) < len(value):
         raise PydanticCustomError("logit_bias", "Each token id should be there once")
@@ -89,7 +95,7 @@ StopStringList = Annotated[list[_StopString], BeforeValidator(_as_list)]
 _TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 TokenIds = Annotated[list[Annotated[_TokenId, INTEGRAL]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
 
-_TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
+_TokenIdText = Annotated[str, AfterValidator(_token_id)]
 _Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 LogitBias = Annotated[dict[_TokenIdText, _Bias], BeforeValidator(_bounded_biases), AfterValidator(_biases)]
 

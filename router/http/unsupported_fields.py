@@ -51,23 +51,16 @@ MESSAGES: Neutral = {
 
 CHAT_MESSAGE: Neutral = {"audio": (), "function_call": ()}
 
-_GRAMMARS = {
-    "ebnf": "grammar", "guided_choice": "choice", "guided_grammar": "grammar", "guided_json": "json",
-    "guided_regex": "regex", "json_schema": "json", "regex": "regex",
+_INSTEAD: Mapping[str, str] = {
+    "ebnf": "structured_outputs.grammar", "function_call": "tool_choice", "functions": "tools",
+    "guided_choice": "structured_outputs.choice", "guided_grammar": "structured_outputs.grammar",
+    "guided_json": "structured_outputs.json", "guided_regex": "structured_outputs.regex",
+    "json_schema": "structured_outputs.json", "max_tokens": "max_output_tokens", "messages": "input",
+    "output_format": "output_config.format", "priority": "service_tier", "regex": "structured_outputs.regex",
+    "response_format": "text.format", "return_tokens_as_token_ids": "return_token_ids",
 }  # fmt: skip
-_REMEDIES: Mapping[str, str] = {
-    **{name: f"send structured_outputs.{kind}, and leave it out" for name, kind in _GRAMMARS.items()},
-    "conversation": "nothing is stored: send the whole conversation as input, and leave it out",
-    "function_call": "send tool_choice, and leave it out",
-    "functions": "send tools, and leave it out",
-    "max_tokens": "send max_output_tokens, and leave it out",
-    "messages": "send input, and leave it out",
-    "output_format": "send output_config.format, and leave it out",
-    "previous_response_id": "nothing is stored: send the whole conversation as input, and leave it out",
-    "priority": "name a tier in service_tier, and leave it out",
-    "response_format": "send text.format, and leave it out",
-    "return_tokens_as_token_ids": "send return_token_ids, and leave it out",
-}
+"""Fields to send in place of others, where the route takes them."""
+_NOT_STORED = {"conversation", "previous_response_id"}
 
 _LABELS = frozenset({
     "access_programs", "annotations", "cache_control", "client_metadata", "context_management", "diagnostics",
@@ -99,11 +92,19 @@ def check_extra_fields(extra: Mapping[str, object] | None, neutral: Neutral, whe
     for name, value in (extra or {}).items():
         if name in neutral:
             if value is not None and value not in neutral[name]:
-                values = " or ".join(map(json.dumps, neutral[name]))
-                remedy = f"set it to {values}, or leave it out" if values else "leave it out"
-                raise refusal(where + name, f"is not supported; {_REMEDIES.get(name, remedy)}")
+                raise refusal(where + name, f"is not supported; {_remedy(name, neutral)}")
         elif name not in _LABELS:
             warn_once(f"unknown field {name[:MAX_NAME_CHARS]!r}", "ignored")
+
+
+def _remedy(name: str, neutral: Neutral) -> str:
+    instead = _INSTEAD.get(name)
+    if instead is not None and instead.partition(".")[0] not in neutral:
+        return f"send {instead}, and leave it out"
+    if name in _NOT_STORED:
+        return "nothing is stored: send the whole conversation as input, and leave it out"
+    values = " or ".join(map(json.dumps, neutral[name]))
+    return f"set it to {values}, or leave it out" if values else "leave it out"
 
 
 def warn_once(name: str, fate: str) -> None:

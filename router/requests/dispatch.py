@@ -1,8 +1,8 @@
 """Dispatch core: takes a request from its acceptance to its one outcome, by events of workers and readers.
 
-A pure `Placement` decides where to go, `Admission` what is accepted, `Blame` and `Retries` when it may be tried again;
-`AttemptTable` carries out what they mean. At all times, accepted requests equal the sum of outcomes and requests in the
-table.
+A pure `Placement` decides where to go, `Admission` what is accepted, and `FailOver` what becomes of attempts that were
+lost; `AttemptTable` carries out what they mean. At all times, accepted requests equal the sum of outcomes and requests
+in the table.
 
 Everything the core needs is injected, so a virtual clock drives it as well as a live router.
 
@@ -22,16 +22,16 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from heapq import nsmallest
 from math import inf
 
 from pdserve.contracts.deployment import DEFAULT_TIER
-from pdserve.contracts.events import PromptLogprobsEvent, RefusalCode, RequestEvent, RequestKey, TokenEvent
+from pdserve.contracts.events import PromptLogprobsEvent, RequestEvent, RequestKey, TokenEvent
 from pdserve.contracts.events import RequestEventKind as Kind
 from pdserve.contracts.request import KvSource, Outcome, SamplingParams
-from pdserve.contracts.worker_config import WorkerRole, whole_worker_id
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.replicas import Replicas
 from pdserve.router.requests.admission import MIN_RETRY_AFTER_S, Admission
@@ -40,27 +40,24 @@ from pdserve.router.requests.attempt import (
     Decision,
     Decoding,
     Ended,
-    Loss,
     Parked,
     Prefilling,
     PullStage,
     Queued,
 )
 from pdserve.router.requests.attempt_table import AttemptTable
-from pdserve.router.requests.failover import MAX_FAILURES, MAX_TRIAL_TOKENS, Blame, Retries, computed_by
+from pdserve.router.requests.blame import Blame
+from pdserve.router.requests.failover import FailOver
 from pdserve.router.requests.observer import DispatchObserver
 from pdserve.router.requests.placement import Costs, tie_order
 from pdserve.router.requests.placer import Placer
 from pdserve.router.requests.policies import new_placement
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
+from pdserve.router.requests.retries import Retries
 from pdserve.router.requests.settings import DispatchSettings
 
 log = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 8
-"""Maximum dispatches of one choice, without those that are excused."""
-MAX_EXCUSED = 24
-"""Maximum dispatches that are excused: they lost their worker in a trial, or after `MAX_TRIAL_TOKENS`."""
 MAX_ANNOUNCED_WORKERS = 4
 """Decode workers that compile a grammar ahead. All of them, in a large cluster with new grammars, would do little else;
 one that gets an answer whose grammar it lacks compiles that first."""
@@ -100,18 +97,21 @@ class Dispatcher:
         self._requests: dict[Request, None] = {}
         """Requests in flight, in order of arrival."""
         self.attempts = AttemptTable(self.placement)
-        self._blame, self._retries = Blame(), Retries(settings.cut_off_s)
+        blame, retries = Blame(), Retries(settings.cut_off_s)
         self._placer = Placer(
             self.workers,
             self.attempts,
             self.placement,
             settings,
             self.admission,
-            self._blame,
-            self._retries,
+            blame,
+            retries,
             self._observer,
             now_s,
             wake=lambda: call_soon(self.place_some),
+        )
+        self._failover = FailOver(
+            self.attempts, self._placer, blame, retries, self._observer, now_s, max_silence_s=settings.max_silence_s
         )
         self._request_ids = itertools.count(1)
         self._silent_at_s = inf
@@ -196,6 +196,11 @@ class Dispatcher:
             request.error = error
             self._end(request, Outcome.REJECTED if error.status == 400 else Outcome.FAILED)
 
+    def _fail_if(self, attempt: Attempt, error: GenerationError | None) -> None:
+        """Fail the request of an attempt that cannot go on."""
+        if error is not None:
+            self.fail(attempt.request, error)
+
     def fail_all(self, message: str) -> None:
         """End every request with an error because the process is about to exit."""
         for request in list(self._requests):
@@ -204,12 +209,10 @@ class Dispatcher:
     def sweep(self) -> None:
         """Fail requests that have been silent for too long; have those placed that may go, and those failed for which
         no worker came in time."""
-        now_s = self._now_s()
-        if now_s >= self._silent_at_s:
+        if self._now_s() >= self._silent_at_s:
             for attempt in list(self.attempts.all.values()):
-                if now_s >= self._deadline_s(attempt):
-                    self.fail(attempt.request, self._silence_error())
-            self._silent_at_s = min(map(self._deadline_s, self.attempts.all.values()), default=inf)
+                self._fail_if(attempt, self._failover.silence(attempt))
+            self._silent_at_s = min(map(self._failover.deadline_s, self.attempts.all.values()), default=inf)
         self._placer.look()
 
     # Workers
@@ -227,22 +230,22 @@ class Dispatcher:
     def worker_lost(self, worker: Worker) -> None:
         """Remove ``worker``; everything sent to it is void."""
         worker.is_up = False
-        self._retries.clear(worker)
         if self.workers.get(worker.worker_id) is worker:
             del self.workers[worker.worker_id]
-        held = [attempt for attempt in self.attempts.all.values() if worker in attempt.state.workers]
-        # The end of one that drains was asked for.
-        is_in_trial = not worker.is_draining and self._blame_for(worker, computed_by(worker, held))
-        for attempt in held:
-            match attempt.state:
-                case Ended():
-                    pass  # its request has just failed
-                case Decoding(prefill=prefill) as state if prefill is worker:
-                    self.attempts.move(attempt, replace(state, is_released=True))
-                case _:
-                    attempt.num_excused += is_in_trial or attempt.num_new_tokens >= MAX_TRIAL_TOKENS
-                    message = f"worker {worker.worker_id} was lost"
-                    self._go_on_without(attempt, worker, "worker_lost", message, is_error=False)
+        lost = []
+        for attempt in [attempt for attempt in self.attempts.all.values() if worker in attempt.state.workers]:
+            if isinstance(attempt.state, Decoding) and worker is attempt.state.prefill:
+                self.attempts.move(attempt, replace(attempt.state, is_released=True))
+            else:
+                lost.append(attempt)
+        culprit = self._failover.worker_lost(worker, lost)
+        if culprit is not None:
+            self._fail_if(*culprit)
+        message = f"worker {worker.worker_id} was lost"
+        for attempt in lost:
+            if not isinstance(attempt.state, Ended):  # its request has just failed
+                error = self._failover.go_on_without(attempt, worker, "worker_lost", message, is_error=False)
+                self._fail_if(attempt, error)
 
     # Events
 
@@ -287,8 +290,7 @@ class Dispatcher:
                 source = KvSource(address=worker.kv_address, worker_epoch=worker.epoch, handle=event.handle)
                 self._placer.park(attempt, Parked(worker, state.sent, source, state.started_s))
             case Parked(pull=None), Kind.RELEASED:
-                # A decode worker has it all and was lost before its join was heard: there is nothing left to pull.
-                self._retry(attempt, "worker_lost", "the worker that pulled the prompt was lost", is_error=False)
+                self._fail_if(attempt, self._failover.given_up(attempt, worker, event))
             case Parked() as state, Kind.RELEASED if worker is state.prefill:
                 self.attempts.move(attempt, replace(state, is_released=True))
             case Parked() as state, Kind.STARTED if worker is not state.prefill:
@@ -302,23 +304,8 @@ class Dispatcher:
             case Decoding() as state, Kind.RESUMED if state.preempted_s is not None:
                 attempt.journey.preempted_s += self._now_s() - state.preempted_s
                 self.attempts.move(attempt, replace(state, preempted_s=None))
-            case _, Kind.REJECTED if event.refusal not in (RefusalCode.DRAINING, RefusalCode.OVERLOADED):
-                self.fail(attempt.request, GenerationError(400, event.message))
-            case _, Kind.REJECTED:
-                worker.is_draining |= event.refusal is RefusalCode.DRAINING
-                is_error = event.refusal is RefusalCode.OVERLOADED
-                self._go_on_without(attempt, worker, "refused", event.message, is_error=is_error)
-            case _, Kind.FAILED:
-                self._failed(attempt, worker, event.message)
-            case Parked() as state, Kind.KV_UNAVAILABLE if worker is state.prefill:
-                self._retry(attempt, "expired", event.message, is_error=False)  # for want of room to decode
-            case Parked() as state, Kind.KV_UNAVAILABLE if event.refusal is not RefusalCode.SOURCE:
-                self._retries.pull_failed(state.prefill, worker, self._now_s())
-                self._go_on_without(attempt, worker, "kv_unavailable", event.message)
-            case _, Kind.KV_UNAVAILABLE:
-                self._retry(attempt, "kv_unavailable", event.message)
-            case _, Kind.CANCELLED:
-                self._retry(attempt, "cancelled", event.message)
+            case _, Kind.REJECTED | Kind.FAILED | Kind.KV_UNAVAILABLE | Kind.CANCELLED:
+                self._fail_if(attempt, self._failover.given_up(attempt, worker, event))
             case _:
                 # RELEASED by a decode worker: token 0 was the last, and comes from the prefill worker. Others say what
                 # the state implies, or, before token 0, something of tokens that have overtaken it.
@@ -341,7 +328,7 @@ class Dispatcher:
     def _launch(self, attempt: Attempt) -> None:
         attempt.request.attempts[attempt.choice] = attempt
         self.attempts.move(attempt, attempt.state)
-        self._silent_at_s = min(self._silent_at_s, self._deadline_s(attempt))
+        self._silent_at_s = min(self._silent_at_s, self._failover.deadline_s(attempt))
 
     def _launch_waiting(self, request: Request) -> None:
         """Launch the remaining choices: choice 0 has computed the prompt or is over."""
@@ -356,7 +343,7 @@ class Dispatcher:
         request = attempt.request
         self._drop(attempt, Ended(len(attempt.emitted), finisher))
         del request.attempts[attempt.choice]
-        self._bind_others(attempt)
+        self._placer.put_others(attempt)
         self._launch_waiting(request)
         if not request.attempts:
             self._end(request, Outcome.FINISHED)
@@ -380,11 +367,7 @@ class Dispatcher:
 
     def _drop(self, attempt: Attempt, ended: Ended) -> None:
         self.attempts.move(attempt, ended)
-        self._put_queued(self._blame.forget(attempt.request_id))
-
-    def _deadline_s(self, attempt: Attempt) -> float:
-        """Instant at which a choice is given up, unless its next token comes before."""
-        return attempt.heard_s + self._settings.max_silence_s
+        self._failover.ended(attempt)
 
     def place_some(self) -> None:
         """Place and bind what can be, for a few milliseconds; what is left follows in another turn."""
@@ -416,11 +399,9 @@ class Dispatcher:
             self._first_token(attempt)
         elif token.index == 1 and not (isinstance(state, Decoding) and state.prefill is None):
             attempt.journey.stall_s = self._now_s() - attempt.journey.token_s
-        self._retries.clear(worker)
         attempt.emitted.append(token.token)
         attempt.heard_s = self._now_s()
-        if self._blame.on_trial:
-            self._put_queued(self._blame.token_received(attempt.request_id, attempt.num_new_tokens))
+        self._failover.token_received(attempt, worker)
         token.choice = attempt.choice
         attempt.request.token_received(token)
         if isinstance(attempt.state, Ended):
@@ -467,92 +448,7 @@ class Dispatcher:
         self.attempts.move(attempt, state.pulled(PullStage.JOINED).settled(now_s))
         if state.first_token_s is not None:
             attempt.journey.spent("handoff", now_s - state.first_token_s, now_s)
-        self._bind_others(attempt)
-
-    def _bind_others(self, first: Attempt) -> None:
-        """Have the choices bound that waited for the pull of choice 0."""
-        if first.choice == 0 and self.attempts.unbound:
-            for attempt in first.request.attempts.values():
-                if attempt is not first and attempt.request_id in self.attempts.unbound:
-                    self._placer.put(attempt)
-
-    # Fail-over
-
-    def _blame_for(self, worker: Worker, computed: Sequence[Attempt]) -> bool:
-        """Count the loss of ``worker``, and fail the request whose fault it is, if any; return whether it computed
-        suspects."""
-        whole_id = whole_worker_id(worker.worker_id)
-        num_new_tokens = {attempt.request_id: attempt.num_new_tokens for attempt in computed}
-        is_in_trial = not self._blame.on_trial.isdisjoint(num_new_tokens)
-        process, is_part = (whole_id, worker.epoch), whole_id != worker.worker_id
-        owners = {attempt.request_id: attempt.request for attempt in computed}
-        culprit = self._blame.worker_lost(process, num_new_tokens, self._now_s(), owners=owners, is_part=is_part)
-        held = [attempt.name for attempt in computed if self._blame.is_held(attempt.request_id)]
-        if held:
-            log.warning("what ended worker %s may be one of the requests %s", worker.worker_id, ", ".join(held))
-        if culprit is not None:
-            message = f"{self._blame.num_losses(culprit)} workers ended while they computed this request"
-            self.fail(self.attempts.all[culprit].request, GenerationError(500, message))
-        return is_in_trial
-
-    def _put_queued(self, request_ids: Iterable[int]) -> None:
-        """Have those requests placed that waited for a trial."""
-        for request_id in request_ids:
-            if request_id in self.attempts.queued:
-                self._placer.put(self.attempts.queued[request_id])
+        self._placer.put_others(attempt)
 
     def _failed(self, attempt: Attempt, worker: Worker, message: str) -> None:
-        attempt.num_failures += 1
-        if self._now_s() < self._deadline_s(attempt):  # workers enforce deadlines, too
-            self._retries.step_failed(attempt, worker, self._now_s())
-        self._retry(attempt, "failed", message)
-
-    def _go_on_without(
-        self, attempt: Attempt, worker: Worker, reason: str, message: str, *, is_error: bool = True
-    ) -> None:
-        """Continue without ``worker``: have another decode worker pull the parked prompt if possible, else retry."""
-        state = attempt.state
-        is_late = self._now_s() >= self._deadline_s(attempt)
-        if (
-            isinstance(state, Parked)
-            and worker is not state.prefill
-            and state.may_rebind
-            and not is_late
-            and not self._blame.is_held(attempt.request_id)
-        ):
-            log.info("request %s, attempt %d is bound anew: %s (%s)", attempt.name, attempt.number, reason, message)
-            self._observer.retried("rebound", 0)
-            self._placer.park(attempt, replace(state, pull=None))
-        else:
-            self._retry(attempt, reason, message, is_error=is_error)
-
-    def _retry(self, attempt: Attempt, reason: str, message: str, *, is_error: bool = True) -> None:
-        """Give up the attempt and have the next one placed: soon, or after an error when its turn comes."""
-        error = self._verdict(attempt)
-        if error is not None:
-            log.info("request %s, attempt %d: %s (%s)", attempt.name, attempt.number, reason, message)
-            self.fail(attempt.request, error)
-            return
-        now_s = attempt.lost_s = self._now_s()
-        is_started = not isinstance(attempt.state, Prefilling) or attempt.state.started_s is not None
-        num_tokens = len(attempt.request.spec.prompt_tokens) + len(attempt.emitted) if is_started else 0
-        attempt.journey.num_retries += 1
-        retry_at_s = self._retries.retry_at_s(attempt, now_s) if is_error else 0.0
-        self.attempts.move(attempt, Queued(now_s, retry_at_s, Loss(reason, message, num_tokens)))
-        self._bind_others(attempt)
-        self._placer.put(attempt)
-
-    def _verdict(self, attempt: Attempt) -> GenerationError | None:
-        """Error that forbids another attempt, or ``None``."""
-        if self._now_s() >= self._deadline_s(attempt):  # workers enforce deadlines, too
-            return self._silence_error()
-        if attempt.num_failures >= MAX_FAILURES:
-            return GenerationError(500, "the model could not compute this request")
-        num_attempts = attempt.number + 1
-        if num_attempts - min(attempt.num_excused, MAX_EXCUSED) >= MAX_ATTEMPTS:
-            return GenerationError(503, f"gave up after {num_attempts} attempts", retry_after_s=MIN_RETRY_AFTER_S)
-        return None
-
-    def _silence_error(self) -> GenerationError:
-        remedy = "raise router.max_silence_seconds, or add workers"
-        return GenerationError(504, f"no token came for {self._settings.max_silence_s:g} s: {remedy}")
+        self._fail_if(attempt, self._failover.failed(attempt, worker, message))

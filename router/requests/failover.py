@@ -1,308 +1,191 @@
-"""What is tried again, when and where: `Retries` after errors, and `Blame` for the end of workers. Pure.
+"""Fail-over: what becomes of attempts that were lost, refused or failed. The dispatcher calls it with each.
 
-What a lost or draining worker held goes on at once: it was not at fault, and clients wait. After an error an attempt
-waits, few are retried at once, and workers that failed are avoided for a while.
-
-A worker's end has no cause that the router could know, so blame goes by what was there when it happened: group testing
-by binary splitting (Hwang, A method for detecting all defective members in a population by group testing, 1972)::
-
-    free --- loss, the second or later, few tokens since the last ---> waits <----- loss, in a half -----.
-     ^                                   1 s after its last loss, when  |                                |
-     |                                   the groups before are through  v                                |
-     `------------------------ 4 or 16 new tokens ---------------- on trial -----------------------------'
-                                                                        |
-                     loss alone, or the second as the only suspect      `---> fails
-
-1. Each request counts the workers that ended while they computed it. One is an ordinary fail-over; with `MAX_LOSSES`
-   the request is a *suspect*.
-2. All suspects are a group, which is *on trial*: each begins `TRIAL_WAIT_S` after its last loss, on any worker, beside
-   requests that are no suspects. If all are innocent, that is all. Of the choices of one client's request the first
-   suspect stands for all: the others wait until it has passed.
-3. A suspect passes with 4 new tokens after two losses, 16 after more, and is no suspect until its next loss. It has
-   passed already with as many between two losses. Tokens may only repeat what a lost worker had computed and the router
-   had not read; a request that ends its workers repeats no more than that in all, so it soon passes no more.
-4. If a worker ends in the trial, the suspects that it computed are dealt to two halves. When the others have passed,
-   the halves are tried one after the other, and halved in turn; then new suspects.
-5. If the worker computed one suspect, and nothing else or for the second time (`MAX_TRIALS`) since that one passed, it
-   is at fault and fails; later by one worker, two at most, for each that ended meanwhile and computed no suspect.
-6. Others that lost their first worker in a trial are *bystanders*: they wait until all halves are tried, so that the
-   next worker which one of them ends computes nothing that has ended one before.
-
-A request that ends its workers thus ends three if it is alone, four beside others, and at most ceil(log2(k)) more if k
-suspects are tried together, and two if other workers end, too; further ones only if it passes trials, and those that
-compute other choices of it before they are suspects. An innocent suspect loses no more, and fails only if workers end
-by other causes as often while they compute no suspect beside it.
+What a lost or draining worker held goes on at once: it was not at fault, and clients wait. If the prompt is still
+parked, another decode worker pulls it; otherwise the attempt is queued again, after an error as
+`pdserve.router.requests.retries` has it, and after two lost workers as `pdserve.router.requests.blame` has it. Never
+ends a request: it returns the error with which the dispatcher does.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, KeysView, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
+from pdserve.contracts.events import RefusalCode, RequestEvent
+from pdserve.contracts.events import RequestEventKind as Kind
+from pdserve.contracts.worker_config import whole_worker_id
 from pdserve.router.cluster.worker import Worker
-from pdserve.router.requests.attempt import Attempt, Decoding, Parked, Prefilling, Queued, State
+from pdserve.router.requests.admission import MIN_RETRY_AFTER_S
+from pdserve.router.requests.attempt import Attempt, Loss, Parked, Prefilling, Queued
+from pdserve.router.requests.attempt_table import AttemptTable
+from pdserve.router.requests.blame import MAX_TRIAL_TOKENS, Blame, computed_by
+from pdserve.router.requests.observer import DispatchObserver
+from pdserve.router.requests.placer import Placer
+from pdserve.router.requests.request import GenerationError
+from pdserve.router.requests.retries import MAX_FAILURES, Retries
 
-MAX_FAILURES = 2
-"""Failed steps after which a request is blamed, and requests with one after which a worker is."""
-BUDGET, MIN_RETRIES = 0.2, 3
-"""Retries under way, as a share of the answers in flight, and at least: the defaults of Envoy's ``retry_budget``."""
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
-MAX_LOSSES = 2
-"""Lost workers after which a request that they computed is a suspect."""
-MAX_TRIALS = 2
-"""Workers that end while they compute a request as the only suspect until it fails, and the most excuses for that."""
-MIN_TRIAL_TOKENS, MAX_TRIAL_TOKENS = 4, 16
-"""New tokens with which a suspect passes after `MAX_LOSSES`, and after more."""
-TRIAL_WAIT_S = 1.0
-"""Seconds from a loss to a trial: by then, what ended together with the worker is known to be lost."""
+log = logging.getLogger(__name__)
 
-
-def backoff_s(num_errors: int, jitter: float) -> float:
-    """Seconds to wait after the ``num_errors``-th error in a row: doubling.
-
-    Args:
-        jitter: in [0, 1); spreads the wait over +-25 %.
-    """
-    return min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(num_errors - 1, 16)) * (0.75 + 0.5 * jitter)
+MAX_ATTEMPTS = 8
+"""Maximum dispatches of one choice, without those that are excused."""
+MAX_EXCUSED = 24
+"""Maximum dispatches that are excused: they lost their worker in a trial, or after `MAX_TRIAL_TOKENS`."""
+MAX_NAMED = 8
+"""Suspects named in one line of the log."""
 
 
-class Retries:
-    """When errors are retried, and which workers are avoided. A replaced worker is another key and starts clean."""
+class FailOver:
+    """Has attempts go on that lost a worker, or tells why they cannot."""
 
-    def __init__(self, cut_off_s: float) -> None:
-        """``cut_off_s``: seconds for which a worker is avoided."""
-        self._cut_off_s = cut_off_s
-        self._avoid: dict[tuple[Worker | None, Worker], float] = {}
-        """Until when the second is avoided for prompts that are parked on the first; for all without a first."""
-        self._failed: dict[Worker, set[int]] = {}
-        """Requests that failed on a worker since its last token. A single one may be at fault itself. With more the
-        worker is: it looks idle, and would draw every request (circuit breaker; Nygard, Release It!, chapter 5)."""
-        self._random = random.Random(0)
-
-    def has_to_wait(self, attempt: Attempt, num_retrying: int, num_in_flight: int, now_s: float) -> bool:
-        """Whether a queued attempt follows an error and may not begin yet, beside ``num_retrying`` that do, too, and
-        ``num_in_flight`` answers."""
-        if not attempt.num_errors:
-            return False
-        assert isinstance(attempt.state, Queued)
-        return now_s < attempt.state.retry_at_s or num_retrying >= max(MIN_RETRIES, BUDGET * num_in_flight)
-
-    def retry_at_s(self, attempt: Attempt, now_s: float) -> float:
-        """The attempt ended with an error: when the next may begin."""
-        attempt.num_errors += 1
-        return now_s + backoff_s(attempt.num_errors, self._random.random())
-
-    def step_failed(self, attempt: Attempt, worker: Worker, now_s: float) -> None:
-        """A step of ``worker`` failed."""
-        attempt.failed_on = worker
-        self._failed.setdefault(worker, set()).add(attempt.request_id)
-        self.was_given(worker, now_s)
-
-    def was_given(self, worker: Worker, now_s: float) -> None:
-        """``worker`` got an attempt; if it is blamed, it gets no other for a while."""
-        if self._failed and len(self._failed.get(worker, ())) >= MAX_FAILURES:
-            self._avoid[None, worker] = now_s + self._cut_off_s
-
-    def clear(self, worker: Worker) -> None:
-        """``worker`` sent a token, or is gone."""
-        if worker in self._failed:
-            del self._failed[worker]
-            self._avoid.pop((None, worker), None)
-
-    def pull_failed(self, prefill: Worker, decode: Worker, now_s: float) -> None:
-        self._avoid[prefill, decode] = now_s + self._cut_off_s
-
-    def avoided(self, attempt: Attempt, workers: Iterable[Worker], now_s: float) -> set[Worker]:
-        """Those of ``workers`` that failed the attempt, several others recently, or to pull from where it is parked."""
-        if not self._avoid and attempt.failed_on is None:
-            return set()
-        self._avoid = {pair: until_s for pair, until_s in self._avoid.items() if now_s < until_s}
-        prefill = attempt.state.prefill if isinstance(attempt.state, Parked) else None
-        avoid = {decode for source, decode in self._avoid if source is None or source is prefill}
-        return {worker for worker in workers if worker in avoid or worker is attempt.failed_on}
-
-
-@dataclass(slots=True)
-class _Losses:
-    """Of one request."""
-
-    owner: object
-    """The client's request: it has several if it asks for several choices."""
-    num: int = 0
-    num_trials: int = 0
-    """Workers that ended while they computed it as the only suspect, since it last passed."""
-    process: object = None
-    """The last one."""
-    try_at_s: float = 0.0
-    num_apart: int = 0
-    """`Blame._num_apart` when it became a suspect."""
-
-    @property
-    def num_trial_tokens(self) -> int:
-        """New tokens with which a trial is passed."""
-        return MIN_TRIAL_TOKENS if self.num <= MAX_LOSSES else MAX_TRIAL_TOKENS
-
-
-class Blame:
-    """Losses of the requests in flight, each choice with an id of its own."""
-
-    def __init__(self) -> None:
-        self._losses: dict[int, _Losses] = {}
-        self._groups: list[dict[int, None]] = [{}]
-        """Suspects. The first group is on trial, new suspects join the last."""
-        self._halves: list[dict[int, None]] = []
-        """Of the group on trial, which follow it, if it has lost a worker."""
-        self._first: dict[object, int] = {}
-        """Of each owner with suspects, the one that is tried before its others."""
-        self._siblings: dict[int, None] = {}
-        """The others: they join the last group when that one has passed or is over."""
-        self._bystanders: set[int] = set()
-        self._num_apart = 0
-        """Workers that ended and computed no suspect."""
-        self._process: object = None
-        """Of the last worker that ended in a trial."""
-
-    @property
-    def on_trial(self) -> KeysView[int]:
-        return self._groups[0].keys()
-
-    def worker_lost(
+    def __init__(
         self,
-        process: object,
-        computed: Mapping[int, int],
-        now_s: float,
+        table: AttemptTable,
+        placer: Placer,
+        blame: Blame,
+        retries: Retries,
+        observer: DispatchObserver,
+        now_s: Callable[[], float],
         *,
-        owners: Mapping[int, object] = MappingProxyType({}),
-        is_part: bool = False,
-    ) -> int | None:
-        """Count the end of a worker for the requests that it computed; return the one whose fault it is, if known.
-
-        Args:
-            process: that of the worker. Its micro-batches are lost one after the other, and with each what the one
-                before it held: they count once.
-            computed: requests, and the new tokens of each since it was placed there.
-            owners: the client's request of each, unless it has no other.
-            is_part: the process had other micro-batches, which may have computed something, too.
+        max_silence_s: float,
+    ) -> None:
         """
-        known = {each: self._losses.setdefault(each, _Losses(owners.get(each, each))) for each in computed}
-        losses = {request_id: each for request_id, each in known.items() if each.process != process}
-        tried = dict.fromkeys(request_id for request_id in losses if request_id in self.on_trial)
-        # Other suspects may have been in the micro-batches beside this one.
-        may_be_more = is_part and (len(self.on_trial) > 1 or process == self._process)
-        is_only = not may_be_more and len({losses[each].owner for each in tried}) == 1
-        self._process = process if tried else self._process
-        self._halve(tried)
-        lost_owners = {each.owner for each in losses.values()}
-        self._num_apart += not tried and not is_part and self._first.keys().isdisjoint(lost_owners)
-        for request_id, each in losses.items():
-            each.num += 1
-            each.process = process
-            each.try_at_s = now_s + TRIAL_WAIT_S
-            if request_id in tried:
-                each.num_trials += is_only
-            elif each.num >= MAX_LOSSES and computed[request_id] < each.num_trial_tokens:
-                is_first = self._first.setdefault(each.owner, request_id) == request_id
-                (self._groups[-1] if is_first else self._siblings)[request_id] = None
-                each.num_apart = self._num_apart
-                self._bystanders.discard(request_id)
-            elif process == self._process and len(self._groups) > 1:
-                self._bystanders.add(request_id)
-        least = MAX_TRIALS - (len(lost_owners) == 1 and not is_part)
-        excuses = {each: min(MAX_TRIALS, self._num_apart - losses[each].num_apart) for each in tried}
-        return next((each for each in tried if losses[each].num_trials >= least + excuses[each]), None)
+        Args:
+            blame, retries: those that the placer asks.
+            max_silence_s: as in `pdserve.router.requests.settings.DispatchSettings`.
+        """
+        self._table, self._placer, self._blame, self._retries = table, placer, blame, retries
+        self._observer, self._now_s, self._max_silence_s = observer, now_s, max_silence_s
 
-    def _halve(self, tried: Iterable[int]) -> None:
-        """Deal suspects on trial, which have lost a worker, to the two groups that are tried next."""
-        for suspect in tried:
-            if not self._halves:
-                self._halves = [{}, {}]
-                self._groups[1:1] = self._halves if len(self._groups) > 1 else [*self._halves, {}]
-            del self._groups[0][suspect]
-            min(self._halves, key=len)[suspect] = None
-        self._next_trial()
+    def deadline_s(self, attempt: Attempt) -> float:
+        """Instant at which a choice is given up, unless its next token comes before."""
+        return attempt.heard_s + self._max_silence_s
 
-    def _next_trial(self) -> list[int]:
-        """Begin the next trial if the last one is over; return the requests that waited for that."""
-        released: list[int] = []
-        while len(self._groups) > 1 and not self._groups[0]:
-            self._halves = []
-            del self._groups[0]
-            released = list(self._groups[0])
-        if len(self._groups) == 1:
-            released += self._bystanders
-            self._bystanders.clear()
-        return released
+    def silence(self, attempt: Attempt) -> GenerationError | None:
+        """Error of a choice that has been silent for too long."""
+        if self._now_s() < self.deadline_s(attempt):
+            return None
+        remedy = "raise router.max_silence_seconds, or add workers"
+        return GenerationError(504, f"no token came for {self._max_silence_s:g} s: {remedy}")
 
-    def num_losses(self, request_id: int) -> int:
-        """Workers that ended while they computed the request."""
-        return self._losses[request_id].num
+    # What happened. Each method that returns an error has the attempt go on if there is none.
 
-    def is_held(self, request_id: int) -> bool:
-        """Whether the request is a suspect or a bystander."""
-        return any(request_id in held for held in (self._bystanders, self._siblings, *self._groups))
+    def worker_lost(self, worker: Worker, lost: Sequence[Attempt]) -> tuple[Attempt, GenerationError] | None:
+        """Count the end of ``worker`` for ``lost``, which it held; return the one whose fault it is, if known, and why
+        that fails."""
+        self._retries.clear(worker)
+        # The end of one that drains was asked for.
+        computed = [] if worker.is_draining else computed_by(worker, lost)
+        num_new_tokens = {attempt.request_id: attempt.num_new_tokens for attempt in computed}
+        is_in_trial = not self._blame.on_trial.isdisjoint(num_new_tokens)
+        for attempt in lost:
+            attempt.num_excused += is_in_trial or attempt.num_new_tokens >= MAX_TRIAL_TOKENS
+        if worker.is_draining:
+            return None
+        whole_id = whole_worker_id(worker.worker_id)
+        process, is_part = (whole_id, worker.epoch), whole_id != worker.worker_id
+        owners = {attempt.request_id: attempt.request for attempt in computed}
+        culprit = self._blame.worker_lost(process, num_new_tokens, self._now_s(), owners=owners, is_part=is_part)
+        held = [attempt.name for attempt in computed if self._blame.is_held(attempt.request_id)]
+        if held:
+            names = ", ".join(held[:MAX_NAMED]) + (f" and {len(held) - MAX_NAMED} more" if held[MAX_NAMED:] else "")
+            log.warning("what ended worker %s may be one of the requests %s", worker.worker_id, names)
+        if culprit is None:
+            return None
+        message = f"{self._blame.num_losses(culprit)} workers ended while they computed this request"
+        return self._table.all[culprit], GenerationError(500, message)
 
-    def has_to_wait(self, request_id: int, now_s: float) -> bool:
-        """Whether the request has to wait for a trial: its own, or those of others."""
-        if request_id in self.on_trial:
-            return now_s < self._losses[request_id].try_at_s
-        return self.is_held(request_id)
+    def given_up(self, attempt: Attempt, worker: Worker, event: RequestEvent) -> GenerationError | None:
+        """``worker`` ended the attempt before its last token."""
+        match attempt.state, event.kind:
+            case _, Kind.REJECTED if event.refusal not in (RefusalCode.DRAINING, RefusalCode.OVERLOADED):
+                return GenerationError(400, event.message)
+            case _, Kind.REJECTED:
+                worker.is_draining |= event.refusal is RefusalCode.DRAINING
+                is_error = event.refusal is RefusalCode.OVERLOADED
+                return self.go_on_without(attempt, worker, "refused", event.message, is_error=is_error)
+            case _, Kind.FAILED:
+                return self.failed(attempt, worker, event.message)
+            case Parked() as state, Kind.KV_UNAVAILABLE if worker is state.prefill:
+                return self._retry(attempt, "expired", event.message, is_error=False)  # for want of room to decode
+            case Parked() as state, Kind.KV_UNAVAILABLE if event.refusal is not RefusalCode.SOURCE:
+                self._retries.pull_failed(state.prefill, worker, self._now_s())
+                return self.go_on_without(attempt, worker, "kv_unavailable", event.message)
+            case _, Kind.KV_UNAVAILABLE:
+                return self._retry(attempt, "kv_unavailable", event.message)
+            case _, Kind.RELEASED:
+                # A decode worker has it all and was lost before its join was heard: there is nothing left to pull.
+                message = "the worker that pulled the prompt was lost"
+                return self._retry(attempt, "worker_lost", message, is_error=False)
+        return self._retry(attempt, "cancelled", event.message)
 
-    def token_received(self, request_id: int, num_new_tokens: int) -> list[int]:
-        """A request has ``num_new_tokens`` since it was placed. If that ends the trial, return what waited for it."""
-        if request_id not in self.on_trial or num_new_tokens < self._losses[request_id].num_trial_tokens:
-            return []
-        self._losses[request_id].num_trials = 0
-        return self._acquit(request_id)
+    def failed(self, attempt: Attempt, worker: Worker, message: str) -> GenerationError | None:
+        """A step of ``worker`` failed, or what it sent cannot be used."""
+        attempt.num_failures += 1
+        if self._now_s() < self.deadline_s(attempt):  # workers enforce deadlines, too
+            self._retries.step_failed(attempt, worker, self._now_s())
+        return self._retry(attempt, "failed", message)
 
-    def forget(self, request_id: int) -> list[int]:
-        """The request is over. If that ends the trial, return what waited for it."""
-        self._bystanders.discard(request_id)
-        released = self._acquit(request_id)
-        self._losses.pop(request_id, None)
-        return released
+    def token_received(self, attempt: Attempt, worker: Worker) -> None:
+        """The attempt has a further token."""
+        self._retries.clear(worker)
+        if self._blame.on_trial:
+            self._release(self._blame.token_received(attempt.request_id, attempt.num_new_tokens))
 
-    def _acquit(self, request_id: int) -> list[int]:
-        """It is no suspect any more: its siblings are to be tried."""
-        for waiting in (self._siblings, *self._groups):
-            waiting.pop(request_id, None)
-        released: list[int] = []
-        owner = self._losses[request_id].owner if request_id in self._losses else None
-        if self._first.get(owner) == request_id:
-            del self._first[owner]
-            released = [each for each in self._siblings if self._losses[each].owner == owner]
-            for each in released:
-                del self._siblings[each]
-                self._groups[-1][each] = None
-        return released + self._next_trial()
+    def ended(self, attempt: Attempt) -> None:
+        """The choice is over."""
+        self._release(self._blame.forget(attempt.request_id))
 
+    def _release(self, request_ids: Iterable[int]) -> None:
+        """Have those requests placed that waited for a trial."""
+        for request_id in request_ids:
+            if request_id in self._table.queued:
+                self._placer.put(self._table.queued[request_id])
 
-def computed_by(worker: Worker, held: Sequence[Attempt]) -> list[Attempt]:
-    """Of the attempts that ``worker`` holds, those which its last steps may have had rows of: what it said to have
-    started or reserved, and, because it may have ended before that was heard, the earliest others: answers that its
-    batch holds, and prompts that two steps hold."""
-    computed = {attempt for attempt in held if _is_computed_by(worker, attempt.state)}
-    unheard = [attempt for attempt in held if attempt.state.unreported is worker]
-    bound = [attempt for attempt in unheard if isinstance(attempt.state, Parked)]
-    computed.update(bound[: worker.max_batch_size])
-    prompts = [attempt for attempt in unheard if isinstance(attempt.state, Prefilling)]
-    num_tokens = 0
-    for attempt in sorted(prompts, key=lambda attempt: attempt.request.spec.arrived_s):
-        if num_tokens >= 2 * worker.max_batch_tokens:
-            break
-        num_tokens += attempt.blocks(worker.block_size).num_tokens
-        computed.add(attempt)
-    return [attempt for attempt in held if attempt in computed]
+    # How it goes on
 
+    def go_on_without(
+        self, attempt: Attempt, worker: Worker, reason: str, message: str, *, is_error: bool = True
+    ) -> GenerationError | None:
+        """Continue without ``worker``: have another decode worker pull the parked prompt if possible, else retry."""
+        state = attempt.state
+        if (
+            isinstance(state, Parked)
+            and worker is not state.prefill
+            and state.may_rebind
+            and self._now_s() < self.deadline_s(attempt)
+            and not self._blame.is_held(attempt.request_id)
+        ):
+            log.info("request %s, attempt %d is bound anew: %s (%s)", attempt.name, attempt.number, reason, message)
+            self._observer.retried("rebound", 0)
+            self._placer.park(attempt, replace(state, pull=None))
+            return None
+        return self._retry(attempt, reason, message, is_error=is_error)
 
-def _is_computed_by(worker: Worker, state: State) -> bool:
-    """Whether steps of ``worker``, which holds the attempt, may have rows of it, as far as it has said."""
-    match state:
-        case Prefilling():
-            return state.started_s is not None
-        case Parked() if worker is state.prefill:
-            return state.started_s is not None and state.first_token_s is None
-        case Parked():
-            return state.unreported is None
-    return isinstance(state, Decoding) and worker is state.worker
+    def _retry(self, attempt: Attempt, reason: str, message: str, *, is_error: bool = True) -> GenerationError | None:
+        """Give up the attempt and have the next one placed: soon, or after an error when its turn comes."""
+        error = self._verdict(attempt)
+        if error is not None:
+            log.info("request %s, attempt %d: %s (%s)", attempt.name, attempt.number, reason, message)
+            return error
+        now_s = attempt.lost_s = self._now_s()
+        is_started = not isinstance(attempt.state, Prefilling) or attempt.state.started_s is not None
+        num_tokens = len(attempt.request.spec.prompt_tokens) + len(attempt.emitted) if is_started else 0
+        attempt.journey.num_retries += 1
+        retry_at_s = self._retries.retry_at_s(attempt, now_s) if is_error else 0.0
+        self._table.move(attempt, Queued(now_s, retry_at_s, Loss(reason, message, num_tokens)))
+        self._placer.put_others(attempt)
+        self._placer.put(attempt)
+        return None
+
+    def _verdict(self, attempt: Attempt) -> GenerationError | None:
+        """Error that forbids another attempt, or ``None``."""
+        silence = self.silence(attempt)  # workers enforce deadlines, too
+        if silence is not None:
+            return silence
+        if attempt.num_failures >= MAX_FAILURES:
+            return GenerationError(500, "the model could not compute this request")
+        num_attempts = attempt.number + 1
+        if num_attempts - min(attempt.num_excused, MAX_EXCUSED) >= MAX_ATTEMPTS:
+            return GenerationError(503, f"gave up after {num_attempts} attempts", retry_after_s=MIN_RETRY_AFTER_S)
+        return None

@@ -128,7 +128,7 @@ class Arrival(NamedTuple):
     wanted_s: float
     """Instant at which token 0 is due; infinite if it has no objective, or is out already."""
     is_resumed: bool = False
-    """Its client has tokens already: workers compute it before all prompts that have not begun."""
+    """Its client has tokens already, or others wait for its trial: it goes before all prompts that have not begun."""
     is_probe: bool = False
     """Health probe: to be handed off if that is possible."""
     tpot_slo_s: float = 0.0

@@ -18,9 +18,10 @@ from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.admission import Admission
 from pdserve.router.requests.attempt import Attempt, Decision, Held, Parked, Prefilling, Pull, Queued
 from pdserve.router.requests.attempt_table import AttemptTable
-from pdserve.router.requests.failover import Blame, Retries
+from pdserve.router.requests.blame import Blame
 from pdserve.router.requests.observer import DispatchObserver
 from pdserve.router.requests.placement import Arrival, Placement, PromptBlocks, prefill_candidates, shortfall
+from pdserve.router.requests.retries import Retries
 from pdserve.router.requests.settings import DispatchSettings
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Placer:
         """
         Args:
             workers: those that are up, by id, kept by the dispatcher.
-            blame, retries: of the dispatcher, which tells them of losses, errors and tokens.
+            blame, retries: told of losses, errors and tokens by `pdserve.router.requests.failover`.
             wake: has `turn` called soon.
         """
         self._workers, self._table, self._placement, self._settings = workers, table, placement, settings
@@ -76,6 +77,13 @@ class Placer:
         """Have the attempt, which is queued or not bound, placed or bound in a next turn."""
         self._due[not attempt.emitted].append(attempt)
         self._wake()
+
+    def put_others(self, first: Attempt) -> None:
+        """Have the choices bound that waited for the pull of choice 0, if ``first`` is that."""
+        if first.choice == 0 and self._table.unbound:
+            for attempt in first.request.attempts.values():
+                if attempt is not first and attempt.request_id in self._table.unbound:
+                    self.put(attempt)
 
     def look(self, *, at_queue: bool = True) -> None:
         """Have the attempts that are held back considered in a next turn, or all that are queued, too."""
@@ -215,7 +223,8 @@ class Placer:
     def _arrival(self, attempt: Attempt, blocks: PromptBlocks, now_s: float) -> Arrival:
         spec, state = attempt.request.spec, attempt.state
         tier = self._settings.slo.tier(spec.tier)
-        has_objective = tier.ttft_seconds > 0 and not attempt.emitted
+        is_resumed = bool(attempt.emitted) or attempt.request_id in self._blame.on_trial  # others wait for the trial
+        has_objective = tier.ttft_seconds > 0 and not is_resumed
         is_accepted = attempt.request_id in self._table.all
         return Arrival(
             request_id=attempt.request_id,
@@ -227,7 +236,7 @@ class Placer:
             weight=tier.weight / self._heaviest,
             may_refuse=tier.when_hopeless == "refuse" and not is_accepted and not spec.is_probe,
             queued_s=state.since_s if isinstance(state, Queued | Held) else 0.0,
-            is_resumed=bool(attempt.emitted),
+            is_resumed=is_resumed,
             share=f"{spec.tenant}/{spec.tier}",
         )
 
@@ -264,6 +273,7 @@ class Placer:
         sampling = spec.sampling
         if sampling.num_prompt_logprobs >= 0 and not attempt.asks_prompt_logprobs:
             sampling = replace(sampling, num_prompt_logprobs=-1)
+        due_s = -inf if arrival.is_resumed else choice.due_s
         worker = self._workers[choice.worker_id]
         self._retries.was_given(worker, now_s)
         self._observer.placed(self._settings.policy, worker.role, is_late=choice.is_late)
@@ -280,7 +290,7 @@ class Placer:
             sampling=sampling,
             cache_salt=spec.cache_salt,
             deadline_s=max(left_s, MIN_DURATION_S),
-            ttft_slo_s=max(choice.due_s - now_s, MIN_DURATION_S) if choice.due_s < inf else 0.0,
+            ttft_slo_s=max(due_s - now_s, MIN_DURATION_S) if due_s < inf else 0.0,
             patience_s=patience_s,
             max_gap_s=self._settings.slo.tier(spec.tier).max_gap_seconds,
             block_hashes=spec.block_hashes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.bench.checked_streams import ChainChecker, summary
-from pdserve.bench.stream_client import StreamedAnswer
+from pdserve.loadgen.client import StreamedAnswer
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.demo_model import DEMO_MODEL
 from tests.expected_tokens import expected_tokens

@@ -10,9 +10,7 @@ import pytest
 
 from pdserve.bench.distserve import (
     CASES,
-    FIGURES,
     FittedCost,
-    figure_points,
     highest_rate,
     layouts,
     read_fits,
@@ -90,20 +88,3 @@ def test_each_objective_is_judged_on_its_own(file: Path) -> None:
 def test_a_higher_rate_attains_less(file: Path) -> None:
     shares = [row["attainment"] for row in table_2(CASES[1], read_fits(file, "facebook/opt-13b"), 30)]
     assert 100 >= shares[0] >= shares[-1] > 0
-
-
-def test_a_figure_is_compared_point_by_point(file: Path) -> None:
-    figure = FIGURES[0]._replace(
-        num_requests=30, by_rate={40.0: 50.0, 2.0: 90.0}, scaled_rate=40.0, by_scale={0.5: 40.0}
-    )
-    points = {
-        (point["rate_per_device"] if "scale" not in point else 40.0, point.get("scale", 1.0)): point
-        for point in figure_points(figure, read_fits(file, "facebook/opt-13b"))
-    }
-    assert {at: point["published"] for at, point in points.items()} == {
-        (2.0, 1.0): 90.0,
-        (40.0, 1.0): 50.0,
-        (40.0, 0.5): 40.0,
-    }
-    assert points[2.0, 1.0]["attainment"] > points[40.0, 1.0]["attainment"] > points[40.0, 0.5]["attainment"]
-    assert all(point["least"] <= point["attainment"] <= point["most"] for point in points.values())

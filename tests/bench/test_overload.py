@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.bench.overload import TPOT_S, TTFT_S, Sent
-from pdserve.bench.stream_client import StreamedAnswer
+from pdserve.loadgen.client import StreamedAnswer
 
 REFUSED = StreamedAnswer(sent_s=1.0, status=429, error="full", retry_after_s=2.0)
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.policies import CASES, MOONCAKE, SETTINGS, TARGET, Setting, goodput, mooncake, outcomes, served
-from pdserve.bench.policy_parts import PARTS
+from pdserve.bench.policies import MOONCAKE, SETTINGS, TARGET, Setting, goodput, mooncake, outcomes, served
 
 (UNIFORM,) = [setting for setting in SETTINGS if setting.name == "uniform"]
 
@@ -27,7 +26,7 @@ def test_goodput_serves_more_at_saturation() -> None:
 
 def test_to_refuse_what_is_hopeless_or_to_let_it_wait_serves_more() -> None:
     (bound,) = [setting for setting in SETTINGS if setting.name == "decode-bound"]
-    served_at_once = served(bound, "goodput-holding", 200.0, 1500, 0).share
+    served_at_once = served(bound, "least-time", 200.0, 1500, 0).share
     for policy in ("goodput", "goodput+refuse"):
         assert served(bound, policy, 200.0, 1500, 0).share > served_at_once + 0.1
 
@@ -49,14 +48,6 @@ def test_policies_serve_the_same_rates() -> None:
     assert least_time["goodput"][0] > other["goodput"][0] > 0
     assert least_time["good/s at 20/s"][0] == other["good/s at 20/s"][0] == 20.0
     assert least_time["good/s at 2 x"][0] > other["good/s at 2 x"][0]
-
-
-@pytest.mark.parametrize("part", [part for part in PARTS if part != "goodput-holding"])  # which is tested above
-def test_a_policy_without_a_part_decides_otherwise(part: str) -> None:
-    setting = next(setting for setting in SETTINGS if part in setting.parts)
-    assert part in CASES
-    whole, partial = (served(setting, policy, 8 * setting.rate, 350, 0) for policy in ("goodput", part))
-    assert whole != partial
 
 
 def test_mooncake_conversations_share_prefixes(tmp_path: Path) -> None:

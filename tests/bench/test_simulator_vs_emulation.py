@@ -8,7 +8,6 @@ import pytest
 
 from pdserve.bench import simulator_vs_emulation
 from pdserve.bench.cluster import RunningCluster
-from pdserve.bench.load import GeneratorHealth, Measurement
 from pdserve.bench.policies import Setting
 from pdserve.bench.simulator_vs_emulation import (
     LOGNORMAL,
@@ -22,6 +21,7 @@ from pdserve.bench.simulator_vs_emulation import (
     slowed_request,
 )
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
+from pdserve.loadgen.load import GeneratorHealth, Measurement
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
 from pdserve.planner.workload.requests import SimulatedRequest
 from tests.bench.test_agreement import some_times

@@ -13,7 +13,7 @@ import pytest
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint, write_tokenizer
 from tests.e2e.cluster import running_cluster
 from tests.e2e.reference import ReferenceAnswer, assert_same_tokens, greedy_answers
-from tests.model.checkpoints import FAMILIES, write_family
+from tests.model.checkpoints import write_family
 
 NUM_TOKENS = 24
 MAX_BATCH_TOKENS = 128
@@ -94,11 +94,12 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     "1P+1D memfd": {"kv_transfer": {"transport": "memfd"}},
     "1P+1D of 2 stages, tcp": {"kv_transfer": {"transport": "tcp"}, "decode": {"pipeline_parallel": 2}},
     "1P of 2 ranks+1D": {"prefill": {"tensor_parallel": 2}},
+    "1P of 2 ranks with whole experts+1D": {"prefill": {"tensor_parallel": 2, "expert_parallel": True}},
     "2P+2D": {"prefill": {"replicas": 2}, "decode": {"replicas": 2}},
 }
 
 
-@pytest.mark.parametrize("topology", [name for name in TOPOLOGIES if name != "1P of 2 ranks+1D"])
+@pytest.mark.parametrize("topology", [name for name in TOPOLOGIES if "of 2 ranks" not in name])
 def test_same_tokens_and_exact_usage(
     topology: str, checkpoint: Path, references: list[ReferenceAnswer], tmp_path: Path
 ) -> None:
@@ -113,8 +114,9 @@ def test_same_tokens_and_exact_usage(
 @pytest.mark.parametrize(
     ("family", "topology"),
     [
-        *((family, "1P+1D memfd") for family in FAMILIES if family not in ("llama", "qwen3", "gemma2")),
+        *((family, "1P+1D memfd") for family in ("mistral", "qwen2", "gemma3_text")),
         *((family, "1P of 2 ranks+1D") for family in ("qwen3", "gemma2")),
+        ("qwen3_moe", "1P of 2 ranks with whole experts+1D"),
         ("gemma3_text", "mixed"),
     ],
 )

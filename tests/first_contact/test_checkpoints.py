@@ -36,7 +36,7 @@ from transformers import (
 
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
 from pdserve.contracts.errors import DeployError
-from pdserve.deploy.checks.model import check_model, model_rows
+from pdserve.deploy.checks.model import check_model, model_rows, precision_words
 from pdserve.deploy.launch import Launch
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.sampling_defaults import sampling_defaults
@@ -218,6 +218,16 @@ def test_the_banner_lists_the_tokens_that_end_answers(tmp_path: Path) -> None:
     folder = write_case(tmp_path / "served", {"files": {"config.json": {"eos_token_id": [7, 5]}}})
     rows = dict(model_rows(ModelConfig(path=str(folder))))
     assert rows["answers end"] == "with tokens 7, 5, 1"
+
+
+def test_the_banner_says_how_the_weights_are_quantised(tmp_path: Path) -> None:
+    scheme = {"quant_method": "awq", "bits": 4, "version": "gemm"}
+    for name, config, expected in (
+        ("plain", {}, "bfloat16"),
+        ("quantised", {"quantization_config": scheme}, "int4 weights (AWQ), activations in bfloat16"),
+    ):
+        folder = write_case(tmp_path / name, {"files": {"config.json": config}})
+        assert precision_words(ModelConfig(path=str(folder), dtype="bfloat16")) == expected
 
 
 @pytest.mark.parametrize("case", ["tools_in_an_unknown_form", "plain"])

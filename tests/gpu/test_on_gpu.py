@@ -17,6 +17,7 @@ pytestmark = [
 INTERPRETED = {
     "attention": (),
     "decode_attention": (),
+    "experts": ("test_bytes_are_those_of_all_experts", "test_launches_depend_on_shapes_alone"),
     "gate": (),
     "norm": (),
     "prefill_attention": (),

@@ -17,6 +17,7 @@ from tests.kernels.interpreted_files import InterpretedFiles
 _FILES = pytest.StashKey[InterpretedFiles]()
 IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 _LAUNCHERS = {
+    "combine",
     "decode_attention",
     "draw_tokens",
     "find_top_p",
@@ -28,6 +29,7 @@ _LAUNCHERS = {
     "rms_normalise",
     "rope_and_write_kv",
     "scatter_blocks",
+    "sort_pairs",
 }
 """Of the kernels in Triton, as their tests import them."""
 

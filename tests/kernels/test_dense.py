@@ -11,7 +11,7 @@ from pdserve.kernels.cpu.threads import use_threads
 from pdserve.kernels.operations import DecoderKernels, Linear
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.torch.dense import matrix_dtype
-from pdserve.kernels.weight_quantisation import INT8_MAX, dequantise_int4, quantise_int4, quantise_int8
+from pdserve.kernels.weight_quantisation import dequantise, quantise
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Around one row, two, a tile, a few tiles, a block, and more than one block; one panel, several, and parts of one.
@@ -30,17 +30,14 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def cpu_linear(form: str, weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None) -> Linear:
     if form in QUANTISED:
-        return CPU_KERNELS.pack_linear(weight_FE, bias_F, form)
+        return CPU_KERNELS.pack_linear(quantise(weight_FE, form), bias_F)
     return CPU_KERNELS.pack_linear(weight_FE.to(DTYPES[form]), bias_F)
 
 
 def held(form: str, weight_FE: torch.Tensor) -> torch.Tensor:
     """What ``form`` keeps of a weight, in float64."""
-    if form == "int8":
-        quantised = quantise_int8(weight_FE)
-        return quantised.values.double() * quantised.scales.double()[:, None]
-    if form == "int4":
-        return dequantise_int4(quantise_int4(weight_FE)).double()
+    if form in QUANTISED:
+        return dequantise(quantise(weight_FE, form)).double()
     return weight_FE.to(DTYPES[form]).double()
 
 
@@ -153,33 +150,14 @@ def test_bytes_are_those_of_the_dtype() -> None:
     assert cpu_linear("int4", random(64, 300)).num_bytes == 64 * 300 // 2 + 64 * 3 * 4
 
 
-def test_quantised_weights_are_within_half_a_scale() -> None:
-    weight_FE = random(3000, 40) * torch.logspace(-6, 6, 3000)[:, None]
-    weight_FE[1] = 0
-    weight_FE[2] = 1e-44
-    values_FE, scales_F = quantise_int8(weight_FE)
-    assert values_FE.abs().max() == INT8_MAX
-    torch.testing.assert_close(scales_F, weight_FE.abs().amax(dim=1) / INT8_MAX)
-    error_FE = (values_FE.double() * scales_F.double()[:, None] - weight_FE.double()).abs()
-    limit_F = 0.5001 * scales_F.double()
-    limit_F[2] = 1e-43
-    assert (error_FE <= limit_F[:, None]).all()
-
-
 @pytest.mark.parametrize("form", QUANTISED)
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 70])
 def test_a_weight_that_is_not_finite_makes_its_output_nan_when_quantised(form: str, num_rows: int) -> None:
     weight_FE = random(20, 300)
     weight_FE[3, 4], weight_FE[5, 260] = math.nan, -math.inf
-    y_TF = CPU_KERNELS.pack_linear(weight_FE, None, form)(random(num_rows, 300))
+    y_TF = cpu_linear(form, weight_FE)(random(num_rows, 300))
     assert y_TF.isnan().all(dim=0).nonzero().flatten().tolist() == [3, 5]
     assert y_TF.isfinite().sum() == 18 * num_rows
-
-
-@pytest.mark.parametrize("form", QUANTISED)
-def test_quantised_weights_need_the_compiled_kernels(form: str) -> None:
-    with pytest.raises(ValueError, match=rf"{form} weights need .*: install g\+\+, or set model.quantization none"):
-        TORCH_KERNELS.pack_linear(random(4, 4), None, form)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 70])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from pdserve.kernels.weight_quantisation import dequantise_int4, quantise_int4, quantise_int8
+from pdserve.kernels.weight_quantisation import dequantise, quantise
 
 WINDOW = 21
 """Shorter than the prompts of tests, and no multiple of a block."""
@@ -52,6 +52,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     }},
+    "mixtral": {"sliding_window": WINDOW, "num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "num_experts": 5,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80,
+    },
+    "qwen3_moe": {
+        "head_dim": 24, "num_experts": 10, "num_experts_per_tok": 4, "moe_intermediate_size": 48,
+        "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True,
+    },
 }  # fmt: skip
 """Each family's ``model_type``, with options by which it differs from the others."""
 
@@ -80,6 +89,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma2-uncapped": {
         "model_type": "gemma2", **_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None,
         "tie_word_embeddings": False,
+    },
+    "mixtral-without-window": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": None},
+    "qwen2-moe-some-layers": {
+        "model_type": "qwen2_moe", **FAMILIES["qwen2_moe"], "num_hidden_layers": 4, "max_window_layers": 3,
+        "decoder_sparse_step": 2, "norm_topk_prob": True,
+    },
+    "qwen3-moe-window": {
+        "model_type": "qwen3_moe", **FAMILIES["qwen3_moe"], "use_sliding_window": True, "sliding_window": WINDOW,
+        "norm_topk_prob": False, "attention_bias": True,
     },
     "gemma3-plain": {"model_type": "gemma3_text", **_GEMMA, "final_logit_softcapping": 5.0},
 }  # fmt: skip
@@ -116,12 +134,8 @@ def rounded_reference_logits(folder: Path, tokens: list[int], quantization: str)
     """As `reference_logits`, of layers whose matrices are rounded as ``quantization`` rounds them."""
     model = load_reference(folder)
     for name, weight in model.named_parameters():
-        if ".layers." in name and weight.dim() == 2:
-            if quantization == "int4":
-                weight.data = dequantise_int4(quantise_int4(weight.data))
-            else:
-                values, scales = quantise_int8(weight.data)
-                weight.data = values * scales[:, None]
+        if ".layers." in name and weight.dim() >= 2 and not name.endswith(("mlp.gate.weight", "expert_gate.weight")):
+            weight.data = dequantise(quantise(weight.data.flatten(0, -2), quantization)).view_as(weight)
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
     return logits

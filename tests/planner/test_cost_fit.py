@@ -16,6 +16,7 @@ from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.curve import Curve
 from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.model.cost.step_grid import GridLimits, StepKind, step_grid
+from pdserve.planner import cost_fit
 from pdserve.planner.cost_fit import CostFit, TimedStep, fit_hardware
 from pdserve.planner.hardware_file import read_hardware_file, write_hardware_file
 from pdserve.planner.layout import PlannedModel
@@ -114,6 +115,18 @@ def test_a_device_that_beats_the_catalogue_gets_higher_peaks() -> None:
     result = fit(timed(faster))
     assert result.hardware.peak("float32") > 5 * BASE.peak("float32")
     assert max(result.errors(kind).median for kind in StepKind) < 3 * NOISE
+
+
+def test_experts_that_a_step_does_not_read_tell_nothing_of_the_bandwidth() -> None:
+    shape = replace(MODEL.shape, num_experts=64, experts_per_token=2, intermediate_size=512)
+    cost = CostModel(shape, TRUE, MODEL.precision)
+    steps = [TimedStep(step, cost.step_s(step.rows), 8) for step in STEPS]
+    device = cost_fit._with_headroom(BASE, replace(MODEL, shape=shape), steps)
+    assert device.memory_bandwidth == BASE.memory_bandwidth
+    assert device.peak_flops == BASE.peak_flops
+    wide = replace(BASE, peak_flops={"float32": BASE.peak("float32") / 100})
+    # In the longest step, of whose operations 2 of 64 experts are a part.
+    assert cost_fit._with_headroom(wide, replace(MODEL, shape=shape), steps).peak("float32") > wide.peak("float32")
 
 
 def test_curves_keep_to_what_is_possible() -> None:

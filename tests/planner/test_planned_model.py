@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.contracts.precision import Precision
+from pdserve.model.weights.bytes import weight_bytes
 from pdserve.planner.planned_model import MAX_DEFAULT_LENGTH, read_planned_model
 
 CONFIG = {
@@ -65,8 +66,11 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
         ({"architectures": ["MambaForCausalLM"]}, r"\['MambaForCausalLM'\] are not known; plan for one of Deep"),
         ({"architectures": [], "model_type": "mamba"}, "model_type mamba is not known; plan for one of Deep"),
         ({"quantization_config": ["fp8"]}, r"quantization_config must be an object, not \['fp8'\]; download it again"),
-        ({"quantization_config": {"quant_method": "hqq"}}, r"is not known \(hqq\): give --quantization fp8, int8 or"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, r"is not known \(gptq\): give --quant"),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            r"quant_method is 'hqq', .*; or plan with --quantization",
+        ),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, r"bits is 3, .*; or plan with --quantization"),
         ({"num_key_value_heads": 5}, "num_key_value_heads 5 does not divide num_attention_heads 32"),
     ],
 )
@@ -77,38 +81,30 @@ def test_what_would_be_planned_as_another_model_is_refused(
         read_planned_model(written(tmp_path / "model", **changes))
 
 
-INT4 = {"num_bits": 4, "type": "int"}
-FLOAT8 = {"num_bits": 8, "type": "float"}
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
-        ({"quant_method": "awq", "bits": 4}, "int4"),
-        ({"quant_method": "gptq", "bits": 8}, "int8"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": FLOAT8}}}, "fp8"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": INT4}}}, "int4"),
-    ],
-)
-def test_quantised_checkpoints_are_planned_by_their_bytes_and_not_served(
-    tmp_path: Path, config: dict[str, object], expected: str
-) -> None:
-    model = read_planned_model(written(tmp_path / "model", quantization_config=config))
-    assert model.precision.quantization == expected
-    assert model.unserved == "quantised checkpoints cannot be served yet"
+def test_quantised_checkpoints_are_planned_as_they_are_served(tmp_path: Path) -> None:
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    model = read_planned_model(written(tmp_path / "model", quantization_config=awq))
+    assert (model.precision.quantization, model.unserved) == ("auto", "")
+    assert model.held_name == "model bfloat16 int4"
+    plain = read_planned_model(written(tmp_path / "plain"))
+    layers = [weight_bytes(each.shape, "bfloat16", "auto").layers for each in (model, plain)]
+    assert layers[0] / layers[1] == (0.5 + 5 / 128) / 2
 
 
 def test_what_cannot_be_served_is_told(tmp_path: Path) -> None:
     assert read_planned_model(written(tmp_path / "model")).unserved == ""
-    mixtral = read_planned_model(written(tmp_path / "moe", architectures=["MixtralForCausalLM"], num_local_experts=8))
-    assert mixtral.unserved == "['MixtralForCausalLM'] cannot be served yet"
+    phi = read_planned_model(written(tmp_path / "phi", architectures=["Phi3ForCausalLM"]))
+    assert phi.unserved == "['Phi3ForCausalLM'] cannot be served yet"
 
 
-def test_quantised_weights_are_planned_as_asked(tmp_path: Path) -> None:
-    folder = written(tmp_path / "model", quantization_config={"quant_method": "fp8"})
-    assert read_planned_model(folder, precision=Precision(quantization="int8")).precision.quantization == "int8"
+@pytest.mark.parametrize(
+    ("method", "reason"), [("fp8", "model.quantization is int8, and the checkpoint has e4m3"), ("hqq", "'hqq'")]
+)
+def test_quantised_weights_are_planned_as_asked_and_not_served(tmp_path: Path, method: str, reason: str) -> None:
+    folder = written(tmp_path / "model", quantization_config={"quant_method": method})
+    model = read_planned_model(folder, precision=Precision(quantization="int8"))
+    assert (model.precision.quantization, model.shape.scheme) == ("int8", None)
+    assert reason in model.unserved
 
 
 @pytest.mark.parametrize(

@@ -518,6 +518,13 @@ def test_resumed_answers_go_before_prompts_that_have_not_begun() -> None:
     assert [each[0] for each in chunks(step(scheduler, 5.0))] == [2, 0]
 
 
+def test_of_resumed_answers_the_one_that_has_waited_longest_goes_first() -> None:
+    scheduler = a_scheduler(max_batch_tokens=8)
+    add(scheduler, a_request(0, 6, emitted=(7,)), now_s=0.0)
+    add(scheduler, a_request(1, 6, deadline_s=580.0, emitted=(7,)), now_s=5.0)
+    assert [each[0] for each in chunks(step(scheduler, 5.0))] == [1, 0]
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 def test_a_cancel_frees_a_prompt_wherever_it_is(num_steps: int) -> None:
     pool = BlockPool(16, BLOCK_SIZE)

@@ -19,9 +19,9 @@ import httpx
 import psutil
 
 from pdserve.bench.cluster import RunningCluster, running_cluster
-from pdserve.bench.load import Measurement, measure_load
 from pdserve.bench.shapes import LLAMA_3_8B_CONFIG
 from pdserve.deploy.observe.files import SCRAPE_INTERVAL, write_files
+from pdserve.loadgen.load import Measurement, measure_load
 from pdserve.model.cost.hardware import hardware, slowed
 from pdserve.model.weights.random_checkpoint import write_tokenizer
 from pdserve.planner.hardware_file import write_hardware_file

@@ -8,8 +8,8 @@ from pdserve.bench.gpu_model.checkpoint import TINY, write_weights
 from pdserve.bench.shapes import LLAMA_8B
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.shape import ModelShape
-from pdserve.model.weights.decoder_weights import Checkpoint
 from pdserve.model.weights.files import check_weights, shard_paths
+from pdserve.model.weights.stored import Checkpoint
 
 
 def test_it_has_the_parameters_of_llama_3_1_8b() -> None:

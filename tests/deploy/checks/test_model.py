@@ -16,6 +16,7 @@ from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.deploy.checks.model import PROCESS_BYTES, check_memory, check_model, worker_memory
 from pdserve.deploy.launch import Launch
 from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.quantisation import Scheme
 from pdserve.model.weights.bytes import weight_bytes
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 
@@ -221,6 +222,20 @@ def test_what_does_not_fit_is_refused_with_the_setting_to_change(
     fixed_bytes = len(workers) * (weight_bytes(model.shape, "float32", "none").total + PROCESS_BYTES)
     with pytest.raises(DeployError, match=said):
         check_memory(workers, model, fixed_bytes + spare)
+
+
+def test_a_quantised_checkpoint_takes_its_own_memory_and_no_other_setting(model: DecoderConfig) -> None:
+    scheme = Scheme(kind="int4", method="AWQ", group_inputs=32, has_zeros=True)
+    quantised = replace(model, shape=replace(model.shape, scheme=scheme))
+    matrices = model.shape.matrix_parameters
+    saved = worker_memory(a_worker(), model).weights - worker_memory(a_worker(), quantised).weights
+    assert saved == matrices * 4 - matrices // 2 - matrices // 32 * 5
+    with pytest.raises(DeployError, match=r"use fewer workers, a smaller model or model\.dtype bfloat16$"):
+        check_memory([a_worker()], quantised, 1)
+    with pytest.raises(DeployError, match=r"decode-0: .*quantization is int4, and the checkpoint has int4"):
+        check_memory([replace(a_worker(), precision=Precision(quantization="int4"))], quantised, 2**40)
+    with pytest.raises(DeployError, match="decode-0: tensor_parallel 4 divides the 64 inputs of the heads within"):
+        check_memory([replace(a_worker(), tensor_parallel=4)], quantised, 2**40)
 
 
 def test_what_fits_passes(model: DecoderConfig) -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from pdserve.bench import load
 from pdserve.contracts.deployment import ModelConfig
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.commands import bench, bench_load, plan_options
-from tests.bench.scripted_server import Script, scripted_server, token_events
+from pdserve.loadgen import load
 from tests.deploy.clusters import pdserve
+from tests.loadgen.scripted_server import Script, scripted_server, token_events
 
 
 def answer_in_full(body: dict[str, Any]) -> Script:

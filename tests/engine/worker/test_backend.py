@@ -23,6 +23,7 @@ from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.decoder_weights import held_bytes as weights_held
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from tests.kv_transfer.peer import LAYOUT
+from tests.model.quantised_checkpoints import write_quantised
 from tests.staged_worker import staged_device
 
 MAX_MODEL_LEN = 64
@@ -100,6 +101,28 @@ def test_quantised_weights_leave_more_memory_and_are_another_model(
     assert layouts[0].model_hash != layouts[1].model_hash
 
 
+@pytest.mark.parametrize(
+    ("form", "fields", "reason"),
+    [
+        (
+            "awq",
+            {"precision": Precision(quantization="int8")},
+            r"has int4 weights \(AWQ\).*set model.quantization to auto",
+        ),
+        ("awq", {"tensor_parallel": 4}, "tensor_parallel 4 divides the 48 inputs of the MLP within groups of 32"),
+        ("gptq-act-order", {"tensor_parallel": 2}, r"tensor_parallel is 2, .*act-order \(desc_act .*: set it to 1"),
+    ],
+)
+def test_what_a_quantised_checkpoint_cannot_be_is_refused(
+    config: WorkerConfig, tmp_path: Path, form: str, fields: dict[str, Any], reason: str
+) -> None:
+    folder, _ = write_quantised(tmp_path, "llama", form, intermediate_size=48, num_key_value_heads=4)
+    quantised = replace(config, model_path=str(folder), max_model_len=0)
+    choose_backend(replace(quantised, precision=Precision(dtype="bfloat16")))
+    with pytest.raises(ValueError, match=reason):
+        choose_backend(replace(quantised, **fields))
+
+
 def test_int8_kv_of_another_dtype_is_of_another_model(config: WorkerConfig) -> None:
     config = with_precision(config, kv_dtype="int8")
     layouts = [choose_backend(with_precision(config, dtype=dtype)).layout for dtype in ("float32", "bfloat16")]
@@ -128,7 +151,7 @@ def test_a_told_pool_must_fit_beside_the_weights(config: WorkerConfig, monkeypat
         ),
         (
             {"precision": Precision(quantization="awq")},
-            "quantization 'awq' is not supported: use one of none, int8, int4",
+            "quantization 'awq' is not supported: use one of auto, none, int8, int4",
         ),
     ],
 )
@@ -334,6 +357,28 @@ def test_ranks_that_cannot_share_the_model_are_refused(
     divided = replace(config, tensor_parallel=num_ranks, pipeline_parallel=num_stages)
     with pytest.raises(ValueError, match=reason):
         choose_backend(with_precision(divided, quantization=quantization))
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "expert_parallel", "quantization", "reason"),
+    [
+        (0, True, "none", "expert_parallel is set, and the model has no experts; remove it"),
+        (3, True, "none", "expert_parallel: tensor_parallel 2 does not divide 3 experts; use a divisor, or set"),
+        (4, False, "int4", r"inputs of the experts within groups .*: use a lower degree, expert_parallel true, or"),
+        (4, True, "int4", ""),
+    ],
+)
+def test_experts_that_ranks_cannot_share_are_refused(
+    tmp_path: Path, num_experts: int, expert_parallel: bool, quantization: str, reason: str
+) -> None:
+    folder = write_random_checkpoint(tmp_path, hidden_size=256, intermediate_size=128, num_experts=num_experts)
+    config = WorkerConfig(worker_id="w", role=WorkerRole.MIXED, model_path=str(folder), tensor_parallel=2)
+    config = with_precision(replace(config, expert_parallel=expert_parallel), quantization=quantization)
+    if not reason:
+        assert choose_backend(config).cost.tensor_parallel == 2
+        return
+    with pytest.raises(ValueError, match=reason):
+        choose_backend(config)
 
 
 def test_ranks_of_short_steps_wait_for_one_that_compiles_a_kernel(config: WorkerConfig) -> None:

@@ -36,7 +36,7 @@ def test_splits() -> None:
 
 def test_few_tokens_share_kernels_and_so_do_all_others() -> None:
     def tile(num_tokens: int) -> MatmulTile:
-        return matmul_tile(torch.zeros(num_tokens, 256).bfloat16(), is_int4=False)
+        return matmul_tile(torch.zeros(num_tokens, 256).bfloat16(), "int8", None)
 
     assert [tile(count).tokens for count in (1, 16, 17, 33, 64)] == [16, 16, 32, 64, 64]
     assert tile(17) == MatmulTile(32, 64, 128, 4, 4)

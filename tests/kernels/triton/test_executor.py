@@ -84,10 +84,11 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> RecordingQueue:
     return queue
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_moe"])
 def test_steps_sample_what_one_at_a_time_does_and_wait_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write_family(tmp_path, "qwen3", num_hidden_layers=1)
+    folder = write_family(tmp_path, family, num_hidden_layers=1)
     config = DecoderConfig.from_folder(folder)
     layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, "float32", "hash")
     pools = [nan_pool(layout.shape), nan_pool(layout.shape)]

@@ -135,11 +135,11 @@ def test_dynamic_rope_is_of_the_deployments_length() -> None:
     [
         (
             LLAMA_31_8B,
-            {"architectures": ["MixtralForCausalLM"]},
-            "Mixtral.*LlamaForCausalLM, Mistral.*Gemma3ForCausalLM",
+            {"architectures": ["Phi3ForCausalLM"]},
+            "Phi3.*LlamaForCausalLM, Mistral.*Gemma3ForCausalLM",
         ),
         (LLAMA_31_8B, {"architectures": None}, "LlamaForCausalLM"),
-        (LLAMA_31_8B, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        (LLAMA_31_8B, {"quantization_config": {"quant_method": "gguf"}}, "quantization_config.quant_method"),
         (LLAMA_31_8B, {"layer_types": ["sliding_attention"] * 32}, "layer_types is set"),
         (LLAMA_31_8B, {"hidden_act": "gelu"}, "'gelu' is not supported.*silu, gelu_pytorch_tanh"),
         (LLAMA_31_8B, {"rope_scaling": {"type": "longrope"}}, "longrope"),

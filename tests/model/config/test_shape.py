@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pdserve.model.config.decoder_config import DecoderConfig, parse_config
 from pdserve.model.config.shape import ModelShape
 from tests.model.checkpoints import FAMILIES, VARIANTS, write_checkpoint
-from tests.model.planned_configs import MIXTRAL_8X7B, PUBLISHED, QWEN_15_MOE
+from tests.model.planned_configs import MIXTRAL_8X7B, PUBLISHED, QWEN3_30B_A3B, QWEN_15_MOE
 from tests.model.published_configs import LLAMA_31_8B, NUM_PARAMETERS
 
 
@@ -48,7 +48,6 @@ _TINY = {
     "pad_token_id": 0,
 }
 _GROUPED = {**_TINY, "num_key_value_heads": 2, "head_dim": 24}
-_ROUTED = {**_GROUPED, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2}
 
 
 _LATENT = {
@@ -75,9 +74,6 @@ _LATENT = {
         ("opt", {**_TINY, "ffn_dim": 130, "max_position_embeddings": 100, "word_embed_proj_dim": 64}),
         ("opt", {**_TINY, "ffn_dim": 130, "word_embed_proj_dim": 64, "do_layer_norm_before": False}),
         ("gemma", _GROUPED),
-        ("mixtral", {**_TINY, "num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2}),
-        ("qwen2_moe", {**_ROUTED, "head_dim": 16, "shared_expert_intermediate_size": 72}),
-        ("qwen3_moe", {**_ROUTED, "tie_word_embeddings": True}),
         ("phi3", {**_GROUPED, "head_dim": 16}),
         ("deepseek_v2", {**_LATENT, "q_lora_rank": None}),
         ("deepseek_v3", _LATENT),
@@ -97,8 +93,8 @@ def test_all_experts_are_held() -> None:
     shape = ModelShape.from_hf_config(MIXTRAL_8X7B)
     attention, expert, router = 2 * 4096**2 + 2 * 4096 * 1024, 3 * 4096 * 14336, 8 * 4096
     assert shape.layer_parameters == attention + router + 8 * expert
-    assert shape.layer_groups(maxsize) == 4096 + 2 * 1024 + 4096 + 8 * (2 * 14336 + 4096) + 8
-    assert shape.layer_groups(128) == shape.layer_parameters / 128
+    assert shape.layer_groups(maxsize) == 4096 + 2 * 1024 + 4096 + 8 * (2 * 14336 + 4096)
+    assert shape.layer_groups(128) == (shape.layer_parameters - router) / 128
 
 
 def test_an_expert_for_all_tokens_has_a_gate() -> None:
@@ -106,9 +102,17 @@ def test_an_expert_for_all_tokens_has_a_gate() -> None:
     attention, expert, shared = 4 * 2048**2, 3 * 2048 * 1408, 3 * 2048 * 5632
     assert shape.common_layer_parameters == attention + shared + 2048 + 60 * 2048
     assert shape.layer_parameters == shape.common_layer_parameters + 60 * expert
-    assert shape.layer_groups(maxsize) == 4 * 2048 + 60 * (2 * 1408 + 2048) + 60 + 2 * 5632 + 2048 + 1
-    assert shape.layer_groups(128) == shape.layer_parameters / 128
-    assert shape.layer_groups(1) == shape.layer_parameters
+    assert shape.layer_groups(maxsize) == 4 * 2048 + 60 * (2 * 1408 + 2048) + 2 * 5632 + 2048
+    assert shape.layer_groups(128) == (shape.layer_parameters - 61 * 2048) / 128
+    assert shape.layer_groups(1) == shape.layer_parameters - 61 * 2048
+
+
+def test_layers_without_experts_are_counted_apart() -> None:
+    config = {**QWEN3_30B_A3B, "decoder_sparse_step": 3, "mlp_only_layers": [2, 8]}
+    shape = ModelShape.from_hf_config(config)
+    assert [index for index in range(12) if index not in shape.dense_layers] == [5, 11]
+    attention = shape.layer_parameters - 128 * 3 * 2048 * 768 - 128 * 2048
+    assert shape.dense_layer_parameters == attention + 3 * 2048 * 6144
 
 
 def test_the_last_group_of_inputs_may_be_smaller() -> None:
@@ -128,9 +132,11 @@ def test_the_last_group_of_inputs_may_be_smaller() -> None:
     ("changes", "message"),
     [
         ({"kv_lora_rank": 512}, "qk_nope_head_dim must be a positive integer"),
-        ({"mlp_only_layers": [0]}, "mlp_only_layers is set: some of its layers have experts"),
+        (
+            {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": 3},
+            "mlp_only_layers must be a list of layers",
+        ),
         ({"moe_layer_freq": 2}, "moe_layer_freq is not 1"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step is not 1"),
         ({"word_embed_proj_dim": 512}, "word_embed_proj_dim 512 is not hidden_size 4096"),
     ],
 )

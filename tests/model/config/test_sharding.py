@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -46,6 +47,40 @@ def test_ranks_share_everything(num_ranks: int, num_kv_heads: int, group: int, v
         assert len(shard.heads) % len(shard.kv_heads) == 0
 
 
+ROUTED = replace(SHAPE, num_experts=8, experts_per_token=2, shared_intermediate_size=48, dense_intermediate_size=80)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_ranks_share_features_of_experts_or_whole_experts(num_ranks: int, expert_parallel: bool) -> None:
+    shards = [shard_of(ROUTED, Place.of(rank, num_ranks, 1, expert_parallel)) for rank in range(num_ranks)]
+    held = [(expert, feature) for shard in shards for expert in shard.experts for feature in shard.features]
+    assert len(held) == len(set(held)) == 8 * 96
+    assert {len(shard.features) for shard in shards} == {96 if expert_parallel else 96 // num_ranks}
+    for parts, count in (
+        ([shard.shared_features for shard in shards], 48),
+        ([shard.dense_features for shard in shards], 80),
+    ):
+        assert [index for part in parts for index in part] == list(range(count))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expert_parallel", "reason"),
+    [
+        ({"num_experts": 7}, True, "expert_parallel: tensor_parallel 8 does not divide 7 experts; use a divisor, or"),
+        ({"num_experts": 0}, True, "expert_parallel is set, and the model has no experts; remove it"),
+        ({"intermediate_size": 100}, False, "does not divide the 100 features of each expert"),
+        ({"shared_intermediate_size": 50}, True, "does not divide the 50 features of the shared expert"),
+        ({"dense_intermediate_size": 50}, True, "does not divide the 50 features of a layer without experts"),
+    ],
+)
+def test_experts_that_do_not_divide_are_refused(changes: dict[str, Any], expert_parallel: bool, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        shard_of(replace(ROUTED, **changes), Place.of(0, 8, 1, expert_parallel))
+    if "intermediate_size" in changes:
+        shard_of(replace(ROUTED, **changes), Place.of(0, 8, 1, not expert_parallel))
+
+
 @given(
     tensor_parallel=st.sampled_from((1, 2, 4)),
     pipeline_parallel=st.sampled_from((1, 2, 3, 4)),
@@ -80,7 +115,7 @@ def test_what_does_not_divide_is_refused(num_ranks: int, reason: str) -> None:
 
 
 def test_features_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel 8 does not divide the MLP's 100 features; use a divisor"):
+    with pytest.raises(ValueError, match="8 does not divide the 100 features of the MLP; use a divisor"):
         shard_of(replace(SHAPE, intermediate_size=100), Place(0, 8))
 
 

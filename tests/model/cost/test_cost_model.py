@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,13 @@ from pdserve.contracts.worker_config import DIRECT_TRANSPORTS
 from pdserve.kv_transfer.handshake import choose_transport
 from pdserve.model.config.decoder_config import parse_config
 from pdserve.model.config.shape import ModelShape
-from pdserve.model.cost.cost_model import CostModel, OnlineCorrection, chosen_transport, num_experts_touched
+from pdserve.model.cost.cost_model import (
+    CostModel,
+    OnlineCorrection,
+    busiest_share,
+    chosen_transport,
+    num_experts_touched,
+)
 from pdserve.model.cost.curve import Curve
 from pdserve.model.cost.hardware import Hardware, hardware
 from tests.model.planned_configs import DEEPSEEK_V3, GEMMA_3_27B, LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, PUBLISHED
@@ -64,7 +71,7 @@ def test_int8_weights_are_smaller_and_read_faster() -> None:
     saved_s = whole.decode_s(1, 0) - quantised.decode_s(1, 0)
     assert saved_s == pytest.approx((num_in_layers - 4 * num_outputs) / H100.bandwidth)
     assert whole.prefill_s(8192) == quantised.prefill_s(8192)
-    with pytest.raises(ValueError, match="quantization 'awq' is not supported: use one of none, int8, int4"):
+    with pytest.raises(ValueError, match="quantization 'awq' is not supported: use one of auto, none, int8, int4"):
         CostModel(shape, H100, Precision(dtype="bfloat16", quantization="awq"))
 
 
@@ -173,10 +180,11 @@ def test_activations_are_of_the_largest_step() -> None:
     one, four = (
         cost_model(MIXTRAL_8X7B, ranks).rank_memory(max_batch_tokens=100, max_batch_size=1) for ranks in (1, 4)
     )
-    # Of each token three vectors of the width, and three of the two experts' width, which ranks share.
+    # Of each token three vectors of the width and one for each of two experts, and three of the experts' width, which
+    # ranks share.
     logits_bytes = 2 * 4 * 32000
-    assert one.activation_bytes == 100 * 2 * (3 * 4096 + 3 * 2 * 14336) + logits_bytes
-    assert four.activation_bytes == 100 * 2 * (3 * 4096 + 3 * 2 * 14336 / 4) + logits_bytes
+    assert one.activation_bytes == 100 * 2 * (5 * 4096 + 3 * 2 * 14336) + logits_bytes
+    assert four.activation_bytes == 100 * 2 * (5 * 4096 + 3 * 2 * 14336 / 4) + logits_bytes
 
 
 def test_rows_that_sample_have_an_overhead() -> None:
@@ -410,6 +418,26 @@ def test_more_tokens_touch_more_experts(num_tokens: int) -> None:
     assert 8 <= num_experts_touched(num_tokens, 128, 8) <= min(128, 8 * num_tokens) * (1 + 1e-12)
     model = cost_model(MIXTRAL_8X7B)
     assert model.prefill_s(num_tokens) < model.prefill_s(num_tokens + 1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_touched", [8, 40, 128])
+def test_ranks_with_whole_experts_wait_for_the_busiest(num_touched: int, num_ranks: int) -> None:
+    random = np.random.default_rng(0)
+    touched = random.permuted(np.tile(np.arange(128), (2000, 1)), axis=1)[:, :num_touched] * num_ranks // 128
+    most = np.stack([(touched == rank).sum(axis=1) for rank in range(num_ranks)]).max(axis=0).mean()
+    assert busiest_share(num_touched, 128, num_ranks) == pytest.approx(most / num_touched, rel=0.1)
+
+
+def test_whole_experts_take_longer_until_all_are_touched() -> None:
+    shape = ModelShape.from_hf_config(MIXTRAL_8X7B)
+    parts, whole = (
+        CostModel(shape, H100, Precision(dtype="bfloat16"), 4, expert_parallel=expert_parallel)
+        for expert_parallel in (False, True)
+    )
+    assert whole.decode_s(1, 100) > 1.2 * parts.decode_s(1, 100)
+    assert whole.decode_s(64, 6400) == pytest.approx(parts.decode_s(64, 6400), rel=0.01)
+    assert whole.rank_memory().activation_bytes > parts.rank_memory().activation_bytes
 
 
 def test_more_ranks_than_kv_heads_repeat_them() -> None:

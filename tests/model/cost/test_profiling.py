@@ -6,17 +6,31 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import StepBatch, StepHandle, StepOutput
 from pdserve.kernels.cpu.threads import use_threads
-from pdserve.model.config.decoder_config import DecoderConfig
-from pdserve.model.cost.profiling import MIN_REPEATS, ProfiledModel, measure_model, measure_steps, write_random_weights
+from pdserve.kernels.torch.experts import Routes, route
+from pdserve.model.config.decoder_config import DecoderConfig, parse_config
+from pdserve.model.cost.cost_model import num_experts_touched
+from pdserve.model.cost.profiling import (
+    MIN_REPEATS,
+    ProfiledModel,
+    measure_model,
+    measure_steps,
+    profiled_executor,
+    write_random_weights,
+)
 from pdserve.model.cost.step_grid import Step, StepKind, StepRow
+from pdserve.model.decoder import decoder
 from pdserve.model.weights.files import check_weights
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
+from tests.model.planned_configs import QWEN3_30B_A3B
+from tests.model.quantised_checkpoints import write_quantised
 
 LAYOUT = KvLayout(
     num_blocks=64, num_kv_heads=1, num_layers=3, block_size=16, head_dim=8, dtype="float32", model_hash="profile"
@@ -119,9 +133,9 @@ def test_random_weights_are_of_the_model(family: str, tmp_path: Path) -> None:
     check_weights(folder, config.shape)
 
 
-@pytest.mark.parametrize("has_weights", [True, False])
-def test_a_model_is_measured(tmp_path: Path, has_weights: bool) -> None:
-    folder = write_checkpoint(tmp_path)
+@pytest.mark.parametrize(("has_weights", "form"), [(True, ""), (False, ""), (True, "w8a8-int8")])
+def test_a_model_is_measured(tmp_path: Path, has_weights: bool, form: str) -> None:
+    folder = write_quantised(tmp_path, "llama", form)[0] if form else write_checkpoint(tmp_path)
     if not has_weights:
         (folder / "model.safetensors").unlink()
     affinity = os.sched_getaffinity(0)
@@ -146,6 +160,36 @@ def test_a_model_is_measured(tmp_path: Path, has_weights: bool) -> None:
     assert all(entry.median_s > 0 and entry.num_repeats >= MIN_REPEATS for entry in measured.steps)
     assert measured.host_bandwidth > 1e6
     assert not any(folder.glob("pdserve-profile*"))
+
+
+def test_decode_rows_touch_as_many_experts_as_the_cost_model_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def count(*arguments: Any, **options: Any) -> Routes:
+        routes = route(*arguments, **options)
+        touched.append(len(routes.experts.unique()))
+        return routes
+
+    touched: list[int] = []
+    monkeypatch.setattr(decoder, "route", count)
+    changes = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 16, "num_hidden_layers": 6}
+    changes |= {"hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024, "max_position_embeddings": 512}
+    model = ProfiledModel(
+        name="random",
+        folder=tmp_path,
+        config=parse_config({**QWEN3_30B_A3B, **changes}, {}),
+        has_weights=False,
+        cores=(min(os.sched_getaffinity(0)),),
+        kv_memory_bytes=2**26,
+    )
+    affinity = os.sched_getaffinity(0)
+    try:
+        with profiled_executor(model, 64) as (executor, layout):
+            measure_steps(executor, [Step((StepRow(1, 32),) * 16)], layout, 0.01, lambda *_: None)
+    finally:
+        os.sched_setaffinity(0, affinity)
+        use_threads(1)
+    assert fmean(touched) == pytest.approx(num_experts_touched(16, 64, 4), rel=0.1)
 
 
 def test_memory_too_small_for_blocks_is_said(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from pdserve.model.executors.rank_model import Begun, Computed, PackedStep, Rank
 from pdserve.model.executors.step_inputs import StepShape
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
 from tests.model.late_queue import LateQueue
+from tests.model.quantised_checkpoints import write_quantised
 
 PROMPTS = [[5, 17, 101, 33, 54, 2, 90, 7, 61], [200, 3], [44] * 16]
 TABLES = [[3, 20, 7], [1, 2, 23], [10, 11, 22]]
@@ -61,6 +62,7 @@ def running_ranks(
     kv_dtype: str = "float32",
     max_captured_rows: int = 0,
     num_swap_slots: int | None = None,
+    expert_parallel: bool = False,
 ) -> Iterator[tuple[ModelExecutor, KvPool]]:
     """The executor of ``num_stages`` stages of ``num_ranks`` ranks, each in a thread, and the leader's pool.
 
@@ -84,7 +86,7 @@ def running_ranks(
         return KvPool(own_memory, own.shape, getattr(torch, kv_dtype), first_layer=shard.layers.start)
 
     def ranks_of(rank: int) -> Ranks:
-        place = Place.of(rank, num_ranks, num_stages)
+        place = Place.of(rank, num_ranks, num_stages, expert_parallel)
         if num_swap_slots is not None:
             with patch.object(process_group, "_START_TIMEOUT", timedelta(seconds=20)):  # where a rank has failed
                 return ranks_of_devices(place, shared_fd, memory.device)
@@ -218,6 +220,9 @@ def test_families(family: str, tmp_path: Path) -> None:
     with running_ranks(folder, 1, Precision(dtype="float32"), num_stages=num_stages) as (executor, _):
         for outputs in answer_twice(executor):
             assert_equal(outputs, expected)
+    if family in ("mixtral", "qwen3_moe"):
+        with running_ranks(folder, 2, Precision(dtype="float32"), expert_parallel=True) as (executor, _):
+            assert_equal(answer(executor), expected)
 
 
 @pytest.mark.parametrize(("quantization", "kv_dtype"), [("none", "float32"), ("int8", "int8")])
@@ -288,6 +293,17 @@ def test_options(quantization: str, changes: dict[str, Any], tmp_path: Path) -> 
     results = []
     for num_ranks in (1, 2):
         with running_ranks(folder, num_ranks, Precision(dtype="float32", quantization=quantization)) as (executor, _):
+            results.append(answer(executor))
+    assert_equal(results[1], results[0])
+
+
+@pytest.mark.parametrize("form", ["w4a16", "w8a8-int8-asymmetric", "fp8-tensor", "fp8-block", "gptq-v2", "awq"])
+def test_checkpoints_that_others_quantised(form: str, tmp_path: Path) -> None:
+    """Heads, features and blocks of ranks begin within words and blocks of the file."""
+    folder, _ = write_quantised(tmp_path, "llama", form)
+    results = []
+    for num_ranks in (1, 2):
+        with running_ranks(folder, num_ranks, Precision(dtype="float32")) as (executor, _):
             results.append(answer(executor))
     assert_equal(results[1], results[0])
 

@@ -3,21 +3,26 @@ from __future__ import annotations
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from pdserve.contracts.kv_layout import DTYPE_BYTES
 from pdserve.contracts.precision import Precision
-from pdserve.kernels.operations import Linear
+from pdserve.kernels.operations import Experts, Linear
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.torch import dense as torch_dense
+from pdserve.kernels.weight_quantisation import GroupedWeight
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights import decoder_weights
-from pdserve.model.weights.decoder_weights import Checkpoint, held_bytes, load_decoder_weights
+from pdserve.model.weights.decoder_weights import DenseMlp, ExpertMlp, held_bytes, load_decoder_weights
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
+from pdserve.model.weights.stored import Checkpoint
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
+from tests.model.quantised_checkpoints import FORMS, write_quantised
 
 
 def test_weights_of_another_shape_are_refused_as_a_whole(tmp_path: Path) -> None:
@@ -38,20 +43,41 @@ def test_weights_of_another_shape_are_refused_as_a_whole(tmp_path: Path) -> None
     [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")],
 )
 def test_weight_bytes_are_those_that_are_held(tmp_path: Path, dtype: str, quantization: str, family: str) -> None:
-    folder = write_family(tmp_path, family)
+    assert_held_bytes(write_family(tmp_path, family), Precision(dtype=dtype, quantization=quantization))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weight_bytes_of_quantised_checkpoints_are_those_that_are_held(tmp_path: Path, form: str) -> None:
+    quantised, _ = write_quantised(tmp_path, "llama", form, hidden_size=256, intermediate_size=512)
+    assert_held_bytes(quantised, Precision(dtype="bfloat16"))
+
+
+def assert_held_bytes(folder: Path, precision: Precision) -> None:
     config = DecoderConfig.from_folder(folder)
-    weights = load_decoder_weights(folder, config, Precision(dtype=dtype, quantization=quantization), CPU_KERNELS)
+    weights = load_decoder_weights(folder, config, precision, CPU_KERNELS)
     assert weights.embedding is not None
     assert weights.lm_head is not None
     assert weights.norm is not None
     held = {id(linear): linear.num_bytes for linear in (weights.embedding, weights.lm_head)}
     num_bytes = sum(held.values()) + sum(
-        linear.num_bytes for layer in weights.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        matrices.num_bytes
+        for layer in weights.layers
+        for matrices in (layer.qkv, layer.output, *matrices_of(layer.mlp))
     )
     norms = [weights.norm, *(norm for layer in weights.layers for norm in (layer.attention_norm, layer.mlp_norm))]
     num_bytes += sum(norm.nbytes for norm in norms)
+    shape = config.shape
+    num_bytes += (shape.num_layers - shape.num_dense_layers) * shape.router_parameters * DTYPE_BYTES[precision.dtype]
     # Compiled kernels fill matrices up to whole panels; here, that is the vocabulary of 211.
-    assert 0.95 * num_bytes <= held_bytes(config.shape, dtype, quantization) <= 1.02 * num_bytes
+    assert 0.95 * num_bytes <= held_bytes(config.shape, precision.dtype, precision.quantization) <= 1.02 * num_bytes
+
+
+def matrices_of(mlp: DenseMlp | ExpertMlp) -> Iterator[Linear | Experts]:
+    """All but the router, a few rows of a panel."""
+    if isinstance(mlp, DenseMlp):
+        yield from mlp
+    else:
+        yield from (mlp.gate_up, mlp.down, *(mlp.shared or ()))
 
 
 def test_without_a_compiler_matrices_are_held_as_this_cpu_multiplies_them(
@@ -71,11 +97,12 @@ def test_one_matrix_at_a_time_is_in_memory_beside_what_the_kernels_hold(tmp_path
     taken: list[weakref.ref[torch.Tensor]] = []
 
     def pack(
-        weight_FE: torch.Tensor,
+        weight_FE: torch.Tensor | GroupedWeight,
         bias_F: torch.Tensor | None = None,
-        quantization: str = "none",
-        inputs: range | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
     ) -> Linear:
+        assert isinstance(weight_FE, torch.Tensor)
         assert all(weight() is None for weight in taken)
         taken.append(weakref.ref(weight_FE))
         return TORCH_KERNELS.pack_linear(weight_FE[:1].clone())
@@ -112,7 +139,7 @@ import torch
 from pdserve.contracts.precision import Precision
 from pdserve.kernels.selection import CPU_KERNELS
 from pdserve.model.config.decoder_config import DecoderConfig
-from pdserve.model.weights.decoder_weights import Checkpoint, held_bytes, load_decoder_weights
+from pdserve.model.weights.decoder_weights import held_bytes, load_decoder_weights
 
 folder = Path(sys.argv[1])
 config = DecoderConfig.from_folder(folder)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.weights.files import check_weights, read_header, shard_paths
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
+from tests.model.quantised_checkpoints import FORMS, write_quantised
 
 SHAPE = ModelShape(
     num_layers=1, hidden_size=8, intermediate_size=8, num_heads=2, num_kv_heads=2, head_dim=4, vocab_size=16
@@ -64,6 +67,60 @@ def test_every_mismatch_is_named(tmp_path: Path) -> None:
     ):
         assert problem in str(error.value)
     assert "inv_freq" not in str(error.value)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_quantised_checkpoints_pass(tmp_path: Path, form: str) -> None:
+    folder, _ = write_quantised(tmp_path, "qwen2", form)
+    left_out = check_weights(folder, shape_of(folder))
+    assert left_out == ("14 of *.input_scale" if "fp8" in form else "")
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "problem"),
+    [
+        ("w8a8-fp8", {"weight_scale": None}, "missing {module}.weight_scale"),
+        ("fp8-block", {"weight_scale_inv": None}, "missing {module}.weight_scale"),
+        ("fp8-block", {"weight_scale": torch.ones(2, 2)}, "unexpected {module}.weight_scale"),
+        ("fp8-block", {"weight_scale_inv": torch.ones(1, 2)}, "{module}.weight_scale_inv has shape [1, 2], not [3, 2]"),
+        ("w4a16", {"weight_packed": torch.zeros(128, 16)}, "{module}.weight_packed has shape [128, 16], not [128, 8]"),
+        ("w4a16", {"weight_packed": torch.zeros(128, 8)}, "{module}.weight_packed has dtype F32, not one of I32"),
+        ("gptq", {"qzeros": None}, "missing {module}.qzeros"),
+        ("awq", {"scales": torch.ones(128, 2)}, "{module}.scales has shape [128, 2], not [2, 128]"),
+        ("awq", {"bias": torch.ones(128)}, "unexpected {module}.bias"),
+    ],
+)
+def test_a_quantised_matrix_without_its_scales_or_of_another_size_is_named(
+    tmp_path: Path, form: str, changes: dict[str, torch.Tensor | None], problem: str
+) -> None:
+    folder, _ = write_quantised(tmp_path, "llama", form)
+    tensors, module = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj"
+    for name, tensor in changes.items():
+        if tensor is None:
+            del tensors[f"{module}.{name}"]
+        else:
+            tensors[f"{module}.{name}"] = tensor
+    with pytest.raises(ValueError, match=re.escape(problem.format(module=module))):
+        check_weights(stored(folder, tensors), shape_of(folder))
+
+
+def test_biases_of_zeros_that_tools_for_gptq_add_are_left_out(tmp_path: Path) -> None:
+    folder, _ = write_quantised(tmp_path, "llama", "gptq")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(128).half()
+    check_weights(stored(folder, tensors), shape_of(folder))
+
+
+def test_matrices_that_the_scheme_excepts_are_floats(tmp_path: Path) -> None:
+    folder, plain = write_quantised(tmp_path, "llama", "awq")
+    tensors, module = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj"
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(module)}
+    tensors[f"{module}.weight"] = load_file(plain / "model.safetensors")[f"{module}.weight"]
+    shape = shape_of(folder)
+    with pytest.raises(ValueError, match=f"{module} is not quantised, and quantization_config does not except it"):
+        check_weights(stored(folder, tensors), shape)
+    assert shape.scheme is not None
+    check_weights(folder, replace(shape, scheme=replace(shape.scheme, ignored=("layers.1.mlp.up_proj",))))
 
 
 def test_of_many_mismatches_a_few_are_named(tmp_path: Path) -> None:

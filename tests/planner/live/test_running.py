@@ -43,7 +43,7 @@ def status_of(worker_id: str, role: str, **changes: object) -> dict[str, object]
         "pipeline_parallel": 1,
         "dtype": "bfloat16",
         "kv_dtype": "auto",
-        "quantization": "none",
+        "quantization": "auto",
         "limits": {
             "max_model_len": 8192,
             "block_size": 16,

@@ -12,7 +12,7 @@ from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import PlannedModel, Pool
 from pdserve.planner.report.explain import Explanation, explain
-from tests.model.planned_configs import LLAMA_3_70B, MIXTRAL_8X7B
+from tests.model.planned_configs import LLAMA_3_70B, MIXTRAL_8X7B, QWEN3_30B_A3B
 
 PREFILL, DECODE = "prefill of a prompt of 1024 tokens", "decode of 32 sequences of 1024 tokens"
 SECONDS = {"s": 1.0, "ms": 1e-3}
@@ -54,6 +54,13 @@ def test_parts_add_up_to_the_step(degrees: tuple[int, int]) -> None:
         assert 1e3 * sum(parts.values()) == pytest.approx(lines[name].result, rel=5e-3)
         assert ("all-reduces" in parts) == (degrees[0] > 1)
         assert ("sends between stages" in parts) == (degrees[1] > 1)
+
+
+def test_experts_that_a_step_reads() -> None:
+    line = explanations(QWEN3_30B_A3B)["weights read in decode of 32 sequences"]
+    num_touched = 128 * (1 - (120 / 128) ** 32)
+    assert line.result == pytest.approx(2 * (30_532_122_624 - 48 * (128 - num_touched) * 3 * 2048 * 768))
+    assert line.parts == "112 of 128 experts in each layer that has some, if all are as likely"
 
 
 def test_what_does_not_fit_or_has_no_price() -> None:

@@ -392,6 +392,7 @@ def test_a_name_that_a_client_chose_is_told_in_part(edge: EdgeServer, http: http
     answer = http.post(COMPLETIONS, json={"prompt": "x", "logit_bias": {"x" * 100_000: 1}})
     assert answer.status_code == 400
     assert error_of(answer)["param"].startswith("logit_bias.xxx")
+    assert error_of(answer)["message"].endswith("Names should be token ids, such as 42")
     assert len(answer.content) < 1000
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from pdserve.contracts.request import FinishReason
 from pdserve.router.http import protocol
-from tests.router.edge_server import EdgeServer, running_edge, stuck_after
+from tests.router.edge_server import EdgeServer, running_edge, saying, stuck_after
 
 LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n"
 
@@ -178,3 +179,15 @@ def test_a_client_that_sends_no_more_and_then_leaves_is_noticed(
             received += connection.recv(10_000)
         assert not edge.generator.last.cancelled.wait(0.3)
     assert edge.generator.last.cancelled.wait(1)
+
+
+def test_an_older_client_gets_a_stream_that_ends_with_the_connection(edge: EdgeServer) -> None:
+    edge.generator.script = saying([50, 51], FinishReason.LENGTH)
+    content = b'{"prompt": "x", "stream": true}'
+    head = b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\n"
+    with connect(edge) as connection:
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n%b" % (len(content), content))
+        answered, _, body = read_to_end(connection).partition(b"\r\n\r\n")
+    assert b"chunked" not in answered.lower()
+    assert body.startswith(b"data: {")
+    assert body.endswith(b"data: [DONE]\n\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import get_type_hints
 
@@ -65,10 +66,21 @@ def test_every_field_is_decided(
     assert not neutral.keys() & unsupported_fields._LABELS
 
 
-@pytest.mark.parametrize("name", unsupported_fields._REMEDIES)
-def test_a_field_with_another_name_here_is_answered_with_it(name: str) -> None:
-    fields = next(fields for fields in (CHAT, RESPONSES, MESSAGES) if name in fields)
+def refusal_of(name: str, fields: Neutral) -> str:
     with pytest.raises(ApiError) as caught:
         check_extra_fields({name: {"some": "value"}}, fields)
-    assert caught.value.detail == f"{name} is not supported; {unsupported_fields._REMEDIES[name]}"
     assert caught.value.param == name
+    return caught.value.detail
+
+
+@pytest.mark.parametrize(("name", "instead"), unsupported_fields._INSTEAD.items())
+def test_a_field_with_another_name_here_is_answered_with_it(name: str, instead: str) -> None:
+    fields = next(fields for fields in (CHAT, RESPONSES, MESSAGES) if name in fields)
+    assert refusal_of(name, fields) == f"{name} is not supported; send {instead}, and leave it out"
+
+
+@pytest.mark.parametrize("fields", [CHAT, COMPLETION, RESPONSES, MESSAGES])
+def test_no_remedy_names_a_field_that_is_refused(fields: Neutral) -> None:
+    for name in fields:
+        named = re.search(r"send (\w+)", refusal_of(name, fields))
+        assert named is None or named[1] not in fields

@@ -161,11 +161,11 @@ class World:
         assert all(request.outcome for request in self.requests)
         assert not dispatcher.attempts.all
         assert not dispatcher.attempts.retrying
-        assert not dispatcher._blame._losses
-        assert dispatcher._blame._groups == [{}]
-        assert not dispatcher._blame._bystanders
-        assert not dispatcher._blame._first
-        assert not dispatcher._blame._siblings
+        assert not dispatcher._failover._blame._losses
+        assert dispatcher._failover._blame._groups == [{}]
+        assert not dispatcher._failover._blame._bystanders
+        assert not dispatcher._failover._blame._first
+        assert not dispatcher._failover._blame._siblings
         assert not dispatcher.admission.num_in_flight
         placement = dispatcher.placement
         assert isinstance(placement, Goodput)

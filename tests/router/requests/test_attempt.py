@@ -10,8 +10,9 @@ import pytest
 from pdserve.contracts.deployment import SloConfig, Tier
 from pdserve.contracts.events import RequestEventKind
 from pdserve.router.requests.attempt import Attempt, Decoding, Ended, Held, Parked, Prefilling, Queued, State
-from pdserve.router.requests.failover import MAX_BACKOFF_S, MAX_LOSSES, TRIAL_WAIT_S
+from pdserve.router.requests.blame import MAX_LOSSES, TRIAL_WAIT_S
 from pdserve.router.requests.goodput_rules import LATE_S
+from pdserve.router.requests.retries import MAX_BACKOFF_S
 from pdserve.router.requests.settings import SWEEP_S, DispatchSettings
 from tests.router.requests.test_dispatch_core import Core, ReadRequest
 from tests.router.rig import COST

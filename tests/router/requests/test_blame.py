@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, SchedulerLoad, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
 from pdserve.contracts.worker_config import WorkerRole
-from pdserve.router.requests.dispatch import MAX_ATTEMPTS, MAX_EXCUSED
-from pdserve.router.requests.failover import (
+from pdserve.router.requests.blame import (
     MAX_LOSSES,
     MAX_TRIAL_TOKENS,
     MAX_TRIALS,
@@ -25,6 +24,7 @@ from pdserve.router.requests.failover import (
     TRIAL_WAIT_S,
     Blame,
 )
+from pdserve.router.requests.failover import MAX_ATTEMPTS, MAX_EXCUSED, MAX_NAMED
 from pdserve.router.requests.request import RequestSpec
 from pdserve.router.requests.settings import DispatchSettings
 from tests.router.requests.test_dispatch_core import HANDLE, Clock, DrainedDispatcher, ReadRequest, RecordingWorker
@@ -227,6 +227,13 @@ def test_what_lost_its_first_worker_in_a_trial_waits_until_its_suspects_are_trie
     released = blame.forget(2) if is_poison else blame.token_received(2, 16)
     assert sorted(released) == may_run(blame, 10.0, bystanders) == list(bystanders)
     assert not any(map(blame.is_held, bystanders))
+
+
+def test_what_got_on_beside_a_trial_does_not_wait_for_its_end() -> None:
+    blame = suspected(2)
+    computed = {1: 0, 2: 0, 3: MIN_TRIAL_TOKENS, 4: MIN_TRIAL_TOKENS - 1}
+    assert blame.worker_lost("in a trial", computed, 1.0) is None
+    assert may_run(blame, 1.0, [3, 4]) == [3]
 
 
 def test_what_another_micro_batch_computed_beside_a_trial_waits_for_its_end() -> None:
@@ -501,14 +508,17 @@ def test_losses_that_lie_apart_make_no_suspects() -> None:
     assert {request.outcome for request in requests} == {Outcome.FINISHED}
 
 
-def test_only_prompts_that_the_last_steps_may_have_held_are_blamed() -> None:
+def test_only_prompts_that_the_last_steps_may_have_held_are_blamed(caplog: pytest.LogCaptureFixture) -> None:
     world = World(("prefill-0", "decode-0"), poisoned_index=-1)
     requests = [world.start(number) for number in range(300)]
-    for _ in range(2 * MAX_LOSSES):
-        world.end(world.dispatcher.workers["prefill-0"])  # type: ignore[arg-type]
+    for name in ("prefill-0", "decode-0"):  # `MAX_LOSSES`: what the first holds goes to the second
+        world.end(world.dispatcher.workers[name])  # type: ignore[arg-type]
     for _ in range(NUM_TOKENS + 1):  # as many as one request alone takes
         world.turn()
     num_blamed = 2 * 256 // 5 + 1
+    (told,) = caplog.messages
+    assert told.endswith(f" and {num_blamed - MAX_NAMED} more")
+    assert len(told) < 200
     assert {request.outcome for request in requests[num_blamed:]} == {Outcome.FINISHED}
     for _ in range(3 * num_blamed):
         world.turn()

@@ -12,7 +12,7 @@ from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey
 from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.requests.attempt import Decoding, Queued
-from pdserve.router.requests.dispatch import MAX_ATTEMPTS
+from pdserve.router.requests.failover import MAX_ATTEMPTS
 from pdserve.router.requests.request import GenerationError
 from tests.router.rig import attempt_of, hand_off, is_released, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until

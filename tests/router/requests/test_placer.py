@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
+from pdserve.contracts.deployment import POLICIES, Policy, SloConfig
 from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, Outcome, SamplingParams
 from pdserve.contracts.worker_config import WorkerRole
+from pdserve.router.requests.blame import MAX_LOSSES, TRIAL_WAIT_S
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.observer import DispatchObserver
 from pdserve.router.requests.placer import TURN_S
 from pdserve.router.requests.request import RequestSpec
 from pdserve.router.requests.settings import DispatchSettings
-from tests.router.requests.test_dispatch_core import HANDLE, Clock, ReadRequest, RecordingWorker
+from tests.router.requests.test_attempt import suspected
+from tests.router.requests.test_dispatch_core import HANDLE, Clock, Core, ReadRequest, RecordingWorker
 from tests.router.rig import COST
 
 DECISION_S = 0.4e-3
@@ -174,3 +179,15 @@ def test_a_queue_that_no_turn_can_look_through_is_looked_through_in_several() ->
     loop.dispatcher.sweep()
     loop.run(max_turns=100)
     assert {request.outcome for request in requests} == {Outcome.FAILED}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_on_trial_is_due_at_once(policy: Policy) -> None:
+    """All suspects and bystanders wait until it has passed."""
+    core = Core(SloConfig(ttft_seconds=100.0, tpot_seconds=100.0), settings=DispatchSettings(policy=policy))
+    suspected(core)
+    core.wait(TRIAL_WAIT_S)
+    sent = [each for worker in (core.prefill, *core.decodes) for each in worker.submitted]
+    assert [each.ttft_slo_s > 1.0 for each in sent] == [True] * MAX_LOSSES + [False]
+    assert sent[-1].ttft_slo_s > 0.0
+    assert sent[-1].patience_s == 0.0

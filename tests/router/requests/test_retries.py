@@ -8,8 +8,8 @@ from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey,
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.attempt import Attempt, Parked, Queued
-from pdserve.router.requests.failover import BUDGET, MAX_BACKOFF_S, MIN_BACKOFF_S, MIN_RETRIES, Retries, backoff_s
 from pdserve.router.requests.request import RequestSpec
+from pdserve.router.requests.retries import BUDGET, MAX_BACKOFF_S, MIN_BACKOFF_S, MIN_RETRIES, Retries, backoff_s
 from pdserve.router.requests.settings import DispatchSettings
 from tests.router.requests.test_dispatch_core import Clock, DrainedDispatcher, ReadRequest, RecordingWorker
 from tests.router.rig import COST

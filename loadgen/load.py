@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from pdserve.bench.stream_client import StreamClient, StreamedAnswer
+from pdserve.loadgen.client import StreamClient, StreamedAnswer
 from pdserve.planner.arrays import FloatArray
 from pdserve.planner.simulate.simulation import RequestTimes
 from pdserve.planner.workload.requests import Segment, SimulatedRequest

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from pdserve.bench.server_tls import server_tls
+from pdserve.loadgen.server_tls import server_tls
 
 PATH = "/v1/completions"
 SPARE_CONNECTIONS = 4

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import Any
 
-from pdserve.bench.sweep import Sweep, SweepPoint
+from pdserve.loadgen.sweep import Sweep, SweepPoint
 from pdserve.planner import wording
 from pdserve.planner.report.page import CARD, GRID, SERIES, SOFT, Chart, Column, card, page, rule, svg, table
 

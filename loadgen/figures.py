@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.bench.load import Measurement
+from pdserve.loadgen.load import Measurement
 from pdserve.planner.report.serving_figures import METRICS, serving_figures
 
 OBJECTIVES = ("ttft", "tpot", "e2el")

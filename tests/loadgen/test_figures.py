@@ -7,14 +7,14 @@ from math import nan
 import numpy as np
 import pytest
 
-from pdserve.bench.load import GeneratorHealth, Measurement
-from pdserve.bench.serving_report import (
+from pdserve.loadgen.figures import (
     parse_metrics,
     parse_objectives,
     parse_percentiles,
     result_lines,
     serving_result,
 )
+from pdserve.loadgen.load import GeneratorHealth, Measurement
 from pdserve.planner.simulate.simulation import RequestTimes
 
 OBJECTIVES = {"ttft": 200.0, "tpot": 20.0}

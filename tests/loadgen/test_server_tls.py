@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from pdserve.bench.server_tls import server_tls
-from pdserve.bench.stream_client import StreamClient, StreamedAnswer
 from pdserve.deploy.commands.bench_load import _max_model_len
+from pdserve.loadgen.client import StreamClient, StreamedAnswer
+from pdserve.loadgen.server_tls import server_tls
 from tests.proto.test_tls import certificates
 
 

@@ -9,12 +9,12 @@ from html import unescape
 import numpy as np
 import pytest
 
-from pdserve.bench.load import GeneratorHealth, Measurement
-from pdserve.bench.sweep import Sweep, Sweeper, SweepPoint, sweep_csv
-from pdserve.bench.sweep_report import PHASE_NAMES, sweep_html
 from pdserve.contracts.codec import from_json, to_json
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.metrics import PHASES
+from pdserve.loadgen.load import GeneratorHealth, Measurement
+from pdserve.loadgen.page import PHASE_NAMES, sweep_html
+from pdserve.loadgen.sweep import Sweep, Sweeper, SweepPoint, sweep_csv
 from pdserve.planner.simulate.simulation import RequestTimes
 
 SLO = SloConfig(ttft_seconds=0.2, tpot_seconds=0.05, attainment=0.9)

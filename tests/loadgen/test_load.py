@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import uvloop
 
-from pdserve.bench.load import GeneratorHealth, Progress, PromptWriter, _sleep_until, measure_load
+from pdserve.loadgen.load import GeneratorHealth, Progress, PromptWriter, _sleep_until, measure_load
 from pdserve.planner.workload.requests import Segment, SimulatedRequest
-from tests.bench.scripted_server import Script, scripted_server, token_events
+from tests.loadgen.scripted_server import Script, scripted_server, token_events
 
 
 def answer_in_full(body: dict[str, Any]) -> Script:

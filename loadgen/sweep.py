@@ -1,7 +1,7 @@
 """Sweep of a running server over request rates: attainment, latencies and the goodput, which it searches.
 
 Called by ``pdserve bench sweep``. Each rate is one run of the load generator, judged as the planner judges simulations:
-requests of the warm-up do not count, and a run without a steady state is saturated. `pdserve.bench.sweep_report` draws
+requests of the warm-up do not count, and a run without a steady state is saturated. `pdserve.loadgen.page` draws
 sweeps, several side by side.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.bench.load import Measurement
 from pdserve.contracts.deployment import SloConfig
+from pdserve.loadgen.load import Measurement
 from pdserve.planner.report.serving_figures import serving_figures
 from pdserve.planner.search.goodput import highest_rate, surely_missed_rate
 from pdserve.planner.simulate.attainment import Attainment, Distribution, Interval, measure

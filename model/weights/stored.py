@@ -1,0 +1,260 @@
+"""Reads tensors of a checkpoint, and matrices in the form in which it stores them.
+
+`read_matrix` makes one form of all that publishers store: unpacked values, scales and zero points of groups. It reads
+the share of a rank alone. Called by `pdserve.model.weights.decoder_weights`, after `pdserve.model.weights.files` has
+checked names, dtypes and shapes. Dequantises nothing.
+
+Shape suffixes: F output features, E input features, G groups of inputs, B blocks of outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise, joined
+from pdserve.model.config.quantisation import Scheme
+from pdserve.model.weights.files import shard_paths, text_name
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Place in a word of each of its outputs: from the low bits on, they are 0 2 4 6 1 3 5 7."""
+
+
+class Checkpoint:
+    """A context manager that reads tensors of the checkpoint in a folder."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        """Open model.safetensors, or the shards named in the index.
+
+        Args:
+            dtype: `read` rounds to it.
+
+        Raises:
+            ValueError: no safetensors, or a missing or damaged file.
+        """
+        self.dtype = dtype
+        with ExitStack() as stack:
+            files = [stack.enter_context(_open(path)) for path in shard_paths(folder)]
+            self._stored = {text_name(name): (file, name) for file in files for name in file.keys()}  # noqa: SIM118
+            self._open_files = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open_files.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def read(self, *names: str, rows: Sequence[range] = ()) -> torch.Tensor:
+        """Concatenate tensors along their first dimension, in memory of their own.
+
+        Args:
+            rows: of each tensor; by default all.
+        """
+        parts = [self.stored(name, *rows[i : i + 1]) for i, name in enumerate(names)]
+        whole = torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=self.dtype)
+        return torch.cat(parts, out=whole)
+
+    def stored(self, name: str, *ranges: range) -> torch.Tensor:
+        """Read a tensor in the dtype of the file, whole or ``ranges`` of its first dimensions."""
+        file, stored_name = self._stored[name]
+        some = tuple(slice(each.start, each.stop) for each in ranges)
+        part: torch.Tensor = file.get_slice(stored_name)[some] if some else file.get_tensor(stored_name)
+        return part
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as safetensors ({error}); download it again") from error
+
+
+def read_matrices(
+    checkpoint: Checkpoint, modules: Sequence[str], scheme: Scheme, rows: Sequence[range], inputs: range
+) -> torch.Tensor | GroupedWeight:
+    """Read the outputs ``rows`` of matrices of the same inputs as one: in the checkpoint's dtype, if some of them are
+    not quantised, or have their inputs in another order."""
+    parts: list[torch.Tensor | GroupedWeight] = []
+    for module, some in zip(modules, rows, strict=True):
+        if scheme.quantises(module):
+            parts.append(read_matrix(checkpoint, module, scheme, some, inputs))
+        else:
+            parts.append(checkpoint.read(f"{module}.weight", rows=[some])[:, inputs.start : inputs.stop])
+    grouped = [part for part in parts if isinstance(part, GroupedWeight)]
+    if len(grouped) == len(parts) and all(_have_one_order(grouped[0], part) for part in grouped):
+        return joined(grouped)
+    floats = [dequantise(part) if isinstance(part, GroupedWeight) else part for part in parts]
+    return torch.cat([part.to(checkpoint.dtype) for part in floats])
+
+
+def _have_one_order(one: GroupedWeight, other: GroupedWeight) -> bool:
+    if one.permutation is None or other.permutation is None:
+        return one.permutation is other.permutation
+    return torch.equal(one.permutation, other.permutation)
+
+
+def read_matrix(checkpoint: Checkpoint, module: str, scheme: Scheme, rows: range, inputs: range) -> GroupedWeight:
+    """Read a rank's share of a quantised matrix, in memory of its own.
+
+    Args:
+        module: such as ``model.layers.0.mlp.up_proj``.
+        rows: outputs to read.
+        inputs: inputs to read, in whole groups; all, where they are in act-order.
+
+    Raises:
+        ValueError: zero points or groups are not what config.json says.
+    """
+    part = _Part(checkpoint, module, scheme, rows, inputs)
+    permutation = part.permutation()
+    values_FE, scales_FG, zeros_FG = {"gptq": part.gptq, "awq": part.awq}.get(scheme.layout, part.compressed)()
+    if permutation is not None:
+        values_FE = values_FE.index_select(1, permutation)
+    return GroupedWeight(
+        values_FE.contiguous(),
+        scales_FG.float().contiguous(),
+        scheme.kind,
+        scheme.group_inputs or len(inputs),
+        None if zeros_FG is None else zeros_FG.float().contiguous(),
+        permutation,
+    )
+
+
+class _Grouped(NamedTuple):
+    values: torch.Tensor
+    """``[F, E]``."""
+    scales: torch.Tensor
+    """``[F, G]``."""
+    zeros: torch.Tensor | None
+    """``[F, G]``."""
+
+
+class _Part:
+    """Some outputs and inputs of a stored matrix."""
+
+    def __init__(self, checkpoint: Checkpoint, module: str, scheme: Scheme, rows: range, inputs: range) -> None:
+        self._checkpoint = checkpoint
+        self._module = module
+        self._scheme = scheme
+        self._rows, self._inputs = rows, inputs
+        size = scheme.group_inputs
+        self._groups = range(inputs.start // size, -(-inputs.stop // size)) if size else range(1)
+
+    def permutation(self) -> torch.Tensor | None:
+        """Inputs in the order of their groups: int64 ``[E]``; None where that is their own."""
+        name = f"{self._module}.{'g_idx' if self._scheme.layout == 'gptq' else 'weight_g_idx'}"
+        size = self._scheme.group_inputs
+        if not size or name not in self._checkpoint:
+            return None
+        group_of_E = self._checkpoint.stored(name)
+        ordered_E = torch.arange(len(group_of_E)) // size
+        if torch.equal(group_of_E.long(), ordered_E):
+            return None
+        permutation = group_of_E.argsort(stable=True)
+        if not torch.equal(group_of_E[permutation].long(), ordered_E):
+            raise ValueError(f"{name} does not give each group {size} inputs; quantise the model again, or download it")
+        if len(self._inputs) < len(group_of_E):
+            raise ValueError(f"{name} has inputs in act-order, which ranks cannot share: set tensor_parallel to 1")
+        return permutation
+
+    def compressed(self) -> _Grouped:
+        if self._scheme.layout == "packed":
+            values_FE = self._unpacked("weight_packed", (self._rows, self._inputs), 1)
+        else:
+            values_FE = self._stored("weight", self._rows, self._inputs)
+        inverse = f"{self._module}.weight_scale_inv"
+        scales_FG = self._of_outputs("weight_scale_inv" if inverse in self._checkpoint else "weight_scale")
+        zeros_FG = None
+        if self._scheme.has_zeros and self._scheme.layout == "packed":
+            zeros_FG = self._unpacked("weight_zero_point", (self._rows, self._groups), 0)
+        elif self._scheme.has_zeros:
+            zeros_FG = self._of_outputs("weight_zero_point")
+        return _Grouped(values_FE, scales_FG, zeros_FG)
+
+    def gptq(self) -> _Grouped:
+        values_EF = self._unpacked("qweight", (self._inputs, self._rows), 0)
+        scales_GF = self._stored("scales", self._groups, self._rows)
+        return _Grouped(values_EF.T, scales_GF.T, self._gptq_zeros())
+
+    def _gptq_zeros(self) -> torch.Tensor | None:
+        """Zero points ``[F, G]`` of GPTQ; None where config.json says that all are in the middle.
+
+        Version 1 stores them less 1, subtracted from whole words. Some files say that they are of version 1 and are
+        not: in symmetric ones it is seen.
+        """
+        scheme = self._scheme
+        one_each = 0x11111111 if scheme.bits == 4 else 0x01010101
+        if scheme.has_zeros:
+            added = one_each if scheme.zeros_less_one else 0
+            return self._unpacked("qzeros", (self._groups, self._rows), 1, added).T
+        zeros_GF = self._unpacked("qzeros", (self._groups, self._rows), 1)
+        if not ((zeros_GF == 0).all() or (zeros_GF == -1).all()):
+            raise ValueError(
+                f"{self._module}.qzeros are not all in the middle, and quantization_config.sym is true: set it to "
+                "false in config.json, if the weights were quantised so"
+            )
+        return None
+
+    def awq(self) -> _Grouped:
+        scales_GF = self._stored("scales", self._groups, self._rows)
+        return _Grouped(self._awq("qweight", self._inputs), scales_GF.T, self._awq("qzeros", self._groups))
+
+    def _awq(self, name: str, columns: range) -> torch.Tensor:
+        """Values of the outputs, ``[F, columns]``, of a tensor whose words hold eight outputs each."""
+        words = _words(self._rows, 8)
+        stored_WC = self._stored(name, columns, words).T.contiguous()
+        values = torch.stack([(stored_WC >> 4 * place & 15).to(torch.int8) for place in _AWQ_ORDER], dim=1) - 8
+        start = self._rows.start - 8 * words.start
+        return values.flatten(0, 1)[start : start + len(self._rows)]
+
+    def _stored(self, name: str, *ranges: range) -> torch.Tensor:
+        return self._checkpoint.stored(f"{self._module}.{name}", *ranges)
+
+    def _of_outputs(self, name: str) -> torch.Tensor:
+        """Scales or zero points ``[F, G]`` of a tensor that has them for blocks of outputs, or one for all."""
+        if not self._scheme.group_inputs:
+            of_all = self._stored(name).reshape(-1, 1)
+            return of_all.expand(len(self._rows), 1) if len(of_all) == 1 else of_all[self._rows.start : self._rows.stop]
+        size = self._scheme.block_outputs
+        blocks = _words(self._rows, size)
+        of_blocks_BG = self._stored(name, blocks, self._groups)
+        start = self._rows.start - blocks.start * size
+        return of_blocks_BG.repeat_interleave(size, dim=0)[start : start + len(self._rows)]
+
+    def _unpacked(self, name: str, ranges: tuple[range, range], dim: int, added: int = 0) -> torch.Tensor:
+        """Values of a tensor whose words hold several along dimension ``dim``, less the middle of their range.
+
+        Args:
+            ranges: in values.
+            added: to each word.
+        """
+        per_word = 32 // self._scheme.bits
+        words = _words(ranges[dim], per_word)
+        stored = self._stored(name, *(words if i == dim else some for i, some in enumerate(ranges))) + added
+        values = _values(stored if dim == 1 else stored.T, self._scheme.bits)
+        start = ranges[dim].start - words.start * per_word
+        values = values[:, start : start + len(ranges[dim])]
+        return values if dim == 1 else values.T
+
+
+def _words(values: range, per_word: int) -> range:
+    """Words, or blocks, that hold ``values``."""
+    return range(values.start // per_word, -(-values.stop // per_word))
+
+
+def _values(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unsigned values in int32 words, low bits first, less the middle of their range: int8, along the last axis."""
+    bytes_ = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
+    if bits == 8:
+        return (bytes_ ^ 128).view(torch.int8)
+    pairs = bytes_.to(torch.int16)  # in place from here on: a matrix is large
+    pairs |= pairs << 4
+    pairs &= 0x0F0F  # the low nibble in the low byte
+    return pairs.view(torch.int8).sub_(8)

@@ -1,0 +1,119 @@
+"""Routing as transformers does it, and experts of every implementation against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from pdserve.kernels.operations import DecoderKernels
+from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
+from pdserve.kernels.torch.experts import route, sort_pairs
+
+both_kernels = pytest.mark.parametrize("kernels", [CPU_KERNELS, TORCH_KERNELS], ids=["cpu", "torch"])
+NUM_EXPERTS, PER_TOKEN = 12, 3
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def routers(normalises: bool) -> Any:
+    sizes = {"hidden_size": NUM_EXPERTS, "num_experts_per_tok": PER_TOKEN}
+    if normalises:
+        yield MixtralTopKRouter(MixtralConfig(num_local_experts=NUM_EXPERTS, **sizes))
+    yield Qwen3MoeTopKRouter(Qwen3MoeConfig(num_experts=NUM_EXPERTS, norm_topk_prob=normalises, **sizes))
+
+
+@pytest.mark.parametrize("normalises", [False, True])
+def test_routing_is_that_of_transformers(normalises: bool) -> None:
+    """Of rows half of which have ties."""
+    logits_TA = random(10**4 if normalises else 10**6, NUM_EXPERTS)
+    logits_TA[::2] = (2 * logits_TA[::2]).round()
+    experts_TK, weights_TK = route(logits_TA, PER_TOKEN, normalise=normalises)
+    for router in routers(normalises):
+        router.weight.data = torch.eye(NUM_EXPERTS)
+        with torch.inference_mode():
+            _, expected_TK, ids_TK = router(logits_TA)
+        assert torch.equal(weights_TK, expected_TK)
+        # It leaves the order of ties open.
+        probabilities_TA = logits_TA.softmax(dim=1)
+        assert torch.equal(probabilities_TA.gather(1, experts_TK), probabilities_TA.gather(1, ids_TK))
+    lowest_TA = np.argsort(-probabilities_TA.numpy(), axis=1, kind="stable")
+    assert np.array_equal(experts_TK.numpy(), lowest_TA[:, :PER_TOKEN])
+
+
+def test_pairs_are_sorted_by_expert_and_token() -> None:
+    experts_TK = torch.tensor([[4, 1], [1, 0], [5, 4]])
+    pairs = sort_pairs(experts_TK, range(6))
+    assert pairs.tokens.tolist() == [1, 0, 1, 0, 2, 2]
+    assert pairs.starts.tolist() == [0, 1, 3, 3, 3, 5, 6]
+    assert pairs.places.tolist() == [[3, 1], [2, 0], [5, 4]]
+    here = sort_pairs(experts_TK, range(1, 5))
+    assert here.tokens[:4].tolist() == [0, 1, 0, 2]
+    assert here.starts.tolist() == [0, 2, 2, 2, 4]
+    assert here.places.tolist() == [[2, 0], [1, -1], [-1, 3]]
+
+
+@both_kernels
+def test_results_are_summed_in_the_order_of_the_experts_of_a_token(kernels: DecoderKernels) -> None:
+    """The first two add up to nothing, in which the third would be lost."""
+    y_PE = torch.tensor([[1.0], [torch.nan], [2**30], [-(2**30)]]).repeat(1, 37)
+    weights_TK = torch.tensor([[0.5, 0.5, 3.0], [0.5, 3.0, 0.5], [1.0, 1.0, 1.0]])
+    places_TK = torch.tensor([[2, 3, 0], [2, 0, 3], [-1, 0, -1]])
+    assert kernels.combine(y_PE, places_TK, weights_TK).tolist() == [[value] * 37 for value in (3.0, 0.0, 1.0)]
+
+
+def experts_of(
+    kernels: DecoderKernels, weights_XFE: torch.Tensor, x_TE: torch.Tensor, logits_TA: torch.Tensor, here: range
+) -> torch.Tensor:
+    """What ``here`` add to the sum of each token's experts."""
+    experts_TK, weights_TK = route(logits_TA, PER_TOKEN, normalise=True)
+    pairs = kernels.sort_pairs(experts_TK, here)
+    experts = kernels.pack_experts(weights_XFE[here.start : here.stop])
+    y_TE = kernels.combine(experts(x_TE[pairs.tokens], pairs.starts), pairs.places, weights_TK)
+    assert y_TE.is_contiguous()
+    return y_TE
+
+
+@both_kernels
+@pytest.mark.parametrize("num_tokens", [1, 2, 70])
+def test_experts_compute_what_dense_products_do(kernels: DecoderKernels, num_tokens: int) -> None:
+    weights_XFE, x_TE = random(NUM_EXPERTS, 40, 64) / 8, random(num_tokens, 64)
+    logits_TA = random(num_tokens, NUM_EXPERTS, seed=1)
+    top = logits_TA.double().softmax(dim=1).topk(PER_TOKEN)
+    every_TAF = torch.einsum("te,afe->taf", x_TE.double(), weights_XFE.double())
+    for here in (range(NUM_EXPERTS), range(3, 7)):
+        weights_TK = top.values / top.values.sum(dim=1, keepdim=True)
+        weights_TK = weights_TK * ((top.indices >= here.start) & (top.indices < here.stop))
+        expected = torch.einsum("tk,tkf->tf", weights_TK, every_TAF[torch.arange(num_tokens)[:, None], top.indices])
+        actual = experts_of(kernels, weights_XFE, x_TE, logits_TA, here)
+        torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_token_depends_on_no_other() -> None:
+    weights_XFE, x_TE = (random(NUM_EXPERTS, 40, 64) / 8).bfloat16(), random(90, 64)
+    logits_TA = random(90, NUM_EXPERTS, seed=1)
+    together = experts_of(CPU_KERNELS, weights_XFE, x_TE, logits_TA, range(NUM_EXPERTS))
+    for part in (slice(0, 1), slice(1, 3), slice(2, 9), slice(9, 90)):
+        alone = experts_of(CPU_KERNELS, weights_XFE, x_TE[part], logits_TA[part], range(NUM_EXPERTS))
+        assert torch.equal(alone, together[part])
+
+
+@both_kernels
+def test_an_expert_is_packed_before_the_next_is_read(kernels: DecoderKernels) -> None:
+    taken: list[torch.Tensor] = []
+
+    def weights() -> Any:
+        for seed in range(3):
+            yield random(20, 16, seed=seed)
+            taken.append(random(1))
+
+    pack = kernels.pack_experts(weights())
+    assert len(taken) == 3
+    assert pack.num_bytes >= 3 * 20 * 16 * 4

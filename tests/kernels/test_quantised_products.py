@@ -1,0 +1,119 @@
+"""Products with quantised weights of any kind, group, zero points and order, against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pdserve.kernels.cpu.threads import use_threads
+from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
+from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise
+
+PER_OUTPUT = 10**6
+FORMS = [
+    *(("int4", group, zeros) for group in (32, 64, 96, 128, 512, PER_OUTPUT) for zeros in (False, True)),
+    *(("int8", group, zeros) for group in (32, 128, PER_OUTPUT) for zeros in (False, True)),
+    *(("e4m3", group, False) for group in (32, 128, PER_OUTPUT)),
+]
+# Rows of each path of the kernel; inputs that fill no group, outputs that fill no panel.
+NUM_ROWS = (1, 2, 7, 12, 50, 300)
+NUM_OUTPUTS, NUM_INPUTS = 150, 650
+
+every_form = pytest.mark.parametrize(("kind", "group_inputs", "has_zeros"), FORMS)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_weight(
+    kind: str, group_inputs: int, has_zeros: bool, *, is_permuted: bool = False, num_outputs: int = NUM_OUTPUTS
+) -> GroupedWeight:
+    """Every value of its kind, and scales of which those of another group would show."""
+    generator = torch.Generator().manual_seed(0)
+    lowest, end = {"int4": (-8, 8), "int8": (-128, 128), "e4m3": (0, 256)}[kind]
+    values_FE = torch.randint(lowest, end, (num_outputs, NUM_INPUTS), generator=generator)
+    if kind == "e4m3":
+        values_FE[values_FE & 127 == 127] = 1  # not NaN
+        values_FE = values_FE.to(torch.uint8).view(torch.float8_e4m3fn)
+    else:
+        values_FE = values_FE.to(torch.int8)
+    num_groups = -(-NUM_INPUTS // min(group_inputs, NUM_INPUTS))
+    zeros_FG = torch.randint(lowest, end, (num_outputs, num_groups), generator=generator).float()
+    return GroupedWeight(
+        values_FE,
+        torch.logspace(-5, -3, num_outputs * num_groups).view(num_outputs, num_groups),
+        kind,
+        group_inputs,
+        zeros_FG if has_zeros else None,
+        torch.randperm(NUM_INPUTS, generator=generator) if is_permuted else None,
+    )
+
+
+@every_form
+@pytest.mark.parametrize("is_permuted", [False, True], ids=["", "permuted"])
+def test_product_and_rows(kind: str, group_inputs: int, has_zeros: bool, is_permuted: bool) -> None:
+    weight, bias_F = random_weight(kind, group_inputs, has_zeros, is_permuted=is_permuted), random(NUM_OUTPUTS)
+    whole_FE = dequantise(weight).double()
+    linear = CPU_KERNELS.pack_linear(weight, bias_F)
+    for num_rows in NUM_ROWS:
+        x_TE = random(num_rows, NUM_INPUTS, seed=num_rows) + 0.5  # whose sum is not near 0
+        size_TF = x_TE.abs().double() @ whole_FE.abs().T + bias_F.abs().double()
+        error_TF = linear(x_TE).double() - (x_TE.double() @ whole_FE.T + bias_F.double())
+        assert (error_TF.abs() <= (4e-6 if has_zeros else 1e-6) * size_TF).all()
+    ids_T = torch.tensor([149, 0, 37])
+    assert torch.equal(linear.rows(ids_T), dequantise(weight)[ids_T])
+    y_TF = TORCH_KERNELS.pack_linear(weight, bias_F)(x_TE).double()
+    torch.testing.assert_close(y_TF, x_TE.double() @ whole_FE.T + bias_F.double(), atol=2e-3, rtol=2e-5)
+
+
+@every_form
+def test_a_row_depends_on_neither_its_neighbours_nor_the_number_of_threads(
+    kind: str, group_inputs: int, has_zeros: bool
+) -> None:
+    linear = CPU_KERNELS.pack_linear(random_weight(kind, group_inputs, has_zeros, num_outputs=400))
+    x_TE = random(300, NUM_INPUTS)
+    together_TF = linear(x_TE)
+    for num_threads in (1, 2):
+        use_threads(num_threads)
+        for num_rows in NUM_ROWS:
+            assert torch.equal(linear(x_TE[-num_rows:]), together_TF[-num_rows:])
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 70])
+def test_every_pair_of_values_of_four_bits(num_rows: int) -> None:
+    """A panel holds outputs side by side in a byte: each pair, of which one is the lowest, too."""
+    values_FE = torch.arange(-8, 8, dtype=torch.int8).repeat(4, 16)
+    values_FE = torch.cat((values_FE.repeat(4, 1), values_FE.repeat_interleave(16, dim=1)[:, :256].repeat(4, 1)))
+    weight = GroupedWeight(values_FE, torch.ones(32, 1), "int4", 256)
+    for width in (16, 8):  # of AVX-512, of others
+        order = torch.arange(32).view(2, -1, width).transpose(0, 1).flatten()
+        linear = CPU_KERNELS.pack_linear(weight._replace(values=values_FE[order]))
+        x_TE = torch.eye(256)[:num_rows] + torch.eye(256)[-num_rows:]
+        assert torch.equal(linear(x_TE), x_TE @ values_FE[order].float().T)
+        assert torch.equal(linear.rows(torch.arange(32)), values_FE[order].float())
+
+
+def test_every_e4m3_is_read_exactly_and_nan_stays() -> None:
+    values_FE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(8, 32)
+    linear = CPU_KERNELS.pack_linear(GroupedWeight(values_FE, torch.ones(8, 1), "e4m3", 32))
+    rows_FE = linear.rows(torch.arange(8))
+    has_nan = [3, 7]
+    assert rows_FE[has_nan].isnan().all()
+    of_numbers = [row for row in range(8) if row not in has_nan]
+    assert torch.equal(rows_FE[of_numbers], values_FE.float()[of_numbers])
+    x_TE = torch.full((1, 32), 2.0**-100)  # products of which are not lost
+    expected_TF = x_TE.double() @ values_FE.double().T
+    torch.testing.assert_close(linear(x_TE).double()[:, of_numbers], expected_TF[:, of_numbers], rtol=1e-6, atol=0)
+    grouped = GroupedWeight(values_FE.view(4, 64), torch.ones(4, 2), "e4m3", 32)
+    rows_FE = CPU_KERNELS.pack_linear(grouped).rows(torch.arange(4))
+    assert rows_FE.isnan().any(dim=0).tolist() == [False] * 32 + [True] * 32
+
+
+def test_bytes_of_groups_and_zero_points() -> None:
+    weight = random_weight("int4", 128, True, num_outputs=64)
+    assert CPU_KERNELS.pack_linear(weight).num_bytes == 64 * (NUM_INPUTS // 2 + 6 * 5)
+    permuted = random_weight("int8", 32, False, is_permuted=True, num_outputs=64)
+    assert CPU_KERNELS.pack_linear(permuted).num_bytes == 64 * (NUM_INPUTS + 21 * 4) + NUM_INPUTS * 8

@@ -1,0 +1,38 @@
+"""Checkpoints that others have quantised, against transformers with the weights that theirs stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
+from tests.model.checkpoints import reference_logits
+from tests.model.decoder.test_decoder import TABLE, TOKENS, PagedDecoder, assert_close
+from tests.model.quantised_checkpoints import FORMS, write_quantised
+
+PROMPT = TOKENS[:40]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_are_those_of_transformers(tmp_path: Path, family: str, form: str) -> None:
+    quantised, plain = write_quantised(tmp_path, family, form, num_hidden_layers=2)
+    expected = reference_logits(plain, PROMPT)
+    for kernels in (CPU_KERNELS, TORCH_KERNELS):
+        assert_close(PagedDecoder(quantised, torch.float32, kernels).logits((PROMPT, 0, TABLE)), expected)
+
+
+@pytest.mark.parametrize(("family", "form"), [("mixtral", "awq"), ("qwen2_moe", "fp8-block"), ("qwen3_moe", "gptq")])
+def test_experts(tmp_path: Path, family: str, form: str) -> None:
+    quantised, plain = write_quantised(tmp_path, family, form)
+    logits = PagedDecoder(quantised, torch.float32).logits((PROMPT, 0, TABLE))
+    assert_close(logits, reference_logits(plain, PROMPT))
+
+
+def test_matrices_that_are_excepted_are_multiplied_beside_others_of_their_input(tmp_path: Path) -> None:
+    excepted = ["model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"]
+    quantised, plain = write_quantised(tmp_path, "llama", "awq", excepted=excepted)
+    logits = PagedDecoder(quantised, torch.float32).logits((PROMPT, 0, TABLE))
+    assert_close(logits, reference_logits(plain, PROMPT))
