@@ -178,7 +178,7 @@ def experts_case(
 
         return {
             OWN: partial(implementation, pack_experts),
-            "torch loop": partial(implementation, torch_experts.looped(torch_dense.pack_linear)),
+            "torch loop": partial(implementation, torch_experts.pack_experts),
         }
 
     num_read = num_experts * (1 - (1 - per_token / num_experts) ** num_tokens)
