@@ -23,7 +23,6 @@ from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import LAST_ID, DrawTensors, PackExperts, RopeAndWriteKv, Thresholds, TopPTensors
 from pdserve.kernels.torch import attention as torch_attention
-from pdserve.kernels.torch import dense as torch_dense
 from pdserve.kernels.torch import experts as torch_experts
 from pdserve.kernels.torch import sampling as torch_sampling
 from pdserve.kernels.triton import rope as triton_rope
