@@ -157,7 +157,10 @@ def _wanted(shape: ModelShape, stored: Mapping[str, StoredTensor]) -> tuple[dict
     for module, size in layer_matrices(shape).items():
         if not scheme.quantises(module):
             if ".experts." in module and _of_all_experts(module) in quantised_experts:
-                problems.append(f"{module} is not quantised, and those of other experts are")
+                raise ValueError(
+                    f"config.json: quantization_config excepts {module}, and not that of all experts of its layer; "
+                    "serve a checkpoint that quantises all or none"
+                )
             continue
         name = f"{module}.weight"
         if name in stored and stored[name].dtype in _FLOAT_DTYPES:
