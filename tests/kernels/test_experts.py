@@ -14,6 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from pdserve.kernels.operations import DecoderKernels
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.torch.experts import route, sort_pairs
+from pdserve.kernels.weight_quantisation import quantise
 
 both_kernels = pytest.mark.parametrize("kernels", [CPU_KERNELS, TORCH_KERNELS], ids=["cpu", "torch"])
 NUM_EXPERTS, PER_TOKEN = 12, 3
@@ -117,3 +118,12 @@ def test_an_expert_is_packed_before_the_next_is_read(kernels: DecoderKernels) ->
     pack = kernels.pack_experts(weights())
     assert len(taken) == 3
     assert pack.num_bytes >= 3 * 20 * 16 * 4
+
+
+def test_experts_have_one_form() -> None:
+    """C++ takes that of the first for all."""
+    weight = quantise(random(20, 16), "int8")
+    permuted = weight._replace(permutation=torch.arange(16))
+    for other in (random(20, 16), quantise(random(20, 16), "int4"), random(24, 16), permuted):
+        with pytest.raises(AssertionError):
+            CPU_KERNELS.pack_experts([weight, other])
