@@ -51,9 +51,7 @@ def weight_of(form: str, num_outputs: int, num_inputs: int) -> torch.Tensor | Gr
     )
 
 
-def fastest_s(
-    runs: Mapping[str, Callable[[], object]], num_rounds: int, clock: Callable[[], float]
-) -> dict[str, float]:
+def fastest_s(runs: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, float]:
     """Least seconds of each, in turns."""
     least = dict.fromkeys(runs, float("inf"))
     for _ in range(num_rounds):
