@@ -23,7 +23,6 @@ from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import LAST_ID, DrawTensors, PackExperts, RopeAndWriteKv, Thresholds, TopPTensors
 from pdserve.kernels.torch import attention as torch_attention
-from pdserve.kernels.torch import dense as torch_dense
 from pdserve.kernels.torch import experts as torch_experts
 from pdserve.kernels.torch import sampling as torch_sampling
 from pdserve.kernels.triton import rope as triton_rope
@@ -178,7 +177,7 @@ def experts_case(
 
         return {
             OWN: partial(implementation, pack_experts),
-            "torch loop": partial(implementation, torch_experts.looped(torch_dense.pack_linear)),
+            "torch loop": partial(implementation, torch_experts.pack_experts),
         }
 
     num_read = num_experts * (1 - (1 - per_token / num_experts) ** num_tokens)

@@ -19,9 +19,6 @@ from pdserve.contracts.block_hash import block_hash, root_hash
 from pdserve.contracts.events import RequestKey
 from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
 
-FIRST_ACCEPTANCE = 0.5
-"""Share of right guesses expected of a sequence that had none yet."""
-
 LOOKAHEAD_TOKENS = 64
 """Minimum number of further tokens a running sequence is expected to need, up to its length limit."""
 
@@ -55,8 +52,8 @@ class Sequence:
     """A pull writes to the blocks."""
     handle: bytes = b""
     """Handle under which the prompt is offered for pulling; empty if it is not offered."""
-    acceptance: float = FIRST_ACCEPTANCE
-    """Share of guesses that are right, as estimated from those so far."""
+    acceptance: float | None = None
+    """Share of guesses that are right, as estimated from those so far; ``None`` before it might have any."""
     num_plain_steps: int = 0
     """Steps in a row in which it might have had guesses and had none."""
 

@@ -33,6 +33,10 @@ _LEAST_WORTH = 1 / 16
 """Guesses that are right less often are not considered, which keeps the choice short."""
 _NEWEST_WEIGHT = 1 / 8
 """Weight of the newest guess in a sequence's share of right ones."""
+_NEWEST_WEIGHT_OF_ALL = 1 / 128
+_FIRST_SHARE, _LEAST_FIRST_SHARE = 0.5, 0.25
+"""Share of right guesses expected of a worker's first sequence, and of later ones at least. They are expected to do as
+those before."""
 _LOOKAHEAD = 8
 """Guesses added beyond the best number so far before the search ends: the price of one more is not always rising."""
 
@@ -61,6 +65,8 @@ class Speculation:
         self.num_guesses = 0
         """Guesses made."""
         self.num_right = 0
+        self._share = _FIRST_SHARE
+        """Of right guesses of all sequences."""
 
     def choose(self, step: PlannedStep, max_guesses: int) -> list[Choice]:
         """Choose the guesses of a planned step's rows, ``max_guesses`` in all at most. A step that prefills has none:
@@ -73,7 +79,13 @@ class Speculation:
         }
         if not rows or max_guesses <= 0 or step.num_chunk_tokens:
             return []
-        by_row = [_guesses(index, limit, step.sequences[index].acceptance) for index, limit in rows.items()]
+        first_share = max(self._share, _LEAST_FIRST_SHARE)
+        by_row = []
+        for index, limit in rows.items():
+            sequence = step.sequences[index]
+            if sequence.acceptance is None:
+                sequence.acceptance = first_share
+            by_row.append(_guesses(index, limit, sequence.acceptance))
         limit_s = min([s.request.max_gap_s for s in step.sequences if s.request.max_gap_s], default=inf)
         seconds = self._seconds_by_guesses(batch)
         chosen = _best(islice(merge(*by_row), max_guesses), len(batch.rows), seconds, limit_s)
@@ -95,11 +107,18 @@ class Speculation:
         """Update the shares of a step's ``sequences`` by what became of their guesses."""
         for row, num_guesses in output.num_guesses.items():
             sequence, num_right = sequences[row], len(output.more.get(row, ()))
+            assert sequence.acceptance is not None
             self.num_guesses += num_guesses
             self.num_right += num_right
-            sequence.acceptance = 1 - (1 - sequence.acceptance) * (1 - _NEWEST_WEIGHT) ** num_right
-            if num_right < num_guesses:
-                sequence.acceptance *= 1 - _NEWEST_WEIGHT
+            is_wrong = num_right < num_guesses
+            sequence.acceptance = _learned(sequence.acceptance, num_right, is_wrong, _NEWEST_WEIGHT)
+            self._share = _learned(self._share, num_right, is_wrong, _NEWEST_WEIGHT_OF_ALL)
+
+
+def _learned(share: float, num_right: int, is_wrong: bool, newest_weight: float) -> float:
+    """Share of right guesses after so many right ones, and then a wrong one or none."""
+    share = 1 - (1 - share) * (1 - newest_weight) ** num_right
+    return share * (1 - newest_weight) if is_wrong else share
 
 
 def _guesses(row: int, limit: int, acceptance: float) -> Iterator[_Guess]:

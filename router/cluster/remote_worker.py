@@ -159,7 +159,7 @@ class RemoteWorker(Worker):
         for prompt_logprobs in frame.prompt_logprobs:
             dispatcher.prompt_logprobs_received(self, prompt_logprobs_from_proto(prompt_logprobs))
         if frame.tokens.request_id:
-            self.num_steps += 1
+            self.num_steps += len(frame.tokens.request_id) / len(set(frame.tokens.request_id))
             self.stepped_s = time.monotonic()
         dispatcher.tokens_received(self, unpack_tokens(frame.tokens))
         for event in endings:

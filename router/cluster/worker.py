@@ -73,8 +73,8 @@ class Worker(ABC):
         """Commands can be sent."""
         self.is_draining = False
         self.load = SchedulerLoad()
-        self.num_steps = 0
-        """Steps with tokens for this router since the first report."""
+        self.num_steps = 0.0
+        """Steps with tokens for this router since the first report. One counts for as many as its mean answer got."""
         self.stepped_s = 0.0
         """Instant of the last one."""
         self.prefill_correction = 1.0
@@ -87,7 +87,7 @@ class Worker(ABC):
         self.cost: CostModel | None = None
         """Predicts its steps; the dispatcher sets it when the worker is up."""
         self._snapshot: WorkerSnapshot
-        self._seen: tuple[SchedulerLoad | None, int, int] = None, 0, 0
+        self._seen: tuple[SchedulerLoad | None, int, float] = None, 0, 0.0
         """Load, changes in flight and steps that the snapshot was made of."""
 
     @property

@@ -46,7 +46,7 @@ class WorkerSnapshot(NamedTuple):
     """Hashes of the blocks in the worker's prefix cache, as far as its events have reported."""
     host: str = ""
     """Host of the worker: KV between two workers of one host takes the faster path."""
-    num_steps: int = 0
+    num_steps: float = 0.0
     """Steps in which its sequences decoded so far."""
     stepped_s: float = 0.0
     """Instant of the last of those steps."""

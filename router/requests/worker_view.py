@@ -143,11 +143,11 @@ class Answers:
             self._columns[last] = column
             self._values[:, column] = self._values[:, len(self._ids)]
 
-    def num_tokens(self, num_steps: int) -> IntArray:
+    def num_tokens(self, num_steps: float) -> IntArray:
         """Tokens so far of each answer, as `Lengths` counts them, once the worker has taken so many steps."""
         return (self._values[1, : len(self._ids)] + num_steps).clip(1, MAX_LENGTH).astype(np.int64)
 
-    def forecast(self, num_steps: int, stepped_s: float, step_s: float, lengths: Lengths) -> _Forecast:
+    def forecast(self, num_steps: float, stepped_s: float, step_s: float, lengths: Lengths) -> _Forecast:
         """``step_s``: predicted seconds of a step."""
         began_s, tokens_ahead, weights, scale = self._values[:, : len(self._ids)]
         num_tokens, (per_length, remaining) = (tokens_ahead + num_steps).astype(np.int64), lengths.of_running
@@ -169,7 +169,7 @@ def _missing(weights: FloatArray, excess: FloatArray) -> float:
 class _Seen(NamedTuple):
     """A worker when it was last seen to have taken a step."""
 
-    num_steps: int
+    num_steps: float
     stepped_s: float = 0.0
     step_s: float = 0.0
     """Predicted seconds of the next step; 0 before the first one that counts: the worker was idle before."""
@@ -286,7 +286,7 @@ class WorkerView:
         return self._prefill_s * exp((self._prefill_at_s - now_s) / memory_s)
 
     def answer_began(
-        self, request_id: int, began_s: float, tokens_ahead: float, tpot_slo_s: float, weight: float, num_steps: int
+        self, request_id: int, began_s: float, tokens_ahead: float, tpot_slo_s: float, weight: float, num_steps: float
     ) -> None:
         """An answer decodes on the worker, which has taken ``num_steps``."""
         self.answers.add(request_id, began_s, tokens_ahead, tpot_slo_s, weight)

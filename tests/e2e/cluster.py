@@ -35,6 +35,10 @@ class Cluster:
         status: dict[str, Any] = _get(f"{self.admin_url}/status", admin_headers(self.admin_url)).json()
         return status
 
+    def num_guesses(self) -> int:
+        """Tokens that the workers guessed since each started."""
+        return sum(worker["load"]["num_guesses"] for worker in self.status()["workers"])
+
     def processes(self) -> list[psutil.Process]:
         """All live processes of the cluster."""
         return psutil.Process(self.process.pid).children(recursive=True)

@@ -30,7 +30,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     deployment = {
         "model": {"path": str(checkpoint), "served_name": "tiny"},
         "prefill": phase,
-        "decode": phase,
+        "decode": {**phase, "speculation": "ngram"},
     }
     with running_cluster(folder, deployment) as cluster:
         yield cluster
@@ -101,6 +101,34 @@ def test_a_killed_worker_loses_nothing(cluster: Cluster, references: list[Refere
     assert_same_tokens(answers, references)
     cluster.wait_until_healthy()
     assert cluster.worker_pid(worker_id) != victim
+    cluster.wait_until_idle(2.0)
+
+
+def test_guesses_outlive_a_killed_worker(cluster: Cluster) -> None:
+    """Answers of four tokens repeat themselves. Those to compare with have a penalty, which is too small to change a
+    logit, and so no guesses."""
+    bias = dict.fromkeys(("7", "8", "9", "10"), 15.0)
+    bodies = [
+        request_body(2 * index, temperature=1.0, seed=index, logit_bias=bias, max_tokens=1500) for index in range(3)
+    ]
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+            num_guesses = cluster.num_guesses()
+            expected = await asyncio.gather(
+                *(stream_tokens(client, {**body, "frequency_penalty": 1e-15}) for body in bodies)
+            )
+            assert cluster.num_guesses() == num_guesses
+            streams = [asyncio.create_task(stream_tokens(client, body)) for body in bodies]
+            while cluster.num_guesses() < num_guesses + 20:
+                await asyncio.sleep(0.02)
+                assert not any(task.done() for task in streams), "the streams ended before the fault"
+            os.kill(cluster.worker_pid("decode-0"), signal.SIGKILL)
+            assert await asyncio.gather(*streams) == expected
+            assert cluster.num_guesses() > 0
+
+    asyncio.run(run())
+    cluster.wait_until_healthy()
     cluster.wait_until_idle(2.0)
 
 

@@ -7,6 +7,7 @@ import pytest
 from pdserve.contracts.events import RequestKey
 from pdserve.contracts.request import GenerationRequest, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepOutput
+from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.speculation import MAX_GUESSES, STEPS_BETWEEN_TRIALS, Choice, Speculation
 from pdserve.engine.scheduling.table import PlannedStep, SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool
@@ -30,6 +31,11 @@ def a_step(*samplings: SamplingParams, acceptance: float = 0.5, max_gap_s: float
         sequence.acceptance = acceptance
         step.add_decode(sequence)
     return step
+
+
+def share_of(sequence: Sequence) -> float:
+    assert sequence.acceptance is not None
+    return sequence.acceptance
 
 
 def linear(step_s: float, guess_s: float) -> Speculation:
@@ -115,6 +121,19 @@ def test_a_sequence_without_right_guesses_tries_again_now_and_then() -> None:
     assert tries[STEPS_BETWEEN_TRIALS]
 
 
+def test_a_sequence_is_expected_to_do_as_those_before() -> None:
+    speculation, step = linear(1.0, 0.0), a_step(LONG, LONG)
+    more: dict[int, list[SampledToken]] = {0: [SampledToken(5, None)] * 8}
+    right = StepOutput(step_id=0, sampled=[], num_guesses={0: 8}, more=more, duration_s=0.0)
+    wrong = StepOutput(step_id=0, sampled=[], num_guesses={0: 8}, duration_s=0.0)
+    for output, least, most in ((right, 0.95, 1.0), (wrong, 0.25, 0.25)):
+        for _ in range(400):
+            speculation.learn(step.sequences, output)
+        step.sequences[1].acceptance = None
+        speculation.choose(step, 8)
+        assert least <= share_of(step.sequences[1]) <= most
+
+
 def test_shares_follow_what_guesses_came_to() -> None:
     speculation, step = linear(1.0, 0.0), a_step(LONG, LONG, LONG)
     right, wrong, unasked = step.sequences
@@ -122,11 +141,11 @@ def test_shares_follow_what_guesses_came_to() -> None:
     output = StepOutput(step_id=0, sampled=[], num_guesses={0: 4, 1: 4}, more=more, duration_s=0.0)
     for _ in range(20):
         speculation.learn(step.sequences, output)
-    assert right.acceptance > 0.99
-    assert wrong.acceptance < 0.05
-    assert unasked.acceptance == 0.5
+    assert share_of(right) > 0.99
+    assert share_of(wrong) < 0.05
+    assert share_of(unasked) == 0.5
     assert (speculation.num_guesses, speculation.num_right) == (160, 80)
     half = StepOutput(step_id=0, sampled=[], num_guesses={2: 4}, more={2: [SampledToken(5, None)]}, duration_s=0.0)
     for _ in range(40):
         speculation.learn(step.sequences, half)
-    assert unasked.acceptance == pytest.approx(0.5, abs=0.05)
+    assert share_of(unasked) == pytest.approx(0.5, abs=0.05)
