@@ -133,8 +133,8 @@ class Prediction(NamedTuple):
 
 
 class _CorrectionByTokens:
-    """Observed over predicted seconds of decode steps by their new tokens, guesses included. What products of a few rows
-    take rises in steps, which the cost model smooths, and guesses are chosen by the differences."""
+    """Observed over predicted seconds of decode steps by their new tokens, guesses included. What products of a few
+    rows take rises in steps, which the cost model smooths, and guesses are chosen by the differences."""
 
     _NEWEST_WEIGHT = 1 / 16
     _LIMIT = 2.0
