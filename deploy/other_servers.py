@@ -7,6 +7,7 @@ import re
 KEYS = {
     "prefill.tensor_parallel and decode.tensor_parallel": ("tensor-parallel-size", "tp", "tp-size"),
     "prefill.pipeline_parallel and decode.pipeline_parallel": ("pipeline-parallel-size", "pp", "pp-size"),
+    "prefill.expert_parallel and decode.expert_parallel": ("enable-expert-parallel", "expert-parallel-size", "ep-size"),
     "prefill.gpu_memory_utilization and decode.gpu_memory_utilization": (
         "gpu-memory-utilization",
         "mem-fraction-static",
@@ -18,7 +19,6 @@ KEYS = {
     "model.served_name": ("served-model-name",),
     "model.dtype": ("dtype",),
     "model.kv_dtype": ("kv-cache-dtype",),
-    "model.quantization": ("quantization",),
     "model.tool_format": ("tool-call-parser",),
     "model.generation_config": ("generation-config",),
     "kv_transfer.transport": ("kv-transfer-config", "disaggregation-transfer-backend"),
@@ -31,6 +31,8 @@ _INSTEAD = {
     "pdserve": {"serve": "run pdserve up --model FOLDER"},
     "pdserve up": {
         "--model-path": "give --model FOLDER",
+        "--quantization": "leave it out: a quantised checkpoint is served as it is; model.quantization in a deployment "
+        "file rounds another one to int8 or int4",
         "--disaggregation-mode": "leave it out: one command starts both pools, of --prefill and --decode workers",
     }
     | {f"--{name}": f"set {keys} in a deployment file" for keys, names in KEYS.items() for name in names},

@@ -11,7 +11,6 @@ import torch
 
 from pdserve.kernels.cpu import attention as cpu_attention
 from pdserve.kernels.cpu import dense as cpu_dense
-from pdserve.kernels.cpu import experts as cpu_experts
 from pdserve.kernels.cpu import sampling as cpu_sampling
 from pdserve.kernels.cpu.build import load_library
 from pdserve.kernels.kv_pool import KvPool
@@ -25,7 +24,7 @@ TORCH_KERNELS = DecoderKernels(
     name="torch",
     activation_dtype=None,
     pack_linear=torch_dense.pack_linear,
-    pack_experts=torch_experts.looped(torch_dense.pack_linear),
+    pack_experts=torch_experts.pack_experts,
     sort_pairs=torch_experts.sort_pairs,
     combine=torch_experts.combine,
     rms_normalise=torch_dense.rms_normalise,
@@ -37,9 +36,9 @@ CPU_KERNELS = DecoderKernels(
     name="cpu",
     activation_dtype=torch.float32,
     pack_linear=cpu_dense.pack_linear,
-    pack_experts=torch_experts.looped(cpu_dense.pack_linear),
+    pack_experts=cpu_dense.pack_experts,
     sort_pairs=torch_experts.sort_pairs,
-    combine=cpu_experts.combine,
+    combine=cpu_dense.combine,
     rms_normalise=cpu_dense.rms_normalise,
     gate=cpu_dense.gate,
     rope_and_write_kv=cpu_attention.rope_and_write_kv,

@@ -58,7 +58,7 @@ class GroupedWeight(NamedTuple):
 
 
 def quantise(weight_FE: torch.Tensor, kind: str) -> GroupedWeight:
-    """Round to the nearest value, symmetrically; a scale is NaN or infinite where a weight of its group is.
+    """Round to the nearest value, symmetrically; a scale is NaN where a weight of its group is not finite.
 
     Args:
         kind: ``int8``: one scale per output; ``int4``: values from -7 to 7 in groups of `GROUP_INPUTS`.
@@ -112,6 +112,7 @@ def joined(weights: Sequence[GroupedWeight]) -> GroupedWeight:
 def _rounded(part: torch.Tensor, largest_value: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rounded integers of a float32 tensor and one scale per vector along its last axis."""
     scales = part.abs().amax(dim=-1) / largest_value
-    # Values are 0 where the scale is 0, NaN or infinite: the scale alone then determines the result.
+    scales.masked_fill_(scales.isinf(), torch.nan)
+    # Values are 0 where the scale is 0 or NaN: the scale alone then determines the result.
     inverse = scales.reciprocal().nan_to_num()
     return (part * inverse[..., None]).nan_to_num().round().to(torch.int8), scales

@@ -163,8 +163,8 @@ def decode_bytes(shape: ModelShape, variant: Variant, num_rows: int, context_tok
 
 
 def prefill_flops(shape: ModelShape, num_tokens: int) -> float:
-    """Operations of a prompt: two per token and weight of a layer, causal attention, and one row of logits."""
-    products = 2.0 * num_tokens * shape.num_layers * shape.layer_parameters + 2.0 * shape.table_parameters
+    """Operations of a prompt: two per token and weight it is multiplied by, causal attention, and one row of logits."""
+    products = 2.0 * num_tokens * shape.token_parameters + 2.0 * shape.table_parameters
     # Two products, of each query with half of the keys on average.
     attention = 2.0 * num_tokens * num_tokens * shape.num_layers * shape.num_heads * shape.head_dim
     return products + attention

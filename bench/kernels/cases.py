@@ -12,7 +12,15 @@ import torch
 
 from pdserve.bench.kernels.attention import AttentionShape, Row, attention_case
 from pdserve.bench.kernels.case import Case
-from pdserve.bench.kernels.layers import draw_case, gate_case, norm_case, product_case, rope_case, top_p_case
+from pdserve.bench.kernels.layers import (
+    draw_case,
+    experts_case,
+    gate_case,
+    norm_case,
+    product_case,
+    rope_case,
+    top_p_case,
+)
 
 _BF16, _INT8, _FLOAT8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
 _HEADS_8B, _HEADS_70B = 32, 64
@@ -73,6 +81,11 @@ def _product_cases(*, quick: bool) -> Iterator[Case]:
         yield product_case(weight, num_tokens, *LAYER_8B[name])
 
 
+def _experts_cases(*, quick: bool) -> Iterator[Case]:
+    for weight, num_tokens in product(("bf16", "int4"), (1, 2048) if quick else (1, 4, 16, 64, 256, 2048)):
+        yield experts_case(weight, num_tokens)
+
+
 def _norm_cases(*, quick: bool) -> Iterator[Case]:
     sizes = ((4096,), (4, 64)) if quick else ((4096, 8192), _NORM_MIB)
     for num_features, mib in product(*sizes):
@@ -90,6 +103,7 @@ KERNELS: Mapping[str, Callable[..., Iterator[Case]]] = {
     "gate": _by_size(gate_case, (1, 16, 64, 256, 2048, 8192), (64, 2048)),
     "rope_and_write_kv": _rope_cases,
     "quantized_matmul": _product_cases,
+    "experts": _experts_cases,
     "draw_tokens": _by_size(draw_case, (1, 16, 64, 256), (64,)),
     "find_top_p": _by_size(top_p_case, (1, 16, 64, 256), (64,)),
 }

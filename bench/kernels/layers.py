@@ -1,11 +1,11 @@
-"""Cases of norm, gate, rotary write, quantised product and sampling, against torch, cuBLAS and FlashInfer.
+"""Cases of norm, gate, rotary write, quantised product, experts and sampling, against torch, cuBLAS and FlashInfer.
 
 The work of each case is the formula in its kernel's docstring. The peer of a quantised product is torch (cuBLAS) with
 the same weights in bfloat16, so that the ratio is the gain of smaller weights. Results of sampling stay on the device,
 as in a captured step; peers with another random number generator cannot be compared.
 
 Shape suffixes: T tokens, E features or inputs, F outputs, C = head dim / 2, M query and KV heads, D head dim, B rows, V
-vocabulary.
+vocabulary, K experts of a token, P = T K, Y = number of experts + 1.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from pdserve.bench.kernels.attention import BLOCK_SIZE, dtype_name, random_pool
 from pdserve.bench.kernels.case import OWN, Case, Implementation, Make, Work, import_peer
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
-from pdserve.kernels.operations import LAST_ID, DrawTensors, RopeAndWriteKv, Thresholds, TopPTensors
+from pdserve.kernels.operations import LAST_ID, DrawTensors, PackExperts, RopeAndWriteKv, Thresholds, TopPTensors
 from pdserve.kernels.torch import attention as torch_attention
+from pdserve.kernels.torch import experts as torch_experts
 from pdserve.kernels.torch import sampling as torch_sampling
 from pdserve.kernels.triton import rope as triton_rope
 from pdserve.kernels.triton import sampling as triton_sampling
+from pdserve.kernels.triton.experts import pack_experts, sort_pairs
 from pdserve.kernels.triton.gate import gate
 from pdserve.kernels.triton.norm import rms_normalise
 from pdserve.kernels.triton.quantized_matmul import pack, quantized_matmul
@@ -146,12 +148,50 @@ def product_case(weight: str, num_tokens: int, num_inputs: int, num_outputs: int
             "torch bf16": lambda: Implementation(partial(linear, x_TE, dequantise(quantised).to(dtype))),
         }
 
-    num_weights = num_inputs * num_outputs
-    int4_bytes = num_weights / 2 + 4 * num_weights / GROUP_INPUTS
-    weight_bytes = int4_bytes if weight == "int4" else num_weights + 4.0 * num_outputs
-    work = Work(weight_bytes, flops=2 * num_tokens * num_weights, flops_share=_PRODUCT_FLOPS_SHARE)
+    flops = 2 * num_tokens * num_inputs * num_outputs
+    work = Work(_weight_bytes(weight, num_inputs, num_outputs), flops, _PRODUCT_FLOPS_SHARE)
     shape = f"{weight} {num_inputs} -> {num_outputs}, {num_tokens} tokens"
     return Case("quantized_matmul", shape, work, make, _PRODUCT_TOLERANCE)
+
+
+def experts_case(
+    weight: str,
+    num_tokens: int,
+    *,
+    num_experts: int = 128,
+    per_token: int = 8,
+    num_inputs: int = 2048,
+    num_outputs: int = 1536,
+) -> Case:
+    """Product of a token's experts, drawn at random, with ``bf16``, ``int8`` or ``int4`` weights."""
+
+    def make(device: torch.device) -> Mapping[str, Make]:
+        floats = [torch.randn(num_outputs, num_inputs, device=device).to(_BF16) for _ in range(num_experts)]
+        weights = floats if weight == "bf16" else [quantise(weight_FE, weight) for weight_FE in floats]
+        drawn_TK = torch.rand(num_tokens, num_experts, device=device).argsort(dim=1)[:, :per_token]
+        starts_Y = sort_pairs(drawn_TK, range(num_experts)).starts
+        x_PE = torch.randn(num_tokens * per_token, num_inputs, device=device).to(_BF16)
+
+        def implementation(pack: PackExperts) -> Implementation:
+            return Implementation(partial(pack(weights, dtype=_BF16), x_PE, starts_Y))
+
+        return {
+            OWN: partial(implementation, pack_experts),
+            "torch loop": partial(implementation, torch_experts.pack_experts),
+        }
+
+    num_read = num_experts * (1 - (1 - per_token / num_experts) ** num_tokens)
+    flops = 2 * num_tokens * per_token * num_inputs * num_outputs
+    work = Work(num_read * _weight_bytes(weight, num_inputs, num_outputs), flops, _PRODUCT_FLOPS_SHARE)
+    shape = f"{weight} {num_inputs} -> {num_outputs}, {per_token} of {num_experts}, {num_tokens} tokens"
+    return Case("experts", shape, work, make, _PRODUCT_TOLERANCE)
+
+
+def _weight_bytes(weight: str, num_inputs: int, num_outputs: int) -> float:
+    num_weights = num_inputs * num_outputs
+    if weight == "bf16":
+        return 2.0 * num_weights
+    return num_weights / 2 + 4 * num_weights / GROUP_INPUTS if weight == "int4" else num_weights + 4.0 * num_outputs
 
 
 def draw_case(num_rows: int, vocab_size: int = 128_256) -> Case:

@@ -32,6 +32,7 @@ constexpr int kBlockRows = 32 * kTileRows;
 constexpr int kMaxDepth = 256;            // Inputs of a block, at most.
 constexpr int kBlockPanels = 16;          // Panels that one block of rows is multiplied with, at most.
 constexpr int kAheadBytes = 4096;         // Prefetched: what memory sends while a core waits for its first byte.
+constexpr int kTasksOfThread = 8;         // Where several products are cut into tasks, so that all threads end together.
 constexpr int64_t kSerialWork = 1 << 17;  // Multiply-adds below which waking threads costs more than it saves.
 
 enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4, kE4m3 };
@@ -131,6 +132,19 @@ inline void keep([[maybe_unused]] Vec& x) {
 #endif
 }
 
+// from - a * b, rounded once wherever the CPU can; the compiler joins the two in some places and not in others.
+inline Vec less_product(Vec from, Vec a, Vec b) {
+#if PDSERVE_LANES == 16
+  return reinterpret_cast<Vec>(_mm512_fnmadd_ps(
+      reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(from)));
+#elif defined(__FMA__)
+  return reinterpret_cast<Vec>(_mm256_fnmadd_ps(
+      reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(from)));
+#else
+  return from - a * b;
+#endif
+}
+
 // Sums times their scales.
 inline void scale_sums(const float* scales, Vec& low, Vec& high) {
   low *= load(scales);
@@ -174,11 +188,9 @@ inline void add_tile(const Rows& rows, const Block<W>& block, float* total, bool
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
         if (coding.is_paired) sum[p][r][1] -= sum[p][r][0];
-        Vec low_excess = rows.sums[r * rows.sums_stride] * low, high_excess = rows.sums[r * rows.sums_stride] * high;
-        keep(low_excess);
-        keep(high_excess);
-        sum[p][r][0] -= low_excess;
-        sum[p][r][1] -= high_excess;
+        const Vec x_sum = Vec{} + rows.sums[r * rows.sums_stride];
+        sum[p][r][0] = less_product(sum[p][r][0], x_sum, low);
+        sum[p][r][1] = less_product(sum[p][r][1], x_sum, high);
       }
     }
 #pragma GCC unroll 4
@@ -235,6 +247,12 @@ inline const float* as_floats(const W* from, int64_t depth, float* scratch) {
   }
   return scratch;
 }
+
+// Tasks that a product is cut into: so many parts of its rows times so many of its panels.
+struct Tasks {
+  int64_t of_rows;
+  int64_t of_panels;
+};
 
 template <typename W>
 struct Product {
@@ -331,26 +349,24 @@ struct Product {
       finish(total.data() + p * kBlockRows * kPanel, first_row, rows, first_panel + p);
   }
 
-  void operator()() const {
-    Team& team = Team::get();
-    const bool is_worth_it = num_rows * inputs() * weight.num_outputs >= kSerialWork;
-    const int64_t num_threads = is_worth_it ? team.num_threads() : 1;
+  int64_t work() const { return num_rows * inputs() * weight.num_outputs; }
+  bool has_few_rows() const { return num_rows <= kFewRows; }
+
+  // Enough tasks for each of `num_threads` to have its share, even if some are slow.
+  Tasks tasks(int64_t num_threads) const {
     const int64_t panels = num_panels();
-    if (num_rows <= kFewRows) {
-      team.run(num_threads, is_worth_it,
-               [&](int64_t i) { multiply_few(panels * i / num_threads, panels * (i + 1) / num_threads); });
-      return;
-    }
-    // Enough tasks for every thread to have its share, even if some are slow.
+    if (has_few_rows()) return {1, num_threads};
     const int64_t row_tasks = (num_rows + kBlockRows - 1) / kBlockRows;
     const int64_t width = std::clamp<int64_t>(panels * row_tasks / (4 * num_threads), 4, kBlockPanels);
-    const int64_t panel_tasks = (panels + width - 1) / width;
-    team.run(row_tasks * panel_tasks, is_worth_it, [&](int64_t i) {
-      const int64_t row = num_rows * (i / panel_tasks) / row_tasks;
-      const int64_t panel = panels * (i % panel_tasks) / panel_tasks;
-      multiply_block(row, num_rows * (i / panel_tasks + 1) / row_tasks - row, panel,
-                     panels * (i % panel_tasks + 1) / panel_tasks - panel);
-    });
+    return {row_tasks, (panels + width - 1) / width};
+  }
+
+  void run(const Tasks& tasks, int64_t i) const {
+    const int64_t of_rows = i / tasks.of_panels, of_panels = i % tasks.of_panels;
+    const int64_t row = num_rows * of_rows / tasks.of_rows, panel = num_panels() * of_panels / tasks.of_panels;
+    const int64_t end = num_panels() * (of_panels + 1) / tasks.of_panels;
+    if (has_few_rows()) return multiply_few(panel, end);
+    multiply_block(row, num_rows * (of_rows + 1) / tasks.of_rows - row, panel, end - panel);
   }
 };
 
@@ -375,6 +391,45 @@ const float* sum_inputs(const Weight& weight, const float* x, int64_t num_rows) 
     }
   });
   return sums;
+}
+
+// Rows starts[i] to starts[i + 1] times weights[i], which are of equal shape and form, for i in [0, count).
+template <typename W>
+void multiply(const Weight* weights, int64_t count, const int64_t* starts, const float* x, float* y, bool adds) {
+  struct Part {
+    Product<W> product;
+    Tasks tasks;
+    int64_t end;  // Of its tasks among all.
+  };
+  static thread_local std::vector<Part> held;
+  std::vector<Part>& parts = held;  // Those of this thread, for the team, too.
+  parts.clear();
+  Team& team = Team::get();
+  const float* sums = sum_inputs(weights[0], x, starts[count]);
+  int64_t work = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t start = starts[i], rows = starts[i + 1] - start, blocks = sums ? weights[i].num_blocks() : 0;
+    if (rows == 0) continue;
+    const Product<W> product{weights[i], x + start * weights[i].num_inputs, y + start * weights[i].num_outputs, rows,
+                             adds, sums + start * blocks};
+    parts.push_back({product, {1, 1}, 0});
+    work += product.work();
+  }
+  const bool is_worth_it = work >= kSerialWork;
+  const int64_t touched = parts.size(), num_threads = is_worth_it ? team.num_threads() : 1;
+  int64_t num_tasks = 0;
+  for (Part& part : parts) {
+    // Threads take tasks of several products in turns and need no share of each, but panels to stream side by side.
+    const int64_t share = (kTasksOfThread * num_threads + touched - 1) / touched;
+    const int64_t most = std::max<int64_t>(part.product.num_panels() / 4, 1);
+    part.tasks = part.product.tasks(touched > 1 ? std::min(share, most) : num_threads);
+    part.end = num_tasks += part.tasks.of_rows * part.tasks.of_panels;
+  }
+  team.run(num_tasks, is_worth_it, [&](int64_t i) {
+    const auto part = std::upper_bound(parts.begin(), parts.end(), i,
+                                       [](int64_t task, const Part& other) { return task < other.end; });
+    part->product.run(part->tasks, i - (part->end - part->tasks.of_rows * part->tasks.of_panels));
+  });
 }
 
 template <typename W>
@@ -417,8 +472,13 @@ int64_t dense_panel_width() { return kPanel; }
 
 // y[num_rows, num_outputs] = x[num_rows, num_inputs] W^T + b, or y += that; all contiguous.
 void dense_multiply(const Weight* weight, const float* x, float* y, int64_t num_rows, int64_t adds) {
-  const float* sums = sum_inputs(*weight, x, num_rows);
-  with_kind(weight->kind, [&](auto value) { Product<decltype(value)>{*weight, x, y, num_rows, adds != 0, sums}(); });
+  const int64_t starts[] = {0, num_rows};
+  with_kind(weight->kind, [&](auto value) { multiply<decltype(value)>(weight, 1, starts, x, y, adds != 0); });
+}
+
+// The same of `count` weights, each with the rows from its start up to the next one's.
+void dense_multiply_grouped(const Weight* weights, int64_t count, const int64_t* starts, const float* x, float* y) {
+  with_kind(weights->kind, [&](auto value) { multiply<decltype(value)>(weights, count, starts, x, y, false); });
 }
 
 // out[num_ids, num_inputs]: rows of W.

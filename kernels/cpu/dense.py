@@ -1,18 +1,21 @@
-"""C++ linear layers, RMS norm and gate, called through ctypes. Arguments are asserted here; C++ checks nothing.
+"""C++ linear layers, experts, norm and gate, called through ctypes. Arguments are asserted here; C++ checks nothing.
 
 `pdserve.kernels.selection` chooses them; `pdserve.kernels.cpu.build` compiles dense.cpp and pointwise.cpp. Activations
 are float32; weights keep the checkpoint's dtype or are quantised. A row's result depends on neither the other rows nor
 the number of threads (`pdserve.kernels.cpu.threads`).
 
 Shape suffixes: T tokens, E input features, F output features, I = F / 2, P panels, W outputs of a panel, L = W / 2, G
-groups of inputs, B blocks of inputs.
+groups of inputs, B blocks of inputs, K experts of a token, Y experts and one. Of rows, P are pairs of a token and an
+expert.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Sequence
 from ctypes import c_float, c_int64, c_void_p
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +32,8 @@ _GATE = (c_void_p, c_void_p, c_int64, c_int64)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "dense_panel_width": (),
     "dense_multiply": (c_void_p, c_void_p, c_void_p, c_int64, c_int64),
+    "dense_multiply_grouped": (c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
+    "dense_combine": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64),
     "dense_rows": (c_void_p, c_void_p, c_int64, c_void_p),
     "dense_rms_normalise": (c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64),
     "dense_gate_silu": _GATE,
@@ -132,7 +137,7 @@ class CpuLinear:
         self._num_outputs, self._num_inputs = num_outputs, num_inputs
         self._held = held
         self._bias_F = None if bias_F is None else bias_F.float()
-        struct = _Weight(
+        self.weight = _Weight(
             held.kind,
             num_outputs,
             num_inputs,
@@ -143,7 +148,7 @@ class CpuLinear:
                 for part in (held.scales, held.block_scales, held.zeros, self._bias_F)
             ),
         )
-        self._struct = ctypes.byref(struct)
+        self._struct = ctypes.byref(self.weight)
         self._multiply, self._rows = _function("dense_multiply"), _function("dense_rows")
 
     @property
@@ -153,8 +158,7 @@ class CpuLinear:
     def __call__(self, x_TE: torch.Tensor, add_to_TF: torch.Tensor | None = None) -> torch.Tensor:
         num_rows, num_inputs = x_TE.shape
         assert num_inputs == self._num_inputs
-        if self._held.permutation is not None:
-            x_TE = x_TE.index_select(1, self._held.permutation)
+        x_TE = self.permuted(x_TE)
         _assert_float32(x_TE)
         if add_to_TF is None:
             y_TF, adds = torch.empty(num_rows, self._num_outputs), 0
@@ -165,6 +169,14 @@ class CpuLinear:
         self._multiply(self._struct, x_TE.data_ptr(), y_TF.data_ptr(), num_rows, adds)
         return y_TF
 
+    @property
+    def is_permuted(self) -> bool:
+        return self._held.permutation is not None
+
+    def permuted(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """Inputs in the order in which the weight has them."""
+        return x_TE if self._held.permutation is None else x_TE.index_select(1, self._held.permutation)
+
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         assert ids_T.dtype == torch.int64
         assert ids_T.is_contiguous()
@@ -173,6 +185,51 @@ class CpuLinear:
         if self._held.permutation is None:
             return rows_TE
         return torch.empty_like(rows_TE).index_copy_(1, self._held.permutation, rows_TE)
+
+
+def pack_experts(weights: Iterable[torch.Tensor | GroupedWeight], *, dtype: torch.dtype = torch.float32) -> CpuExperts:
+    """See `pdserve.kernels.operations.PackExperts`."""
+    return CpuExperts([pack_linear(weight) for weight in weights])
+
+
+class CpuExperts:
+    """Implements `pdserve.kernels.operations.Experts`: all products in one round of the threads."""
+
+    def __init__(self, linears: Sequence[CpuLinear]) -> None:
+        self._linears = linears
+        self._weights = (_Weight * len(linears))(*(linear.weight for linear in linears))
+        self._multiply = _function("dense_multiply_grouped")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(linear.num_bytes for linear in self._linears)
+
+    def __call__(self, x_PE: torch.Tensor, starts_Y: torch.Tensor) -> torch.Tensor:
+        assert starts_Y.dtype == torch.int64
+        assert starts_Y.shape == (len(self._linears) + 1,)
+        assert x_PE.shape[1] == self._weights[0].num_inputs
+        y_PF = torch.empty(len(x_PE), self._weights[0].num_outputs)
+        if self._linears[0].is_permuted:
+            bounds = zip(self._linears, pairwise(starts_Y.tolist()), strict=True)
+            x_PE = torch.cat([linear.permuted(x_PE[start:end]) for linear, (start, end) in bounds])
+        _assert_float32(x_PE)
+        starts_Y = starts_Y.contiguous()
+        self._multiply(self._weights, len(self._linears), starts_Y.data_ptr(), x_PE.data_ptr(), y_PF.data_ptr())
+        return y_PF
+
+
+def combine(y_PE: torch.Tensor, places_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """See `pdserve.kernels.operations.Combine`."""
+    (num_rows, num_slots), width = places_TK.shape, y_PE.shape[1]
+    assert weights_TK.shape == places_TK.shape
+    assert places_TK.dtype == torch.int64
+    assert places_TK.is_contiguous()
+    _assert_float32(y_PE)
+    _assert_float32(weights_TK)
+    sum_TE = torch.empty(num_rows, width)
+    pointers = (tensor.data_ptr() for tensor in (y_PE, places_TK, weights_TK, sum_TE))
+    _function("dense_combine")(*pointers, num_rows, num_slots, width)
+    return sum_TE
 
 
 def rms_normalise(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:

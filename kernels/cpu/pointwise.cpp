@@ -1,6 +1,5 @@
-// RMS norm, gate and weighted sums of experts for CPUs. Compiled by build.py on first use and called by dense.py and
-// experts.py, which check every shape before a call: nothing is checked here. A row's result does not depend on its
-// neighbours.
+// RMS norm, gate and weighted sums of experts for CPUs. Compiled by build.py on first use and called by dense.py, which
+// checks every shape before a call: nothing is checked here. A row's result does not depend on its neighbours.
 
 #include <algorithm>
 #include <cmath>

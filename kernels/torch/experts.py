@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from pdserve.kernels.operations import Linear, PackExperts, PackLinear, SortedPairs
+from pdserve.kernels.operations import SortedPairs
+from pdserve.kernels.torch.dense import TorchLinear, pack_linear
 from pdserve.kernels.weight_quantisation import GroupedWeight
 
 
@@ -67,21 +68,17 @@ def combine(y_PE: torch.Tensor, places_TK: torch.Tensor, weights_TK: torch.Tenso
     return first_TE.to(y_PE.dtype)
 
 
-def looped(pack_linear: PackLinear) -> PackExperts:
-    """Experts packed by ``pack_linear`` and multiplied one after the other; the host waits for ``starts_Y``."""
-
-    def pack_experts(
-        weights: Iterable[torch.Tensor | GroupedWeight], *, dtype: torch.dtype = torch.float32
-    ) -> LoopedExperts:
-        return LoopedExperts([pack_linear(weight, dtype=dtype) for weight in weights])
-
-    return pack_experts
+def pack_experts(
+    weights: Iterable[torch.Tensor | GroupedWeight], *, dtype: torch.dtype = torch.float32
+) -> TorchExperts:
+    """See `pdserve.kernels.operations.PackExperts`."""
+    return TorchExperts([pack_linear(weight, dtype=dtype) for weight in weights])
 
 
-class LoopedExperts:
-    """Implements `pdserve.kernels.operations.Experts`."""
+class TorchExperts:
+    """Implements `pdserve.kernels.operations.Experts`: one product after the other. The host waits for ``starts_Y``."""
 
-    def __init__(self, linears: Sequence[Linear]) -> None:
+    def __init__(self, linears: Sequence[TorchLinear]) -> None:
         self._linears = linears
 
     @property

@@ -202,13 +202,14 @@ class _Keys:
         layouts = {"pack-quantized": "packed"}
         layouts |= dict.fromkeys(("int-quantized", "float-quantized", "naive-quantized"), "plain")
         form = _Keys(self._name, {"format": group.get("format") or self._values.get("format")})
+        layout = layouts[form._choice("format", layouts)]
         keys = _Keys(f"{self._name}.config_groups.weights", weights)
         kind = keys._choice("type", ("int", "float"), "int"), keys._choice("num_bits", (4, 8))
         if kind == ("float", 4):
             raise keys._refusal("num_bits", "4 of floats", "8")
         scheme = Scheme(
             method="compressed-tensors",
-            layout=layouts[form._choice("format", layouts)],
+            layout=layout,
             kind="e4m3" if kind[0] == "float" else f"int{kind[1]}",
             has_zeros=not weights.get("symmetric", True),
             act_order=weights.get("actorder") in (True, "group"),

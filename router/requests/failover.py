@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 8
 """Maximum dispatches of one choice, without those that are excused."""
 MAX_EXCUSED = 24
-"""Maximum dispatches that are excused: they lost their worker in a trial, or after `MAX_TRIAL_TOKENS`."""
+"""Maximum dispatches that are excused: they lost their worker in a trial, before it computed them, or after
+`MAX_TRIAL_TOKENS`."""
 MAX_NAMED = 8
 """Suspects named in one line of the log."""
 
@@ -79,7 +80,8 @@ class FailOver:
         num_new_tokens = {attempt.request_id: attempt.num_new_tokens for attempt in computed}
         is_in_trial = not self._blame.on_trial.isdisjoint(num_new_tokens)
         for attempt in lost:
-            attempt.num_excused += is_in_trial or attempt.num_new_tokens >= MAX_TRIAL_TOKENS
+            is_excused = is_in_trial or attempt.num_new_tokens >= MAX_TRIAL_TOKENS
+            attempt.num_excused += is_excused or attempt.request_id not in num_new_tokens
         if worker.is_draining:
             return None
         whole_id = whole_worker_id(worker.worker_id)

@@ -19,6 +19,7 @@ from pdserve.bench.kernels_compile import (
     compile_all,
     compile_launch,
     compiled_kernels,
+    experts_launch,
     fits,
     launches,
     product_launch,
@@ -53,6 +54,7 @@ def test_the_next_step_needs_no_other_kernels() -> None:
         assert all(kernel is first for kernel, first in zip(step, steps[0], strict=True))
 
 
+@pytest.mark.parametrize("num_tokens", [64, 65])
 @pytest.mark.parametrize(
     ("capability", "form"),
     [
@@ -60,12 +62,16 @@ def test_the_next_step_needs_no_other_kernels() -> None:
         (80, WeightForm("int4", 64, has_zeros=True)),
         (80, WeightForm("e4m3", 128)),
         (89, WeightForm("e4m3", 128)),
+        (89, None),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("num_tokens", [64, 65])
-def test_products_that_need_most_registers_fit_older_gpus(num_tokens: int, capability: int, form: WeightForm) -> None:
-    kernels = compile_launch(product_launch(torch.bfloat16, num_tokens, 1, form), capability)
+def test_products_that_need_most_fit_older_gpus(num_tokens: int, capability: int, form: WeightForm | None) -> None:
+    """Registers, and shared memory for float weights of experts."""
+    if form is None:
+        kernels = compile_launch(experts_launch(torch.bfloat16, 2 * num_tokens), capability)
+    else:
+        kernels = compile_launch(product_launch(torch.bfloat16, num_tokens, 1, form), capability)
     assert kernels
     assert all(fits(kernel, capability) for kernel in kernels), kernels
 

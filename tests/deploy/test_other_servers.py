@@ -18,6 +18,7 @@ from pdserve.deploy.other_servers import KEYS
         ("up --tensor-parallel-size 2", "set prefill.tensor_parallel and decode.tensor_parallel in a deployment file"),
         ("up --max-model-len=4096", "set model.max_model_len in a deployment file"),
         ("up --model-path x", "give --model FOLDER"),
+        ("up --quantization awq", "leave it out: a quantised checkpoint is served as it is"),
         ("bench serve --backend vllm", "leave it out"),
         ("bench serve --port 8000", "give --base-url http://HOST:PORT"),
     ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -117,3 +115,31 @@ def test_bytes_of_groups_and_zero_points() -> None:
     assert CPU_KERNELS.pack_linear(weight).num_bytes == 64 * (NUM_INPUTS // 2 + 6 * 5)
     permuted = random_weight("int8", 32, False, is_permuted=True, num_outputs=64)
     assert CPU_KERNELS.pack_linear(permuted).num_bytes == 64 * (NUM_INPUTS + 21 * 4) + NUM_INPUTS * 8
+
+
+@pytest.mark.parametrize("form", [None, *FORMS], ids=str)
+@pytest.mark.parametrize("is_permuted", [False, True], ids=["", "permuted"])
+def test_experts_multiply_as_each_alone(form: tuple[str, int, bool] | None, is_permuted: bool) -> None:
+    """Bit for bit, with none, few and many rows each, and rows of none behind them."""
+    counts = (0, 1, 0, 3, 60, 2, 1, 0)
+    if form is None:
+        weights: list[torch.Tensor | GroupedWeight] = [random(150, NUM_INPUTS, seed=seed).bfloat16() for seed in counts]
+    else:
+        first = random_weight(*form, is_permuted=is_permuted)
+        order = torch.randperm(NUM_OUTPUTS, generator=torch.Generator().manual_seed(1))
+        other = first._replace(values=first.values.view(torch.int8)[order].view(first.values.dtype))
+        if first.permutation is not None:
+            other = other._replace(permutation=first.permutation.flip(0))
+        weights = [first if count % 2 else other for count in counts]
+    experts, linears = CPU_KERNELS.pack_experts(weights), [CPU_KERNELS.pack_linear(weight) for weight in weights]
+    assert experts.num_bytes == sum(linear.num_bytes for linear in linears)
+    starts_Y = torch.tensor([0, *counts]).cumsum(dim=0)
+    x_PE = random(70, NUM_INPUTS)
+    for num_threads in (1, 2, 3):
+        use_threads(num_threads)
+        y_PF = experts(x_PE, starts_Y)
+        assert y_PF.shape == (70, NUM_OUTPUTS)
+        for linear, start, end in zip(linears, starts_Y[:-1].tolist(), starts_Y[1:].tolist(), strict=True):
+            assert torch.equal(y_PF[start:end], linear(x_PE[start:end]))
+    nothing = torch.zeros(9, dtype=torch.int64)
+    assert experts(x_PE[:0], nothing).shape == (0, NUM_OUTPUTS)

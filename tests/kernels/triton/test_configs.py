@@ -40,4 +40,5 @@ def test_few_tokens_share_kernels_and_so_do_all_others() -> None:
 
     assert [tile(count).tokens for count in (1, 16, 17, 33, 64)] == [16, 16, 32, 64, 64]
     assert tile(17) == MatmulTile(32, 64, 128, 4, 4)
+    assert matmul_tile(torch.zeros(256, 256).bfloat16(), "int8", None, num_experts=64).tokens == 16
     assert tile(65) == tile(100_000) == MatmulTile(128, 128, 64, 8, 4)

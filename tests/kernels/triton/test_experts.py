@@ -78,7 +78,7 @@ def test_results_are_summed_as_in_torch(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("form", [None, *FORMS], ids=str)
 @pytest.mark.parametrize("counts", [(1, 0, 2), (0, 33, 16, 0, 1)], ids=str)
 def test_rows_are_multiplied_by_their_expert(form: Form | None, counts: tuple[int, ...]) -> None:
-    """Those of no expert come last."""
+    """Those of no expert come last. None is written but by its own expert."""
     num_experts, x_PE = len(counts), random(sum(counts) + 3, NUM_INPUTS, seed=1)
     if form is None:
         weights = [random(NUM_OUTPUTS, NUM_INPUTS, seed=seed) / math.sqrt(NUM_INPUTS) for seed in range(num_experts)]
@@ -86,7 +86,9 @@ def test_rows_are_multiplied_by_their_expert(form: Form | None, counts: tuple[in
     else:
         quantised = [random_weight(form, NUM_OUTPUTS, NUM_INPUTS, seed) for seed in range(num_experts)]
         weights, packed = [dequantise(weight) for weight in quantised], stacked([pack(weight) for weight in quantised])
-    assert_product(quantized_matmul(x_PE, packed, starts_Y=starts_of(*counts)), x_PE, weights, counts)
+    y_PF = quantized_matmul(x_PE, packed, starts_Y=starts_of(*counts))
+    assert_product(y_PF, x_PE, weights, counts)
+    assert y_PF[sum(counts) :].isnan().all()
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 1, 2), (70, 1, 0, 120)], ids=str)
@@ -135,3 +137,7 @@ def test_launches_depend_on_shapes_alone() -> None:
         assert not launches.operations() & WAITING_OPERATIONS
         recorded.append(launches.launches)
     assert recorded[0] == recorded[1]
+    # Ten rows of three experts fill three tiles of 16 at most.
+    assert ("_multiply_kernel", (3, 2, 1)) in {
+        (getattr(launch[0], "__name__", ""), launch[1]) for launch in recorded[0]
+    }

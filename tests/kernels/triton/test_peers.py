@@ -10,7 +10,15 @@ import torch
 
 from pdserve.bench.kernels.attention import AttentionShape, Row, attention_case
 from pdserve.bench.kernels.case import Case
-from pdserve.bench.kernels.layers import draw_case, gate_case, norm_case, product_case, rope_case, top_p_case
+from pdserve.bench.kernels.layers import (
+    draw_case,
+    experts_case,
+    gate_case,
+    norm_case,
+    product_case,
+    rope_case,
+    top_p_case,
+)
 from pdserve.bench.kernels.measure import Result, measure
 from tests.bench.kernels import fake_peers
 from tests.bench.kernels.scripted_case import fake_timer
@@ -39,6 +47,10 @@ CASES: list[tuple[Case, list[str]]] = [
     (rope_case(3, is_prompt=False, num_heads=4, num_kv_heads=2, head_dim=32, kv_dtype=FLOAT8), ["torch"]),
     (product_case("int8", 3, 192, 80), ["torch bf16"]),
     (product_case("int4", 3, 192, 80), ["torch bf16"]),
+    *(
+        (experts_case(form, 3, num_experts=4, per_token=2, num_inputs=192, num_outputs=80), ["torch loop"])
+        for form in ("bf16", "int4")
+    ),
     (draw_case(2, 1500), ["torch gumbel"]),
     (top_p_case(2, 1500), ["sort", "torch"]),
 ]

@@ -123,6 +123,7 @@ def test_weights_beyond_32_bits(form: str, monkeypatch: pytest.MonkeyPatch) -> N
     num_inputs, tile = 2**15, TILES[form]
     near = quantise(random(tile.outputs, num_inputs), form)
     values, scales_FG = pack(near)[:2]
+    assert scales_FG is not None
     num_outputs = 2**31 // values.shape[1] + tile.outputs
     far = torch.empty(num_outputs * values.shape[1], dtype=torch.int8).view(num_outputs, -1)
     scales = torch.empty(num_outputs, scales_FG.shape[1])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,6 +29,16 @@ def test_logits_are_those_of_transformers(tmp_path: Path, family: str, form: str
 @pytest.mark.parametrize(("family", "form"), [("mixtral", "awq"), ("qwen2_moe", "fp8-block"), ("qwen3_moe", "gptq")])
 def test_experts(tmp_path: Path, family: str, form: str) -> None:
     quantised, plain = write_quantised(tmp_path, family, form)
+    logits = PagedDecoder(quantised, torch.float32).logits((PROMPT, 0, TABLE))
+    assert_close(logits, reference_logits(plain, PROMPT))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_inputs_in_another_order_in_each_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Those of one input cannot be joined as they are stored, and experts have an order each."""
+    default_rng, seeds = np.random.default_rng, count()
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: default_rng(next(seeds)))
+    quantised, plain = write_quantised(tmp_path, family, "gptq-act-order")
     logits = PagedDecoder(quantised, torch.float32).logits((PROMPT, 0, TABLE))
     assert_close(logits, reference_logits(plain, PROMPT))
 

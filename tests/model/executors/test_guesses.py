@@ -142,7 +142,8 @@ def test_a_run_ends_before_a_wrong_guess_and_before_what_cannot_be_sampled(
     best[[1 + index for index in unfit]] = torch.inf
     step.end(Event(), torch.stack((torch.tensor([4, *tokens], dtype=torch.int32), best.view(torch.int32)), dim=1))
     output = step.result()
-    first, *more = [SampledToken(token, None) for token in sampled] or [None]
+    drawn = [SampledToken(token, None) for token in sampled]
+    first, more = drawn[0] if drawn else None, drawn[1:]
     assert output.sampled == [SampledToken(4, None), first]
     assert output.more == ({1: more} if sampled else {})
     assert list(output.failed) == ([] if sampled else [1])

@@ -303,7 +303,7 @@ def test_a_step_counts_for_as_many_as_its_mean_answer_has_tokens() -> None:
     worker = RemoteWorker(endpoint, Cluster(Dispatcher({}, DispatchSettings(), time.monotonic), RouterMetrics()))
     worker.session_opened(worker_pb2.Welcome(num_blocks=2))
     for request_ids, num_steps in (([1, 2], 1.0), ([1, 1, 1, 2], 3.0), ([], 3.0)):
-        zeros = [0] * len(request_ids)
-        tokens = worker_pb2.Tokens(request_id=request_ids, attempt=zeros, index=zeros, token=zeros, finish=zeros)
+        zeros, none = [0] * len(request_ids), [worker_pb2.FINISH_REASON_NONE] * len(request_ids)
+        tokens = worker_pb2.Tokens(request_id=request_ids, attempt=zeros, index=zeros, token=zeros, finish=none)
         worker.frame_received(worker_pb2.StepFrame(tokens=tokens))
         assert worker.num_steps == num_steps

@@ -525,6 +525,15 @@ def test_only_prompts_that_the_last_steps_may_have_held_are_blamed(caplog: pytes
     assert {request.outcome for request in requests} == {Outcome.FINISHED}
 
 
+def test_losses_before_its_turn_came_do_not_fail_a_prompt() -> None:
+    """Those before it are suspects after every second loss, and wait."""
+    world = World(("prefill-0", "prefill-1", "decode-0"), poisoned_index=-1)
+    last = [world.start(number) for number in range(600)][-1]
+    for number in range(MAX_ATTEMPTS + 1):
+        world.end(world.dispatcher.workers[f"prefill-{number % 2}"])  # type: ignore[arg-type]
+    assert last.attempts[0].number == MAX_ATTEMPTS, "it was on the other worker at first"
+
+
 def test_a_worker_that_ends_before_it_is_heard_is_blamed_on_what_it_got() -> None:
     world = World(("prefill-0", "decode-0"), poisoned_index=0)
     world.is_heard = False
