@@ -29,7 +29,7 @@ _QUANTISED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv"
 _MIXTRAL = re.compile(
     r"(?P<layer>.+)\.block_sparse_moe\.(?P<part>gate|experts\.\d+)(\.(?P<projection>w[123]))?\.(?P<kind>\w+)"
 )
-_OF_MIXTRAL = {None: "", **{name: f".{projection}" for projection, name in MIXTRAL_PROJECTIONS.items()}}
+_OF_MIXTRAL = {name: f".{projection}" for projection, name in MIXTRAL_PROJECTIONS.items()}
 _MAX_PROBLEMS = 8
 """Upper limit of tensors named in one message."""
 _LFS_POINTER = b"version https://git-lfs"
@@ -228,7 +228,7 @@ def text_name(name: str) -> str:
             name = of_text + name.removeprefix(prefix)
             break
     if found := _MIXTRAL.fullmatch(name):
-        projection = _OF_MIXTRAL[found["projection"]]
+        projection = _OF_MIXTRAL.get(found["projection"], "")
         return f"{found['layer']}.mlp.{found['part']}{projection}.{found['kind']}"
     return name
 
