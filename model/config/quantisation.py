@@ -273,7 +273,8 @@ class _Keys:
 
 @cache  # Some checkpoints have thousands of modules and hundreds of patterns, and are asked several times.
 def _matches(module: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a pattern names ``module`` or a part of its path, or matches its beginning after ``re:``."""
+    """Whether a pattern names ``module`` or a part of its path, with any characters for ``*``, or matches its beginning
+    after ``re:``."""
     paths, expressions = _parsed(patterns)
     names = _spellings(module)
     text = f".{'. .'.join(names)}."
@@ -285,8 +286,16 @@ def _matches(module: str, patterns: tuple[str, ...]) -> bool:
 @cache
 def _parsed(patterns: tuple[str, ...]) -> tuple[list[str], list[re.Pattern[str]]]:
     """Paths, with the dots around them, and expressions."""
-    expressions = [re.compile(each[3:]) for each in patterns if each.startswith("re:")]
-    return [f".{each.strip('.')}." for each in patterns if not each.startswith("re:")], expressions
+    paths, expressions = [], []
+    for each in patterns:
+        if each.startswith("re:"):
+            expressions.append(re.compile(each[3:]))
+        elif "*" in each:
+            part = re.escape(each.strip(".")).replace(r"\*", ".*")
+            expressions.append(re.compile(rf"(.*\.)?{part}(\..*)?$"))
+        else:
+            paths.append(f".{each.strip('.')}.")
+    return paths, expressions
 
 
 def _spellings(module: str) -> list[str]:
