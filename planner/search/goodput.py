@@ -80,9 +80,10 @@ class Goodput:
 
     rate: float
     """Highest simulated rate, in requests per second of the whole layout, at which a further run meets the target with
-    95 % confidence; 0 if none does."""
+    95 % confidence. If none is sure, because even a slow rate barely does, the highest that met it; 0 if none did."""
     interval: Interval
-    """From ``rate`` to the rate at which a further run misses the target with 95 % confidence."""
+    """From ``rate``, or 0 if that is not sure, to the rate at which a further run misses the target with 95 %
+    confidence."""
     target: float
     """Required attainment."""
     num_devices: int
@@ -93,6 +94,10 @@ class Goodput:
     def at_rate(self) -> Attainment | None:
         """Result at the goodput; ``None`` if no rate met the target."""
         return next((point for point in self.points if point.rate == self.rate), None)
+
+    def is_met(self, seen: Attainment) -> bool:
+        """Whether ``seen`` meets the target as surely as the goodput does."""
+        return seen.surely_meets(self.target) if self.interval.low else seen.meets(self.target)
 
     @property
     def rate_per_device(self) -> float:
@@ -189,14 +194,18 @@ def search_goodput(trial: Trial, start_rate: float, *, tolerance: float = 0.02) 
     target = trial.slo.attainment
     points: dict[float, Attainment] = {}
     rates = bracketing(start_rate, _STEP, 1 + tolerance)
-    rate = yield from answered(rates, trial, lambda seen: seen.surely_meets(target), points)
+    rate = sure_rate = yield from answered(rates, trial, lambda seen: seen.surely_meets(target), points)
+    met = [each for each, seen in points.items() if seen.meets(target)]
+    if not rate and met:
+        rates = bracketing(max(met), _STEP, 1 + tolerance)
+        rate = yield from answered(rates, trial, lambda seen: seen.meets(target), points)
     if rate and not any(point.surely_misses(target) for point in points.values()):
         missed_rate = surely_missed_rate(list(points.values()), rate, target)
         points[missed_rate] = points.get(missed_rate) or (yield Run(trial, missed_rate))
     in_order = tuple(points[each] for each in sorted(points))
     return Goodput(
         rate=rate,
-        interval=Interval(rate, surely_missed_rate(in_order, rate, target)),
+        interval=Interval(sure_rate, surely_missed_rate(in_order, rate, target)),
         target=target,
         num_devices=trial.layout.num_devices,
         points=in_order,

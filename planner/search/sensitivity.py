@@ -33,7 +33,7 @@ def search_sensitivity(trial: Trial, goodput: Goodput, factor: float) -> Search[
     """Goodput of the winner if steps and transfers take ``factor`` times as long."""
     slow = replace(trial, layout=_slowed(trial.layout, factor))
     rates = bracketing(goodput.rate / factor, _SENSITIVITY_STEP, _TOLERANCE)
-    rate = yield from answered(rates, slow, lambda seen: seen.surely_meets(goodput.target), {})
+    rate = yield from answered(rates, slow, goodput.is_met, {})
     return Sensitivity(factor, rate)
 
 

@@ -87,6 +87,15 @@ def test_where_too_many_miss_at_any_rate_the_goodput_is_zero() -> None:
     assert goodput.points
 
 
+def test_what_barely_meets_the_target_has_a_goodput_that_is_not_sure() -> None:
+    goodput = find_goodput(CurveRunner(lambda rate: 0.905 if rate < 10 else 0.5), TRIAL, 30.0)
+    assert goodput.rate == pytest.approx(10.0, rel=0.03)
+    assert goodput.interval.low == 0.0
+    assert goodput.is_met(CurveRunner(lambda rate: 0.9).attainment(TRIAL, 1.0))
+    sure = find_goodput(CurveRunner(falling(10.0)), TRIAL, 30.0)
+    assert not sure.is_met(CurveRunner(lambda rate: 0.9).attainment(TRIAL, 1.0))
+
+
 def test_where_no_rate_misses_the_search_ends() -> None:
     goodput = find_goodput(CurveRunner(lambda rate: 1.0), TRIAL, 5.0)
     assert goodput.rate > 1000.0
