@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
+from math import log2
 from typing import NamedTuple, Protocol
 
 from pdserve.contracts.events import (
@@ -131,47 +132,46 @@ class Prediction(NamedTuple):
     num_rows: int
 
 
-class _GuessCorrection:
-    """Correction of what guesses add to a decode step: seconds observed over those predicted, the newest steps of both
-    weighing most. Sums, because the noise of a step is often more than what a few guesses add to it."""
+class _CorrectionByTokens:
+    """Observed over predicted seconds of decode steps by their new tokens, guesses included. What products of a few
+    rows take rises in steps, which the cost model smooths, and guesses are chosen by the differences."""
 
-    _PRIOR_STEPS = 4
-    """Weight of the prediction beside steps observed."""
-    _MEMORY_STEPS = 64
-    _LIMIT = 10.0
-    """Upper limit of the ratio, and of what one step says of it."""
+    _NEWEST_WEIGHT = 1 / 16
+    _LIMIT = 2.0
+    """A step counts as this many times as long as expected at most: it may have been stalled."""
 
     def __init__(self) -> None:
-        self._predicted_s = self._observed_s = 0.0
+        self._ratios: dict[int, float] = {}
 
-    @property
-    def factor(self) -> float:
-        if not self._predicted_s:
-            return 1.0
-        return min(max(self._observed_s / self._predicted_s, 1 / self._LIMIT), self._LIMIT)
+    def ratio(self, num_tokens: int) -> float:
+        """That of steps of about as many tokens, as far as some were observed; 1 before any was."""
+        size = _size(num_tokens)
+        if size not in self._ratios and self._ratios:
+            size = min(self._ratios, key=lambda known: abs(known - size))
+        return self._ratios.get(size, 1.0)
 
-    def observe(self, predicted_s: float, observed_s: float) -> None:
-        """Add what the guesses of a step added; ``predicted_s`` is above 0."""
-        kept = 1 - 1 / self._MEMORY_STEPS
-        limit_s = self._LIMIT * predicted_s
-        last_s = self._predicted_s or self._PRIOR_STEPS * predicted_s
-        self._observed_s = kept * (self._observed_s or last_s) + min(max(observed_s, -limit_s), limit_s)
-        self._predicted_s = kept * last_s + predicted_s
+    def observe(self, num_tokens: int, predicted_s: float, observed_s: float) -> None:
+        size = _size(num_tokens)
+        last = self._ratios.get(size, observed_s / predicted_s)
+        newest = min(observed_s / predicted_s, self._LIMIT * last)
+        self._ratios[size] = last + self._NEWEST_WEIGHT * (newest - last)
+
+
+def _size(num_tokens: int) -> int:
+    """Numbers of tokens that count as one: each up to 8, then four for each doubling."""
+    return num_tokens if num_tokens <= 8 else 8 + int(4 * log2(num_tokens / 8))
 
 
 class StepTimes:
     """Predicted and observed step times, and the corrections between them. Steps with prefill rows and pure decode
     steps have different errors. A decode step is predicted from its total context, as the router does, so that the
-    correction makes up for it. What guesses add to one is corrected apart."""
-
-    _LEAST_SHARE = 1 / 64
-    """A guess takes at least this share of a step: some of its work is hidden behind no read of weights."""
+    correction makes up for it. Decode steps with guesses are corrected apart, beside others of as many tokens."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
         self._prefill = OnlineCorrection()
         self._decode = OnlineCorrection()
-        self._guesses = _GuessCorrection()
+        self._by_tokens = _CorrectionByTokens()
 
     def predict(self, batch: StepBatch) -> Prediction:
         num_rows = len(batch.rows)
@@ -198,22 +198,26 @@ class StepTimes:
 
     def by_guesses(self, batch: StepBatch) -> Callable[[int], float]:
         """Return the expected duration of a decode step by the number of guesses in it."""
-        prediction, factor = self.predict(batch), self._guesses.factor
-        plain_s = self.corrected_s(prediction)
-        return lambda num_guesses: plain_s + factor * self._guesses_s(prediction, num_guesses)
+        prediction, ratio = self.predict(batch), self._by_tokens.ratio
+
+        def seconds(num_guesses: int) -> float:
+            return self._with_guesses_s(prediction, num_guesses) * ratio(prediction.num_rows + num_guesses)
+
+        return seconds
 
     def observe(self, prediction: Prediction, duration_s: float, num_guesses: int = 0) -> None:
         """Correct later predictions by the duration of a typical step, to which so many guesses were added."""
-        if prediction.is_typical and num_guesses:
-            plain_s = self.corrected_s(prediction)
-            self._guesses.observe(self._guesses_s(prediction, num_guesses), duration_s - plain_s)
-        elif prediction.is_typical:
+        if not prediction.is_typical:
+            return
+        if not prediction.has_prefill:
+            predicted_s = self._with_guesses_s(prediction, num_guesses)
+            self._by_tokens.observe(prediction.num_rows + num_guesses, predicted_s, duration_s)
+        if not num_guesses:
             self._correction(prediction).observe(prediction.predicted_s, duration_s)
 
-    def _guesses_s(self, prediction: Prediction, num_guesses: int) -> float:
-        """Seconds that guesses add to a decode step, corrected as the step itself is."""
-        least_s = self._LEAST_SHARE * num_guesses * prediction.predicted_s
-        return max(self._cost.guesses_s(prediction.num_rows, num_guesses), least_s) * self._decode.factor
+    def _with_guesses_s(self, prediction: Prediction, num_guesses: int) -> float:
+        """Predicted seconds of a decode step with guesses, before correction."""
+        return prediction.predicted_s + self._cost.guesses_s(prediction.num_rows, num_guesses)
 
     @property
     def prefill_correction(self) -> float:
