@@ -117,7 +117,7 @@ class ModelShape:
             gated_mlp=family.gated_mlp,
             num_positions=_num_positions(values, family),
             num_experts=num_experts,
-            experts_per_token=positive_int(values, "num_experts_per_tok") if num_experts else 0,
+            experts_per_token=_experts_per_token(values, num_experts) if num_experts else 0,
             shared_intermediate_size=_count(values, "shared_expert_intermediate_size")
             or _count(values, "n_shared_experts") * _count(values, "moe_intermediate_size"),
             shared_gate=not values.get("n_shared_experts"),
@@ -288,6 +288,15 @@ def _count(values: Mapping[str, object], key: str) -> int:
 
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def _experts_per_token(values: Mapping[str, object], num_experts: int) -> int:
+    number = positive_int(values, "num_experts_per_tok")
+    if number > num_experts:
+        raise ValueError(
+            f"config.json: num_experts_per_tok {number} is more than its {num_experts} experts; download it again"
+        )
+    return number
 
 
 def _dense_layers(values: Mapping[str, object], num_layers: int) -> tuple[int, ...]:

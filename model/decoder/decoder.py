@@ -178,7 +178,7 @@ class Decoder:
         logits_TA = mlp.router(x_TE.float())
         routes = route(logits_TA, config.shape.experts_per_token, normalise=config.normalise_experts)
         pairs = kernels.sort_pairs(routes.experts, self._shard.experts)
-        gate_up_PF = mlp.gate_up(x_TE[pairs.tokens], pairs.starts)
+        gate_up_PF = mlp.gate_up(x_TE.index_select(0, pairs.tokens), pairs.starts)
         y_PE = mlp.down(kernels.gate(gate_up_PF, config.activation), pairs.starts)
         y_TE = kernels.combine(y_PE, pairs.places, routes.weights)
         if mlp.shared is None or mlp.shared_gate is None:

@@ -64,12 +64,14 @@ def test_each_worker_gets_its_phase_and_its_cores() -> None:
 
 
 def test_degrees_go_to_the_workers_and_the_router() -> None:
-    degrees = {"prefill": {"pipeline_parallel": 2}, "decode": {"tensor_parallel": 4}}
+    degrees = {"prefill": {"pipeline_parallel": 2}, "decode": {"tensor_parallel": 4, "expert_parallel": True}}
     wide = deployment(degrees, use="emulate")
     launch = Launch(config=wide, emulate="a100", cores=EIGHT)
     configs = worker_configs(launch, "secret", BOARD)
     assert [config.tensor_parallel for config in configs] == [1, 4]
     assert [config.pipeline_parallel for config in configs] == [2, 1]
+    assert [config.expert_parallel for config in configs] == [False, True]
+    assert router_config(launch, "secret").expert_parallel == {WorkerRole.PREFILL: False, WorkerRole.DECODE: True}
     assert router_config(launch, "secret").pipeline_parallel == {
         WorkerRole.PREFILL: 2,
         WorkerRole.DECODE: 1,

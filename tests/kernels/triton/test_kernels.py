@@ -17,6 +17,8 @@ from pdserve.model.decoder.decoder import Decoder
 from tests.kernels.padding import assert_padding_is_nobodys
 from tests.kernels.paged_batch import nan_pool
 from tests.model.checkpoints import reference_logits, rounded_reference_logits, write_family
+from tests.model.decoder.test_decoder import PagedDecoder
+from tests.model.quantised_checkpoints import write_quantised
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 16
 TOKENS = [int(token) for token in torch.randint(0, 211, (26,), generator=torch.Generator().manual_seed(3))]
@@ -58,6 +60,14 @@ def test_quantised_layers_compute_what_their_rounded_weights_do(tmp_path: Path, 
     metadata = AttentionMetadata.build([5], [0], [[3]], num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     pool = nan_pool(config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, "float32", "hash").shape)
     logits = decoder.logits(decoder.forward(tokens_T, pool, metadata, torch.arange(5)))
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_experts_that_others_have_quantised(tmp_path: Path) -> None:
+    """In four bits with zero points."""
+    quantised, plain = write_quantised(tmp_path, "mixtral", "awq", num_hidden_layers=1)
+    logits = PagedDecoder(quantised, torch.float32, TRITON_KERNELS).logits((TOKENS[:9], 0, TABLE))
+    expected = reference_logits(plain, TOKENS[:9])
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 

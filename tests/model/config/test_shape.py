@@ -136,6 +136,7 @@ def test_the_last_group_of_inputs_may_be_smaller() -> None:
             {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": 3},
             "mlp_only_layers must be a list of layers",
         ),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5 is more than its 4 experts"),
         ({"moe_layer_freq": 2}, "moe_layer_freq is not 1"),
         ({"word_embed_proj_dim": 512}, "word_embed_proj_dim 512 is not hidden_size 4096"),
     ],

@@ -92,6 +92,16 @@ def test_workers_are_on_one_host_as_long_as_it_has_devices_or_on_hosts_of_the_si
         hosts(1, 1, 4, 2)
 
 
+def test_whole_experts_are_simulated_as_deployed() -> None:
+    phase = PhaseConfig(tensor_parallel=2, expert_parallel=True)
+    config, pools = DeploymentConfig(prefill=phase, decode=phase), {role: DevicePool(H100) for role in WorkerRole}
+    with pytest.raises(ValueError, match="expert_parallel is set, and the model has no experts"):
+        layout_of(config, MODEL, pools)
+    shape = replace(MODEL.shape, num_experts=8, experts_per_token=2)
+    layout = layout_of(config, replace(MODEL, shape=shape), pools)
+    assert [pool.expert_parallel for pool in layout.pools] == [True, True]
+
+
 def test_two_kinds_that_fit_one_host_are_on_one_unless_its_size_is_named() -> None:
     pools = {role: DevicePool(hardware("h200") if role is WorkerRole.DECODE else H100) for role in WorkerRole}
     config = DeploymentConfig()
