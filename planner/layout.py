@@ -16,6 +16,7 @@ from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.config.quantisation import held_scheme
 from pdserve.model.config.shape import ModelShape
+from pdserve.model.config.sharding import check_groups
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import Hardware
 
@@ -82,8 +83,11 @@ class Pool:
         """Cost model of one worker.
 
         Raises:
-            ValueError: the model does not divide by the degrees, or the hardware has no figure for its dtype.
+            ValueError: the model, or a group of its quantised inputs, does not divide by the degrees, or the hardware
+                has no figure for its dtype.
         """
+        scheme = held_scheme(model.precision.quantization, model.shape.scheme)
+        check_groups(model.shape, scheme, self.tensor_parallel, expert_parallel=self.expert_parallel)
         return CostModel(
             model.shape,
             self.hardware,

@@ -170,6 +170,12 @@ class CpuLinear:
         return y_TF
 
     @property
+    def form(self) -> tuple[object, ...]:
+        """What C++ and `CpuExperts` take to be the same of a layer's experts."""
+        held = self._held
+        return (held.kind, held.depth, self._num_outputs, self._num_inputs, held.zeros is None, self.is_permuted)
+
+    @property
     def is_permuted(self) -> bool:
         return self._held.permutation is not None
 
@@ -196,6 +202,7 @@ class CpuExperts:
     """Implements `pdserve.kernels.operations.Experts`: all products in one round of the threads."""
 
     def __init__(self, linears: Sequence[CpuLinear]) -> None:
+        assert len({linear.form for linear in linears}) == 1
         self._linears = linears
         self._weights = (_Weight * len(linears))(*(linear.weight for linear in linears))
         self._multiply = _function("dense_multiply_grouped")

@@ -197,6 +197,9 @@ PLANNED_FAMILIES = {
 }
 """Architectures that can be planned for but not served yet."""
 
+MIXTRAL_PROJECTIONS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+"""Names of an expert's matrices in checkpoints of Mixtral, under ``block_sparse_moe``."""
+
 
 def text_values(config: Mapping[str, object], family: Family) -> dict[str, object]:
     """Values of config.json over the family's defaults; of a multimodal model, those of its language model."""

@@ -12,7 +12,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
+
+from pdserve.model.config.families import MIXTRAL_PROJECTIONS
 
 SETTING_GROUP_INPUTS = 128
 """Inputs of one output that share a scale with ``quantization: int4``."""
@@ -132,7 +135,15 @@ class _Keys:
             "fbgemm_fp8": self._fp8,
         }
         default = "compressed-tensors" if "config_groups" in self._values else None
-        return methods[self._choice("quant_method", methods, default)]()
+        scheme = methods[self._choice("quant_method", methods, default)]()
+        try:
+            for patterns in (scheme.targets, scheme.ignored):
+                _parsed(patterns)
+        except re.error as error:
+            raise ValueError(
+                f"config.json: {self._name} has {error.pattern!r}, which is no regular expression ({error}): correct it"
+            ) from error
+        return scheme
 
     def _gptq(self) -> Scheme:
         bits = self._choice("bits", (4, 8))
@@ -207,12 +218,15 @@ class _Keys:
         kind = keys._choice("type", ("int", "float"), "int"), keys._choice("num_bits", (4, 8))
         if kind == ("float", 4):
             raise keys._refusal("num_bits", "4 of floats", "8")
+        is_symmetric = bool(weights.get("symmetric", True))
+        if kind[0] == "float" and not is_symmetric:
+            raise keys._refusal("symmetric", "False of floats", "true")
         scheme = Scheme(
             method="compressed-tensors",
             layout=layout,
             kind="e4m3" if kind[0] == "float" else f"int{kind[1]}",
-            has_zeros=not weights.get("symmetric", True),
-            act_order=weights.get("actorder") in (True, "group"),
+            has_zeros=not is_symmetric,
+            act_order=weights.get("actorder") in (True, "group", "dynamic"),
             targets=tuple(group.get("targets") or ()),
         )
         default = "group" if (weights.get("group_size") or 0) > 0 else "tensor"
@@ -257,11 +271,29 @@ class _Keys:
         )
 
 
+@cache  # Some checkpoints have thousands of modules and hundreds of patterns, and are asked several times.
 def _matches(module: str, patterns: tuple[str, ...]) -> bool:
     """Whether a pattern names ``module`` or a part of its path, or matches its beginning after ``re:``."""
+    paths, expressions = _parsed(patterns)
+    names = _spellings(module)
+    text = f".{'. .'.join(names)}."
+    if any(map(text.__contains__, paths)):
+        return True
+    return any(each.match(name) for each in expressions for name in names)
+
+
+@cache
+def _parsed(patterns: tuple[str, ...]) -> tuple[list[str], list[re.Pattern[str]]]:
+    """Paths, with the dots around them, and expressions."""
+    expressions = [re.compile(each[3:]) for each in patterns if each.startswith("re:")]
+    return [f".{each.strip('.')}." for each in patterns if not each.startswith("re:")], expressions
+
+
+def _spellings(module: str) -> list[str]:
+    """Names of a module in text-only and in multimodal checkpoints, and in those of Mixtral."""
     names = [new + module.removeprefix(old) for old, new in _PREFIXES if module.startswith(old)]
-    return any(
-        re.match(pattern[3:], name) if pattern.startswith("re:") else f".{pattern}." in f".{name}."
-        for pattern in patterns
-        for name in names
-    )
+    layer, experts, expert = module.partition(".mlp.experts.")
+    if experts:
+        number, _, projection = expert.partition(".")
+        names.append(f"{layer}.block_sparse_moe.experts.{number}.{MIXTRAL_PROJECTIONS[projection]}")
+    return names

@@ -17,6 +17,9 @@ from pdserve.model.config.quantisation import Scheme, held_scheme
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.weights.files import layer_matrices
 
+_FIRST_JOINED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""As `pdserve.model.weights.decoder_weights` joins matrices of the same input."""
+
 
 class WeightBytes(NamedTuple):
     layers: int
@@ -58,12 +61,21 @@ def _layer_bytes(shape: ModelShape, scheme: Scheme, *, is_dense: bool) -> int:
 
 @cache
 def _excepted_bytes(shape: ModelShape, scheme: Scheme, value_bytes: int) -> int:
-    """What the matrices that the scheme excepts take in the model's dtype, beyond what they would take in it."""
+    """What the matrices that the scheme excepts, and those that are joined with one, take in the model's dtype, beyond
+    what they would take in the scheme."""
     if shape.latent is not None or not shape.gated_mlp:  # has other matrices, and is not served
         return 0
+    matrices = layer_matrices(shape)
+    excepted = {_joined(module) for module in matrices if not scheme.quantises(module)}
     return sum(
         num_outputs * (num_inputs * value_bytes - num_inputs * scheme.bits // 8)
         - num_outputs * scheme.num_groups(num_inputs) * scheme.group_bytes
-        for module, (num_outputs, num_inputs) in layer_matrices(shape).items()
-        if not scheme.quantises(module)
+        for module, (num_outputs, num_inputs) in matrices.items()
+        if _joined(module) in excepted
     )
+
+
+def _joined(module: str) -> str:
+    """Of matrices of the same input, which are held as one, the first."""
+    prefix, _, name = module.rpartition(".")
+    return f"{prefix}.{_FIRST_JOINED.get(name, name)}"

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from pdserve.model.config.families import MIXTRAL_PROJECTIONS
 from pdserve.model.config.quantisation import Scheme
 from pdserve.model.config.shape import ModelShape
 
@@ -28,6 +29,7 @@ _QUANTISED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv"
 _MIXTRAL = re.compile(
     r"(?P<layer>.+)\.block_sparse_moe\.(?P<part>gate|experts\.\d+)(\.(?P<projection>w[123]))?\.(?P<kind>\w+)"
 )
+_OF_MIXTRAL = {name: f".{projection}" for projection, name in MIXTRAL_PROJECTIONS.items()}
 _MAX_PROBLEMS = 8
 """Upper limit of tensors named in one message."""
 _LFS_POINTER = b"version https://git-lfs"
@@ -129,6 +131,8 @@ def check_weights(folder: Path, shape: ModelShape) -> str:
                 "The weights are quantised, and config.json does not say how: download it again, or put the contents "
                 "of quantize_config.json, with quant_method, under quantization_config there"
             )
+        elif any(name.startswith(("lm_head.", "model.embed_tokens.")) for name in unexpected):
+            remedy = "Serve a checkpoint in which embeddings and lm_head are not quantised"
         raise ValueError(
             f"{folder}: weights do not match config.json: {'; '.join(problems[:_MAX_PROBLEMS])}{more}. {remedy}"
         )
@@ -149,8 +153,14 @@ def _wanted(shape: ModelShape, stored: Mapping[str, StoredTensor]) -> tuple[dict
     problems: list[str] = []
     if (scheme := shape.scheme) is None:
         return wanted, problems
+    quantised_experts = {_of_all_experts(module) for module in layer_matrices(shape) if scheme.quantises(module)}
     for module, size in layer_matrices(shape).items():
         if not scheme.quantises(module):
+            if ".experts." in module and _of_all_experts(module) in quantised_experts:
+                raise ValueError(
+                    f"config.json: quantization_config excepts {module}, and not that of all experts of its layer; "
+                    "serve a checkpoint that quantises all or none"
+                )
             continue
         name = f"{module}.weight"
         if name in stored and stored[name].dtype in _FLOAT_DTYPES:
@@ -161,6 +171,10 @@ def _wanted(shape: ModelShape, stored: Mapping[str, StoredTensor]) -> tuple[dict
         if f"{name}_scale_inv" in stored and f"{name}_scale" in wanted:
             wanted[f"{name}_scale_inv"] = wanted.pop(f"{name}_scale")
     return wanted, problems
+
+
+def _of_all_experts(module: str) -> str:
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", module)
 
 
 def matrix_tensors(scheme: Scheme, num_outputs: int, num_inputs: int) -> dict[str, Accepted]:
@@ -214,7 +228,7 @@ def text_name(name: str) -> str:
             name = of_text + name.removeprefix(prefix)
             break
     if found := _MIXTRAL.fullmatch(name):
-        projection = {"w1": ".gate_proj", "w2": ".down_proj", "w3": ".up_proj", None: ""}[found["projection"]]
+        projection = _OF_MIXTRAL.get(found["projection"], "")
         return f"{found['layer']}.mlp.{found['part']}{projection}.{found['kind']}"
     return name
 

@@ -148,15 +148,20 @@ class _Part:
         self._groups = range(inputs.start // size, -(-inputs.stop // size)) if size else range(1)
 
     def permutation(self) -> torch.Tensor | None:
-        """Inputs in the order of their groups: int64 ``[E]``; None where that is their own."""
+        """Inputs in the order of their groups: int64 ``[E]``; None where config.json says that it is their own."""
         name = f"{self._module}.{'g_idx' if self._scheme.layout == 'gptq' else 'weight_g_idx'}"
         size = self._scheme.group_inputs
         if not size or name not in self._checkpoint:
             return None
         group_of_E = self._checkpoint.stored(name)
         ordered_E = torch.arange(len(group_of_E)) // size
-        if torch.equal(group_of_E.long(), ordered_E):
-            return None
+        if not self._scheme.act_order:
+            if torch.equal(group_of_E.long(), ordered_E):
+                return None
+            raise ValueError(
+                f"{name} has inputs in act-order, and config.json says that they are not: set "
+                "quantization_config.desc_act to true there, if the weights were quantised so"
+            )
         permutation = group_of_E.argsort(stable=True)
         if not torch.equal(group_of_E[permutation].long(), ordered_E):
             raise ValueError(f"{name} does not give each group {size} inputs; quantise the model again, or download it")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from pdserve.kernels.operations import DecoderKernels
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.torch.experts import route, sort_pairs
+from pdserve.kernels.weight_quantisation import GroupedWeight, quantise
 
 both_kernels = pytest.mark.parametrize("kernels", [CPU_KERNELS, TORCH_KERNELS], ids=["cpu", "torch"])
 NUM_EXPERTS, PER_TOKEN = 12, 3
@@ -107,13 +110,24 @@ def test_a_token_depends_on_no_other() -> None:
 
 @both_kernels
 def test_an_expert_is_packed_before_the_next_is_read(kernels: DecoderKernels) -> None:
-    taken: list[torch.Tensor] = []
+    taken: list[weakref.ref[torch.Tensor]] = []
 
-    def weights() -> Any:
-        for seed in range(3):
-            yield random(20, 16, seed=seed)
-            taken.append(random(1))
+    def weights() -> Iterator[GroupedWeight]:
+        for seed in range(4):
+            assert sum(values() is not None for values in taken) <= 1  # the last one
+            weight = quantise(random(20, 16, seed=seed), "int8")
+            taken.append(weakref.ref(weight.values))
+            yield weight
+            del weight
 
-    pack = kernels.pack_experts(weights())
-    assert len(taken) == 3
-    assert pack.num_bytes >= 3 * 20 * 16 * 4
+    assert kernels.pack_experts(weights()).num_bytes >= 4 * 20 * 16
+    assert len(taken) == 4
+
+
+def test_experts_have_one_form() -> None:
+    """C++ takes that of the first for all."""
+    weight = quantise(random(20, 16), "int8")
+    permuted = weight._replace(permutation=torch.arange(16))
+    for other in (random(20, 16), quantise(random(20, 16), "int4"), random(24, 16), permuted):
+        with pytest.raises(AssertionError):
+            CPU_KERNELS.pack_experts([weight, other])

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from pdserve.contracts.worker_config import WorkerRole
+from pdserve.model.config.quantisation import Scheme
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
@@ -12,6 +16,7 @@ from tests.model.planned_configs import LLAMA_3_8B
 
 MODEL = PlannedModel(shape=ModelShape.from_hf_config(LLAMA_3_8B))
 POOL = Pool(role=WorkerRole.DECODE, replicas=3, hardware=hardware("h100"), tensor_parallel=2, pipeline_parallel=2)
+ACT_ORDER = {"group_inputs": 128, "act_order": True}
 
 
 def test_devices_are_counted() -> None:
@@ -39,3 +44,19 @@ def test_workers_with_small_shares_of_memory_share_devices() -> None:
     assert Layout(prefill=replace(prefill, hardware=hardware("h200")), decode=shared).num_devices == 3
     assert Layout(prefill=replace(prefill, memory_fraction=0.51), decode=shared).num_devices == 3
     assert replace(shared, tensor_parallel=2).workers_per_device == 1
+
+
+@pytest.mark.parametrize(
+    ("group", "degrees"), [({"group_inputs": 128}, [1, 2, 4]), ({"group_inputs": 0}, [1, 2, 4, 8]), (ACT_ORDER, [1])]
+)
+def test_degrees_that_would_cut_groups_are_none(group: dict[str, Any], degrees: list[int]) -> None:
+    """Of 1,536 features each of 8 ranks would have a group and a half."""
+    scheme = Scheme(kind="int4", method="GPTQ", layout="gptq", **group)
+    model = replace(MODEL, shape=replace(MODEL.shape, intermediate_size=1536, scheme=scheme))
+    for degree in (1, 2, 4, 8):
+        pool = replace(POOL, tensor_parallel=degree)
+        if degree in degrees:
+            pool.cost(model)
+        else:
+            with pytest.raises(ValueError, match=f"tensor_parallel (is )?{degree}"):
+                pool.cost(model)

@@ -61,6 +61,7 @@ def test_schemes(config: dict[str, Any], expected: Scheme) -> None:
         (compressed(), {"layout": "packed", "kind": "int4", "group_inputs": 128}),
         (compressed(symmetric=False, actorder="group"), {"has_zeros": True, "act_order": True}),
         (compressed(actorder="static"), {"act_order": False}),
+        (compressed(actorder="dynamic"), {"act_order": True}),
         (compressed("int-quantized", num_bits=8, strategy="channel"), {"layout": "plain", "kind": "int8"}),
         (compressed("float-quantized", num_bits=8, type="float", strategy="tensor"), {"kind": "e4m3"}),
         (
@@ -104,10 +105,12 @@ def test_the_scheme_may_be_under_an_older_key_or_of_the_language_model() -> None
         (compressed("nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'"),
         (compressed(num_bits=3), "config_groups.weights.num_bits is 3"),
         (compressed(type="float"), "num_bits is 4 of floats"),
+        (compressed(type="float", num_bits=8, symmetric=False), "symmetric is False of floats"),
         (compressed(strategy="tensor_group"), "strategy is 'tensor_group'"),
         (compressed(group_size=None), "group_size is None"),
         ({**compressed(), "config_groups": {}}, "config_groups is no groups"),
         ({**compressed(), "ignore": "lm_head"}, "ignore is 'lm_head', .*with a list of names"),
+        ({**compressed(), "ignore": ["re:*lm_head"]}, r"quantization_config has '\*lm_head', .* correct it"),
         ({**compressed(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is format sparse"),
         ({**compressed(), "transform_config": {"config_groups": {"R1": {}}}}, "transform_config is 1 rotations"),
         (
@@ -140,6 +143,12 @@ def test_what_is_not_served_is_named(config: object, problem: str) -> None:
         (("re:.*self_attn.*",), "model.layers.1.self_attn.q_proj", False),
         (("re:self_attn.*",), "model.layers.1.self_attn.q_proj", True),
         (("re:model.language_model.layers.1.mlp.*",), "model.layers.1.mlp.up_proj", False),
+        (("mlp.gate.",), "model.layers.0.mlp.gate_proj", True),
+        (("model.layers.1.",), "model.layers.1.mlp.up_proj", False),
+        ((".model.layers.1",), "model.layers.1.mlp.up_proj", False),
+        (("block_sparse_moe.experts.3.w1",), "model.layers.1.mlp.experts.3.gate_proj", False),
+        (("block_sparse_moe.experts.3.w1",), "model.layers.1.mlp.experts.3.up_proj", True),
+        (("re:.*block_sparse_moe.experts.3.w2",), "model.layers.1.mlp.experts.3.down_proj", False),
     ],
 )
 def test_modules_are_excepted_by_part_of_their_path_or_by_a_pattern(

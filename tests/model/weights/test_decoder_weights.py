@@ -52,6 +52,13 @@ def test_weight_bytes_of_quantised_checkpoints_are_those_that_are_held(tmp_path:
     assert_held_bytes(quantised, Precision(dtype="bfloat16"))
 
 
+def test_a_matrix_beside_one_that_is_excepted_is_held_as_a_float(tmp_path: Path) -> None:
+    excepted = ["model.layers.0.self_attn.v_proj", "model.layers.1.mlp.gate_proj"]
+    sizes = {"hidden_size": 256, "intermediate_size": 512}
+    quantised, _ = write_quantised(tmp_path, "llama", "awq", excepted=excepted, **sizes)
+    assert_held_bytes(quantised, Precision(dtype="bfloat16"))
+
+
 def assert_held_bytes(folder: Path, precision: Precision) -> None:
     config = DecoderConfig.from_folder(folder)
     weights = load_decoder_weights(folder, config, precision, CPU_KERNELS)

@@ -111,6 +111,15 @@ def test_biases_of_zeros_that_tools_for_gptq_add_are_left_out(tmp_path: Path) ->
     check_weights(stored(folder, tensors), shape_of(folder))
 
 
+def test_quantised_tables_are_refused(tmp_path: Path) -> None:
+    folder, _ = write_quantised(tmp_path, "llama", "w4a16")
+    tensors = load_file(folder / "model.safetensors")
+    _, parts = FORMS["w4a16"].pack(tensors.pop("lm_head.weight"))
+    tensors |= {f"lm_head.{part}": tensor for part, tensor in parts.items()}
+    with pytest.raises(ValueError, match=r"missing lm_head\.weight; .*\. Serve a checkpoint .* embeddings and lm_head"):
+        check_weights(stored(folder, tensors), shape_of(folder))
+
+
 def test_matrices_that_the_scheme_excepts_are_floats(tmp_path: Path) -> None:
     folder, plain = write_quantised(tmp_path, "llama", "awq")
     tensors, module = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj"
@@ -121,6 +130,14 @@ def test_matrices_that_the_scheme_excepts_are_floats(tmp_path: Path) -> None:
         check_weights(stored(folder, tensors), shape)
     assert shape.scheme is not None
     check_weights(folder, replace(shape, scheme=replace(shape.scheme, ignored=("layers.1.mlp.up_proj",))))
+
+
+@pytest.mark.parametrize("part", ["down_proj", "gate_proj"])
+def test_experts_that_are_quantised_in_part_are_refused(tmp_path: Path, part: str) -> None:
+    """Kernels take all experts of a layer in one form."""
+    folder, _ = write_quantised(tmp_path, "mixtral", "awq", excepted=[f"model.layers.1.mlp.experts.2.{part}"])
+    with pytest.raises(ValueError, match=rf"excepts model\.layers\.1\.mlp\.experts\.2\.{part}, and not .* all experts"):
+        check_weights(folder, shape_of(folder))
 
 
 def test_of_many_mismatches_a_few_are_named(tmp_path: Path) -> None:

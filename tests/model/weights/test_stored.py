@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,9 +93,31 @@ def test_inputs_of_groups_of_unequal_size_are_refused(tmp_path: Path) -> None:
         "scales": torch.ones(2, 8),
         "g_idx": torch.tensor([0] * 17 + [1] * 15, dtype=torch.int32),
     }
-    scheme = Scheme(kind="int4", layout="gptq", group_inputs=16, has_zeros=True)
+    scheme = Scheme(kind="int4", layout="gptq", group_inputs=16, has_zeros=True, act_order=True)
     with pytest.raises(ValueError, match=r"m\.g_idx does not give each group 16 inputs"):
         read(tmp_path, tensors, scheme, (8, 32))
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_config_json_says_whether_there_is_a_permutation(tmp_path: Path, is_ordered: bool) -> None:
+    """All experts of a layer have one, or none."""
+    group_of = torch.arange(32, dtype=torch.int32) // 16
+    tensors = {
+        "m.qweight": words(*[[0] * 8] * 4),
+        "m.qzeros": words([UP_WORD], [UP_WORD]),
+        "m.scales": torch.ones(2, 8),
+        "m.g_idx": group_of if is_ordered else group_of.flip(0),
+    }
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    scheme = Scheme(kind="int4", layout="gptq", group_inputs=16, has_zeros=True, act_order=True)
+    with Checkpoint(tmp_path, torch.float32) as checkpoint:
+        assert read_matrix(checkpoint, "m", scheme, range(8), range(32)).permutation is not None
+        scheme = replace(scheme, act_order=False)
+        if is_ordered:
+            assert read_matrix(checkpoint, "m", scheme, range(8), range(32)).permutation is None
+        else:
+            with pytest.raises(ValueError, match=r"m\.g_idx has inputs in act-order, .*set .*desc_act to true"):
+                read_matrix(checkpoint, "m", scheme, range(8), range(32))
 
 
 @pytest.mark.parametrize("form", FORMS)
