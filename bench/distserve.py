@@ -193,6 +193,7 @@ def run(
         slo=slo,
         overheads=NO_OVERHEADS,
         max_in_flight=2**31,
+        policy="least-time",
         cost_of=lambda pool: FittedCost(case.model, pool, fits),
     )
 

@@ -1,4 +1,4 @@
-"""Whether plans hold: the planned layout under long runs of the judge that the search has not seen.
+"""Whether plans hold: the planned layout under long runs that the search has not seen.
 
     python -m pdserve.bench.plans_that_hold [--only NUMBER ...] [--data FOLDER] [--seeds 5] [--requests 20000]
         [--json FILE]
@@ -100,8 +100,9 @@ def judged(run: tuple[float, int], *, plan: Plan, traffic: Traffic, num_requests
         model=plan.question.model,
         layout=plan.best.layout,
         slo=plan.question.slo,
+        policy=plan.question.policy,
         num_requests=traffic.at_most(num_requests),
-        seeds=(seed,),
+        seed=seed,
     )
     return Runner(traffic.workload).attainment(trial, rate)
 

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from pdserve.bench.models import LLAMA_3_8B
 from pdserve.bench.script import publish, script_parser
-from pdserve.contracts.deployment import DEFAULT_POLICY, PLANNED_POLICY, POLICIES, SloConfig
+from pdserve.contracts.deployment import DEFAULT_POLICY, POLICIES, SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
@@ -47,6 +47,8 @@ NUM_KV_BLOCKS = 6000
 """Of a small KV pool: 96,000 tokens."""
 MAX_IN_FLIGHT = 8192
 """Policies are compared, not this bound."""
+BASELINE = "least-time"
+"""Policy with which all are compared."""
 REFUSING = "+refuse"
 REFUSED = DEFAULT_POLICY + REFUSING
 CASES = (*POLICIES, REFUSED)
@@ -271,11 +273,11 @@ def outcomes(
     """What `outcome` found, by policy; one value per seed. ``least-time``, with which all are compared, is among the
     policies. Those but it and ``goodput`` get the first ``num_others`` seeds."""
     found: dict[str, dict[str, list[float]]] = {}
-    for policy in dict.fromkeys([PLANNED_POLICY, *policies]):
+    for policy in dict.fromkeys([BASELINE, *policies]):
         values: dict[str, list[float]] = {}
-        num_seeds = len(seeds) if policy in (PLANNED_POLICY, DEFAULT_POLICY) else num_others
+        num_seeds = len(seeds) if policy in (BASELINE, DEFAULT_POLICY) else num_others
         for index, seed in enumerate(seeds[:num_seeds]):
-            base = found[PLANNED_POLICY][GOODPUT][index] if found else 0.0
+            base = found[BASELINE][GOODPUT][index] if found else 0.0
             start_rate = (values or next(iter(found.values()), {})).get(GOODPUT, [0.0])[0] or setting.rate
             for name, value in outcome(setting, policy, num_requests, seed, start_rate, base).items():
                 values.setdefault(name, []).append(round(value, 4))
@@ -313,7 +315,7 @@ def main() -> None:
             continue
         policies = chosen or [*POLICIES, *([REFUSED] if setting.may_refuse else [])]
         found = outcomes(setting, policies, arguments.requests, seeds, arguments.other_seeds)
-        base = found[PLANNED_POLICY]
+        base = found[BASELINE]
         shown = [name for name in base if not name.startswith("TTFT")]
         table = Table(setting.name, *shown, box=None)
         for policy, values in found.items():

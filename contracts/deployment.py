@@ -216,8 +216,6 @@ class KvTransferConfig:
 
 POLICIES = ("goodput", "least-time", "cache-aware", "power-of-two", "least-loaded", "round-robin")
 DEFAULT_POLICY = "goodput"
-PLANNED_POLICY = "least-time"
-"""Policy of simulations that name none, so of every plan, whose deployment file names it: the scout models it."""
 Policy = Annotated[str, one_of(*POLICIES)]
 
 

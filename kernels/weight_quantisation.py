@@ -36,11 +36,6 @@ class GroupedWeight(NamedTuple):
     permutation: torch.Tensor | None = None
     """int64 ``[E]``: input i of the values is input ``permutation[i]`` of the matrix. None: they are in order."""
 
-    def rows(self, outputs: range) -> GroupedWeight:
-        some = slice(outputs.start, outputs.stop)
-        zeros = None if self.zeros is None else self.zeros[some]
-        return self._replace(values=self.values[some], scales=self.scales[some], zeros=zeros)
-
     def inputs(self, inputs: range) -> GroupedWeight:
         """Some inputs, in memory of their own: whole groups, where there are several. They must be in order."""
         assert self.permutation is None

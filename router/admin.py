@@ -138,6 +138,7 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
             "workers": [_worker_status(worker) for _, worker in sorted(cluster.workers.items())],
             "model": model,
             "slo": asdict(config.slo),
+            "policy": config.policy,
             # Sources are most of a device's text, and readers of the status do not need them.
             "kv_transport": config.kv_transport,
             "devices": {role.value: asdict(replace(cost.hardware, sources={})) for role, cost in costs.items()},

@@ -93,6 +93,7 @@ def plan(
     ttft: options.TtftOption = None,
     tpot: options.TpotOption = None,
     attainment: options.AttainmentOption = None,
+    policy: options.PolicyOption = None,
     rate: Annotated[
         float | None,
         typer.Option(help="Requests per second to find the fewest GPUs for.", rich_help_panel=options.WHAT),
@@ -133,11 +134,7 @@ def plan(
     ] = 0,
     requests: Annotated[
         int,
-        typer.Option(
-            min=MIN_REQUESTS,
-            help="Requests per run of a finalist; at most 10,000 per run of the judge.",
-            rich_help_panel=options.ANSWER,
-        ),
+        typer.Option(min=MIN_REQUESTS, help="Most requests of a run.", rich_help_panel=options.ANSWER),
     ] = DEFAULT_REQUESTS,
     seed: options.SeedOption = 0,
     explain: Annotated[
@@ -168,11 +165,13 @@ def plan(
     named = options.named_lengths(input_tokens, output_tokens)
     if named and workload:
         raise ConfigError("--workload and --input-tokens exclude each other: name one kind of traffic")
-    is_given = named or workload or rate or decode_gpu or price or objective or burstiness is not None or max_tokens
+    is_given = (
+        named or workload or rate or decode_gpu or price or objective or burstiness is not None or max_tokens or policy
+    )
     if live and (is_given or kv_transport != "auto"):
         raise ConfigError(
             f"traffic and GPUs are those of {live}: leave out --workload, --burstiness, --max-tokens, --rate, "
-            "--objective, --decode-gpu, --kv-transport and --price"
+            "--objective, --policy, --decode-gpu, --kv-transport and --price"
         )
     if price is not None and decode_gpu:
         raise ConfigError("--price is of one kind of GPU, and there are two: give their prices in a --hardware-file")
@@ -205,7 +204,8 @@ def plan(
             raise ConfigError(
                 f"--decode-gpu is {kinds[0][0].name}, as --gpu is: leave it out, and count all in --nodes"
             )
-    check_deployment(override(DeploymentConfig(), "kv_transfer", transport=kv_transport), use="simulate")
+    config = override(override(DeploymentConfig(), "kv_transfer", transport=kv_transport), "router", policy=policy)
+    check_deployment(config, use="simulate")
     planned = options.planned_model(model_config, kv_transport)
 
     from pdserve.planner.search.plan import Question, Supply
@@ -228,6 +228,7 @@ def plan(
         ),
         objective=_objective(objective, rate),
         rate=rate or 0.0,
+        policy=config.router.policy,
         effort=dataclasses.replace(_effort(requests, seed), most_requests=traffic.max_requests),
     )
     return show_worker(question, traffic, outputs) if explain else answer(question, traffic, outputs)
@@ -246,13 +247,8 @@ def _ray_file(provider: str, output: Path | None, decode_gpu: str) -> Path:
 def _effort(num_requests: int, seed: int) -> Effort:
     from pdserve.planner.search.plan import Effort
 
-    usual = Effort()
-    return Effort(
-        final_requests=num_requests,
-        screen_requests=min(num_requests, usual.screen_requests),
-        judge_requests=min(num_requests, usual.judge_requests),
-        seeds=tuple(seed + index for index in range(len(usual.seeds))),
-    )
+    screen_requests = min(num_requests, Effort().screen_requests)
+    return Effort(final_requests=num_requests, screen_requests=screen_requests, seed=seed)
 
 
 def _objective(name: str, rate: float | None) -> Objective:

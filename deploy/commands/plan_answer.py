@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +15,8 @@ from pdserve.deploy.commands import plan_options as options
 from pdserve.deploy.commands.ray_file import ray_cluster_path, ray_cluster_text
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from pdserve.model.cost.hardware import Hardware
     from pdserve.planner.layout import PlannedModel, Pool
     from pdserve.planner.search.plan import Plan, Question
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 
 _NUM_EXPLAINED = 1000
 """Number of requests from which mean lengths are taken."""
+_LINE_S = 5.0
+"""Between two lines of progress."""
 
 
 class Outputs(NamedTuple):
@@ -100,7 +105,7 @@ def _smallest_worker(hardware: Hardware, model: PlannedModel) -> Pool:
 
 
 def search(question: Question, traffic: Traffic, *, num_processes: int) -> Plan:
-    """Search a plan, with a progress bar on the terminal.
+    """Search a plan, with a progress bar on the terminal, or elsewhere a line of progress every few seconds.
 
     Raises:
         DeployError: no plan exists; the text names the reason and a remedy.
@@ -116,14 +121,32 @@ def search(question: Question, traffic: Traffic, *, num_processes: int) -> Plan:
     bar = Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
     with options.failure(), bar as progress:
         task = progress.add_task("searching", total=1.0)
-        plan = find_plan(
-            question,
-            traffic.workload,
-            num_processes=num_processes,
-            progress=lambda fraction, text: progress.update(task, completed=fraction, description=text),
-        )
+        lines = _Lines(terminal)
+
+        def report(fraction: float, text: str) -> None:
+            progress.update(task, completed=fraction, description=text)
+            if not terminal.is_terminal:
+                lines.show(fraction, text)
+
+        plan = find_plan(question, traffic.workload, num_processes=num_processes, progress=report)
     beyond = extrapolations(question.model, plan.best.layout, question.model.max_model_len)
     return dataclasses.replace(plan, notes=(*plan.notes, *(f"{text}." for text in beyond)))
+
+
+class _Lines:
+    """Progress as lines, the first one at once and others `_LINE_S` apart at least."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._began_s = time.monotonic()
+        self._due_s = self._began_s
+
+    def show(self, fraction: float, text: str) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._due_s:
+            self._due_s = now_s + _LINE_S
+            line = f"{fraction:4.0%} after {now_s - self._began_s:.0f} s: {text}"
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def write_files(plan: Plan, words: str, outputs: Outputs) -> None:

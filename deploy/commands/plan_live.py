@@ -64,6 +64,7 @@ def plan_live(
         model=options.planned_model(options.model_config(served, model_options), cluster.transport),
         slo=options.objectives(cluster.slo, objectives),
         fleet=supplies(layout, cluster.workers),
+        policy=cluster.policy,
         effort=effort,
     )
     overrides = list(_overrides(cluster, question, model_options, objectives))

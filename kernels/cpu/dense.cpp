@@ -1,21 +1,22 @@
 // Linear layers for CPUs. Compiled by build.py on first use and called by dense.py, which checks every shape
 // before a call: nothing is checked here.
 //
-// A weight [outputs, inputs] is held in panels of kPanel outputs, [panel][input][kPanel], the last one filled up with
-// zeros, as float, bfloat16, float16, or quantised as int8, int4 or e4m3. Outputs of a bfloat16 panel are in the order 0,
-// kLanes, 1, kLanes + 1 ...; byte i of an int4 panel's input is output i, 8, and 16 times output kLanes + i, added up.
-// Quantised weights have a scale per output, or a scale and perhaps a zero point per output and block of inputs.
-// Activations and arithmetic are float.
+// A weight [outputs, inputs] is held in panels of kPanel outputs, [panel][input][kPanel], the last one filled up
+// with zeros, as float, bfloat16, float16, or quantised as int8, int4 or e4m3. Outputs of a bfloat16 panel are in
+// the order 0, kLanes, 1, kLanes + 1 ...; byte i of an int4 panel's input is output i, 8, and 16 times output kLanes
+// + i, added up. Quantised weights have a scale per output, or a scale and perhaps a zero point per output and block
+// of inputs. Activations and arithmetic are float.
 //
 // An output is the sum, over blocks of `depth` inputs in order, of that block's products added up in order, less the
-// zero point times the sum of the inputs, times the scale. Every path here keeps to that, so that a row's result depends
-// on neither its neighbours nor the number of threads. The blocking is that of Goto and van de Geijn, "Anatomy of
-// High-Performance Matrix Multiplication" (2008): a block of weights lies in the L1 cache as floats and a block of rows
-// in L2, while a tile of results stays in registers.
+// zero point times the sum of the inputs, times the scale. Every path here keeps to that, so that a row's result
+// depends on neither its neighbours nor the number of threads. The blocking is that of Goto and van de Geijn,
+// "Anatomy of High-Performance Matrix Multiplication" (2008): a block of weights lies in the L1 cache as floats and
+// a block of rows in L2, while a tile of results stays in registers.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "threads.h"
@@ -32,7 +33,7 @@ constexpr int kBlockRows = 32 * kTileRows;
 constexpr int kMaxDepth = 256;            // Inputs of a block, at most.
 constexpr int kBlockPanels = 16;          // Panels that one block of rows is multiplied with, at most.
 constexpr int kAheadBytes = 4096;         // Prefetched: what memory sends while a core waits for its first byte.
-constexpr int kTasksOfThread = 8;         // Where several products are cut into tasks, so that all threads end together.
+constexpr int kTasksOfThread = 8;         // Of several products, so that all threads end together.
 constexpr int64_t kSerialWork = 1 << 17;  // Multiply-adds below which waking threads costs more than it saves.
 
 enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4, kE4m3 };
@@ -47,6 +48,10 @@ template <typename W>
 constexpr int kStep = kPanel;
 template <>
 constexpr int kStep<Int4Pair> = kLanes;
+
+// Whether blocks of such values may have scales: those made of quantised ones are floats.
+template <typename W>
+constexpr bool kMayScale = !std::is_same_v<W, BFloat16> && !std::is_same_v<W, Float16>;
 
 // What `load_panel` makes of a weight w in a panel's first half, and in its second: units * w + offsets, and in the
 // second what it makes of the first besides. All is linear, so that it is made up for later and once, with the sums of
@@ -158,7 +163,7 @@ inline void scale_sums(const float* scales, Vec& low, Vec& high) {
 template <int kRows, int kPanels, int kAhead, typename W>
 inline void add_tile(const Rows& rows, const Block<W>& block, float* total, bool is_first) {
   Vec sum[kPanels][kRows][2] = {};
-  if (block.scales)
+  if (kMayScale<W> && block.scales)
     for (int p = 0; p < kPanels; ++p) __builtin_prefetch(block.scales + p * block.scale_stride);
   for (int64_t d = 0; d < block.depth; ++d) {
 #pragma GCC unroll 4
@@ -176,7 +181,7 @@ inline void add_tile(const Rows& rows, const Block<W>& block, float* total, bool
       }
     }
   }
-  if (rows.sums)
+  if (kMayScale<W> && rows.sums)
 #pragma GCC unroll 4
     for (int p = 0; p < kPanels; ++p) {
       const Coding& coding = block.coding;
@@ -197,7 +202,7 @@ inline void add_tile(const Rows& rows, const Block<W>& block, float* total, bool
   for (int p = 0; p < kPanels; ++p)
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
-      if (block.scales) scale_sums(block.scales + p * block.scale_stride, sum[p][r][0], sum[p][r][1]);
+      if (kMayScale<W> && block.scales) scale_sums(block.scales + p * block.scale_stride, sum[p][r][0], sum[p][r][1]);
       float* to = total + (p * kRows + r) * kPanel;
       store(to, is_first ? sum[p][r][0] : load(to) + sum[p][r][0]);
       store(to + kLanes, is_first ? sum[p][r][1] : load(to + kLanes) + sum[p][r][1]);

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,113 +94,140 @@ def load_decoder_weights(
     Raises:
         ValueError: the weights are unusable or do not match ``config``.
     """
-    shape = config.shape
-    shard = shard_of(shape, place)
-    heads, kv_heads = (_scaled(part, shape.head_dim) for part in (shard.heads, shard.kv_heads))
-    hidden, dtype = range(shape.hidden_size), getattr(torch, precision.dtype)
-    check_weights(folder, shape)
-    with Checkpoint(folder, dtype) as checkpoint:
-
-        def read(*names: str, rows: Sequence[range] = ()) -> torch.Tensor:
-            return checkpoint.read(*names, rows=rows).to(kernels.device)
-
-        def norm(name: str) -> torch.Tensor:
-            weight = read(f"{name}.weight").float()
-            return (weight + 1 if config.unit_offset_norms else weight).to(kernels.activation_dtype or dtype)
-
-        def matrix(names: Sequence[str], rows: Sequence[range], inputs: range) -> torch.Tensor | GroupedWeight:
-            """The outputs ``rows`` of matrices of the same input, as one, and of them the rank's ``inputs``.
-
-            A setting quantises all inputs first, so that ranks have the values and scales of one that has them all.
-            """
-            if shape.scheme is not None and any(map(shape.scheme.quantises, names)):
-                return _on(kernels.device, read_matrices(checkpoint, names, shape.scheme, rows, inputs))
-            weight_FE = read(*(f"{name}.weight" for name in names), rows=rows)
-            if precision.quantization in ("int8", "int4"):
-                return quantise(weight_FE, precision.quantization).inputs(inputs)
-            return weight_FE[:, inputs.start : inputs.stop].contiguous()
-
-        def read_outputs(prefix: str, outputs: dict[str, range]) -> torch.Tensor | GroupedWeight:
-            """Some outputs of projections of the same input."""
-            return matrix([f"{prefix}{name}_proj" for name in outputs], [*outputs.values()], hidden)
-
-        def read_inputs(name: str, inputs: range) -> torch.Tensor | GroupedWeight:
-            """Some inputs of a projection."""
-            return matrix([f"{name}_proj"], [hidden], inputs)
-
-        def pack(weight: torch.Tensor | GroupedWeight, bias: torch.Tensor | None) -> Linear:
-            return kernels.pack_linear(weight, bias, dtype=dtype)
-
-        def joined(prefix: str, outputs: dict[str, range], has_bias: bool) -> Linear:
-            """Pack the rank's outputs of projections of the same input as one."""
-            names, rows = [f"{prefix}{name}_proj.bias" for name in outputs], [*outputs.values()]
-            return pack(read_outputs(prefix, outputs), read(*names, rows=rows) if has_bias else None)
-
-        def summed(name: str, inputs: range, has_bias: bool) -> Linear:
-            """Pack a projection of the rank's inputs, whose product is added to those of the other ranks."""
-            bias = read(f"{name}_proj.bias") if has_bias and place.tensor_rank == 0 else None
-            return pack(read_inputs(name, inputs), bias)
-
-        def table(name: str) -> Linear:
-            return kernels.pack_linear(read(f"{name}.weight", rows=[shard.vocabulary]))
-
-        def unquantised(name: str) -> Linear:
-            weight = read(f"{name}.weight")
-            # Products of 16-bit activations would be rounded.
-            return kernels.pack_linear(weight if kernels.activation_dtype is torch.float32 else weight.float())
-
-        def dense_mlp(prefix: str, features: range) -> DenseMlp:
-            return DenseMlp(
-                joined(prefix, {"gate": features, "up": features}, shape.mlp_bias),
-                summed(f"{prefix}down", features, shape.mlp_bias),
-            )
-
-        def expert_mlp(prefix: str) -> ExpertMlp:
-            each = [f"{prefix}experts.{expert}." for expert in shard.experts]
-            has_shared = shape.shared_intermediate_size > 0
-            gate_ups = (read_outputs(expert, {"gate": shard.features, "up": shard.features}) for expert in each)
-            downs = (read_inputs(f"{expert}down", shard.features) for expert in each)
-            return ExpertMlp(
-                router=unquantised(f"{prefix}gate"),
-                gate_up=kernels.pack_experts(gate_ups, dtype=dtype),
-                down=kernels.pack_experts(downs, dtype=dtype),
-                shared=dense_mlp(f"{prefix}shared_expert.", shard.shared_features) if has_shared else None,
-                shared_gate=unquantised(f"{prefix}shared_expert_gate") if has_shared else None,
-            )
-
-        def mlp_of(index: int) -> DenseMlp | ExpertMlp:
-            prefix = f"model.layers.{index}.mlp."
-            if not shape.num_experts:
-                return dense_mlp(prefix, shard.features)
-            return dense_mlp(prefix, shard.dense_features) if index in shape.dense_layers else expert_mlp(prefix)
-
-        def layer(index: int) -> LayerWeights:
-            prefix, qk_norm = f"model.layers.{index}.", None
-            attention = f"{prefix}self_attn."
-            if shape.qk_norm:
-                qk_norm = QkNorm(norm(f"{attention}q_norm"), norm(f"{attention}k_norm"), config.rms_norm_eps)
-            return LayerWeights(
-                qkv=joined(attention, {"q": heads, "k": kv_heads, "v": kv_heads}, shape.qkv_bias),
-                qk_norm=qk_norm,
-                output=summed(f"{attention}o", heads, shape.output_bias),
-                mlp=mlp_of(index),
-                **{field: norm(prefix + name) for field, name in norm_names(shape).items()},
-            )
-
-        def output_table(embedding: Linear | None) -> Linear:
-            if not shape.tie_word_embeddings:
-                return table("lm_head")
-            return embedding or table("model.embed_tokens")
-
-        embedding = table("model.embed_tokens") if place.stage == 0 else None
-        weights = DecoderWeights(
-            embedding=embedding,
-            layers=[layer(index) for index in shard.layers],
-            norm=norm("model.norm") if place.is_last_stage else None,
-            lm_head=output_table(embedding) if place.is_last_stage else None,
-        )
+    check_weights(folder, config.shape)
+    with Checkpoint(folder, getattr(torch, precision.dtype)) as checkpoint:
+        weights = _Loader(checkpoint, config, precision, kernels, place).weights()
     _return_freed_memory()
     return weights
+
+
+class _Loader:
+    """One rank's share of an open checkpoint."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: DecoderConfig,
+        precision: Precision,
+        kernels: DecoderKernels,
+        place: Place,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config, self._shape = config, config.shape
+        self._quantization, self._dtype = precision.quantization, getattr(torch, precision.dtype)
+        self._kernels = kernels
+        self._place = place
+        self._shard = shard_of(config.shape, place)
+
+    def weights(self) -> DecoderWeights:
+        place = self._place
+        embedding = self._table("model.embed_tokens") if place.stage == 0 else None
+        return DecoderWeights(
+            embedding=embedding,
+            layers=[self._layer(index) for index in self._shard.layers],
+            norm=self._norm("model.norm") if place.is_last_stage else None,
+            lm_head=self._output_table(embedding) if place.is_last_stage else None,
+        )
+
+    def _table(self, name: str) -> Linear:
+        return self._kernels.pack_linear(self._read(f"{name}.weight", rows=[self._shard.vocabulary]))
+
+    def _output_table(self, embedding: Linear | None) -> Linear:
+        if not self._shape.tie_word_embeddings:
+            return self._table("lm_head")
+        return embedding or self._table("model.embed_tokens")
+
+    def _layer(self, index: int) -> LayerWeights:
+        shape, shard = self._shape, self._shard
+        heads, kv_heads = (_scaled(part, shape.head_dim) for part in (shard.heads, shard.kv_heads))
+        prefix, qk_norm = f"model.layers.{index}.", None
+        attention = f"{prefix}self_attn."
+        if shape.qk_norm:
+            norms = self._norm(f"{attention}q_norm"), self._norm(f"{attention}k_norm")
+            qk_norm = QkNorm(*norms, self._config.rms_norm_eps)
+        return LayerWeights(
+            qkv=self._joined(attention, {"q": heads, "k": kv_heads, "v": kv_heads}, shape.qkv_bias),
+            qk_norm=qk_norm,
+            output=self._summed(f"{attention}o", heads, shape.output_bias),
+            mlp=self._mlp(index),
+            **{field: self._norm(prefix + name) for field, name in norm_names(shape).items()},
+        )
+
+    def _mlp(self, index: int) -> DenseMlp | ExpertMlp:
+        prefix, shape, shard = f"model.layers.{index}.mlp.", self._shape, self._shard
+        if not shape.num_experts:
+            return self._dense_mlp(prefix, shard.features)
+        if index in shape.dense_layers:
+            return self._dense_mlp(prefix, shard.dense_features)
+        return self._expert_mlp(prefix)
+
+    def _dense_mlp(self, prefix: str, features: range) -> DenseMlp:
+        return DenseMlp(
+            self._joined(prefix, {"gate": features, "up": features}, self._shape.mlp_bias),
+            self._summed(f"{prefix}down", features, self._shape.mlp_bias),
+        )
+
+    def _expert_mlp(self, prefix: str) -> ExpertMlp:
+        features, pack = self._shard.features, partial(self._kernels.pack_experts, dtype=self._dtype)
+        each = [f"{prefix}experts.{expert}." for expert in self._shard.experts]
+        shared = shared_gate = None
+        if self._shape.shared_intermediate_size:
+            shared = self._dense_mlp(f"{prefix}shared_expert.", self._shard.shared_features)
+            shared_gate = self._unquantised(f"{prefix}shared_expert_gate")
+        return ExpertMlp(
+            router=self._unquantised(f"{prefix}gate"),
+            gate_up=pack(self._outputs(expert, {"gate": features, "up": features}) for expert in each),
+            down=pack(self._inputs(f"{expert}down", features) for expert in each),
+            shared=shared,
+            shared_gate=shared_gate,
+        )
+
+    def _unquantised(self, name: str) -> Linear:
+        weight = self._read(f"{name}.weight")
+        # Products of 16-bit activations would be rounded.
+        return self._kernels.pack_linear(weight if self._kernels.activation_dtype is torch.float32 else weight.float())
+
+    def _joined(self, prefix: str, outputs: dict[str, range], has_bias: bool) -> Linear:
+        """Pack the rank's outputs of projections of the same input as one."""
+        names, rows = [f"{prefix}{name}_proj.bias" for name in outputs], [*outputs.values()]
+        bias = self._read(*names, rows=rows) if has_bias else None
+        return self._kernels.pack_linear(self._outputs(prefix, outputs), bias, dtype=self._dtype)
+
+    def _summed(self, name: str, inputs: range, has_bias: bool) -> Linear:
+        """Pack a projection of the rank's inputs, whose product is added to those of the other ranks."""
+        bias = self._read(f"{name}_proj.bias") if has_bias and self._place.tensor_rank == 0 else None
+        return self._kernels.pack_linear(self._inputs(name, inputs), bias, dtype=self._dtype)
+
+    def _outputs(self, prefix: str, outputs: dict[str, range]) -> torch.Tensor | GroupedWeight:
+        """Some outputs of projections of the same input."""
+        names = [f"{prefix}{name}_proj" for name in outputs]
+        return self._matrix(names, [*outputs.values()], range(self._shape.hidden_size))
+
+    def _inputs(self, name: str, inputs: range) -> torch.Tensor | GroupedWeight:
+        """Some inputs of a projection."""
+        return self._matrix([f"{name}_proj"], [range(self._shape.hidden_size)], inputs)
+
+    def _matrix(self, names: Sequence[str], rows: Sequence[range], inputs: range) -> torch.Tensor | GroupedWeight:
+        """The outputs ``rows`` of matrices of the same input, as one, and of them the rank's ``inputs``.
+
+        A setting quantises all inputs first, so that ranks have the values and scales of one that has them all.
+        """
+        scheme = self._shape.scheme
+        if scheme is not None and any(map(scheme.quantises, names)):
+            return _on(self._kernels.device, read_matrices(self._checkpoint, names, scheme, rows, inputs))
+        weight_FE = self._read(*(f"{name}.weight" for name in names), rows=rows)
+        if self._quantization in ("int8", "int4"):
+            return quantise(weight_FE, self._quantization).inputs(inputs)
+        return weight_FE[:, inputs.start : inputs.stop].contiguous()
+
+    def _norm(self, name: str) -> torch.Tensor:
+        weight = self._read(f"{name}.weight").float()
+        if self._config.unit_offset_norms:
+            weight += 1
+        return weight.to(self._kernels.activation_dtype or self._dtype)
+
+    def _read(self, *names: str, rows: Sequence[range] = ()) -> torch.Tensor:
+        return self._checkpoint.read(*names, rows=rows).to(self._kernels.device)
 
 
 def _on(device: torch.device, weight: torch.Tensor | GroupedWeight) -> torch.Tensor | GroupedWeight:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from math import isfinite
+from typing import Any
 
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner import wording
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.report.plan_json import Json, attainment_json, layout_json, plan_json
-from pdserve.planner.search.goodput import Goodput, Runner, Trial, Workload, find_goodput
+from pdserve.planner.search.goodput import Goodput, Search, Trial, Workload, search_goodput, single_run
 from pdserve.planner.search.hosts import host_sentence
 from pdserve.planner.search.plan import Candidate, Plan
-from pdserve.planner.search.process_pool import Job, ProcessPool
+from pdserve.planner.search.process_pool import ProcessPool
 from pdserve.planner.simulate.attainment import Attainment
 
 DEFAULT_HYSTERESIS = 0.1
@@ -88,28 +88,29 @@ def propose(
         ValueError: the running layout cannot be simulated.
     """
     question, best = plan.question, plan.best
-    effort = question.effort
     assert best.goodput is not None, "the best was simulated"
+    near = best.goodput.at_rate
+    assert near is not None, "and meets its target"
     # As long as the runs that found the best layout's goodput: shorter ones overstate it.
-    near = max(best.goodput.points, key=lambda point: point.num_runs)
     runs, found = (
         Trial(
             model=question.model,
             layout=each,
             slo=question.slo,
-            num_requests=near.num_requests // near.num_runs,
-            seeds=effort.seeds[: near.num_runs],
-            is_scouted=best.goodput.is_scouted,
+            policy=question.policy,
+            num_requests=question.effort.final_requests,
+            run_s=near.num_requests / near.rate,
+            seed=question.effort.seed,
         )
         for each in (layout, best.layout)
     )
-    search: Job[Goodput] = partial(find_goodput, trial=runs, start_rate=best.rate, tolerance=effort.tolerance)
-    at_observed: list[Job[Attainment]] = [
-        partial(Runner.attainment, trial=each, rate=observed_rate) for each in (runs, found)
+    searches: list[Search[Any]] = [
+        search_goodput(runs, best.rate, tolerance=question.effort.tolerance),
+        single_run(runs, observed_rate),
+        single_run(found, observed_rate),
     ]
     with ProcessPool(workload, num_processes) as pool:
-        (goodput,) = pool.run([search])
-        running_at, best_at = pool.run(at_observed)
+        goodput, running_at, best_at = pool.search(searches)
     running = Running(layout=layout, goodput=goodput, at_observed=running_at)
     return compare(running, best, best_at, model=question.model, hysteresis=hysteresis)
 

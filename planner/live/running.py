@@ -63,6 +63,8 @@ class RunningCluster:
     """Predicted device of each role's workers."""
     transport: str
     """``kv_transfer.transport``."""
+    policy: str
+    """``router.policy``."""
 
 
 def running_cluster(status: Mapping[str, Any]) -> RunningCluster:
@@ -76,13 +78,13 @@ def running_cluster(status: Mapping[str, Any]) -> RunningCluster:
         slo = from_plain(SloConfig, status["slo"], "the status")
         devices = read_value(dict[WorkerRole, Hardware], status["devices"], "the status", "devices")
         path, name = str(status["model"]["path"]), str(status["model"]["name"])
-        transport = str(status["kv_transport"])
+        transport, policy = str(status["kv_transport"]), str(status["policy"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise LiveError("this is not the status of a pdserve router of this version; give its admin address") from error
     if not workers:
         raise LiveError("no worker of the cluster is up; wait until pdserve status reports that it is ready")
     held = _held(path, name, workers)
-    return RunningCluster(workers=workers, model=held, slo=slo, devices=devices, transport=transport)
+    return RunningCluster(workers=workers, model=held, slo=slo, devices=devices, transport=transport, policy=policy)
 
 
 def _held(path: str, name: str, workers: Sequence[RunningWorker]) -> ModelConfig:

@@ -15,7 +15,7 @@ import yaml
 
 from pdserve.contracts.codec import to_plain
 from pdserve.contracts.deployment import (
-    PLANNED_POLICY,
+    DEFAULT_POLICY,
     DeploymentConfig,
     KvTransferConfig,
     ModelConfig,
@@ -41,14 +41,17 @@ def deployment_text(plan: Plan, candidate: Candidate, model_path: str) -> str:
     Args:
         model_path: absolute, or relative to the folder of the deployment file.
     """
-    config = deployment_of(candidate.layout, plan.question.model, plan.question.slo, model_path)
-    lines = [f"Cannot be started yet: {each}" for each in problems(candidate.layout, plan.question.model)]
+    question = plan.question
+    config = deployment_of(candidate.layout, question.model, question.slo, model_path, policy=question.policy)
+    lines = [f"Cannot be started yet: {each}" for each in problems(candidate.layout, question.model)]
     comments = "".join(f"# {line}\n" for line in (*lines, *_predictions(plan, candidate)))
     sections = "".join(f"{name}: {_flow(values)}\n" for name, values in _sections(config))
     return comments + sections
 
 
-def deployment_of(layout: Layout, model: PlannedModel, slo: SloConfig, model_path: str) -> DeploymentConfig:
+def deployment_of(
+    layout: Layout, model: PlannedModel, slo: SloConfig, model_path: str, *, policy: str = DEFAULT_POLICY
+) -> DeploymentConfig:
     """The deployment that ``layout`` describes."""
     phases = {pool.role: _phase(pool, model) for pool in layout.pools}
     none = PhaseConfig(replicas=0)
@@ -60,7 +63,7 @@ def deployment_of(layout: Layout, model: PlannedModel, slo: SloConfig, model_pat
             block_size=model.block_size,
         ),
         slo=slo,
-        router=RouterConfig(policy=PLANNED_POLICY),
+        router=RouterConfig(policy=policy),
         kv_transfer=KvTransferConfig(transport=model.transport),
         prefill=phases.get(WorkerRole.PREFILL, none),
         decode=phases.get(WorkerRole.DECODE, none),
@@ -167,7 +170,8 @@ def _predictions(plan: Plan, candidate: Candidate) -> Iterator[str]:
 def _sections(config: DeploymentConfig) -> Iterator[tuple[str, dict[str, object]]]:
     yield "model", to_plain(dataclasses.replace(config.model, served_name=""))
     yield "slo", to_plain(config.slo)
-    yield "router", {"policy": config.router.policy}
+    if config.router.policy != DEFAULT_POLICY:
+        yield "router", {"policy": config.router.policy}
     yield "kv_transfer", to_plain(config.kv_transfer)
     for role in WorkerRole:
         phase: PhaseConfig = config.phase(role)

@@ -40,6 +40,7 @@ def plan_json(plan: Plan, traffic: str) -> Json:
             }
             for supply in question.fleet
         ],
+        "policy": question.policy,
         "objective": question.objective.value,
         "rate": question.rate if question.objective.has_rate else None,
         "verdict": {
@@ -116,7 +117,6 @@ def _candidate(plan: Plan, candidate: Candidate) -> Json:
         "rate_per_device": candidate.rate_per_device,
         "interval": list(map(_finite, goodput.interval)) if goodput is not None else None,
         "is_estimated": candidate.is_estimated,
-        "is_final": candidate.is_final,
         "resource": candidate.resource.value,
         "estimate": _finite(candidate.estimate.rate),
         "dollars_per_hour": _finite(candidate.dollars_per_hour),

@@ -11,10 +11,6 @@ from pdserve.planner.report.explain import Explanation
 from pdserve.planner.report.page import Column
 from pdserve.planner.search.plan import Candidate, Plan, PoolFigures
 
-_SHORT = "(short)"
-"""Marks results of short simulations."""
-
-
 CANDIDATE_COLUMNS = (
     Column("#"),
     Column("layout", is_number=False),
@@ -108,8 +104,7 @@ def _interval(candidate: Candidate) -> str:
     if candidate.goodput is None:
         return "estimated"
     low, high = candidate.goodput.interval
-    short = "" if candidate.is_final else f" {_SHORT}"
-    return f"{wording.number(low)} - {wording.number(high)}{short}"
+    return f"{wording.number(low)} - {wording.number(high)}"
 
 
 def fleet_words(plan: Plan) -> str:
@@ -188,11 +183,10 @@ def screening_words(plan: Plan) -> str:
         (it.num_without_memory, "do not fit"),
         (it.num_infeasible, "miss the SLO even when idle"),
         (it.num_estimated, "were only estimated"),
+        (it.num_screened, "only screened"),
     )
     told = ", ".join(f"{count} {why}" for count, why in left_out if count)
-    is_short = any(candidate.goodput is not None and not candidate.is_final for candidate in plan.candidates)
     return (
         f"{it.num_layouts} layouts: {told}{', ' if told else ''}{it.num_simulated} simulated, with "
         f"{it.num_requests:,} requests in {wording.seconds(plan.elapsed_s)}."
-        + (f" Those marked {_SHORT} were simulated briefly, and rank behind those simulated at length." * is_short)
     )

@@ -6,6 +6,7 @@ Used by `pdserve.planner.search.search`. Simulates nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from pdserve.contracts.worker_config import WorkerRole
@@ -46,12 +47,11 @@ def assemble(
             reasons += _cost_words(question, winner, layout, entry.dollars_per_hour)
     return Candidate(
         layout=layout,
-        estimate=entry.estimate,
+        estimate=replace(entry.estimate, rate=entry.expected_rate),
         goodput=goodput,
         resource=resource,
         pools=tuple(_figures(question, estimator, pool, seen) for pool in layout.pools),
         dollars_per_hour=entry.dollars_per_hour,
-        is_final=entry.final is not None,
         at_winners_rate=at_winners_rate,
         saturation_rate=saturation_rate,
         sensitivity=sensitivity,
@@ -96,7 +96,7 @@ def _losing_words(question: Question, winner: Candidate, entry: Entry, seen: Att
         if goodput is not None and _overlaps(question, winner, goodput):
             text += " Its confidence interval overlaps the winner's."
         return text
-    how = "Estimated" if goodput is None else "Screened" if entry.final is None else "Simulated"
+    how = "Estimated" if goodput is None else "Simulated"
     less = 1 - entry.rate / num_devices / winner.rate_per_device
     than = f"{share(abs(less))} {'less' if less >= 0 else 'more'} per device than the winner"
     return f"{how} at {rate_words(entry.rate)} with {num_devices} devices, {than}."
@@ -144,7 +144,7 @@ def _figures(question: Question, estimator: Estimator, pool: Pool, seen: Attainm
 
 
 def verdict_of(question: Question, candidates: Sequence[Candidate]) -> Verdict:
-    """Disaggregated or colocated: compares the best of either kind among the longest simulations, by the objective.
+    """Disaggregated or colocated: compares the best simulated layout of either kind, by the objective.
 
     Args:
         candidates: in order of rank.
@@ -168,9 +168,8 @@ def verdict_of(question: Question, candidates: Sequence[Candidate]) -> Verdict:
 
 
 def _best_of(candidates: Sequence[Candidate], *, is_colocated: bool) -> Iterator[Candidate]:
-    """Simulated candidates of a kind with a goodput above 0, finalists first."""
-    of_kind = [each for each in candidates if each.layout.is_colocated is is_colocated and each.goodput and each.rate]
-    return iter(sorted(of_kind, key=lambda each: not each.is_final))
+    """Simulated candidates of a kind with a goodput above 0."""
+    return (each for each in candidates if each.layout.is_colocated is is_colocated and each.goodput and each.rate)
 
 
 class _Comparison(NamedTuple):

@@ -1,36 +1,39 @@
 """Goodput of one layout: the highest rate at which enough requests meet both objectives, by simulation.
 
-Defines a trial (`Trial`), who simulates it (`Runner`) and the result (`Goodput`), and searches the rate
-(`find_goodput`). All rates, and all layouts with the same workload and seeds, see the same requests in the same
-pattern, only scaled in time (common random numbers), so that differences come from the layouts alone.
+Defines a trial (`Trial`), who simulates it (`Runner`) and the result (`Goodput`), and searches the rate. A search is a
+generator that asks for one run after the other and is sent what it attained: `pdserve.planner.search.process_pool`
+advances several at once, `find_goodput` one. All rates, and all layouts with the same workload and seed, see the same
+requests in the same pattern, only scaled in time (common random numbers), so that differences come from the layouts
+alone. Figures of a plan are those of the simulator that drives the live schedulers and the router's own policy; the
+scout (`pdserve.planner.simulate.scout`) only screens (`find_best`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import pairwise
 from math import exp, inf, log
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
-from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.attainment import Attainment, Interval, measure
-from pdserve.planner.simulate.simulation import Simulation
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.requests import DrawnRequests
 
 if TYPE_CHECKING:
     from pdserve.planner.simulate.scout import ScoutRequests
 
-_COARSE_STEP, _COARSE_TOLERANCE = 1.6, 1.1
-"""Of the first seed's search: ratio of neighbouring rates, and of the two rates that it ends with."""
-_FINE_STEP = 1.04
-"""Ratio of neighbouring rates of the search with all seeds."""
-_JUDGE_STEP = 1.05
-"""Of searches from the other simulator's goodput."""
+LEAST_REQUESTS = 4000
+"""Of a run, however short its requests are, if the workload has as many."""
+_STEP = 1.1
+"""Ratio of the first two rates of a search for a goodput."""
+_SCREEN_STEP, _CHUNK_STEP = 1.5, 1.05
+"""The same for a search by the scout, and if only the chunk budget of a layout is another."""
 _LEAST_SHARE = 1 / 200
 """Share of the first rate below which the goodput counts as 0; a search up ends at its inverse."""
 
@@ -50,13 +53,25 @@ class Trial:
     model: PlannedModel
     layout: Layout
     slo: SloConfig
-    num_requests: int = 1500
-    """Per run."""
-    seeds: tuple[int, ...] = (0, 1, 2)
-    """One run each."""
-    is_scouted: bool = False
-    """Simulated by the scout (`pdserve.planner.simulate.scout`) instead of the judge
-    (`pdserve.planner.simulate.simulator`)."""
+    policy: str = DEFAULT_POLICY
+    """Of the router; the scout models ``least-time`` whatever it is."""
+    num_requests: int = 20_000
+    """Most of a run."""
+    run_s: float = inf
+    """Time that the arrivals of a run take, if that leaves `LEAST_REQUESTS`."""
+    seed: int = 0
+
+
+class Run(NamedTuple):
+    """What a search asks for."""
+
+    trial: Trial
+    rate: float
+
+
+Result = TypeVar("Result")
+Search = Generator[Run, Attainment, Result]
+"""Asks for runs, is sent what each attained, and returns its result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,26 +79,25 @@ class Goodput:
     """The highest rate that met the target, and all points on the way to it."""
 
     rate: float
-    """Highest simulated rate, in requests per second of the whole layout, that meets the target, with 95 % confidence
-    if it was simulated with several seeds; 0 if none does."""
+    """Highest simulated rate, in requests per second of the whole layout, at which a further run meets the target with
+    95 % confidence. If none is sure, because even a slow rate barely does, the highest that met it; 0 if none did."""
     interval: Interval
-    """From ``rate`` to the rate at which a further run misses the target with 95 % confidence."""
+    """From ``rate``, or 0 if that is not sure, to the rate at which a further run misses the target with 95 %
+    confidence."""
     target: float
     """Required attainment."""
     num_devices: int
     points: tuple[Attainment, ...]
     """Every simulated rate, in order."""
-    num_requests: int
-    """Simulated requests over all runs."""
-    is_scouted: bool = False
-    """The points are the scout's."""
-    judged: Attainment | None = None
-    """The judge's result at ``rate``, if the scout found it."""
 
     @property
     def at_rate(self) -> Attainment | None:
         """Result at the goodput; ``None`` if no rate met the target."""
-        return self.judged or next((point for point in self.points if point.rate == self.rate), None)
+        return next((point for point in self.points if point.rate == self.rate), None)
+
+    def is_met(self, seen: Attainment) -> bool:
+        """Whether ``seen`` meets the target as surely as the goodput does."""
+        return seen.surely_meets(self.target) if self.interval.low else seen.meets(self.target)
 
     @property
     def rate_per_device(self) -> float:
@@ -91,8 +105,8 @@ class Goodput:
 
     @property
     def is_unbounded(self) -> bool:
-        """Whether no simulated rate missed the target: there were too few requests."""
-        return all(point.meets(self.target) for point in self.points)
+        """Whether all simulated rates surely met the target: there were too few requests."""
+        return all(point.surely_meets(self.target) for point in self.points)
 
 
 class Runner:
@@ -104,31 +118,36 @@ class Runner:
         self._unit_rate = lru_cache(maxsize=32)(self._at_unit_rate)
         self._cost = lru_cache(maxsize=None)(_cost)
 
-    def attainment(self, trial: Trial, rate: float, *, num_seeds: int = 0) -> Attainment:
-        """Attainment at ``rate`` over the first ``num_seeds`` seeds; 0 for all of them.
+    def attainment(self, trial: Trial, rate: float) -> Attainment:
+        """What the live schedulers and the policy attain at ``rate``.
 
         Raises:
             ValueError: the layout cannot run (`pdserve.planner.simulate.simulator.simulate`).
         """
-        run = self._scouted if trial.is_scouted else self._judged
-        seeds = trial.seeds[: num_seeds or len(trial.seeds)]
-        return measure([run(trial, rate, seed) for seed in seeds], trial.slo, rate)
-
-    def _judged(self, trial: Trial, rate: float, seed: int) -> Simulation:
-        return simulate(
+        requests = self._drawn(trial.num_requests, trial.seed, trial.model.max_model_len).at_rate(rate)
+        ends_s = requests[0].arrived_s + trial.run_s
+        num_requests = bisect_right(requests, ends_s, key=lambda request: request.arrived_s)
+        simulation = simulate(
             trial.model,
             trial.layout,
-            self._drawn(trial.num_requests, seed, trial.model.max_model_len).at_rate(rate),
+            requests[: max(num_requests, LEAST_REQUESTS)],
             slo=trial.slo,
             max_in_flight=_max_in_flight(trial),
+            policy=trial.policy,
             cost_of=lambda pool: self._cost(trial.model, replace(pool, replicas=1)),
         )
+        return measure([simulation], trial.slo, rate)
 
-    def _scouted(self, trial: Trial, rate: float, seed: int) -> Simulation:
-        # Loads compiled code, which a simulation by the judge alone does not need.
+    def scouted(self, trial: Trial, rate: float) -> Attainment:
+        """What the scout attains at ``rate``, by ``least-time`` and with all of ``num_requests``.
+
+        Raises:
+            ValueError: the layout cannot run.
+        """
+        # Loads compiled code, which other simulations do not need.
         from pdserve.planner.simulate.scout import scout
 
-        requests = self._unit_rate(trial.num_requests, seed, trial.model.max_model_len)
+        requests = self._unit_rate(trial.num_requests, trial.seed, trial.model.max_model_len)
         found = scout(
             trial.model,
             trial.layout,
@@ -136,7 +155,7 @@ class Runner:
             slo=trial.slo,
             max_in_flight=_max_in_flight(trial),
         )
-        return found.simulation()
+        return measure([found.simulation()], trial.slo, rate)
 
     def _draw(self, num_requests: int, seed: int, max_model_len: int) -> DrawnRequests:
         return self._workload.draw(num_requests, seed, max_model_len=max_model_len)
@@ -158,152 +177,133 @@ def _max_in_flight(trial: Trial) -> int:
     return max(1024, 2 * num_slots)
 
 
-def find_goodput(
-    runner: Runner,
-    trial: Trial,
-    start_rate: float,
-    *,
-    step: float = 0.0,
-    tolerance: float = 0.02,
-    known: Sequence[Attainment] = (),
-) -> Goodput:
-    """Goodput of ``trial``: the first seed finds the rate roughly, all seeds precisely.
+# Searches
 
-    One run meets the target by its share, several with 95 % confidence; of several, the upper end of the interval is
-    simulated too.
+
+def search_goodput(trial: Trial, start_rate: float, *, tolerance: float = 0.02) -> Search[Goodput]:
+    """Goodput of ``trial``: the highest rate at which a further run surely meets the target, and about the first one at
+    which it surely misses it, by a run near that.
 
     Args:
         start_rate: a guess; any rate above 0 leads to the same goodput, within the tolerance.
-        step: ratio of the first two rates; 0 for a guess that may be far off.
         tolerance: ratio, less 1, of the lowest rate that missed the target and the highest that met it.
-        known: results of all seeds.
 
     Raises:
         ValueError: the layout cannot run.
     """
-    assert start_rate > 0
-    target, points, num_requests = trial.slo.attainment, {point.rate: point for point in known}, 0
-
-    def meets(num_seeds: int) -> Callable[[float], bool]:
-        def meets(rate: float) -> bool:
-            nonlocal num_requests
-            point = points.get(rate)
-            if point is None or point.num_runs < num_seeds:
-                points[rate] = point = runner.attainment(trial, rate, num_seeds=num_seeds)
-                num_requests += point.num_requests
-            return point.surely_meets(target) if num_seeds > 1 else point.meets(target)
-
-        return meets
-
-    num_seeds, rate = len(trial.seeds), start_rate
-    if num_seeds > 1:
-        rate = highest_rate(meets(1), rate, step or _COARSE_STEP, _COARSE_TOLERANCE) or start_rate * _LEAST_SHARE
-        step = _FINE_STEP
-    rate = highest_rate(meets(num_seeds), rate, step or _COARSE_STEP, 1 + tolerance)
-    whole = [point for point in points.values() if point.num_runs == num_seeds]
-    if rate and num_seeds > 1:
-        more = _until_missed(runner, trial, whole, target)
-        num_requests += sum(point.num_requests for point in more)
-        points |= {point.rate: point for point in more}
-        whole += more
+    target = trial.slo.attainment
+    points: dict[float, Attainment] = {}
+    rates = bracketing(start_rate, _STEP, 1 + tolerance)
+    rate = sure_rate = yield from answered(rates, trial, lambda seen: seen.surely_meets(target), points)
+    met = [each for each, seen in points.items() if seen.meets(target)]
+    if not rate and met:
+        rates = bracketing(max(met), _STEP, 1 + tolerance)
+        rate = yield from answered(rates, trial, lambda seen: seen.meets(target), points)
+    if rate and not any(point.surely_misses(target) for point in points.values()):
+        missed_rate = surely_missed_rate(list(points.values()), rate, target)
+        points[missed_rate] = points.get(missed_rate) or (yield Run(trial, missed_rate))
+    in_order = tuple(points[each] for each in sorted(points))
     return Goodput(
         rate=rate,
-        interval=Interval(rate, surely_missed_rate(whole, rate, target)),
+        interval=Interval(sure_rate, surely_missed_rate(in_order, rate, target)),
         target=target,
         num_devices=trial.layout.num_devices,
-        points=tuple(points[each] for each in sorted(points)),
-        num_requests=num_requests,
-        is_scouted=trial.is_scouted,
+        points=in_order,
     )
+
+
+def single_run(trial: Trial, rate: float) -> Search[Attainment]:
+    """What ``trial`` attains at ``rate``."""
+    return (yield Run(trial, rate))
+
+
+def answered(
+    rates: Generator[float, bool, float],
+    trial: Trial,
+    meets: Callable[[Attainment], bool],
+    known: dict[float, Attainment],
+) -> Search[float]:
+    """The result of ``rates``, which asks whether ``trial`` ``meets`` the target at each.
+
+    Args:
+        known: results by rate, which are not simulated again; further ones are added.
+    """
+    try:
+        rate = next(rates)
+        while True:
+            if rate not in known:
+                known[rate] = yield Run(trial, rate)
+            rate = rates.send(meets(known[rate]))
+    except StopIteration as stop:
+        found: float = stop.value
+        return found
+
+
+def find_goodput(runner: Runner, trial: Trial, start_rate: float, *, tolerance: float = 0.02) -> Goodput:
+    """The result of `search_goodput`, run by run."""
+    return carried_out(search_goodput(trial, start_rate, tolerance=tolerance), runner)
+
+
+def carried_out(search: Search[Result], runner: Runner) -> Result:
+    """The result of ``search``, whose runs ``runner`` simulates one after the other."""
+    try:
+        run = next(search)
+        while True:
+            run = search.send(runner.attainment(*run))
+    except StopIteration as stop:
+        found: Result = stop.value
+        return found
+
+
+class Screened(NamedTuple):
+    """What the scout found of a layout. It ranks layouts, and is no figure of a plan."""
+
+    rate: float
+    """Highest rate at which the scout meets the target; 0 if none does."""
+    mean_residence_s: float
+    """Mean time from arrival to last token at that rate."""
+    num_requests: int
+    """Scouted requests over all runs."""
 
 
 def find_best(
     runner: Runner, trials: Sequence[Trial], first: int, start_rate: float, tolerance: float
-) -> tuple[int, Goodput]:
-    """The trial with the highest goodput in an ordered sequence with one peak, climbed from trial ``first``."""
+) -> tuple[int, Screened]:
+    """By the scout, the trial with the highest rate in an ordered sequence with one peak, climbed from ``first``."""
 
     @cache
-    def goodput(index: int) -> Goodput:
-        step = _JUDGE_STEP if len(trials) > 1 else 0.0
-        return find_goodput(runner, trials[index], start_rate, step=step, tolerance=tolerance)
+    def screened(index: int) -> Screened:
+        step = _CHUNK_STEP if len(trials) > 1 else _SCREEN_STEP
+        return _screened(runner, trials[index], start_rate, step, 1 + tolerance)
 
     best = first
     while True:
         near = [index for index in (best, best + 1, best - 1) if 0 <= index < len(trials)]
-        higher = max(near, key=lambda index: goodput(index).rate)
+        higher = max(near, key=lambda index: screened(index).rate)
         if higher == best:
-            return best, goodput(best)
+            return best, screened(best)
         best = higher
 
 
-def _until_missed(runner: Runner, trial: Trial, known: Sequence[Attainment], target: float) -> list[Attainment]:
-    """Results of all seeds at rates above those of ``known``, up to one at which a further run surely misses
-    ``target``."""
-    more: list[Attainment] = []
-    point, step = max(known, key=lambda point: point.rate), _FINE_STEP
-    most = point.rate / _LEAST_SHARE
-    while not point.surely_misses(target) and point.rate < most:
-        point = runner.attainment(trial, point.rate * step)
-        more.append(point)
-        step **= 1.5
-    return more
+def _screened(runner: Runner, trial: Trial, start_rate: float, step: float, tolerance: float) -> Screened:
+    points: dict[float, Attainment] = {}
+
+    def meets(rate: float) -> bool:
+        points[rate] = runner.scouted(trial, rate)
+        return points[rate].meets(trial.slo.attainment)
+
+    rate = highest_rate(meets, start_rate, step, tolerance)
+    residence_s = points[rate or min(points)].mean_residence_s
+    return Screened(rate, residence_s, sum(point.num_requests for point in points.values()))
 
 
-class Confirmed(NamedTuple):
-    """The judge's answer to a goodput that the scout found."""
-
-    goodput: Goodput
-    """The scout's, with the judge's result at that rate; the judge's own if it misses the target. Where it attains more
-    than the scout, the interval ends later by as much as its rate exceeds the scout's at equal attainment."""
-    judge: Attainment
-    """Results of both at the scout's goodput, on the same requests."""
-    scout: Attainment
-
-
-def confirmed(runner: Runner, trial: Trial, scouted: Goodput) -> Confirmed:
-    """Let the judge serve what the scout found.
-
-    Args:
-        trial: of the judge.
-    """
-    judge, scout = (
-        runner.attainment(replace(trial, is_scouted=is_scouted), scouted.rate) for is_scouted in (False, True)
-    )
-    goodput, lead = replace(scouted, judged=judge), 1.0
-    if not judge.meets(trial.slo.attainment):
-        goodput = find_goodput(runner, trial, scouted.rate, step=_JUDGE_STEP, known=[judge])
-    elif judge.share > scout.share:
-        lead = _lead(runner, trial, scouted.rate)
-    high = max(goodput.interval.high, scouted.interval.high * lead)
-    return Confirmed(replace(goodput, interval=Interval(goodput.rate, high)), judge, scout)
-
-
-def _lead(runner: Runner, trial: Trial, start_rate: float) -> float:
-    """Factor, 1 or more, by which the judge's rate exceeds the scout's at equal attainment of the same requests, where
-    the scout just meets the target.
-
-    Args:
-        trial: of the judge.
-    """
-    same = replace(trial, is_scouted=True)
-    rate = find_goodput(runner, same, start_rate, step=_JUDGE_STEP).rate
-    if not rate:
-        return 1.0
-    judge = runner.attainment(trial, rate)
-    if not judge.meets(runner.attainment(same, rate).share):
-        return 1.0
-    equal = highest_rate(lambda each: runner.attainment(same, each).meets(judge.share), rate, _JUDGE_STEP, 1.01)
-    if equal:
-        return max(1.0, rate / equal)
-    return find_goodput(runner, trial, rate, step=_JUDGE_STEP, known=[judge]).rate / rate
-
-
-def highest_rate(meets: Callable[[float], bool], start_rate: float, step: float, tolerance: float) -> float:
-    """Highest tried rate that meets the target, below one that does not and is at most ``tolerance`` times as high; 0
-    if no rate does. The steps to bracket it grow, then the bracket is halved."""
+def bracketing(start_rate: float, step: float, tolerance: float) -> Generator[float, bool, float]:
+    """Ask of rates whether they meet the target; return the highest that does, below one that does not and is at most
+    ``tolerance`` times as high, or 0 if no rate does. The steps to bracket it grow, then the bracket is halved."""
+    assert start_rate > 0
     low, high, rate = 0.0, inf, start_rate
     while not low or high == inf:
-        if meets(rate):
+        if (yield rate):
             low = rate
             if rate > start_rate / _LEAST_SHARE:
                 return rate
@@ -315,11 +315,23 @@ def highest_rate(meets: Callable[[float], bool], start_rate: float, step: float,
         step **= 1.5
     while high / low > tolerance:
         rate = (low * high) ** 0.5
-        if meets(rate):
+        if (yield rate):
             low = rate
         else:
             high = rate
     return low
+
+
+def highest_rate(meets: Callable[[float], bool], start_rate: float, step: float, tolerance: float) -> float:
+    """The result of `bracketing`, whose questions ``meets`` answers."""
+    rates = bracketing(start_rate, step, tolerance)
+    try:
+        rate = next(rates)
+        while True:
+            rate = rates.send(meets(rate))
+    except StopIteration as stop:
+        found: float = stop.value
+        return found
 
 
 def surely_missed_rate(points: Sequence[Attainment], rate: float, target: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.layout import Layout, PlannedModel
@@ -65,7 +65,7 @@ class Space:
     model."""
     pipeline_parallel: tuple[int, ...] = (1, 2, 4)
     mixed_batch_tokens: tuple[int, ...] = ()
-    """Chunk budgets of colocated workers; empty: the best power of two, by the scout."""
+    """Chunk budgets of colocated workers; empty: the best power of two, as screened."""
     may_disaggregate: bool = True
 
 
@@ -76,16 +76,15 @@ class Effort:
     screen_requests: int = 10_000
     """Per screened layout and rate."""
     final_requests: int = 20_000
-    """Per finalist, seed and rate."""
-    judge_requests: int = 10_000
-    """Per run of the judge."""
+    """Most of a finalist's run; it ends earlier if that covers its residences (`pdserve.planner.search.search`)."""
     most_requests: int | None = None
     """Maximum of any simulation: a trace has no more. ``None`` for no limit."""
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    """For finalists; all candidates see the same workloads. Screening uses the first, the judge another one."""
+    seed: int = 0
+    """All candidates see the same requests."""
     num_screened: int = 8
-    num_finalists: int = 4
-    tolerance: float = 0.02
+    num_finalists: int = 3
+    """At most, unless none of them answers the question, or a rate is required."""
+    tolerance: float = 0.04
     """Ratio, less 1, of two neighbouring rates of which one meets the target and the other does not."""
 
 
@@ -99,6 +98,8 @@ class Question:
     objective: Objective = Objective.RATE
     rate: float = 0.0
     """Required rate, for objectives that have one."""
+    policy: str = DEFAULT_POLICY
+    """Of the router that will serve; all simulations of finalists have it."""
     space: Space = Space()
     effort: Effort = Effort()
 
@@ -143,10 +144,8 @@ class Candidate:
     resource: Resource
     pools: tuple[PoolFigures, ...]
     dollars_per_hour: float | None
-    is_final: bool = False
-    """Simulated at length, with several seeds."""
     at_winners_rate: Attainment | None = None
-    """Result at the winner's rate; finalists only."""
+    """Result at the winner's rate; simulated ones only."""
     saturation_rate: float | None = None
     """Rate at which attainment falls to half of its target, or answers lag behind arrivals; winner only."""
     sensitivity: tuple[Sensitivity, ...] = ()
@@ -208,10 +207,12 @@ class Screening:
     num_infeasible: int
     """Miss the SLO even on an idle cluster."""
     num_estimated: int
-    """Estimate too low to be worth a simulation."""
+    """Estimate too low to be worth more."""
+    num_screened: int
+    """Ranked by the scout, and not worth a simulation."""
     num_simulated: int
     num_requests: int
-    """Simulated requests over all runs."""
+    """Simulated requests over all runs, without the scout's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +221,7 @@ class Plan:
 
     question: Question
     candidates: tuple[Candidate, ...]
-    """In order of rank: finalists, screened candidates, estimates."""
+    """In order of rank: simulated ones, then estimates."""
     verdict: Verdict
     screening: Screening
     mean_prompt_tokens: float

@@ -11,17 +11,18 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
+from functools import partial
 from multiprocessing import active_children, connection, get_context, parent_process
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
-from pdserve.planner.search.goodput import Runner, Workload
+from pdserve.planner.search.goodput import Result, Run, Runner, Search, Workload
+from pdserve.planner.simulate.attainment import Attainment
 
 _GC_THRESHOLD = 100_000
 """New objects between searches for cycles in a process of the pool."""
 
-Result = TypeVar("Result")
 Job = Callable[[Runner], Result]
 """A simulation, or a search that takes several; it crosses to another process, so it is a partial call."""
 
@@ -66,6 +67,36 @@ class ProcessPool:
             future.result()
             done(num_done)
         return [future.result() for future in futures]
+
+    def search(
+        self, searches: Sequence[Search[Result]], done: Callable[[Run, Attainment], None] = lambda run, seen: None
+    ) -> list[Result]:
+        """Results of ``searches``, in order, each of which goes on as soon as its run is over; ``done`` receives each
+        run.
+
+        Raises:
+            ValueError: a layout cannot run.
+        """
+        results: dict[int, Result] = {}
+        running: dict[Future[Attainment], tuple[int, Run]] = {}
+
+        def go_on(index: int, seen: Attainment | None = None) -> None:
+            try:
+                run = next(searches[index]) if seen is None else searches[index].send(seen)
+            except StopIteration as stop:
+                results[index] = stop.value
+            else:
+                future = self.submit(partial(Runner.attainment, trial=run.trial, rate=run.rate))
+                running[future] = index, run
+
+        for index in range(len(searches)):
+            go_on(index)
+        while running:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                index, run = running.pop(future)
+                done(run, future.result())
+                go_on(index, future.result())
+        return [results[index] for index in range(len(searches))]
 
     def submit(self, job: Job[Result]) -> Future[Result]:
         """Start ``job`` once a process is free; without other processes, carry it out now."""

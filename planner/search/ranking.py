@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.estimates import Estimate
-from pdserve.planner.search.goodput import Goodput
+from pdserve.planner.search.goodput import Goodput, Screened
 from pdserve.planner.search.plan import Objective, Question
 
 
@@ -21,19 +21,17 @@ class Entry:
     layout: Layout
     estimate: Estimate
     dollars_per_hour: float | None
-    screened: Goodput | None = None
-    """From short runs."""
-    final: Goodput | None = None
-    """From long runs."""
-
-    @property
-    def goodput(self) -> Goodput | None:
-        return self.final or self.screened
+    expected_rate: float
+    """The goodput as far as it is known without a simulation of the layout: the estimate, or what the scout found,
+    corrected by what was found of others."""
+    screened: Screened | None = None
+    """By the scout."""
+    goodput: Goodput | None = None
 
     @property
     def rate(self) -> float:
-        """Goodput if simulated, otherwise the estimate."""
-        return self.estimate.rate if self.goodput is None else self.goodput.rate
+        """Goodput if simulated, otherwise the expected one."""
+        return self.expected_rate if self.goodput is None else self.goodput.rate
 
 
 class Ranking:
@@ -50,16 +48,15 @@ class Ranking:
         """Best first, with all rates scaled by ``optimism``."""
         return sorted(entries, key=lambda entry: self.key(entry, entry.rate * optimism))
 
-    def within_reach(self, ranked: Sequence[Entry], optimism: float) -> list[Entry]:
-        """Layouts that may be as good as the best of their kind if their rates were ``optimism`` times higher. If a
-        rate is required, all of them, because the best may turn out not to serve it."""
-        if self._question.objective.has_rate:
-            return list(ranked)
-        best = best_of_kinds(ranked)
+    def may_beat(self, entries: Iterable[Entry], rivals: Iterable[Entry], optimism: float) -> list[Entry]:
+        """Entries that beat all rivals of their kind if their rates are ``optimism`` times higher, best first."""
+        best = best_of_kinds(self.ranked(rivals))
         return [
             entry
-            for entry in ranked
-            if self.key(entry, entry.rate * optimism) <= self.key(rival := best[entry.layout.is_colocated], rival.rate)
+            for entry in self.ranked(entries, optimism)
+            if (rival := best.get(entry.layout.is_colocated)) is None
+            or not rival.rate
+            or self.key(entry, entry.rate * optimism) < self.key(rival, rival.rate)
         ]
 
     def key(self, entry: Entry, rate: float) -> tuple[float, ...]:

@@ -1,19 +1,21 @@
 """Placement search: from a question and a workload to a ranked plan.
 
-The CLI and the live planner call `find_plan`. It runs three rounds, each with fewer layouts and more requests (as in
+The CLI and the live planner call `find_plan`. It runs three rounds, each with fewer layouts and more exact (as in
 successive halving; Karnin, Koren and Somekh, ICML 2013), all on the same requests:
 
 1. Closed-form estimates of every layout. Each phase's worker is evaluated once, and the demand of each phase
    sets the ratio of prefill to decode workers, as in DistServe's algorithm 1 (OSDI 2024, section 4.1), but with queues,
    the link, and the prompts that decode workers compute.
-2. Screening: the scout (`pdserve.planner.simulate.scout`) finds the goodput of the best estimates of both kinds of
-   layout in short runs; the first ones correct the remaining estimates.
-3. Finalists: the scout finds their goodput in long runs with several seeds. The judge
-   (`pdserve.planner.simulate.simulator`) then serves the best of either kind at its goodput; where it misses the
-   target, the goodput is the judge's; where it differs from the scout by more than 2 points, the plan says so. Last,
-   the sensitivity: the losers at the winner's rate, the saturation rate, and the effect of faster or slower steps.
+2. Screening: the scout (`pdserve.planner.simulate.scout`) ranks the best estimates of both kinds of layout; the first
+   ones correct the remaining estimates.
+3. Finalists: the simulator that drives the live schedulers and the router's own policy
+   (`pdserve.planner.simulate.simulator`) finds the goodput of the best of either kind, and of those that may be better.
+   Last, the sensitivity: the losers at the winner's rate, the saturation rate, and the effect of faster or slower
+   steps.
 
-The answer does not depend on the number of processes. Layouts that were not simulated keep their estimates.
+The scout models one policy, ``least-time``, so it states nothing: all figures of a plan are of the third round, under
+the policy of the question. The answer does not depend on the number of processes. Layouts that were not simulated keep
+their estimates, corrected by what was found of others.
 """
 
 from __future__ import annotations
@@ -21,36 +23,27 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import geometric_mean
-from typing import NamedTuple, TypeVar
+from statistics import geometric_mean, mean
+from typing import Any
 
+from pdserve.contracts.deployment import DEFAULT_POLICY
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.candidates import assemble, verdict_of
 from pdserve.planner.search.demand import Demand
 from pdserve.planner.search.estimates import Estimator, fits
-from pdserve.planner.search.goodput import (
-    Confirmed,
-    Goodput,
-    Runner,
-    Trial,
-    Workload,
-    confirmed,
-    find_best,
-    find_goodput,
-)
+from pdserve.planner.search.goodput import Result, Run, Search, Trial, Workload, find_best, search_goodput, single_run
 from pdserve.planner.search.infeasible import nothing_met, slo_infeasible, too_slow
 from pdserve.planner.search.layouts import Enumeration, dollars_per_hour, enumerate_layouts
 from pdserve.planner.search.plan import Candidate, InfeasibleError, Objective, Plan, Question, Screening
-from pdserve.planner.search.process_pool import Job, ProcessPool
-from pdserve.planner.search.ranking import Entry, Ranking, best_of_kinds, of_both_kinds
-from pdserve.planner.search.sensitivity import SensitivityAnalysis
+from pdserve.planner.search.process_pool import ProcessPool
+from pdserve.planner.search.ranking import Entry, Ranking, of_both_kinds
+from pdserve.planner.search.sensitivity import TIME_FACTORS, search_saturation, search_sensitivity
 from pdserve.planner.simulate.attainment import Attainment
 from pdserve.planner.wording import rate as rate_words
-from pdserve.planner.wording import share
+from pdserve.planner.workload.requests import SimulatedRequest
 
 Progress = Callable[[float, str], None]
 """Receives the progress of the search: a fraction from 0 to 1, and the current activity."""
@@ -60,13 +53,16 @@ _NUM_SAMPLED = 1000
 _SCREEN_TOLERANCE = 0.1
 _OPTIMISM = 1.2
 """Factor by which an estimate may be too low."""
-_SCREEN_OPTIMISM = 1.15
-"""Factor by which a short run's goodput may be too low relative to another's."""
+_SCREEN_OPTIMISM = 1.1
+"""Factor by which what the scout found may be too low, once corrected by what was simulated."""
 _MOST_CHUNK_TOKENS = 16384
-_MOST_POINTS = 0.02
-"""Difference in attainment between scout and judge that counts as agreement."""
-
-Result = TypeVar("Result")
+_RUN_RESIDENCES = 15
+"""Length of a run in mean residence times, as screened, and in TTFT objectives: a queue that gets a fifteenth more than
+it can take passes the objective within the run."""
+_RUN_CONVERSATIONS = 8
+"""Length of a run in mean times of a conversation."""
+_USUAL_RUNS = 6
+"""Of a search; for the progress."""
 
 
 def find_plan(
@@ -89,13 +85,14 @@ def find_plan(
     _check_prices(question)
     model, effort = question.model, question.effort
     with ProcessPool(workload, num_processes or len(os.sched_getaffinity(0))) as pool:
-        report(0.01, "loading the scout (the first time compiles it, in a minute)")
+        report(0.01, "loading the screener (the first time compiles it, in a minute)")
         _load_scout()
         enumeration = enumerate_layouts(question)
-        drawn = workload.draw(_NUM_SAMPLED, effort.seeds[0], max_model_len=model.max_model_len)
-        demand = Demand.of(drawn.at_rate(1.0), block_size=model.block_size, max_model_len=model.max_model_len)
+        drawn = workload.draw(_NUM_SAMPLED, effort.seed, max_model_len=model.max_model_len)
+        sample = drawn.at_rate(1.0)
+        demand = Demand.of(sample, block_size=model.block_size, max_model_len=model.max_model_len)
         estimator = Estimator(model, demand, question.slo)
-        search = _Search(question, estimator, pool, report)
+        search = _Search(question, estimator, pool, report, sample)
         shortened = f"Shortened to {model.max_model_len} tokens: {drawn.clamped}, of {_NUM_SAMPLED} requests."
         notes = (shortened,) if str(drawn.clamped) else ()
         try:
@@ -136,6 +133,8 @@ def _check_prices(question: Question) -> None:
 
 def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ...]:
     notes = []
+    if question.policy != DEFAULT_POLICY:
+        notes.append(f"Planned for the router's policy {question.policy}.")
     if len(question.fleet) > 1:
         notes.append("A colocated layout uses one kind of device; the other kinds stay idle.")
     if any(candidate.layout.spans_hosts for candidate in candidates):
@@ -148,20 +147,17 @@ def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ..
     return tuple(notes)
 
 
-class _Description(NamedTuple):
-    """Simulations of a winner and its losers."""
-
-    analysis: SensitivityAnalysis
-    analysed: list[Future[Goodput]]
-    """Of the analysis' jobs."""
-    losers: list[Future[Attainment]]
-    """The losers at the winner's rate, or at the required one."""
-
-
 class _Search:
     """One search in progress."""
 
-    def __init__(self, question: Question, estimator: Estimator, pool: ProcessPool, progress: Progress) -> None:
+    def __init__(
+        self,
+        question: Question,
+        estimator: Estimator,
+        pool: ProcessPool,
+        progress: Progress,
+        sample: Sequence[SimulatedRequest],
+    ) -> None:
         self._question = question
         self._estimator = estimator
         self._ranking = Ranking(question)
@@ -172,11 +168,9 @@ class _Search:
         """Feasible layouts in order of enumeration."""
         self._num_infeasible = 0
         self._num_requests = 0
-        self._judging: dict[Layout, Future[Confirmed]] = {}
-        self._judged: list[Entry] = []
-        self._descriptions: dict[tuple[object, ...], _Description] = {}
-        """By the finalists, their order and rates."""
-        self._notes: list[str] = []
+        turns = [list(each.turns()) for each in sample]
+        self._mean_turns = mean(map(len, turns))
+        self._mean_think_s = mean(sum(turn.arrived_s for turn in each[1:]) for each in turns)
 
     # The three rounds
 
@@ -187,54 +181,52 @@ class _Search:
         for layout in enumeration.layouts:
             estimate = self._estimator.estimate(layout)
             if estimate.is_feasible:
-                self._entries.append(Entry(layout, estimate, dollars_per_hour(layout, fleet)))
+                self._entries.append(Entry(layout, estimate, dollars_per_hour(layout, fleet), estimate.rate))
         self._num_infeasible = len(enumeration.layouts) - len(self._entries)
         if not self._entries:
             raise slo_infeasible(self._question, self._estimator, enumeration.layouts)
 
     def screen(self) -> None:
-        """Simulate the best estimates briefly, until no other layout may win.
+        """Rank the best estimates by the scout, until no other layout may win.
 
         Half of them go first and calibrate the estimates of either kind of layout; then the best of the remaining ones
         that may still win.
         """
         num_first = max(2, self._question.effort.num_screened // 2)
         num_more = self._question.effort.num_screened - num_first
-        self._screen(of_both_kinds(self._ranking.ranked(self._entries, _OPTIMISM), num_first), 0.1, 0.25)
-        while rest := self._worth_simulating():
-            self._screen(of_both_kinds(rest, num_more), 0.25, 0.35)
-            if self._is_served(self._simulated()):
+        self._screen(of_both_kinds(self._ranking.ranked(self._entries, _OPTIMISM), num_first), 0.03, 0.08)
+        while rest := self._ranking.may_beat(self._unscreened(), self._screened(), _OPTIMISM):
+            self._screen(of_both_kinds(rest, num_more), 0.08, 0.12)
+            if self._is_served(self._screened()):
                 break
-        if not any(entry.rate for entry in self._simulated()):
-            raise nothing_met(self._question, self._simulated())
 
     def _screen(self, entries: Sequence[Entry], low: float, high: float) -> None:
-        """Simulate layouts briefly, colocated ones with the chunk budget of the highest goodput."""
+        """Let the scout find the rates of layouts, of colocated ones with the chunk budget of the highest."""
         variants = [self._variants(entry.layout) for entry in entries]
         jobs = [
             partial(
                 find_best,
-                trials=[self._trial(layout) for layout in layouts],
+                trials=[self._screen_trial(layout) for layout in layouts],
                 first=layouts.index(entry.layout),
                 start_rate=entry.rate,
                 tolerance=_SCREEN_TOLERANCE if len(layouts) == 1 else self._question.effort.tolerance,
             )
             for entry, layouts in zip(entries, variants, strict=True)
         ]
-        known = {entry.layout for entry in self._simulated()}
-        for entry, layouts, (best, goodput) in zip(
-            entries, variants, self._run(jobs, low, high, "screening"), strict=True
-        ):
+        known = {entry.layout for entry in self._screened()}
+
+        def done(num_done: int) -> None:
+            self._report(low + (high - low) * num_done / len(jobs), f"screening: {num_done} of {len(jobs)}")
+
+        done(0)
+        for entry, layouts, (best, found) in zip(entries, variants, self._pool.run(jobs, done), strict=True):
             if layouts[best] != entry.layout:
-                estimate = self._estimator.estimate(layouts[best])
-                corrected = entry.estimate.rate / self._estimator.estimate(entry.layout).rate
-                entry.layout, entry.estimate = layouts[best], replace(estimate, rate=corrected * estimate.rate)
-            entry.screened = goodput
-            self._num_requests += goodput.num_requests
+                entry.layout, entry.estimate = layouts[best], self._estimator.estimate(layouts[best])
+            entry.screened = found
             if entry.layout in known:
                 self._entries.remove(entry)
             known.add(entry.layout)
-        self._correct_estimates(entries)
+        self._correct()
 
     def _variants(self, layout: Layout) -> list[Layout]:
         """A colocated layout with chunk budgets of powers of two that hold a decode batch and whose steps leave room
@@ -246,169 +238,109 @@ class _Search:
         tuned = [replace(pool, max_batch_tokens=2**power) for power in powers]
         return [replace(layout, mixed=each) for each in tuned if fits(each, model, each.cost(model))]
 
-    def _correct_estimates(self, screened: Sequence[Entry]) -> None:
-        """Scale the estimates of either kind by its simulated ratios. Pipelines have ratios of their own once one was
-        simulated: their bubbles make estimates too high."""
-        ratios: defaultdict[tuple[bool, bool], list[float]] = defaultdict(list)
-        for entry in screened:
-            if entry.rate:
-                ratios[_family(entry)].append(entry.rate / entry.estimate.rate)
+    def _correct(self) -> None:
+        """Correct what is expected of layouts by what was found of others: estimates of either kind by the scout, and
+        what it found by goodputs of that kind. Pipelines have ratios of their own once one was screened: their bubbles
+        make estimates too high."""
+        screened: defaultdict[tuple[bool, bool], list[float]] = defaultdict(list)
+        simulated: defaultdict[bool, list[float]] = defaultdict(list)
+        for entry in self._screened():
+            assert entry.screened is not None
+            if entry.screened.rate:
+                screened[_family(entry)].append(entry.screened.rate / entry.estimate.rate)
+                if entry.goodput is not None and entry.rate:
+                    simulated[entry.layout.is_colocated].append(entry.rate / entry.screened.rate)
+        all_simulated = [ratio for ratios in simulated.values() for ratio in ratios]
         for entry in self._entries:
-            if entry.goodput is None:
-                family = _family(entry)
-                seen = ratios.get(family) or ratios.get((entry.layout.is_colocated, False)) or [1.0]
-                entry.estimate = replace(entry.estimate, rate=entry.estimate.rate * geometric_mean(seen))
-
-    def _worth_simulating(self) -> list[Entry]:
-        """Unsimulated layouts that may beat all simulated ones of their kind, best first: the verdict needs the best of
-        both kinds."""
-        key = self._ranking.key
-        best = best_of_kinds(self._ranking.ranked(self._simulated()))
-        rest = [entry for entry in self._entries if entry.goodput is None]
-        return [
-            entry
-            for entry in self._ranking.ranked(rest, _OPTIMISM)
-            if (rival := best.get(entry.layout.is_colocated)) is None
-            or not rival.rate
-            or key(entry, entry.rate * _OPTIMISM) < key(rival, rival.rate)
-        ]
+            is_colocated = entry.layout.is_colocated
+            ratios = screened.get(_family(entry)) or screened.get((is_colocated, False)) or [1.0]
+            rate = entry.screened.rate if entry.screened else entry.estimate.rate * geometric_mean(ratios)
+            entry.expected_rate = rate * geometric_mean(simulated.get(is_colocated) or all_simulated or [1.0])
 
     def finish(self) -> None:
-        """Simulate the best screened layouts at length, until one answers the question."""
-        rest = [entry for entry in self._simulated() if entry.rate]
-        while rest and not self._is_served(self._finalists()):
-            reach = self._ranking.within_reach(self._ranking.ranked(rest), _SCREEN_OPTIMISM)
-            chosen = of_both_kinds(reach, self._question.effort.num_finalists)
-            self._simulate_finalists(chosen)
-            rest = [entry for entry in rest if entry not in chosen and self._ranking.serves(entry.rate)]
-            if not rest and not self._is_served(self._finalists()):
-                rest = self._screened_further()
+        """Simulate the best screened layouts, until one answers the question and no other is likely to be better."""
+        while chosen := self._challengers():
+            self._simulate(chosen)
         finalists = self._finalists()
         if not any(entry.rate for entry in finalists):
             raise nothing_met(self._question, finalists)
         if not self._is_served(finalists):
             raise too_slow(self._question, finalists)
 
-    def _simulate_finalists(self, chosen: Sequence[Entry]) -> None:
-        """Find the goodput of the finalists by the scout, and let the judge serve the best of either kind, until it
-        agrees with both or has replaced them. It begins as soon as no other finalist is likely to be better."""
-        sought = {self._pool.submit(self._goodput_job(entry)): entry for entry in chosen}
-        pending = set(sought)
-        while pending:
-            over, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in over:
-                sought[future].final = goodput = future.result()
-                self._num_requests += goodput.num_requests
-            num_over = len(sought) - len(pending)
-            self._report(0.35 + 0.3 * num_over / len(sought), f"finalists: {num_over} of {len(sought)}")
-            self._start_judging([sought[future] for future in pending])
-        self._report(0.65, "judging")
-        if self._is_served(self._finalists()):
-            self._start_describing()  # the judge agrees as a rule, and leaves processes idle
-        while unheard := [entry for entry in self._best_finalists() if entry not in self._judged]:
-            self._start_judging()
-            for entry in unheard:
-                self._judged.append(entry)
-                found = self._judging[entry.layout].result()
-                self._note_difference(entry.layout, found)
-                entry.final = found.goodput
+    def _challengers(self) -> list[Entry]:
+        """Layouts to simulate next: the best of either kind, then those that may beat them, for a required rate all of
+        these; as long as none answers the question, any that may."""
+        finalists, effort = self._finalists(), self._question.effort
+        has_rate = self._question.objective.has_rate
+        rest = [entry for entry in self._screened() if entry.goodput is None and entry.expected_rate]
+        if not finalists:
+            return of_both_kinds(self._ranking.ranked(rest or self._screened()), 2)
+        if self._is_served(finalists):
+            num_more = 2 if has_rate else max(0, effort.num_finalists - len(finalists))
+            return of_both_kinds(self._ranking.may_beat(rest, finalists, _SCREEN_OPTIMISM), num_more)[:num_more]
+        if not has_rate and len(finalists) >= effort.num_screened:
+            return []
+        rest = [entry for entry in rest if self._ranking.serves(entry.rate * _SCREEN_OPTIMISM)]
+        if not rest:
+            rest = [entry for entry in self._unscreened() if self._ranking.serves(entry.rate * _OPTIMISM)]
+            further = of_both_kinds(self._ranking.ranked(rest), effort.num_screened // 2)
+            if further:
+                self._screen(further, 0.4, 0.45)
+            rest = [entry for entry in further if entry.expected_rate]
+        return of_both_kinds(self._ranking.ranked(rest, _SCREEN_OPTIMISM), 2)
 
-    def _best_finalists(self) -> list[Entry]:
-        """The best disaggregated finalist and the best colocated one."""
-        best = best_of_kinds(self._ranking.ranked(self._finalists()))
-        return [best[kind] for kind in (False, True) if kind in best and best[kind].rate]
-
-    def _start_judging(self, sought: Sequence[Entry] = ()) -> None:
-        """Let the judge serve the best finalist of either kind, unless it does or another one, whose goodput is still
-        ``sought``, is better by its short run."""
-        for best in self._best_finalists():
-            rivals = [entry for entry in sought if entry.layout.is_colocated is best.layout.is_colocated]
-            is_likely = all(self._ranking.key(best, best.rate) <= self._ranking.key(each, each.rate) for each in rivals)
-            if is_likely and best.layout not in self._judging:
-                assert best.final is not None
-                job = partial(confirmed, trial=self._judge_trial(best.layout), scouted=best.final)
-                self._judging[best.layout] = self._pool.submit(job)
-
-    def _note_difference(self, layout: Layout, found: Confirmed) -> None:
-        judge, scout = found.judge, found.scout
-        if abs(judge.share - scout.share) > _MOST_POINTS:
-            self._notes.append(
-                f"Scout and judge differ on {layout}: at {rate_words(scout.rate)} the scout finds {share(scout.share)} "
-                f"of requests within the SLO, the judge {share(judge.share)}. The judge's figures count."
-            )
-
-    def _judge_trial(self, layout: Layout) -> Trial:
-        effort = self._question.effort
-        return replace(
-            self._trial(layout),
-            num_requests=self._limited(effort.judge_requests),
-            seeds=(effort.seeds[-1] + 1,),
-            is_scouted=False,
-        )
-
-    def _screened_further(self) -> list[Entry]:
-        """Screen more layouts that may answer the question, if no screened one did."""
-        unseen = [entry for entry in self._entries if entry.goodput is None]
-        hopeful = [entry for entry in unseen if self._ranking.serves(entry.rate * _OPTIMISM)]
-        further = of_both_kinds(self._ranking.ranked(hopeful), self._question.effort.num_screened // 2)
-        if further:
-            self._screen(further, 0.45, 0.5)
-        return [entry for entry in further if entry.rate]
+    def _simulate(self, chosen: Sequence[Entry]) -> None:
+        """Find the goodput of finalists."""
+        tolerance = self._question.effort.tolerance
+        searches = [
+            search_goodput(self._trial(entry), entry.expected_rate or entry.estimate.rate, tolerance=tolerance)
+            for entry in chosen
+        ]
+        for entry, goodput in zip(chosen, self._searched(searches, 0.12, 0.7, "finalists"), strict=True):
+            entry.goodput = goodput
+        self._correct()
 
     def candidates(self) -> tuple[Candidate, ...]:
         """All layouts in order of rank, with their reasons."""
-        finalists, description = self._start_describing()
-        screened = self._ranking.ranked([entry for entry in self._simulated() if not entry.final])
-        estimated = self._ranking.ranked([entry for entry in self._entries if entry.goodput is None])
-        self._report(0.9, "saturation and sensitivity")
-        analysed = [future.result() for future in description.analysed]
-        seen = [future.result() for future in description.losers]
-        self._num_requests += sum(each.num_requests for each in seen) + sum(each.num_requests for each in analysed)
-        saturation_rate, sensitivity = description.analysis.results(analysed)
-        put_together = partial(assemble, self._question, self._estimator)
-        best = put_together(finalists[0], None, saturation_rate=saturation_rate, sensitivity=sensitivity)
-        losing = [
-            put_together(entry, best, at_winners_rate=at_rate)
-            for entry, at_rate in zip(finalists[1:], seen, strict=True)
+        winner, *losers = self._ranking.ranked(self._finalists())
+        others = self._ranking.ranked([entry for entry in self._entries if entry.goodput is None])
+        goodput, trial = winner.goodput, self._trial(winner)
+        assert goodput is not None
+        rate = self._question.rate if self._question.objective.has_rate else goodput.rate
+        describing: list[Search[Any]] = [
+            *(single_run(self._trial(each), rate) for each in losers),
+            search_saturation(trial, goodput),
+            *(search_sensitivity(trial, goodput, factor) for factor in TIME_FACTORS),
         ]
-        others = [put_together(entry, best) for entry in (*screened, *estimated)]
+        *seen, saturation_rate, faster, slower = self._searched(describing, 0.7, 1.0, "saturation and sensitivity")
+        put_together = partial(assemble, self._question, self._estimator)
+        best = put_together(winner, None, saturation_rate=saturation_rate, sensitivity=(faster, slower))
+        losing = [
+            put_together(entry, best, at_winners_rate=at_rate) for entry, at_rate in zip(losers, seen, strict=True)
+        ]
         self._report(1.0, "done")
-        return best, *losing, *others
-
-    def _start_describing(self) -> tuple[list[Entry], _Description]:
-        """The finalists in order of rank, and the simulations that describe them, which it starts once."""
-        finalists = self._ranking.ranked(self._finalists())
-        winner = finalists[0]
-        rate = self._question.rate if self._question.objective.has_rate else winner.rate
-        key = (rate, winner.rate, *(entry.layout for entry in finalists))
-        if key not in self._descriptions:
-            analysis = SensitivityAnalysis(self._trial(winner.layout, is_final=True), winner.rate)
-            trials = [self._trial(entry.layout, is_final=True) for entry in finalists[1:]]
-            losers = [self._pool.submit(partial(Runner.attainment, trial=trial, rate=rate)) for trial in trials]
-            analysed = [self._pool.submit(job) for job in analysis.jobs]
-            self._descriptions[key] = _Description(analysis, analysed, losers)
-        return finalists, self._descriptions[key]
+        return best, *losing, *(put_together(entry, best) for entry in others)
 
     def notes(self) -> tuple[str, ...]:
         """Limits of the simulations' accuracy."""
         winner = self._ranking.ranked(self._finalists())[0]
-        if winner.final is None or not winner.final.is_unbounded:
-            return tuple(self._notes)
+        if winner.goodput is None or not winner.goodput.is_unbounded:
+            return ()
         return (
-            *self._notes,
             f"No rate was found that {winner.layout} does not serve: the requests are too few to overload it. Its "
             "figures say nothing about longer runs; plan with more requests.",
         )
 
     def screening(self, num_without_memory: int) -> Screening:
         """Number of layouts by outcome."""
-        simulated = self._simulated()
+        num_screened, num_simulated = len(self._screened()), len(self._finalists())
         return Screening(
             num_layouts=len(self._entries) + self._num_infeasible + num_without_memory,
             num_without_memory=num_without_memory,
             num_infeasible=self._num_infeasible,
-            num_estimated=len(self._entries) - len(simulated),
-            num_simulated=len(simulated),
+            num_estimated=len(self._entries) - num_screened,
+            num_screened=num_screened - num_simulated,
+            num_simulated=num_simulated,
             num_requests=self._num_requests,
         )
 
@@ -419,19 +351,33 @@ class _Search:
         self._fraction = max(self._fraction, fraction)
         self._progress(self._fraction, text)
 
-    def _trial(self, layout: Layout, *, is_final: bool = False) -> Trial:
-        """A trial of the scout."""
+    def _screen_trial(self, layout: Layout) -> Trial:
         effort = self._question.effort
-        num_requests, seeds = effort.screen_requests, effort.seeds[:1]
-        if is_final:
-            num_requests, seeds = effort.final_requests, effort.seeds
         return Trial(
             model=self._question.model,
             layout=layout,
             slo=self._question.slo,
-            num_requests=self._limited(num_requests),
-            seeds=seeds,
-            is_scouted=True,
+            num_requests=self._limited(effort.screen_requests),
+            seed=effort.seed,
+        )
+
+    def _trial(self, entry: Entry) -> Trial:
+        """Trial of a finalist, long enough for a steady state."""
+        question, screened = self._question, entry.screened
+        assert screened is not None
+        conversation_s = self._mean_think_s + self._mean_turns * screened.mean_residence_s
+        return Trial(
+            model=question.model,
+            layout=entry.layout,
+            slo=question.slo,
+            policy=question.policy,
+            num_requests=self._limited(question.effort.final_requests),
+            run_s=max(
+                _RUN_RESIDENCES * screened.mean_residence_s,
+                _RUN_RESIDENCES * question.slo.ttft_seconds,
+                _RUN_CONVERSATIONS * conversation_s,
+            ),
+            seed=question.effort.seed,
         )
 
     def _limited(self, num_requests: int) -> int:
@@ -439,30 +385,33 @@ class _Search:
         most = self._question.effort.most_requests
         return num_requests if most is None else min(num_requests, most)
 
-    def _goodput_job(self, entry: Entry) -> Job[Goodput]:
-        """Goodput of a finalist, by the scout."""
-        return partial(
-            find_goodput,
-            trial=self._trial(entry.layout, is_final=True),
-            start_rate=entry.rate,
-            tolerance=self._question.effort.tolerance,
-        )
+    def _searched(self, searches: Sequence[Search[Result]], low: float, high: float, what: str) -> list[Result]:
+        """Results of ``searches``; reports each of their runs."""
+        low, num_runs = max(low, self._fraction), 0
+        self._report(low, what)
 
-    def _run(self, jobs: Sequence[Job[Result]], low: float, high: float, what: str) -> list[Result]:
-        self._report(low, f"{what}: 0 of {len(jobs)}")
+        def done(run: Run, seen: Attainment) -> None:
+            nonlocal num_runs
+            num_runs += 1
+            self._num_requests += seen.num_requests
+            share = min(1.0, num_runs / (_USUAL_RUNS * len(searches)))
+            self._report(
+                low + max(0.0, high - low) * share,
+                f"{what}: {num_runs} runs, {run.trial.layout} at {rate_words(run.rate)}",
+            )
 
-        def done(num_done: int) -> None:
-            self._report(low + (high - low) * num_done / len(jobs), f"{what}: {num_done} of {len(jobs)}")
+        return self._pool.search(searches, done)
 
-        return self._pool.run(jobs, done)
+    def _screened(self) -> list[Entry]:
+        return [entry for entry in self._entries if entry.screened is not None]
 
-    def _simulated(self) -> list[Entry]:
-        return [entry for entry in self._entries if entry.goodput is not None]
+    def _unscreened(self) -> list[Entry]:
+        return [entry for entry in self._entries if entry.screened is None]
 
     def _finalists(self) -> list[Entry]:
-        return [entry for entry in self._entries if entry.final]
+        return [entry for entry in self._entries if entry.goodput is not None]
 
-    def _is_served(self, entries: Sequence[Entry]) -> bool:
+    def _is_served(self, entries: Iterable[Entry]) -> bool:
         """Whether one of them answers the question."""
         return any(entry.rate and self._ranking.serves(entry.rate) for entry in entries)
 

@@ -5,55 +5,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from pdserve.model.cost.hardware import slowed
 from pdserve.planner.layout import Layout
-from pdserve.planner.search.goodput import Goodput, Trial, find_goodput
+from pdserve.planner.search.goodput import Goodput, Search, Trial, answered, bracketing
 from pdserve.planner.search.plan import Sensitivity
-from pdserve.planner.search.process_pool import Job
 
-_TIME_FACTORS = (0.9, 1.1)
-_SATURATION = 1.1
-"""Start rate for saturation, as a multiple of the goodput."""
+TIME_FACTORS = (0.9, 1.1)
+_SATURATION_STEP, _SENSITIVITY_STEP, _TOLERANCE = 1.15, 1.05, 1.05
 
 
-class SensitivityAnalysis:
-    """Analyses one winner. The effect of faster and slower steps is a ratio of goodputs by the first seed alone."""
+def search_saturation(trial: Trial, goodput: Goodput) -> Search[float]:
+    """Highest rate at which the winner attains half of its target in a steady state.
 
-    def __init__(self, trial: Trial, rate: float) -> None:
-        """
-        Args:
-            trial: of the winner.
-            rate: its goodput.
-        """
-        self._rate = rate
-        halved = replace(trial, slo=replace(trial.slo, attainment=trial.slo.attainment / 2))
-        trial = replace(trial, seeds=trial.seeds[:1])
-        searches = [(halved, rate * _SATURATION), (trial, rate)]
-        searches += [(replace(trial, layout=_slowed(trial.layout, factor)), rate / factor) for factor in _TIME_FACTORS]
-        self.jobs: list[Job[Goodput]] = [
-            partial(find_goodput, trial=each, start_rate=start_rate, step=1.1) for each, start_rate in searches
-        ]
-        """Simulations to run before `results`."""
+    Args:
+        trial: that found its ``goodput``, which is above 0.
+    """
+    known = {point.rate: point for point in goodput.points}
+    start_rate = max(rate for rate, point in known.items() if point.meets(goodput.target / 2))
+    rates = bracketing(start_rate, _SATURATION_STEP, _TOLERANCE)
+    return (yield from answered(rates, trial, lambda seen: seen.meets(goodput.target / 2), known))
 
-    def results(self, goodputs: Sequence[Goodput]) -> tuple[float | None, tuple[Sensitivity, ...]]:
-        """Rate at which the winner's attainment falls to half of its target or the cluster saturates, and its goodput
-        with faster and slower steps; ``None`` and nothing if one run of the winner meets the target at no rate.
 
-        Args:
-            goodputs: results of `jobs`.
-        """
-        saturation, predicted, *slow = goodputs
-        if not predicted.rate:
-            return None, ()
-        scale = self._rate / predicted.rate
-        return max(self._rate, saturation.rate), tuple(
-            Sensitivity(factor, scale * each.rate) for factor, each in zip(_TIME_FACTORS, slow, strict=True)
-        )
+def search_sensitivity(trial: Trial, goodput: Goodput, factor: float) -> Search[Sensitivity]:
+    """Goodput of the winner if steps and transfers take ``factor`` times as long."""
+    slow = replace(trial, layout=_slowed(trial.layout, factor))
+    rates = bracketing(goodput.rate / factor, _SENSITIVITY_STEP, _TOLERANCE)
+    rate = yield from answered(rates, slow, goodput.is_met, {})
+    return Sensitivity(factor, rate)
 
 
 def _slowed(layout: Layout, factor: float) -> Layout:

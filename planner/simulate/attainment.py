@@ -88,7 +88,7 @@ class Attainment:
     """Gaps between tokens, including the warm-up's."""
     num_requests: int
     num_counted: int
-    """Requests that arrived after the warm-up."""
+    """Requests that arrived after the warm-up, and while new conversations began."""
     num_rejected: int
     warm_up_s: float
     """Warm-up of each run."""
@@ -180,8 +180,9 @@ class _Judged(NamedTuple):
     def of(cls, run: Simulation, slo: SloConfig) -> _Judged:
         times = run.times
         residence_s = _mean_residence_s(times)
-        start_s = warm_up_s(times.arrived_s, residence_s)
-        counts = times.arrived_s >= (times.arrived_s[0] if len(times.arrived_s) else 0.0) + start_s
+        is_offered = times.arrived_s <= run.offered_until_s
+        start_s = warm_up_s(times.arrived_s[is_offered], residence_s)
+        counts = is_offered & (times.arrived_s >= (times.arrived_s[0] if len(times.arrived_s) else 0.0) + start_s)
         ttft_s, tpot_s = _or_never(times.ttft_s), _or_never(times.tpot_s)
         met_ttft, met_tpot = ttft_s <= slo.ttft_seconds, tpot_s <= slo.tpot_seconds
         is_over = np.isfinite(tpot_s)

@@ -144,12 +144,21 @@ class ScoutResult:
     num_preemptions: int
     num_decoded: int
     """Tokens after token 0, of all answers."""
+    offered_until_s: float
+    """Arrival of the last first turn."""
 
     def simulation(self) -> Simulation:
-        """The result as the judge's, without figures of workers and gaps between tokens."""
+        """The result as that of the simulator, without figures of workers and gaps between tokens."""
         ended_s = np.nanmax(self.times.last_token_s, initial=0.0)
         none = np.zeros(0)
-        return Simulation(times=self.times, workers=[], gap_s=none, gap_weights=none, ended_s=float(ended_s))
+        return Simulation(
+            times=self.times,
+            workers=[],
+            gap_s=none,
+            gap_weights=none,
+            ended_s=float(ended_s),
+            offered_until_s=self.offered_until_s,
+        )
 
 
 def scout(
@@ -213,6 +222,7 @@ def scout(
         times=times,
         num_preemptions=int(workers["num_preemptions"].sum()),
         num_decoded=int(workers["num_decoded"].sum()),
+        offered_until_s=float(requests.arrived_s[-1]),
     )
 
 

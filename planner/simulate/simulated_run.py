@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from pdserve.contracts.deployment import PLANNED_POLICY, SloConfig
+from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.simulate.attainment import Attainment, measure
 from pdserve.planner.simulate.simulation import Simulation
@@ -32,7 +32,7 @@ class Run:
     """Requests in flight in a closed loop."""
     max_in_flight: int = 1024
     """Limit at the router."""
-    policy: str = PLANNED_POLICY
+    policy: str = DEFAULT_POLICY
     """Placement policy of the router."""
     seed: int = 0
 

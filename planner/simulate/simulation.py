@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from math import nan
+from math import inf, nan
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from pdserve.planner.arrays import FloatArray, IntArray
 
 _LEAST_ANSWERED, _MOST_DRIFT = 0.97, 0.25
 """Limits of a steady state: answers over arrivals, and growth of a request's mean time from one third to the next."""
-_LEAST_RESIDENCES = 30
+_LEAST_RESIDENCES = 10
 """Length of a run that reaches a steady state, in mean times of its first requests."""
 _DEVIATIONS = 3.0
 """Standard deviations that pass for chance."""
@@ -143,3 +143,5 @@ class Simulation:
     """Number of gaps of each length."""
     ended_s: float
     """Time of the last event."""
+    offered_until_s: float = inf
+    """Time of the last arrival of an open loop; later turns of conversations arrive while the load falls."""

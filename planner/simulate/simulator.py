@@ -19,7 +19,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from pdserve.contracts.deployment import PLANNED_POLICY, SloConfig
+from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.contracts.events import ClientEvent, RequestEvent, TokenEvent
 from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.engine.scheduling.interface import GrantEvent, StartPullEvent
@@ -71,7 +71,7 @@ def simulate(
     overheads: Overheads | None = None,
     concurrency: int = 0,
     max_in_flight: int = 1024,
-    policy: str = PLANNED_POLICY,
+    policy: str = DEFAULT_POLICY,
     cost_of: Callable[[Pool], CostModel] | None = None,
 ) -> Simulation:
     """Serve ``requests`` on ``layout``.
@@ -162,6 +162,7 @@ class _Simulator:
         self._prompts = PromptTable(requests, model.block_size)
         self._records: list[RequestRecord] = []
         self._ended_s = 0.0
+        self._offered_until_s = 0.0
         self._delivered_s = 0.0
         """Arrival of the events that the dispatcher is handling."""
         predict = cost_of or (lambda pool: pool.cost(model))
@@ -217,8 +218,10 @@ class _Simulator:
         self._events.at(arrives_s, partial(self._arrive, request, before))
 
     def _arrive(self, simulated: SimulatedRequest, before: Prompt | None) -> None:
-        if not self._is_closed_loop and before is None:
-            self._expect_next()
+        if before is None:
+            self._offered_until_s = self.now_s
+            if not self._is_closed_loop:
+                self._expect_next()
         record = RequestRecord(self.now_s, simulated.num_prompt_tokens, simulated.num_output_tokens)
         self._records.append(record)
         request = _Request(self, simulated, self._prompts.write(simulated, before), record)
@@ -306,6 +309,7 @@ class _Simulator:
             gap_s=np.array(lengths_us, np.float64) / 1e6,
             gap_weights=np.array([gaps_us[length_us] for length_us in lengths_us], np.float64),
             ended_s=self._ended_s,
+            offered_until_s=self._offered_until_s,
         )
 
 

@@ -1,8 +1,8 @@
 """The ``least-time`` policy: least predicted TTFT for prefill, least predicted TPOT, transfer included, for decode.
 
 A decode worker may also prefill where that is faster and violates nobody's TPOT (`may_prefill_locally`): typically the
-next turn of a chat whose history only that worker caches. Plans are made for this policy, which
-`pdserve.planner.simulate.scout_kernel` models.
+next turn of a chat whose history only that worker caches. The planner's screener,
+`pdserve.planner.simulate.scout_kernel`, models this policy.
 """
 
 from __future__ import annotations

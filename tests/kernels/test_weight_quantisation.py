@@ -66,7 +66,6 @@ def test_joined_and_cut() -> None:
     whole = joined([first, second])
     whole_FE = torch.cat((dequantise(first), dequantise(second)))
     assert torch.equal(dequantise(whole), whole_FE)
-    assert torch.equal(dequantise(whole.rows(range(3, 8))), whole_FE[3:8])
     for inputs in (range(90), range(32, 64), range(64, 90)):
         assert torch.equal(dequantise(whole.inputs(inputs)), whole_FE[:, inputs.start : inputs.stop])
     with pytest.raises(AssertionError):

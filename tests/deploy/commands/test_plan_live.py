@@ -81,9 +81,10 @@ def live(url: str, *arguments: str) -> int:
 
 
 def test_the_running_placement_is_compared_with_the_best(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    with admin_port(serving(model)) as url:
+    with admin_port({**serving(model), "policy": "least-time"}) as url:
         assert live(url, "--json", "-") == 0
     proposal = json.loads(capsys.readouterr().out)
+    assert proposal["plan"]["policy"] == "least-time", "that of the cluster"
     assert proposal["running"]["layout"]["text"] == "2 x M(TP1)"
     assert proposal["plan"]["fleet"][0]["devices_per_node"] == 2
     assert proposal["plan"]["mean_prompt_tokens"] == pytest.approx(1000, rel=0.05)

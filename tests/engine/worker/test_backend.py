@@ -407,3 +407,11 @@ def test_ranks_with_pools_of_their_own_swap_within_swap_memory(
     with staged_device():
         assert choose_backend(config).num_swap_slots == 8 // num_copies // num_stages
     assert choose_backend(config).num_swap_slots == 8 // num_stages
+
+
+def test_guesses_on_a_gpu_are_refused(config: WorkerConfig) -> None:
+    guessing = replace(config, speculation="ngram")
+    backend._check_speculation(guessing, is_on_host=True)
+    backend._check_speculation(config, is_on_host=False)
+    with pytest.raises(ValueError, match=r"mixed\.speculation is ngram, and guesses are made on CPUs only"):
+        backend._check_speculation(guessing, is_on_host=False)

@@ -8,7 +8,7 @@ from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.layout import Layout
 from pdserve.planner.live.replan import Proposal, Running, change_between, compare, propose, sentences
 from pdserve.planner.search.goodput import Goodput
-from pdserve.planner.search.plan import Candidate
+from pdserve.planner.search.plan import Candidate, Effort
 from pdserve.planner.simulate.attainment import Interval
 from tests.planner.plans import APART, MODEL, TOGETHER, a_plan
 from tests.planner.stand_ins import PoissonWorkload, a_pool
@@ -38,7 +38,7 @@ def test_a_large_and_certain_gain_is_proposed() -> None:
 
 
 def test_what_runs_is_simulated_as_long_as_the_best_was() -> None:
-    plan = a_plan()
+    plan = replace(a_plan(), question=replace(a_plan().question, effort=Effort(final_requests=200)))
     assert plan.best.goodput is not None
     assert plan.best.goodput.at_rate is not None
     workload = PoissonWorkload(500, 20)

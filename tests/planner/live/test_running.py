@@ -65,6 +65,7 @@ def status(*workers: dict[str, object], **changes: object) -> dict[str, object]:
         "slo": {"ttft_seconds": 0.25, "tpot_seconds": 0.02, "attainment": 0.8},
         "devices": {},
         "kv_transport": "auto",
+        "policy": "goodput",
         **changes,
     }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.contracts.deployment import PLANNED_POLICY, DeploymentConfig, PhaseConfig
+from pdserve.contracts.deployment import DEFAULT_POLICY, DeploymentConfig, PhaseConfig
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.config import read_deployment
@@ -39,9 +39,17 @@ def test_what_is_written_can_be_served(tmp_path: Path, rank: int) -> None:
     candidate = a_plan().candidates[rank]
     config = read_deployment(written(candidate, tmp_path))
     assert config == deployment_of(candidate.layout, MODEL, SLO, "/models/llama")
-    assert (config.model.path, config.slo, config.router.policy) == ("/models/llama", SLO, PLANNED_POLICY)
+    assert (config.model.path, config.slo, config.router.policy) == ("/models/llama", SLO, DEFAULT_POLICY)
     assert config.prefill.replicas + config.decode.replicas == (0 if candidate.layout.is_colocated else 2)
     assert config.kv_transfer.transport == MODEL.transport == "nccl"
+
+
+def test_only_another_policy_than_the_default_is_written(tmp_path: Path) -> None:
+    assert "policy" not in written(a_plan().best, tmp_path).read_text()
+    other = replace(a_plan(), question=replace(a_plan().question, policy="least-time"))
+    file = tmp_path / "other.yaml"
+    file.write_text(deployment_text(other, other.best, "/models/llama"))
+    assert read_deployment(file).router.policy == "least-time"
 
 
 def test_what_the_engine_does_not_do_is_written_and_said(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_plan_reads_from_answer_to_reasons() -> None:
     assert "decode 1 x TP1, h100-sxm 16.0 GB 56.0 GB 80.0 GB 256 50 70 % 10 %" in lines
     saturation = "attainment halves, or answers lag behind arrivals, at 24.0 requests/s, 1.50 times the goodput."
     assert f"Saturation: {saturation}" in lines
-    assert "5 layouts: 1 do not fit, 1 were only estimated, 3 simulated, with 1,200 requests in 1.5 s." in lines
+    assert "4 layouts: 1 do not fit, 1 were only estimated, 2 simulated, with 1,200 requests in 1.5 s." in lines
     assert "Llama-3-8B <i> bfloat16 on 4 x h100-sxm: 90 % of requests within TTFT 250 ms and TPOT 20 ms" in lines
     assert lines[1] == a_plan().verdict.text
 
@@ -65,15 +65,6 @@ def test_layouts_of_several_hosts_say_so() -> None:
     lines = [" ".join(line.split()) for line in printed(replace(plan, candidates=(apart,))).splitlines()]
     assert any(line.startswith("1 1 x P(TP1) + 1 x D(TP1), 2 hosts 2 16.0") for line in lines)
     assert not any(" hosts " in line for line in lines if line.startswith("#"))
-
-
-def test_what_was_simulated_briefly_is_marked() -> None:
-    plan = a_plan()
-    short = replace(plan.candidates[1], is_final=False)
-    said = printed(replace(plan, candidates=(plan.best, short)))
-    assert "7.20 - 8.80 (short)" in said
-    assert "Those marked (short) were simulated briefly" in " ".join(said.split())
-    assert "(short)" not in printed(plan)
 
 
 def test_words_are_no_markup() -> None:

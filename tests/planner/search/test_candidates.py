@@ -85,9 +85,9 @@ def a_candidate(
         target=0.9,
         num_devices=layout.num_devices,
         points=(seen,),
-        num_requests=100,
     )
-    entry = Entry(layout, estimator.estimate(layout), 3.0 * layout.num_devices, final=goodput)
+    estimate = estimator.estimate(layout)
+    entry = Entry(layout, estimate, 3.0 * layout.num_devices, estimate.rate, goodput=goodput)
     return assemble(question or replace(QUESTION, slo=slo), estimator, entry, winner, at_winners_rate=at_winners_rate)
 
 

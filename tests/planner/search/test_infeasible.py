@@ -16,11 +16,11 @@ QUESTION = Question(
 
 def test_the_best_that_was_seen_is_named() -> None:
     slo = replace(SLO, ttft_seconds=0.03)
-    trial = Trial(model=LLAMA_3_8B, layout=colocated(), slo=slo, num_requests=60, seeds=(0,))
+    trial = Trial(model=LLAMA_3_8B, layout=colocated(), slo=slo, num_requests=60)
     goodput = find_goodput(Runner(PoissonWorkload(1500, 20)), trial, 10.0)
     assert goodput.rate == 0
     estimate = Estimate(rate=10.0, resource=Resource.LINK)
-    entry = Entry(trial.layout, estimate, None, screened=goodput)
+    entry = Entry(trial.layout, estimate, None, estimate.rate, goodput=goodput)
     text = str(nothing_met(replace(QUESTION, slo=slo), [entry]))
     best = max(goodput.points, key=lambda point: point.share)
     assert text.startswith(
@@ -33,7 +33,8 @@ def test_the_best_that_was_seen_is_named() -> None:
 
 def test_the_most_that_the_fleet_serves_is_named() -> None:
     entries = [
-        Entry(colocated(n), Estimate(rate=rate, resource=Resource.LINK), None) for n, rate in ((1, 20.0), (2, 50.0))
+        Entry(colocated(n), Estimate(rate=rate, resource=Resource.LINK), None, rate)
+        for n, rate in ((1, 20.0), (2, 50.0))
     ]
     assert str(too_slow(QUESTION, entries)) == (
         "the fleet serves at most 50.0 requests/s within the SLO, with 2 x M(TP1), not the required 80.0 requests/s: "

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pdserve.planner.layout import Layout
@@ -10,7 +12,7 @@ from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, colocated, disaggrega
 
 
 def an_entry(layout: Layout, rate: float, dollars_per_hour: float = 1.0) -> Entry:
-    return Entry(layout, Estimate(rate=rate, resource=Resource.LINK), dollars_per_hour)
+    return Entry(layout, Estimate(rate=rate, resource=Resource.LINK), dollars_per_hour, rate)
 
 
 FAST = an_entry(colocated(4), 10.0, 9.0)
@@ -54,13 +56,11 @@ def test_a_choice_has_some_of_both_kinds() -> None:
     assert of_both_kinds(apart[:1], 3) == apart[:1]
 
 
-def test_out_of_reach_is_what_lies_far_behind_the_best_of_its_kind() -> None:
+def test_what_may_beat_the_best_of_its_kind_is_near_it() -> None:
     best, close, far = (an_entry(colocated(4), rate) for rate in (10.0, 8.5, 7.5))
     apart = an_entry(disaggregated(2, 2), 1.0)
-    ranked = [best, close, far, apart]
     question = Question(model=LLAMA_3_8B, slo=SLO, fleet=(Supply(hardware=H100),))
-    assert Ranking(question).within_reach(ranked, 1.25) == [best, close, apart]
-    asked = Question(
-        model=LLAMA_3_8B, slo=SLO, fleet=(Supply(hardware=H100),), objective=Objective.FEWEST_DEVICES, rate=5.0
-    )
-    assert Ranking(asked).within_reach(ranked, 1.25) == ranked
+    assert Ranking(question).may_beat([far, close, apart], [best], 1.25) == [close, apart]
+    asked = replace(question, objective=Objective.FEWEST_DEVICES, rate=5.0)
+    fewer, too_few = an_entry(colocated(2), 4.5), an_entry(colocated(1), 2.0)
+    assert Ranking(asked).may_beat([far, fewer, too_few], [best], 1.25) == [fewer]

@@ -4,38 +4,41 @@ from dataclasses import replace
 
 import pytest
 
-from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import slowed
 from pdserve.planner.layout import Layout
-from pdserve.planner.search.goodput import Runner, find_goodput
-from pdserve.planner.search.sensitivity import SensitivityAnalysis
-from tests.planner.search.test_goodput import SHORT, a_trial
-from tests.planner.stand_ins import H100, a_pool
+from pdserve.planner.search.goodput import Trial, carried_out, find_goodput
+from pdserve.planner.search.sensitivity import TIME_FACTORS, _slowed, search_saturation, search_sensitivity
+from pdserve.planner.simulate.attainment import Attainment
+from tests.planner.search.test_goodput import TRIAL, CurveRunner, falling
+from tests.planner.stand_ins import H100, LLAMA_3_8B, a_pool, disaggregated
 
 
-def test_figures_are_ratios_of_runs_of_one_seed() -> None:
-    trial, runner = a_trial(), Runner(SHORT)
-    one = replace(trial, seeds=trial.seeds[:1])
-    rate = find_goodput(runner, trial, 30.0).rate
-    analysis = SensitivityAnalysis(trial, rate)
-    saturation_rate, sensitivity = analysis.results([job(runner) for job in analysis.jobs])
-    assert saturation_rate is not None
-    assert runner.attainment(trial, saturation_rate).share >= trial.slo.attainment / 2
-    assert runner.attainment(trial, 1.05 * saturation_rate).share < trial.slo.attainment / 2
-    faster, slower = sensitivity
+class SlowedRunner(CurveRunner):
+    """Attains in proportion to the speed of the decode workers."""
+
+    def attainment(self, trial: Trial, rate: float) -> Attainment:
+        usual_s, step_s = (
+            layout.decode_pool.cost(LLAMA_3_8B).decode_s(1, 1000) for layout in (TRIAL.layout, trial.layout)
+        )
+        return replace(super().attainment(trial, rate * step_s / usual_s), rate=rate)
+
+
+def test_a_winner_saturates_where_half_is_attained_and_serves_more_the_faster_it_is() -> None:
+    share = falling(10.0)
+    runner = SlowedRunner(share)
+    goodput = find_goodput(runner, TRIAL, 9.0)
+    saturation_rate = carried_out(search_saturation(TRIAL, goodput), runner)
+    assert share(saturation_rate) >= 0.45 > share(1.05 * saturation_rate)
+    faster, slower = (carried_out(search_sensitivity(TRIAL, goodput, each), runner) for each in TIME_FACTORS)
     assert (faster.time_factor, slower.time_factor) == (0.9, 1.1)
-    assert faster.rate > 1.05 * rate
-    assert slower.rate < 0.95 * rate
+    assert faster.rate == pytest.approx(goodput.rate / 0.9, rel=0.05)
+    assert slower.rate == pytest.approx(goodput.rate / 1.1, rel=0.05)
+
+
+def test_every_device_of_a_slower_layout_is_slower() -> None:
     slow = Layout(
         prefill=replace(a_pool(WorkerRole.PREFILL), hardware=slowed(H100, 1.1)),
         decode=replace(a_pool(WorkerRole.DECODE), hardware=slowed(H100, 1.1)),
     )
-    by_hand = find_goodput(runner, replace(one, layout=slow), 30.0).rate / find_goodput(runner, one, 30.0).rate * rate
-    assert slower.rate == pytest.approx(by_hand, rel=0.05)
-
-
-def test_a_winner_that_one_seed_never_meets_has_no_figures() -> None:
-    hopeless = a_trial(slo=SloConfig(ttft_seconds=1e-4, tpot_seconds=1e-4))
-    analysis = SensitivityAnalysis(hopeless, 30.0)
-    assert analysis.results([job(Runner(SHORT)) for job in analysis.jobs]) == (None, ())
+    assert _slowed(disaggregated(), 1.1) == slow

@@ -154,4 +154,4 @@ def test_a_run_whose_answers_lag_behind_is_saturated() -> None:
 
 
 def test_a_run_too_short_for_a_steady_state_is_not_called_saturated() -> None:
-    assert not measure([growing(5.0, 60)], SLO, 0.1).is_saturated
+    assert not measure([growing(20.0, 20)], SLO, 0.1).is_saturated

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,6 +22,10 @@ from tests.planner.stand_ins import H100, LLAMA_3_8B, a_pool, colocated, disaggr
 SLO = SloConfig(ttft_seconds=0.25, tpot_seconds=0.02)
 ALL_HANDED_OFF = SloConfig(ttft_seconds=0.25, tpot_seconds=1e-4)
 """No decode worker may compute a prompt."""
+
+
+by_least_time = partial(simulate, policy="least-time")
+"""The policy that the scout models."""
 
 
 def requests_of(name: str, rate: float, num_requests: int, seed: int = 0) -> list[SimulatedRequest]:
@@ -67,7 +72,7 @@ def p90(values: FloatArray) -> float:
 def test_the_judge_agrees(layout: Layout, name: str, rate: float) -> None:
     requests = requests_of(name, rate, 600)
     ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=SLO).times
-    judge = simulate(LLAMA_3_8B, layout, requests, slo=SLO).times
+    judge = by_least_time(LLAMA_3_8B, layout, requests, slo=SLO).times
     assert share(ours, SLO) == pytest.approx(share(judge, SLO), abs=0.02)
     assert p90(ours.ttft_s) == pytest.approx(p90(judge.ttft_s), rel=0.05)
     assert p90(ours.tpot_s) == pytest.approx(p90(judge.tpot_s), rel=0.05)
@@ -80,7 +85,7 @@ def test_one_request_takes_what_the_judge_says(window: int) -> None:
         requests = [SimulatedRequest(1.0, num_prompt, num_output)]
         for layout in (disaggregated(), colocated()):
             ours = scout(model, layout, ScoutRequests.of(requests), slo=ALL_HANDED_OFF).times
-            judge = simulate(model, layout, requests, slo=ALL_HANDED_OFF).times
+            judge = by_least_time(model, layout, requests, slo=ALL_HANDED_OFF).times
             assert ours.first_token_s == pytest.approx(judge.first_token_s, rel=1e-5)
             assert ours.last_token_s == pytest.approx(judge.last_token_s, rel=1e-5)
 
@@ -92,7 +97,7 @@ def test_micro_batches_share_their_workers_wire() -> None:
     layout = Layout(prefill=prefill, decode=decode, hosts=(((0,),), ((1,),)))
     requests = [SimulatedRequest(0.0, 2000, 2) for _ in range(2)]
     ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=ALL_HANDED_OFF).times
-    judge = simulate(LLAMA_3_8B, layout, requests, slo=ALL_HANDED_OFF).times
+    judge = by_least_time(LLAMA_3_8B, layout, requests, slo=ALL_HANDED_OFF).times
     assert ours.last_token_s == pytest.approx(judge.last_token_s, rel=0.01)
 
 
@@ -123,7 +128,7 @@ def test_sequences_that_outgrow_the_blocks_are_preempted_and_end(role: WorkerRol
     result = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=SLO)
     assert result.num_preemptions > 0
     assert_each_ends_once(result)
-    judge = simulate(LLAMA_3_8B, layout, requests, slo=SLO).times
+    judge = by_least_time(LLAMA_3_8B, layout, requests, slo=SLO).times
     assert result.times.last_token_s.max() == pytest.approx(judge.last_token_s.max(), rel=0.05)
     assert p90(result.times.tpot_s) == pytest.approx(p90(judge.tpot_s), rel=0.1)
 
@@ -135,7 +140,7 @@ def test_a_sequence_starts_with_a_block_more_than_its_prompt() -> None:
     rows = [(0.0, 145, 100), (0.02, 60, 40), (0.04, 60, 40), (0.075, 159, 10)]
     requests = [SimulatedRequest(*row) for row in rows]
     ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=ALL_HANDED_OFF).times
-    judge = simulate(LLAMA_3_8B, layout, requests, slo=ALL_HANDED_OFF).times
+    judge = by_least_time(LLAMA_3_8B, layout, requests, slo=ALL_HANDED_OFF).times
     np.testing.assert_allclose(ours.last_token_s, judge.last_token_s, rtol=0, atol=1e-9)
 
 
@@ -146,7 +151,7 @@ def test_times_are_the_judges_where_blocks_are_short(num_stages: int, window: in
     requests = requests_of("sharegpt-synthetic", 10.0 * num_stages, 400)
     model = replace(LLAMA_3_8B, shape=replace(LLAMA_3_8B.shape, windows=(0, window) * 16))
     ours = scout(model, layout, ScoutRequests.of(requests), slo=SLO).times
-    judge = simulate(model, layout, requests, slo=SLO).times
+    judge = by_least_time(model, layout, requests, slo=SLO).times
     assert (ours.num_output_tokens == 1).any()
     np.testing.assert_allclose(ours.first_token_s, judge.first_token_s, rtol=0, atol=1e-9)
     np.testing.assert_allclose(ours.last_token_s, judge.last_token_s, rtol=0, atol=1e-9)
@@ -157,7 +162,7 @@ def test_the_judge_agrees_on_answers_that_end_before_their_limit(layout: Layout)
     """KV is scarce, so that what is reserved for them counts."""
     requests = [request.limited(4000) for request in requests_of("chat", 14.0, 400)]
     ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=SLO).times
-    judge = simulate(LLAMA_3_8B, layout, requests, slo=SLO).times
+    judge = by_least_time(LLAMA_3_8B, layout, requests, slo=SLO).times
     assert share(ours, SLO) == pytest.approx(share(judge, SLO), abs=0.02)
     assert p90(ours.ttft_s) == pytest.approx(p90(judge.ttft_s), rel=0.05)
     assert p90(ours.tpot_s) == pytest.approx(p90(judge.tpot_s), rel=0.05)
@@ -194,7 +199,7 @@ def test_the_judge_agrees_on_conversations_and_what_is_cached(layout: Layout, nu
     for seed in range(num_seeds):
         requests = requests_of("agent", 9.0, 1000, seed)
         ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=slo)
-        judge = simulate(LLAMA_3_8B, layout, requests, slo=slo).times
+        judge = by_least_time(LLAMA_3_8B, layout, requests, slo=slo).times
         assert_each_ends_once(ours)
         found.append(
             [
@@ -214,7 +219,7 @@ def test_one_conversation_takes_what_the_judge_says(layout: Layout) -> None:
     last = SimulatedRequest(3.0, 1430, 30)
     first = SimulatedRequest(1.0, 1000, 50, (), SimulatedRequest(2.0, 1200, 100, (), last))
     ours = scout(LLAMA_3_8B, layout, ScoutRequests.of([first]), slo=SLO).times
-    judge = simulate(LLAMA_3_8B, layout, [first], slo=SLO).times
+    judge = by_least_time(LLAMA_3_8B, layout, [first], slo=SLO).times
     assert len(ours.arrived_s) == 3
     for name in ("arrived_s", "first_token_s", "last_token_s"):
         assert getattr(ours, name) == pytest.approx(getattr(judge, name), rel=1e-5)
@@ -249,7 +254,7 @@ def test_a_shared_prefix_is_found_once_the_steps_that_write_it_have_ended(role: 
     ]
     slo = ALL_HANDED_OFF if is_apart else SLO
     ours = scout(LLAMA_3_8B, layout, ScoutRequests.of(requests), slo=slo).times
-    judge = simulate(LLAMA_3_8B, layout, requests, slo=slo).times
+    judge = by_least_time(LLAMA_3_8B, layout, requests, slo=slo).times
     assert ours.num_cached_tokens.tolist() == judge.num_cached_tokens.tolist()
     assert len(set(ours.num_cached_tokens.tolist())) > 2, "some find a part of it"
     assert ours.first_token_s == pytest.approx(judge.first_token_s, rel=1e-3)

@@ -203,7 +203,7 @@ def test_a_prompt_that_found_a_step_in_flight_waits_for_a_turn_after_it(is_synch
     layout = synchronous(disaggregated()) if is_synchronous else disaggregated()
     requests = [SimulatedRequest(1.0, 1500, 1), SimulatedRequest(1.001, 1000, 1), SimulatedRequest(2.0, 1500, 1)]
     overheads = replace(NO_OVERHEADS, turn_s=0.002)
-    times = simulate(LLAMA_3_8B, layout, requests, slo=SLO, overheads=overheads).times
+    times = simulate(LLAMA_3_8B, layout, requests, slo=ALL_HANDED_OFF, overheads=overheads).times
     cost = a_pool(WorkerRole.PREFILL).cost(LLAMA_3_8B)
     waited_s = cost.prefill_s(1500) - 0.001
     assert times.ttft_s == pytest.approx(
@@ -342,7 +342,13 @@ def test_schedulers_reserve_for_answers_that_may_go_on(layout: Layout) -> None:
 def test_with_blocks_for_all_a_limit_changes_little() -> None:
     """An answer that ends before it has a row more, which counts as no token."""
     known, unknown = (
-        simulate(LLAMA_3_8B, disaggregated(2, 2), [each.limited(limit) for each in poisson(20, 100)], slo=SLO)
+        simulate(
+            LLAMA_3_8B,
+            disaggregated(2, 2),
+            [each.limited(limit) for each in poisson(20, 100)],
+            slo=SLO,
+            policy="least-time",
+        )
         for limit in (0, 4000)
     )
     assert unknown.gap_weights.sum() == decoded(unknown) == 100 * 99
@@ -404,7 +410,9 @@ def test_lanes_of_a_pipeline_work_side_by_side() -> None:
     assert layout.prefill is not None
     staged = replace(layout, prefill=replace(layout.prefill, pipeline_parallel=2, max_batch_tokens=2000))
     ttft_s = {
-        (str(each), len(requests)): simulate(LLAMA_3_8B, each, requests, slo=SLO, overheads=NO_OVERHEADS).times.ttft_s
+        (str(each), len(requests)): simulate(
+            LLAMA_3_8B, each, requests, slo=ALL_HANDED_OFF, overheads=NO_OVERHEADS
+        ).times.ttft_s
         for each in (replace(layout, prefill=replace(layout.prefill, max_batch_tokens=2000)), staged)
         for requests in (alone, together)
     }
