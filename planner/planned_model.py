@@ -61,7 +61,9 @@ def _with_known_scheme(values: Mapping[str, object], quantization: str) -> Mappi
         ValueError: it is not known.
     """
     if quantization != "auto":
-        return {**values, "quantization_config": None, "compression_config": None}
+        none: Mapping[str, object] = {"quantization_config": None, "compression_config": None}
+        text = values.get("text_config")
+        return {**values, **none} | ({"text_config": {**text, **none}} if isinstance(text, Mapping) else {})
     try:
         parse_scheme(values)
     except ValueError as error:
