@@ -110,7 +110,7 @@ def test_quantised_weights_are_planned_as_asked_and_not_served(tmp_path: Path, m
 def test_the_language_model_of_a_multimodal_one_is_planned_as_asked_too(tmp_path: Path) -> None:
     text = {**CONFIG, "quantization_config": {"quant_method": "hqq"}}
     folder = written(tmp_path / "model", architectures=["Mistral3ForConditionalGeneration"], text_config=text)
-    with pytest.raises(ValueError, match="'hqq', .*; or plan with --quantization"):
+    with pytest.raises(ValueError, match=r"'hqq', .*; or plan with --quantization"):
         read_planned_model(folder)
     model = read_planned_model(folder, precision=Precision(quantization="int4"))
     assert model.shape.scheme is None
