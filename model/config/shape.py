@@ -109,7 +109,7 @@ class ModelShape:
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
             qkv_bias=family.qkv_bias or attention_bias,
             output_bias=attention_bias and not family.qkv_bias,
-            mlp_bias=family.has_biases or bool(values.get("mlp_bias")),
+            mlp_bias=family.has_biases or (bool(values.get("mlp_bias")) and not num_experts),
             qk_norm=family.qk_norm,
             post_norms=family.post_norms,
             norm_bias=family.has_biases,

@@ -107,6 +107,11 @@ def test_an_expert_for_all_tokens_has_a_gate() -> None:
     assert shape.layer_groups(1) == shape.layer_parameters - 61 * 2048
 
 
+def test_experts_have_no_biases() -> None:
+    """Nor has transformers: a file with some is refused."""
+    assert not ModelShape.from_hf_config({**MIXTRAL_8X7B, "mlp_bias": True}).mlp_bias
+
+
 def test_layers_without_experts_are_counted_apart() -> None:
     config = {**QWEN3_30B_A3B, "decoder_sparse_step": 3, "mlp_only_layers": [2, 8]}
     shape = ModelShape.from_hf_config(config)
