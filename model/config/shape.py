@@ -107,7 +107,7 @@ class ModelShape:
             ),
             vocab_size=positive_int(values, "vocab_size"),
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
-            qkv_bias=family.qkv_bias or attention_bias,
+            qkv_bias=bool(values.get("qkv_bias", True)) if family.qkv_bias else attention_bias,
             output_bias=attention_bias and not family.qkv_bias,
             mlp_bias=family.has_biases or (bool(values.get("mlp_bias")) and not num_experts),
             qk_norm=family.qk_norm,

@@ -20,7 +20,7 @@ _INDEX_NAME = "model.safetensors.index.json"
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _LEFT_OUT = re.compile(
     r"(model\.)?(?P<part>vision_tower|multi_modal_projector|visual|mtp\w*)\..+|"
-    r".+\.(?P<kind>(k|v|kv)_scale|inv_freq|(input|output|activation)_(scale(_ub)?|zero_point))"
+    r".+\.(?P<kind>(q|k|v|kv|prob)_scale|inv_freq|(input|output|activation)_(scale(_ub)?|zero_point))"
 )
 """Tensors that text does not need: encoders of images, drafts of further tokens, scales of a KV cache in 8 bits, and of
 activations, which stay floats."""

@@ -93,7 +93,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixtral-without-window": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": None},
     "qwen2-moe-some-layers": {
         "model_type": "qwen2_moe", **FAMILIES["qwen2_moe"], "num_hidden_layers": 4, "max_window_layers": 3,
-        "decoder_sparse_step": 2, "norm_topk_prob": True,
+        "decoder_sparse_step": 2, "norm_topk_prob": True, "qkv_bias": False,
     },
     "qwen3-moe-window": {
         "model_type": "qwen3_moe", **FAMILIES["qwen3_moe"], "use_sliding_window": True, "sliding_window": WINDOW,
