@@ -128,7 +128,8 @@ def _check_fit(config: DeploymentConfig, use: Use) -> None:
         )
     if use == "serve" and config.model.quantization == "fp8":
         raise ConfigError(
-            "model.quantization is fp8, which can be planned, simulated and emulated, but not computed; use int8",
+            "model.quantization is fp8, to which pdserve rounds no weights when it serves; use auto for one in "
+            "fp8, or int8",
             "model.quantization",
         )
     if not config.router.host:

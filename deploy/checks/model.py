@@ -38,6 +38,8 @@ def check_model(launch: Launch) -> str:
     """
     settings = launch.config.model
     folder = Path(settings.path)
+    if folder.suffix == ".gguf" or (any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))):
+        raise DeployError(f"{folder} is in GGUF, which is not served; download the model's safetensors")
     if not folder.is_dir():
         remedy = "give --model a folder with config.json, safetensors, tokenizer"
         if re.fullmatch(r"[\w.-]+/[\w.-]+", settings.path) and not folder.parent.exists():  # as on Hugging Face's hub

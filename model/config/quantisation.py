@@ -227,7 +227,7 @@ class _Keys:
             kind="e4m3" if kind[0] == "float" else f"int{kind[1]}",
             has_zeros=not is_symmetric,
             act_order=weights.get("actorder") in (True, "group", "dynamic"),
-            targets=tuple(group.get("targets") or ()),
+            targets=_Keys(f"{self._name}.config_groups", group)._patterns("targets"),
         )
         default = "group" if (weights.get("group_size") or 0) > 0 else "tensor"
         match keys._choice("strategy", ("tensor", "channel", "group", "block"), default):

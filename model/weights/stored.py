@@ -110,11 +110,13 @@ def read_matrix(checkpoint: Checkpoint, module: str, scheme: Scheme, rows: range
         inputs: inputs to read, in whole groups; all, where they are in act-order.
 
     Raises:
-        ValueError: zero points or groups are not what config.json says.
+        ValueError: zero points or groups are not what config.json says, or a scale is not finite.
     """
     part = _Part(checkpoint, module, scheme, rows, inputs)
     permutation = part.permutation()
     values_FE, scales_FG, zeros_FG = {"gptq": part.gptq, "awq": part.awq}.get(scheme.layout, part.compressed)()
+    if not scales_FG.isfinite().all():
+        raise ValueError(f"{module} has a scale that is not finite; download the checkpoint again")
     if permutation is not None:
         values_FE = values_FE.index_select(1, permutation)
     return GroupedWeight(

@@ -121,7 +121,10 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("model: {dtype: int4}", "model.dtype is 'int4'; write one of auto, float32, bfloat16, float16"),
         ("model: {kv_dtype: fp8}", "model.kv_dtype is 'fp8'; write one of auto, int8, float8_e4m3fn"),
         ("model: {quantization: awq}", "model.quantization is 'awq'; write one of auto, none, int8, int4, fp8"),
-        ("model: {quantization: fp8}", "model.quantization is fp8, which can be planned, simulated and emulated"),
+        (
+            "model: {quantization: fp8}",
+            "model.quantization is fp8, to which pdserve rounds no weights when it serves; use auto",
+        ),
         ("decode: {device: gpu}", "decode.device is 'gpu'; write one of auto, cpu, cuda"),
         (
             "decode: {gpu_memory_utilization: 90}",

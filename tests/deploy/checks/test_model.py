@@ -64,6 +64,12 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     assert f"no model folder at {tmp_path / 'absent'}; give --model" in refusal(LAUNCH, tmp_path / "absent")
 
 
+def test_gguf_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model-q4.gguf").touch()
+    for path in (tmp_path, tmp_path / "model-q4.gguf"):
+        assert f"{path} is in GGUF, which is not served; download" in refusal(LAUNCH, path)
+
+
 def test_a_name_of_the_hub_is_told_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()

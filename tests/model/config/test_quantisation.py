@@ -109,6 +109,10 @@ def test_the_scheme_may_be_under_an_older_key_or_of_the_language_model() -> None
         (compressed(strategy="tensor_group"), "strategy is 'tensor_group'"),
         (compressed(group_size=None), "group_size is None"),
         ({**compressed(), "config_groups": {}}, "config_groups is no groups"),
+        (
+            {**compressed(), "config_groups": {"group_0": {"targets": "Linear", "weights": WEIGHTS}}},
+            "config_groups.targets is 'Linear'",
+        ),
         ({**compressed(), "ignore": "lm_head"}, "ignore is 'lm_head', .*with a list of names"),
         ({**compressed(), "ignore": ["re:*lm_head"]}, r"quantization_config has '\*lm_head', .* correct it"),
         ({**compressed(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is format sparse"),

@@ -55,6 +55,15 @@ def test_gptq_of_version_1_borrows_from_the_next_zero_point(tmp_path: Path) -> N
     assert (-read(tmp_path, tensors, scheme, (8, 16))[:, 0]).tolist() == [0, 8, 0, 0, 0, 0, 0, 0]
 
 
+def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    scales = torch.ones(1, 8)
+    scales[0, 3] = torch.nan
+    tensors = {"qweight": words([UP_WORD] * 8), "qzeros": words([0x77777777]), "scales": scales}
+    scheme = Scheme(kind="int4", layout="gptq", group_inputs=8, zeros_less_one=True)
+    with pytest.raises(ValueError, match="m has a scale that is not finite; download the checkpoint again"):
+        read(tmp_path, tensors, scheme, (8, 8))
+
+
 @pytest.mark.parametrize("stored", [0x77777777, 0x88888888 - (1 << 32)])
 def test_symmetric_gptq_has_the_middle_whichever_version_it_is(tmp_path: Path, stored: int) -> None:
     tensors = {"qweight": words([UP_WORD] * 8), "qzeros": words([stored]), "scales": torch.ones(1, 8)}
