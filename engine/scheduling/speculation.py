@@ -92,13 +92,14 @@ class Speculation:
         numbers = dict.fromkeys(rows, 0)
         for guess in chosen:
             numbers[guess.row] = guess.number
-        num_left = max_guesses - len(chosen) if seconds(len(chosen) + 1) <= limit_s else 0
+        num_chosen = len(chosen)
         for index in rows:
             sequence = step.sequences[index]
             sequence.num_plain_steps += 1
-            if not numbers[index] and num_left > 0 and sequence.num_plain_steps > STEPS_BETWEEN_TRIALS:
+            is_due = not numbers[index] and sequence.num_plain_steps > STEPS_BETWEEN_TRIALS
+            if is_due and num_chosen < max_guesses and seconds(num_chosen + 1) <= limit_s:
                 numbers[index] = 1
-                num_left -= 1
+                num_chosen += 1
             if numbers[index]:
                 sequence.num_plain_steps = 0
         return [Choice(index, number) for index, number in numbers.items() if number]

@@ -139,6 +139,8 @@ class _CorrectionByTokens:
     _NEWEST_WEIGHT = 1 / 16
     _LIMIT = 2.0
     """A step counts as this many times as long as expected at most: it may have been stalled."""
+    _LOWEST = 0.1
+    """Least ratio: of a step in no time, too, which emulation may have."""
 
     def __init__(self) -> None:
         self._ratios: dict[int, float] = {}
@@ -152,8 +154,8 @@ class _CorrectionByTokens:
 
     def observe(self, num_tokens: int, predicted_s: float, observed_s: float) -> None:
         size = _size(num_tokens)
-        last = self._ratios.get(size, observed_s / predicted_s)
-        newest = min(observed_s / predicted_s, self._LIMIT * last)
+        newest = min(max(observed_s / predicted_s, self._LOWEST), self._LIMIT * self.ratio(num_tokens))
+        last = self._ratios.get(size, newest)
         self._ratios[size] = last + self._NEWEST_WEIGHT * (newest - last)
 
 

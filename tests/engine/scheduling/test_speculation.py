@@ -114,6 +114,15 @@ def test_a_step_with_guesses_stays_within_the_longest_gap() -> None:
     assert linear(1.0, 0.1).choose(step, 100) == []
 
 
+def test_trials_of_several_sequences_stay_within_the_longest_gap_together() -> None:
+    step = a_step(LONG, LONG, LONG, LONG, acceptance=0.0, max_gap_s=1.25)
+    for sequence in step.sequences:
+        sequence.num_plain_steps = STEPS_BETWEEN_TRIALS
+    speculation = linear(1.0, 0.1)
+    assert speculation.choose(step, 100) == [Choice(0, 1), Choice(1, 1)]
+    assert speculation.choose(step, 100) == [Choice(2, 1), Choice(3, 1)], "the others go next"
+
+
 def test_a_sequence_without_right_guesses_tries_again_now_and_then() -> None:
     speculation, step = linear(1.0, 0.1), a_step(LONG, acceptance=0.0)
     tries = [bool(speculation.choose(step, 100)) for _ in range(3 * (STEPS_BETWEEN_TRIALS + 1))]

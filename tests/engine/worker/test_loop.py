@@ -89,6 +89,21 @@ def test_steps_with_guesses_are_corrected_beside_others_of_as_many_tokens() -> N
     assert times.decode_correction == corrected
 
 
+def test_the_first_step_of_as_many_tokens_may_have_been_stalled_too() -> None:
+    times, batch = StepTimes(COST), a_batch((1, 100), (1, 50))
+    plain, seconds = times.predict(batch), times.by_guesses(batch)
+    times.observe(plain, plain.predicted_s)
+    expected_s = seconds(4)
+    times.observe(plain, 1000 * expected_s, num_guesses=4)
+    assert seconds(4) <= 2 * expected_s
+
+
+def test_guesses_are_chosen_though_steps_take_no_time() -> None:
+    times, batch = StepTimes(COST), a_batch((1, 100))
+    times.observe(times.predict(batch), 0.0)
+    assert times.by_guesses(batch)(0) > 0
+
+
 def test_steps_that_do_more_than_compute_tokens_say_nothing_of_others() -> None:
     times = StepTimes(COST)
     prompt_logprobs = a_batch((1, 100), (40, 0))
