@@ -330,7 +330,7 @@ class SequenceTable:
         or have a handle, each with the token that it sampled."""
         step = self._take_step(output.step_id)
         self.must_drain = False
-        caches_content = self.pool.caches_content
+        caches_content, more = self.pool.caches_content, output.more
         results: list[tuple[Sequence, FirstToken | None]] = []
         for index, (sequence, row, sampled) in enumerate(
             zip(step.sequences, step.batch.rows, output.sampled, strict=True)
@@ -357,8 +357,8 @@ class SequenceTable:
                 self.events.append(PromptLogprobsEvent(sequence.key, row.cached_length + 1, entries))
             if sampled is not None:
                 finish = self.take_token(sequence, sampled)
-                if index in output.more and not finish:
-                    finish = self._take_more(sequence, output.more[index])
+                if more and not finish and index in more:
+                    finish = self._take_more(sequence, more[index])
                 if finish or sequence.handle:
                     results.append((sequence, FirstToken(sampled.token, finish)))
             elif sequence.handle:
