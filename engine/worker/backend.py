@@ -414,6 +414,7 @@ def _lending_cores(executor: Executor, config: WorkerConfig) -> Executor:
 def _emulated_backend(config: WorkerConfig) -> Backend:
     """Emulate a GPU: its step times, its transfer times, and as many blocks as its memory would hold."""
     _check_transport(config, is_on_host=True)
+    _check_speculation(config, _device(config).is_host)
     model = DecoderConfig.from_folder(Path(config.model_path))
     limits = model.limits(config.max_model_len)
     is_instant = config.time_scale == 0

@@ -415,3 +415,6 @@ def test_guesses_on_a_gpu_are_refused(config: WorkerConfig) -> None:
     backend._check_speculation(config, is_on_host=False)
     with pytest.raises(ValueError, match=r"mixed\.speculation is ngram, and guesses are made on CPUs only"):
         backend._check_speculation(guessing, is_on_host=False)
+    choose_backend(replace(guessing, emulate="cpu", time_scale=0.0))
+    with pytest.raises(ValueError, match="guesses are made on CPUs only"):
+        choose_backend(replace(guessing, emulate="h100-sxm"))
