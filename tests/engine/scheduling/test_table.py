@@ -236,6 +236,20 @@ def test_a_row_may_guess_as_far_as_its_blocks_reach() -> None:
     assert not table.is_guessing
 
 
+def test_a_step_has_guesses_if_a_row_before_its_last_has() -> None:
+    table = a_table()
+    first, last = (open_with_blocks(table, number) for number in range(2))
+    for sequence in (first, last):
+        table.complete(output_of(commit_chunk(table, sequence, 6), 40))
+    step = table.begin_step()
+    step.add_decode(first)
+    step.add_decode(last)
+    step.allow_guesses(0, 1)
+    step.allow_guesses(1, 0)
+    assert [row.max_guesses for row in step.batch.rows] == [1, 0]
+    assert step.has_guesses
+
+
 def test_a_run_is_emitted_in_order_and_goes_on_from_its_last_token() -> None:
     table = a_table()
     sequence = open_with_blocks(table, num_tokens=6, sampling=SamplingParams(max_tokens=20))

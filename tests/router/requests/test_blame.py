@@ -570,10 +570,10 @@ def test_what_a_micro_batch_computed_was_not_alone() -> None:
     assert request.outcome is None
 
 
-def test_the_end_of_a_drained_worker_makes_no_suspects() -> None:
+def test_the_end_of_a_drained_worker_makes_no_suspects_and_is_no_attempt() -> None:
     world = World(("prefill-0", "decode-0", "decode-1"), poisoned_index=-1, num_tokens=100)
     requests = [world.start(number) for number in range(20)]
-    for number in range(2 * MAX_LOSSES):
+    for number in range(MAX_ATTEMPTS + 1):
         for _ in range(3):
             world.turn()
         drained = world.dispatcher.workers[f"decode-{number % 2}"]

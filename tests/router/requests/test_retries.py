@@ -135,6 +135,16 @@ def test_a_worker_that_fails_everything_is_left_alone_and_tried_now_and_then() -
     assert {request.outcome for request in requests} == {Outcome.FINISHED}
 
 
+def test_a_worker_is_not_blamed_for_what_it_gives_up_as_late() -> None:
+    pool = Pool("mixed-0", "mixed-1")
+    late = [pool.start() for _ in range(8)]
+    pool.clock.now_s += DispatchSettings().max_silence_s  # and no sweep, which would come first
+    assert pool.fail(pool.workers[0]) == 4
+    assert [request.error.status for request in late if request.error is not None] == [504] * 4
+    pool.start()
+    assert pool.workers[0].submitted
+
+
 def test_the_only_worker_gets_requests_whatever_it_failed() -> None:
     pool = Pool("mixed-0")
     [worker] = pool.workers
