@@ -145,6 +145,19 @@ def test_a_worker_is_not_blamed_for_what_it_gives_up_as_late() -> None:
     assert pool.workers[0].submitted
 
 
+def test_what_a_lost_worker_failed_is_forgotten() -> None:
+    pool = Pool("mixed-0")
+    for _ in range(2):
+        pool.start()
+    [worker] = pool.workers
+    pool.fail(worker)
+    retries = pool.dispatcher._failover._retries
+    assert list(retries._failed) == [worker]
+    pool.dispatcher.worker_lost(worker)
+    assert not retries._failed
+    assert not retries._avoid, "nor does it hold the worker"
+
+
 def test_the_only_worker_gets_requests_whatever_it_failed() -> None:
     pool = Pool("mixed-0")
     [worker] = pool.workers
