@@ -58,11 +58,12 @@ def test_goodput_is_where_attainment_last_falls_below_the_objective() -> None:
 
 
 def test_requests_are_slowed_and_their_times_emulated() -> None:
-    """What a slowed cluster serves after other requests is as long, in its own seconds, as at full speed."""
+    """What a slowed cluster serves after other requests is as long, in its own seconds, as at full speed: by a policy
+    that learns nothing from the other requests."""
     layout, scale, from_s = disaggregated(), 10.0, 700.0
     requests = LOGNORMAL.draw(40, max_model_len=MODEL.max_model_len).at_rate(30.0)
     requests[-1] = replace(requests[-1], follow_up=SimulatedRequest(0.5, 3000, 8))
-    expected = simulate(MODEL, layout, requests, slo=SLO, overheads=NO_OVERHEADS).times
+    expected = simulate(MODEL, layout, requests, slo=SLO, overheads=NO_OVERHEADS, policy="least-time").times
     slow_slo = replace(SLO, ttft_seconds=SLO.ttft_seconds * scale, tpot_seconds=SLO.tpot_seconds * scale)
     before = [SimulatedRequest(0.0, 500, 5)]
     slow = simulate(
@@ -71,6 +72,7 @@ def test_requests_are_slowed_and_their_times_emulated() -> None:
         before + [slowed_request(request, scale, from_s) for request in requests],
         slo=slow_slo,
         overheads=NO_OVERHEADS,
+        policy="least-time",
     ).times
     found = emulated_times(slow, scale, from_s)
     assert len(found.ttft_s) == 41
