@@ -2,7 +2,7 @@
 
 `read_matrix` makes one form of all that publishers store: unpacked values, scales and zero points of groups. It reads
 the share of a rank alone. Called by `pdserve.model.weights.decoder_weights`, after `pdserve.model.weights.files` has
-checked names, dtypes and shapes. Dequantises nothing.
+checked names, dtypes and shapes. Dequantises only what is joined with floats, or is in another order.
 
 Shape suffixes: F output features, E input features, G groups of inputs, B blocks of outputs.
 """

@@ -13,15 +13,12 @@ from pdserve.kernels.triton.quantized_matmul import pack, quantized_matmul, stac
 from pdserve.kernels.weight_quantisation import dequantise
 from tests.gpu.device import on_device, sized, some
 from tests.kernels.grouped_weights import Form, random_weight
+from tests.kernels.random_tensors import random
 
 NUM_EXPERTS, PER_TOKEN = sized((64, 8), (6, 2))
 NUM_INPUTS, NUM_OUTPUTS = sized((2048, 768), (160, 40))
 NUM_TOKENS = some((1, 70, 16, 2048))
 HERE = range(1, NUM_EXPERTS - 1)
-
-
-def random(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def routes(num_tokens: int) -> torch_experts.Routes:

@@ -9,13 +9,10 @@ from pdserve.kernels.triton.quantized_matmul import pack, quantized_matmul
 from pdserve.kernels.weight_quantisation import dequantise
 from tests.gpu.device import on_device, sized, some
 from tests.kernels.grouped_weights import FORMS, Form, random_weight
+from tests.kernels.random_tensors import random
 
 SHAPES = some(((256, 384), (4096, 4096), (4096, 1000), (1100, 6144)), 1)
 """Inputs and outputs; the last two fill no tile."""
-
-
-def random(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("form", [Form("int8", None), Form("int4", 128)], ids=str)

@@ -12,6 +12,7 @@ from pdserve.kernels.operations import DecoderKernels, Linear
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.torch.dense import matrix_dtype
 from pdserve.kernels.weight_quantisation import dequantise, quantise
+from tests.kernels.random_tensors import random
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Around one row, two, a tile, a few tiles, a block, and more than one block; one panel, several, and parts of one.
@@ -22,10 +23,6 @@ QUANTISED = ("int8", "int4")
 both_kernels = pytest.mark.parametrize("kernels", [CPU_KERNELS, TORCH_KERNELS], ids=["cpu", "torch"])
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 every_weight = pytest.mark.parametrize("form", [*DTYPES, *QUANTISED])
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def cpu_linear(form: str, weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None) -> Linear:

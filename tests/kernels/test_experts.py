@@ -17,13 +17,10 @@ from pdserve.kernels.operations import DecoderKernels
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.torch.experts import route, sort_pairs
 from pdserve.kernels.weight_quantisation import GroupedWeight, quantise
+from tests.kernels.random_tensors import random
 
 both_kernels = pytest.mark.parametrize("kernels", [CPU_KERNELS, TORCH_KERNELS], ids=["cpu", "torch"])
 NUM_EXPERTS, PER_TOKEN = 12, 3
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def routers(normalises: bool) -> Any:

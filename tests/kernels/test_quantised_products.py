@@ -8,6 +8,7 @@ import torch
 from pdserve.kernels.cpu.threads import use_threads
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise
+from tests.kernels.random_tensors import random
 
 PER_OUTPUT = 10**6
 FORMS = [
@@ -20,10 +21,6 @@ NUM_ROWS = (1, 2, 7, 12, 50, 300)
 NUM_OUTPUTS, NUM_INPUTS = 150, 650
 
 every_form = pytest.mark.parametrize(("kind", "group_inputs", "has_zeros"), FORMS)
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def random_weight(

@@ -8,10 +8,7 @@ import pytest
 import torch
 
 from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise, joined, quantise
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.kernels.random_tensors import random
 
 
 def grouped(num_outputs: int, num_inputs: int, group_inputs: int, seed: int = 0) -> GroupedWeight:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,20 +13,11 @@ from pdserve.kernels.triton.quantized_matmul import pack, quantized_matmul, stac
 from pdserve.kernels.weight_quantisation import dequantise
 from tests.kernels.grouped_weights import FORMS, Form, random_weight
 from tests.kernels.launch_recorder import WAITING_OPERATIONS, recorded_launches
+from tests.kernels.random_tensors import random
+
+pytestmark = pytest.mark.usefixtures("nan_workspaces")
 
 NUM_OUTPUTS, NUM_INPUTS = 40, 160
-
-
-@pytest.fixture(autouse=True)
-def _nan_workspaces() -> Iterator[None]:
-    """What `torch.empty` gives is filled with NaN, or the largest of integers."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def routed(num_tokens: int, num_experts: int, per_token: int) -> torch.Tensor:

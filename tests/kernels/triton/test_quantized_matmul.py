@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,22 +14,13 @@ from pdserve.kernels.triton.configs import MatmulTile, split_inputs
 from pdserve.kernels.triton.quantized_matmul import TritonLinear, _multiply_kernel, pack, pack_linear, quantized_matmul
 from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise, quantise
 from tests.kernels.grouped_weights import FORMS, Form, random_weight
+from tests.kernels.random_tensors import random
+
+pytestmark = pytest.mark.usefixtures("nan_workspaces")
 
 TILES = {"int8": MatmulTile(16, 32, 32, 4, 1), "int4": MatmulTile(16, 32, 128, 4, 1)}
 both_forms = pytest.mark.parametrize("form", ["int8", "int4"])
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def _nan_workspaces() -> Iterator[None]:
-    """What `torch.empty` gives is filled with NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def held(weight: GroupedWeight) -> torch.Tensor:

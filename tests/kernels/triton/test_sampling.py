@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,11 +20,8 @@ INF = math.inf
 
 
 @pytest.fixture(autouse=True)
-def _small_tiles_and_nan_workspaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_tiles_and_nan_workspaces(monkeypatch: pytest.MonkeyPatch, nan_workspaces: None) -> None:
     monkeypatch.setattr(triton_sampling, "_TILE", 512)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def random_logits(num_rows: int, vocab_size: int, scale: float = 3.0) -> torch.Tensor:
