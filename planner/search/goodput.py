@@ -2,10 +2,10 @@
 
 Defines a trial (`Trial`), who simulates it (`Runner`) and the result (`Goodput`), and searches the rate. A search is a
 generator that asks for one run after the other and is sent what it attained: `pdserve.planner.search.process_pool`
-advances several at once, `find_goodput` one. All rates, and all layouts with the same workload and seed, see the same
-requests in the same pattern, only scaled in time (common random numbers), so that differences come from the layouts
-alone. Figures of a plan are those of the simulator that drives the live schedulers and the router's own policy; the
-scout (`pdserve.planner.simulate.scout`) only screens (`find_best`).
+advances several at once. All rates, and all layouts with the same workload and seed, see the same requests in the same
+pattern, only scaled in time (common random numbers), so that differences come from the layouts alone. Figures of a plan
+are those of the simulator that drives the live schedulers and the router's own policy; the scout
+(`pdserve.planner.simulate.scout`) only screens (`find_best`).
 """
 
 from __future__ import annotations
@@ -236,22 +236,6 @@ def answered(
             rate = rates.send(meets(known[rate]))
     except StopIteration as stop:
         found: float = stop.value
-        return found
-
-
-def find_goodput(runner: Runner, trial: Trial, start_rate: float, *, tolerance: float = 0.02) -> Goodput:
-    """The result of `search_goodput`, run by run."""
-    return carried_out(search_goodput(trial, start_rate, tolerance=tolerance), runner)
-
-
-def carried_out(search: Search[Result], runner: Runner) -> Result:
-    """The result of ``search``, whose runs ``runner`` simulates one after the other."""
-    try:
-        run = next(search)
-        while True:
-            run = search.send(runner.attainment(*run))
-    except StopIteration as stop:
-        found: Result = stop.value
         return found
 
 

@@ -12,9 +12,10 @@ from pdserve.planner.arrays import FloatArray
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.demand import Demand
 from pdserve.planner.search.estimates import Estimator, Resource, even_pulls_per_s, fits, mean_wait_s
-from pdserve.planner.search.goodput import Runner, Trial, find_goodput
+from pdserve.planner.search.goodput import Runner, Trial
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
 from pdserve.planner.workload.requests import Segment, SimulatedRequest
+from tests.planner.search.searches import find_goodput
 from tests.planner.stand_ins import (
     H100,
     LLAMA_3_8B,

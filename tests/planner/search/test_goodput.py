@@ -12,11 +12,10 @@ from pdserve.planner.search.goodput import (
     Trial,
     answered,
     bracketing,
-    carried_out,
     find_best,
-    find_goodput,
 )
 from pdserve.planner.simulate.attainment import Attainment, Interval
+from tests.planner.search.searches import carried_out, find_goodput
 from tests.planner.stand_ins import LLAMA_3_8B, SLO, PoissonWorkload, attain, disaggregated
 
 SHORT = PoissonWorkload(1500, 20)

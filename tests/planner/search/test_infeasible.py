@@ -3,10 +3,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pdserve.planner.search.estimates import Estimate, Resource
-from pdserve.planner.search.goodput import Runner, Trial, find_goodput
+from pdserve.planner.search.goodput import Runner, Trial
 from pdserve.planner.search.infeasible import nothing_met, too_slow
 from pdserve.planner.search.plan import Objective, Question, Supply
 from pdserve.planner.search.ranking import Entry
+from tests.planner.search.searches import find_goodput
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, colocated
 
 QUESTION = Question(

@@ -7,9 +7,10 @@ import pytest
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import slowed
 from pdserve.planner.layout import Layout
-from pdserve.planner.search.goodput import Trial, carried_out, find_goodput
+from pdserve.planner.search.goodput import Trial
 from pdserve.planner.search.sensitivity import TIME_FACTORS, _slowed, search_saturation, search_sensitivity
 from pdserve.planner.simulate.attainment import Attainment
+from tests.planner.search.searches import carried_out, find_goodput
 from tests.planner.search.test_goodput import TRIAL, CurveRunner, falling
 from tests.planner.stand_ins import H100, LLAMA_3_8B, a_pool, disaggregated
 
