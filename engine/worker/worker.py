@@ -265,7 +265,6 @@ class EngineWorker:
         return worker_pb2.Welcome(
             worker_id=config.worker_id,
             worker_epoch=self._epoch,
-            role=config.role.value,
             kv_address=kv_address,
             model_hash=backend.layout.model_hash,
             max_model_len=backend.limits.max_model_len,
