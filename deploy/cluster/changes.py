@@ -28,7 +28,7 @@ class Changes:
         self._changed = changed
 
     def scale(self, replicas: Mapping[WorkerRole, int]) -> Iterator[str]:
-        """Have as many workers of each role: the newest take the role of others that are missing, or leave.
+        """Have as many workers of each role: the last of those too many take the roles of missing ones, or leave.
 
         Raises:
             DeployError: a role has no workers, or would have none; or a new worker has no room, or does not start.
@@ -134,5 +134,6 @@ class Changes:
         )
 
     def _pool(self, role: WorkerRole) -> list[WorkerProcess]:
-        """Workers of a role, the oldest first."""
-        return [worker for worker in self._fleet.workers if worker.role is role]
+        """Workers of a role: those that have their name of it, the oldest first, then those that had another before."""
+        pool = [worker for worker in self._fleet.workers if worker.role is role]
+        return sorted(pool, key=lambda worker: not worker.name.startswith(role.value))

@@ -69,6 +69,12 @@ def test_roles_change_before_a_worker_starts_or_ends(tmp_path: Path) -> None:
     assert scale(fleet, decode=3, prefill=1) == ([], 0)
 
 
+def test_those_go_back_first_that_had_the_role_before(tmp_path: Path) -> None:
+    fleet = a_fleet(a_deployment(2, 2), tmp_path)
+    scale(fleet, prefill=1, decode=3)
+    assert scale(fleet, prefill=2, decode=2)[0] == ["prefill-1 becomes a prefill worker"]
+
+
 def test_new_workers_get_names_that_no_other_has(tmp_path: Path) -> None:
     fleet = a_fleet(a_deployment(2, 1), tmp_path)
     scale(fleet, prefill=1, decode=2)
