@@ -106,13 +106,17 @@ class PlannedStep:
         )
         self._account(sequence, start + 1, True)
 
-    def allow_guesses(self, index: int, num_guesses: int) -> None:
-        """Let the executor guess up to so many tokens in a row of one known token, as far as the row's blocks reach."""
+    def allow_guesses(self, index: int, num_guesses: int, num_forced: int = 0) -> None:
+        """Let the executor guess up to so many tokens in a row of one known token, as far as the row's blocks reach.
+
+        Args:
+            num_forced: those that the row's grammar may prescribe instead.
+        """
         row, sequence = self.batch.rows[index], self.sequences[index]
         room = len(row.block_table) * sequence.block_size - row.cached_length - 1
-        row.max_guesses = min(num_guesses, room)
+        row.max_guesses, row.max_forced = min(num_guesses, room), min(num_forced, room)
         row.history = sequence.tokens
-        self.has_guesses |= row.max_guesses > 0
+        self.has_guesses |= row.max_guesses > 0 or row.max_forced > 0
 
     def add_swap_out(self, sequence: Sequence, slots: list[int]) -> None:
         """Copy the sequence's leading blocks to host slots, as they are after all earlier steps."""

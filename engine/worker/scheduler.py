@@ -184,13 +184,13 @@ class Scheduler:
     def _plan_guesses(self, step: PlannedStep, speculation: Speculation) -> None:
         """Let rows guess in what the step leaves of its token budget. Nobody is preempted for a guess."""
         num_left = self._max_batch_tokens - step.batch.num_new_tokens
-        for index, num_guesses in speculation.choose(step, num_left):
+        for index, num_guesses, num_forced in speculation.choose(step, num_left):
             sequence = step.sequences[index]
-            num_tokens = step.batch.rows[index].cached_length + 1 + num_guesses
+            num_tokens = step.batch.rows[index].cached_length + 1 + max(num_guesses, num_forced)
             num_missing = sequence.num_blocks_for(num_tokens) - len(sequence.block_table)
             if num_missing > 0 and self._pool.can_allocate(num_missing):
                 sequence.block_table.extend(self._pool.allocate(num_missing))
-            step.allow_guesses(index, num_guesses)
+            step.allow_guesses(index, num_guesses, num_forced)
 
     def _grow(self, step: PlannedStep, sequence: Sequence) -> bool:
         """Allocate one more block for the sequence, preempting the last arrivals if needed; ``False`` if it must
