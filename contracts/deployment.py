@@ -72,7 +72,7 @@ _KvMemory = Annotated[str, Rule(_is_memory, f"auto, or {_SIZE}")]
 _SwapMemory = Annotated[str | int, Rule(_is_swap, f"auto, 0, or {_SIZE}")]
 _Degree = Annotated[int, between(1, MAX_DEGREE)]
 _Port = Annotated[int, between(0, 65535)]
-ToolFormatName = Annotated[str, one_of("auto", "hermes", "llama3", "qwen3_coder")]
+ToolFormatName = Annotated[str, one_of("auto", "hermes", "llama3", "qwen3_coder", "harmony")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,8 @@ class ModelConfig:
     served_name: str = ""
     """Name that clients use; empty takes the folder's name, or that of the repository in Hugging Face's cache."""
     tool_format: ToolFormatName = "auto"
-    """How the model writes tool calls: ``hermes`` (Qwen's, too), ``llama3`` or ``qwen3_coder`` (tags); ``auto`` takes
-    what the chat template teaches."""
+    """How the model writes tool calls: ``hermes`` (Qwen's, too), ``llama3``, ``qwen3_coder`` (tags), or ``harmony``
+    (gpt-oss's, reasoning included); ``auto`` takes what the chat template teaches."""
 
     generation_config: Annotated[str, one_of("auto", "none")] = "auto"
     """``auto``: temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens of the checkpoint's
