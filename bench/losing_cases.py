@@ -1,7 +1,7 @@
 """Two published measurements in which disaggregation lost, or traded one latency for the other, simulated from their
 descriptions.
 
-    python -m pdserve.bench.losing_cases [--only NAME] [--requests N] [--plan] [--json FILE]
+    python -m pdserve.bench.losing_cases [--only NAME] [--requests N] [--policy NAME] [--plan] [--json FILE]
 
 ``agents``: a coder's sessions on eight H20 (gahow/agentic-kvc, May 2026): 2.1 million requests of 34,000 prompt tokens,
 most of them of earlier turns. With one cache-aware router for both, PD had 72 % more TTFT and no better TPOT.
@@ -21,7 +21,7 @@ from rich.table import Table
 
 from pdserve.bench.models import QWEN3_32B
 from pdserve.bench.script import publish, script_parser
-from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.deployment import POLICIES, SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import Hardware, hardware
@@ -141,8 +141,12 @@ CASES = (
 )
 
 
-def figures(case: Case, layout: Layout, num_requests: int) -> dict[str, Any]:
-    """Latencies in milliseconds, and shares, of one layout."""
+def figures(case: Case, layout: Layout, num_requests: int, policy: str = "") -> dict[str, Any]:
+    """Latencies in milliseconds, and shares, of one layout.
+
+    Args:
+        policy: in place of the case's.
+    """
     result = carry_out(
         Run(
             model=case.model,
@@ -152,7 +156,7 @@ def figures(case: Case, layout: Layout, num_requests: int) -> dict[str, Any]:
             num_requests=num_requests,
             rate=case.rate,
             concurrency=case.concurrency,
-            policy=case.policy,
+            policy=policy or case.policy,
         )
     )
     times, attainment = result.simulation.times, result.attainment
@@ -180,6 +184,7 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--only", choices=[case.name for case in CASES])
     parser.add_argument("--requests", type=int, default=0, help="per layout; by default as many as the case has")
+    parser.add_argument("--policy", choices=POLICIES, default="", help="placement; by default that of each case")
     parser.add_argument("--plan", action="store_true", help="also ask the planner")
     parser.add_argument("--processes", type=int, default=2, help="of the planner")
     arguments = parser.parse_args()
@@ -188,12 +193,10 @@ def main() -> None:
         if arguments.only not in (None, case.name):
             continue
         num_requests = arguments.requests or case.num_requests
-        results = {
-            f"{layout}, chunks of {max(pool.max_batch_tokens for pool in layout.pools)}": figures(
-                case, layout, num_requests
-            )
-            for layout in case.layouts
-        }
+        results = {}
+        for layout in case.layouts:
+            chunk = max(pool.max_batch_tokens for pool in layout.pools)
+            results[f"{layout}, chunks of {chunk}"] = figures(case, layout, num_requests, arguments.policy)
         table = Table("layout", *next(iter(results.values())), title=f"{case.name}: {case.published}")
         for name, row in results.items():
             table.add_row(name, *map(str, row.values()))
