@@ -138,7 +138,8 @@ def up(
             replace(launch, time_scale=time_scale, drain_timeout_s=drain_timeout), Progress(Console())
         ).run()
     except RayLostError as error:  # Ray can be joined once per process
-        again = [sys.executable, "-P", "-m", "pdserve.deploy.cli", *sys.argv[1:], "--port", str(error.port)]
+        again = [sys.executable, "-P", "-m", "pdserve.deploy.cli", *sys.argv[1:], f"--port={error.port}"]
+        again += [f"--{role.value}={number}" for role, number in error.replicas.items()]
         os.execv(sys.executable, again)
 
 

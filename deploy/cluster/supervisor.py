@@ -255,7 +255,7 @@ class Supervisor:
             self._is_silent = True
             self._write_note()
         if self._loss.is_over(time.monotonic(), self._routers[0]):
-            raise RayLostError(self._routers[0].config.port)
+            raise RayLostError(self._routers[0].config.port, self._fleet.replicas)
 
     def _report_silence(self) -> None:
         self._is_silent = self._desk.is_silent

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,15 @@ def test_the_oldest_configs_leave_defaults_out() -> None:
     assert config.rms_norm_eps == 1e-6
     assert config.eos_token_ids == ()
     assert not config.shape.tie_word_embeddings
+
+
+def test_a_call_ends_answers_of_the_harmony_format_whatever_is_listed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_31_8B, "eos_token_id": 5}))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|return|>"}')
+    ids = {"<|return|>": 5, "<|channel|>": 6, "<|call|>": 7, "<|end|>": 8}
+    for vocab, expected in ((ids, (5, 7)), ({"<|return|>": 5, "<|call|>": 7}, (5,)), ({}, (5,))):
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+        assert DecoderConfig.from_folder(tmp_path).eos_token_ids == expected
 
 
 def test_mistral() -> None:
