@@ -15,6 +15,7 @@ from tests.model.published_configs import (
     GEMMA_3_1B,
     LLAMA_31_8B,
     MISTRAL_7B,
+    PRUNED_AND_DISTILLED,
     QWEN2_7B,
     QWEN3_8B,
 )
@@ -35,6 +36,15 @@ def test_llama() -> None:
     assert (config.activation, config.embedding_scale, config.unit_offset_norms) == ("silu", 1.0, False)
     assert config.eos_token_ids == (128001, 128008, 128009)
     assert config.shape.num_parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize(("values", "num_parameters"), PRUNED_AND_DISTILLED, ids=lambda value: str(value)[:9])
+def test_pruned_and_distilled_checkpoints_are_of_known_families(values: dict[str, Any], num_parameters: int) -> None:
+    """Pruning leaves dense matrices of other sizes, and heads wider than the hidden size divided by their number."""
+    config = parse_config(values, {})
+    assert config.shape.num_parameters == num_parameters
+    assert config.limits(0).max_model_len == 131072
+    assert not config.shape.windows
 
 
 def test_the_oldest_configs_leave_defaults_out() -> None:
