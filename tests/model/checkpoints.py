@@ -63,7 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {
         "sliding_window": WINDOW, "num_local_experts": 6, "num_experts_per_tok": 3,
-        "rope_parameters": {**YARN_ROPE, "factor": 8.0, "truncate": False},
+        "rope_parameters": {**YARN_ROPE, "factor": 16.0, "truncate": False}, "max_position_embeddings": 1024,
     },
 }  # fmt: skip
 """Each family's ``model_type``, with options by which it differs from the others."""
