@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from pdserve.contracts.precision import INT4_GROUP_INPUTS
+
 INT8_MAX = 127
 INT4_MAX = 7
-GROUP_INPUTS = 128
-"""Inputs of one output that share a scale where `quantise` makes int4 values."""
 _QUANTISED_ROWS = 1024
 
 
@@ -56,10 +56,10 @@ def quantise(weight_FE: torch.Tensor, kind: str) -> GroupedWeight:
     """Round to the nearest value, symmetrically; a scale is NaN where a weight of its group is not finite.
 
     Args:
-        kind: ``int8``: one scale per output; ``int4``: values from -7 to 7 in groups of `GROUP_INPUTS`.
+        kind: ``int8``: one scale per output; ``int4``: values from -7 to 7 in groups of `INT4_GROUP_INPUTS`.
     """
     (num_outputs, num_inputs), device = weight_FE.shape, weight_FE.device
-    largest, group_inputs = {"int8": (INT8_MAX, num_inputs), "int4": (INT4_MAX, GROUP_INPUTS)}[kind]
+    largest, group_inputs = {"int8": (INT8_MAX, num_inputs), "int4": (INT4_MAX, INT4_GROUP_INPUTS)}[kind]
     num_groups = -(-num_inputs // group_inputs)
     values_FE = torch.empty(num_outputs, num_inputs, dtype=torch.int8, device=device)
     scales_FG = torch.empty(num_outputs, num_groups, device=device)

@@ -71,11 +71,12 @@ struct Weight {
   int64_t kind;
   int64_t num_outputs;
   int64_t num_inputs;
-  int64_t depth;  // Inputs of a block.
+  int64_t depth;       // Inputs of a block.
+  int64_t num_scales;  // Blocks that have scales and zeros of their own; 1: all have the same.
   const void* panels;
   const float* scales;        // [panel][kPanel], or null.
-  const float* block_scales;  // [panel][block][kPanel], or null.
-  const int8_t* zeros;        // [panel][block][kPanel], or null; only with scales of blocks, and not of e4m3.
+  const float* block_scales;  // [panel][num_scales][kPanel], or null.
+  const int8_t* zeros;        // As block_scales, or null; only with scales of blocks, and not of e4m3.
   const float* bias;          // [num_outputs], or null.
 
   int64_t num_blocks() const { return (num_inputs + depth - 1) / depth; }
@@ -279,14 +280,14 @@ struct Product {
 
   // From an input on, of a panel and those behind it.
   Block<W> block_at(int64_t panel, int64_t input) const {
-    const int64_t stride = inputs() * kStep<W>, blocks = weight.num_blocks();
-    const int64_t at = (panel * blocks + input / weight.depth) * kPanel;
+    const int64_t stride = inputs() * kStep<W>, scales = weight.num_scales;
+    const int64_t at = (panel * scales + (scales > 1 ? input / weight.depth : 0)) * kPanel;
     return {static_cast<const W*>(weight.panels) + panel * stride + input * kStep<W>,
             stride,
             std::min(weight.depth, inputs() - input),
             weight.block_scales ? weight.block_scales + at : nullptr,
             weight.zeros ? weight.zeros + at : nullptr,
-            blocks * kPanel,
+            scales * kPanel,
             kCoding<W>};
   }
 

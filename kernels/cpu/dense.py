@@ -49,6 +49,7 @@ class _Weight(ctypes.Structure):
         ("num_outputs", c_int64),
         ("num_inputs", c_int64),
         ("depth", c_int64),
+        ("num_scales", c_int64),
         ("panels", c_void_p),
         ("scales", c_void_p),
         ("block_scales", c_void_p),
@@ -68,9 +69,9 @@ class _Held(NamedTuple):
     scales: torch.Tensor | None = None
     """``[P, 1, W]``."""
     block_scales: torch.Tensor | None = None
-    """``[P, B, W]``."""
+    """``[P, B, W]``, or of one block for all."""
     zeros: torch.Tensor | None = None
-    """int8 ``[P, B, W]``."""
+    """int8, as ``block_scales``."""
     permutation: torch.Tensor | None = None
     """Inputs in the order of the panels: ``[E]``."""
 
@@ -112,6 +113,8 @@ def _hold(weight: GroupedWeight) -> _Held:
         depth = max(depth for depth in range(1, _MAX_DEPTH + 1) if size % depth == 0)
 
     def of_blocks(groups_FG: torch.Tensor) -> torch.Tensor:
+        if size == num_inputs:
+            return groups_FG
         return groups_FG.repeat_interleave(-(-size // depth), dim=1)[:, : -(-num_inputs // depth)]
 
     zeros = None
@@ -142,6 +145,7 @@ class CpuLinear:
             num_outputs,
             num_inputs,
             held.depth,
+            1 if held.block_scales is None else held.block_scales.shape[1],
             held.panels.data_ptr(),
             *(
                 None if part is None else part.data_ptr()

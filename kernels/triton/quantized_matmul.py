@@ -29,18 +29,16 @@ import triton
 import triton.language as tl
 from torch.nn.functional import pad
 
+from pdserve.contracts.precision import FLOAT8_CAPABILITY, GROUP_SIZES
 from pdserve.kernels.torch.dense import TorchLinear
 from pdserve.kernels.triton import configs
 from pdserve.kernels.triton.configs import MatmulTile, int4_run, matmul_tile, split_inputs
 from pdserve.kernels.triton.flash import load
 from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise
 
-_GROUPS = (32, 64, 128)
 _GROUP_TILES = 8
 """Token tiles whose programs run together, so that they find their weights in L2."""
 _SUM_TILE = 1024
-_FLOAT8_CAPABILITY = 89
-"""Of Ada, the first that converts float8."""
 
 
 def pack_linear(
@@ -90,7 +88,7 @@ def pack(weight: torch.Tensor | GroupedWeight) -> PackedWeight:
         return PackedWeight(weight.contiguous(), None, None, None, "float", None, weight.shape[1])
     num_outputs, num_inputs = weight.values.shape
     group = None if weight.group_inputs >= num_inputs else weight.group_inputs
-    assert group is None or group in _GROUPS, group
+    assert group is None or group in GROUP_SIZES, group
     values, zeros = weight.values.contiguous(), None
     if weight.kind == "int4":
         run = int4_run(group)
@@ -185,7 +183,7 @@ def quantized_matmul(
     if num_splits > 1:
         partial_STF = x_TE.new_empty((num_splits, num_tokens, num_outputs), dtype=torch.float32)
     written = {"bias_ptr": bias_F, "ADDS": add_to_TF is not None, "NUM_OUTPUTS": num_outputs}
-    converts = weight.kind != "e4m3" or configs.compute_capability(x_TE.device) >= _FLOAT8_CAPABILITY
+    converts = weight.kind != "e4m3" or divmod(configs.compute_capability(x_TE.device), 10) >= FLOAT8_CAPABILITY
     _multiply_kernel[token_tiles, num_tiles, num_splits](
         x_TE,
         weight.values if converts else weight.values.view(torch.int8),

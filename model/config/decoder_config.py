@@ -15,7 +15,7 @@ from pdserve.contracts.step import ModelLimits
 from pdserve.model.config.families import FAMILIES, FULL, SLIDING, Family, find_family, text_values
 from pdserve.model.config.rope_config import RopeConfig, parse_ropes
 from pdserve.model.config.shape import ModelShape, layer_types, positive_float, positive_int
-from pdserve.model.config.tokenizer_config import eos_token_id, read_json
+from pdserve.model.config.tokenizer_config import eos_token_ids, read_json
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Names in config.json, and in `pdserve.kernels.operations.Gate`."""
@@ -67,8 +67,8 @@ class DecoderConfig:
                 f"cannot read {folder / 'config.json'}: no such file; name a folder with a Hugging Face model"
             )
         config = parse_config(read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
-        eos, ids = eos_token_id(folder), config.eos_token_ids
-        return config if eos is None or eos in ids else replace(config, eos_token_ids=(*ids, eos))
+        ids = dict.fromkeys([*config.eos_token_ids, *eos_token_ids(folder)])
+        return replace(config, eos_token_ids=tuple(ids))
 
     def limits(self, max_model_len: int) -> ModelLimits:
         """Limits for schedulers; ``max_model_len`` 0 takes the checkpoint's own limit.

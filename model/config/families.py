@@ -10,6 +10,7 @@ transformers for defaults.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -199,6 +200,16 @@ PLANNED_FAMILIES = {
 
 MIXTRAL_PROJECTIONS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """Names of an expert's matrices in checkpoints of Mixtral, under ``block_sparse_moe``."""
+_ROUTER_OR_EXPERT = re.compile(r"\.mlp\.(gate(?=\.|$)|experts\.\d+)(?:\.(\w+_proj))?")
+
+
+def mixtral_name(name: str) -> str:
+    """Name in checkpoints of Mixtral of a tensor or module that Qwen's have under ``mlp``: of routers and experts."""
+
+    def renamed(found: re.Match[str]) -> str:
+        return f".block_sparse_moe.{found[1]}" + (f".{MIXTRAL_PROJECTIONS[found[2]]}" if found[2] else "")
+
+    return _ROUTER_OR_EXPERT.sub(renamed, name)
 
 
 def text_values(config: Mapping[str, object], family: Family) -> dict[str, object]:

@@ -15,12 +15,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from pdserve.model.config.families import MIXTRAL_PROJECTIONS
+from pdserve.contracts.precision import GROUP_SIZES, INT4_GROUP_INPUTS
+from pdserve.model.config.families import mixtral_name
 
-SETTING_GROUP_INPUTS = 128
-"""Inputs of one output that share a scale with ``quantization: int4``."""
-_GROUPS = (32, 64, 128)
-"""Inputs of a group for which there are kernels on every device."""
 _PREFIXES = (("", ""), ("", "language_model."), ("model.", "model.language_model."))
 """How names of the language model begin in text-only and in multimodal checkpoints."""
 
@@ -80,7 +77,7 @@ def held_scheme(setting: str, stored: Scheme | None) -> Scheme | None:
         case "int8":
             return Scheme(kind="int8")
         case "int4":
-            return Scheme(kind="int4", group_inputs=SETTING_GROUP_INPUTS)
+            return Scheme(kind="int4", group_inputs=INT4_GROUP_INPUTS)
         case "fp8":
             return Scheme(kind="e4m3")
     return None
@@ -107,14 +104,19 @@ def parse_scheme(config: Mapping[str, object]) -> Scheme | None:
     """Scheme of the checkpoint whose config.json has the values ``config``; None if it is not quantised.
 
     Raises:
-        ValueError: a method, format or option that is not known, by its key.
+        ValueError: a method, format or option that is not known, by its key; or two objects that differ.
     """
     text = config.get("text_config")
-    for place in (config, text if isinstance(text, Mapping) else {}):
-        for name in ("quantization_config", "compression_config"):
-            if given := place.get(name):
-                return _Keys(name, given).scheme()
-    return None
+    places = {"": config, "text_config.": text if isinstance(text, Mapping) else {}}
+    schemes = {
+        f"{place}{name}": _Keys(f"{place}{name}", given).scheme()
+        for place, values in places.items()
+        for name in ("quantization_config", "compression_config")
+        if (given := values.get(name))
+    }
+    if len(set(schemes.values())) > 1:
+        raise ValueError(f"config.json: {' and '.join(schemes)} differ; remove those that are not of these weights")
+    return next(iter(schemes.values()), None)
 
 
 class _Keys:
@@ -242,13 +244,13 @@ class _Keys:
         if block is None:
             return scheme
         match block:
-            case [int(num_outputs), int(num_inputs)] if num_outputs > 0 and num_inputs in _GROUPS:
+            case [int(num_outputs), int(num_inputs)] if num_outputs > 0 and num_inputs in GROUP_SIZES:
                 return replace(scheme, block_outputs=num_outputs, group_inputs=num_inputs)
         raise self._refusal(key, repr(block), "blocks of 32, 64 or 128 inputs, such as [128, 128]")
 
     def _group(self, key: str, default: int | None = None) -> int:
         """Inputs of a group; 0 for all."""
-        return max(0, int(self._choice(key, (*_GROUPS, -1), default)))
+        return max(0, int(self._choice(key, (*GROUP_SIZES, -1), default)))
 
     def _patterns(self, key: str) -> tuple[str, ...]:
         patterns = self._values.get(key) or ()
@@ -301,8 +303,6 @@ def _parsed(patterns: tuple[str, ...]) -> tuple[list[str], list[re.Pattern[str]]
 def _spellings(module: str) -> list[str]:
     """Names of a module in text-only and in multimodal checkpoints, and in those of Mixtral."""
     names = [new + module.removeprefix(old) for old, new in _PREFIXES if module.startswith(old)]
-    layer, experts, expert = module.partition(".mlp.experts.")
-    if experts:
-        number, _, projection = expert.partition(".")
-        names.append(f"{layer}.block_sparse_moe.experts.{number}.{MIXTRAL_PROJECTIONS[projection]}")
+    if (of_mixtral := mixtral_name(module)) != module:
+        names.append(of_mixtral)
     return names

@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdserve.contracts.kv_layout import DTYPE_BYTES, kv_vector_bytes, resolve_kv_dtype
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.transports import expected_transport
 from pdserve.contracts.worker_config import DIRECT_TRANSPORTS
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.config.sharding import check_divides
@@ -447,10 +448,9 @@ class CostModel:
 
 
 def chosen_transport(setting: str, *, same_host: bool) -> str:
-    """Transport that workers choose by ``kv_transfer.transport`` (`pdserve.kv_transfer.handshake`)."""
-    if setting == "auto" or (setting == "cuda_ipc" and not same_host):
-        return "memfd" if same_host else "tcp"
-    return setting
+    """Transport that workers choose by ``kv_transfer.transport``; memfd also between hosts, where they refuse it."""
+    is_same_host = same_host or setting == "memfd"
+    return expected_transport(setting, is_same_host=is_same_host, are_on_gpus=True)[0]
 
 
 def _larger(values: Any, limit: Any) -> Any:

@@ -8,56 +8,38 @@ import torch
 from pdserve.kernels.cpu.threads import use_threads
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise
+from tests.kernels.grouped_weights import Form, random_weight
 from tests.kernels.random_tensors import random
 
 PER_OUTPUT = 10**6
 FORMS = [
-    *(("int4", group, zeros) for group in (32, 64, 96, 128, 512, PER_OUTPUT) for zeros in (False, True)),
-    *(("int8", group, zeros) for group in (32, 128, PER_OUTPUT) for zeros in (False, True)),
-    *(("e4m3", group, False) for group in (32, 128, PER_OUTPUT)),
+    *(Form("int4", group, has_zeros) for group in (32, 64, 96, 128, 512, PER_OUTPUT) for has_zeros in (False, True)),
+    *(Form("int8", group, has_zeros) for group in (32, 128, PER_OUTPUT) for has_zeros in (False, True)),
+    *(Form("e4m3", group) for group in (32, 128, PER_OUTPUT)),
 ]
 # Rows of each path of the kernel; inputs that fill no group, outputs that fill no panel.
 NUM_ROWS = (1, 2, 7, 12, 50, 300)
 NUM_OUTPUTS, NUM_INPUTS = 150, 650
 
-every_form = pytest.mark.parametrize(("kind", "group_inputs", "has_zeros"), FORMS)
+every_form = pytest.mark.parametrize("form", FORMS, ids=str)
 
 
-def random_weight(
-    kind: str, group_inputs: int, has_zeros: bool, *, is_permuted: bool = False, num_outputs: int = NUM_OUTPUTS
-) -> GroupedWeight:
-    """Every value of its kind, and scales of which those of another group would show."""
-    generator = torch.Generator().manual_seed(0)
-    lowest, end = {"int4": (-8, 8), "int8": (-128, 128), "e4m3": (0, 256)}[kind]
-    values_FE = torch.randint(lowest, end, (num_outputs, NUM_INPUTS), generator=generator)
-    if kind == "e4m3":
-        values_FE[values_FE & 127 == 127] = 1  # not NaN
-        values_FE = values_FE.to(torch.uint8).view(torch.float8_e4m3fn)
-    else:
-        values_FE = values_FE.to(torch.int8)
-    num_groups = -(-NUM_INPUTS // min(group_inputs, NUM_INPUTS))
-    zeros_FG = torch.randint(lowest, end, (num_outputs, num_groups), generator=generator).float()
-    return GroupedWeight(
-        values_FE,
-        torch.logspace(-5, -3, num_outputs * num_groups).view(num_outputs, num_groups),
-        kind,
-        group_inputs,
-        zeros_FG if has_zeros else None,
-        torch.randperm(NUM_INPUTS, generator=generator) if is_permuted else None,
-    )
+def permuted(weight: GroupedWeight, seed: int = 0) -> GroupedWeight:
+    return weight._replace(permutation=torch.randperm(NUM_INPUTS, generator=torch.Generator().manual_seed(seed)))
 
 
 @every_form
 @pytest.mark.parametrize("is_permuted", [False, True], ids=["", "permuted"])
-def test_product_and_rows(kind: str, group_inputs: int, has_zeros: bool, is_permuted: bool) -> None:
-    weight, bias_F = random_weight(kind, group_inputs, has_zeros, is_permuted=is_permuted), random(NUM_OUTPUTS)
+def test_product_and_rows(form: Form, is_permuted: bool) -> None:
+    weight, bias_F = random_weight(form, NUM_OUTPUTS, NUM_INPUTS), random(NUM_OUTPUTS)
+    weight = permuted(weight) if is_permuted else weight
     whole_FE = dequantise(weight).double()
     linear = CPU_KERNELS.pack_linear(weight, bias_F)
     for num_rows in NUM_ROWS:
         x_TE = random(num_rows, NUM_INPUTS, seed=num_rows) + 0.5  # whose sum is not near 0
         size_TF = x_TE.abs().double() @ whole_FE.abs().T + bias_F.abs().double()
         error_TF = linear(x_TE).double() - (x_TE.double() @ whole_FE.T + bias_F.double())
-        assert (error_TF.abs() <= (4e-6 if has_zeros else 1e-6) * size_TF).all()
+        assert (error_TF.abs() <= (4e-6 if form.has_zeros else 1e-6) * size_TF).all()
     ids_T = torch.tensor([149, 0, 37])
     assert torch.equal(linear.rows(ids_T), dequantise(weight)[ids_T])
     y_TF = TORCH_KERNELS.pack_linear(weight, bias_F)(x_TE).double()
@@ -65,10 +47,8 @@ def test_product_and_rows(kind: str, group_inputs: int, has_zeros: bool, is_perm
 
 
 @every_form
-def test_a_row_depends_on_neither_its_neighbours_nor_the_number_of_threads(
-    kind: str, group_inputs: int, has_zeros: bool
-) -> None:
-    linear = CPU_KERNELS.pack_linear(random_weight(kind, group_inputs, has_zeros, num_outputs=400))
+def test_a_row_depends_on_neither_its_neighbours_nor_the_number_of_threads(form: Form) -> None:
+    linear = CPU_KERNELS.pack_linear(random_weight(form, 400, NUM_INPUTS))
     x_TE = random(300, NUM_INPUTS)
     together_TF = linear(x_TE)
     for num_threads in (1, 2):
@@ -108,21 +88,24 @@ def test_every_e4m3_is_read_exactly_and_nan_stays() -> None:
 
 
 def test_bytes_of_groups_and_zero_points() -> None:
-    weight = random_weight("int4", 128, True, num_outputs=64)
+    weight = random_weight(Form("int4", 128, has_zeros=True), 64, NUM_INPUTS)
     assert CPU_KERNELS.pack_linear(weight).num_bytes == 64 * (NUM_INPUTS // 2 + 6 * 5)
-    permuted = random_weight("int8", 32, False, is_permuted=True, num_outputs=64)
-    assert CPU_KERNELS.pack_linear(permuted).num_bytes == 64 * (NUM_INPUTS + 21 * 4) + NUM_INPUTS * 8
+    weight = permuted(random_weight(Form("int8", 32), 64, NUM_INPUTS))
+    assert CPU_KERNELS.pack_linear(weight).num_bytes == 64 * (NUM_INPUTS + 21 * 4) + NUM_INPUTS * 8
+    weight = random_weight(Form("int8", None, has_zeros=True), 64, NUM_INPUTS)
+    assert CPU_KERNELS.pack_linear(weight).num_bytes == 64 * (NUM_INPUTS + 5)
 
 
 @pytest.mark.parametrize("form", [None, *FORMS], ids=str)
 @pytest.mark.parametrize("is_permuted", [False, True], ids=["", "permuted"])
-def test_experts_multiply_as_each_alone(form: tuple[str, int, bool] | None, is_permuted: bool) -> None:
+def test_experts_multiply_as_each_alone(form: Form | None, is_permuted: bool) -> None:
     """Bit for bit, with none, few and many rows each, and rows of none behind them."""
     counts = (0, 1, 0, 3, 60, 2, 1, 0)
     if form is None:
         weights: list[torch.Tensor | GroupedWeight] = [random(150, NUM_INPUTS, seed=seed).bfloat16() for seed in counts]
     else:
-        first = random_weight(*form, is_permuted=is_permuted)
+        first = random_weight(form, NUM_OUTPUTS, NUM_INPUTS)
+        first = permuted(first) if is_permuted else first
         order = torch.randperm(NUM_OUTPUTS, generator=torch.Generator().manual_seed(1))
         other = first._replace(values=first.values.view(torch.int8)[order].view(first.values.dtype))
         if first.permutation is not None:

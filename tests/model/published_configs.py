@@ -120,6 +120,64 @@ GEMMA_3_1B: dict[str, Any] = {
     "sliding_window_pattern": 6,
     "eos_token_id": [1, 106],
 }
+_LLAMA_32_ROPE = {**LLAMA_31_8B["rope_scaling"], "factor": 32.0}
+LLAMA_32_1B: dict[str, Any] = {
+    **LLAMA_31_8B,
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "rope_scaling": _LLAMA_32_ROPE,
+    "tie_word_embeddings": True,
+}
+LLAMA_32_3B: dict[str, Any] = {
+    **LLAMA_32_1B,
+    "head_dim": 128,
+    "hidden_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 24,
+}
+MINITRON_4B_WIDTH: dict[str, Any] = {
+    **LLAMA_31_8B,
+    "head_dim": 128,
+    "hidden_size": 3072,
+    "intermediate_size": 9216,
+    "tie_word_embeddings": False,
+}
+R1_DISTILL_LLAMA_8B: dict[str, Any] = {**LLAMA_31_8B, "tie_word_embeddings": False}
+R1_DISTILL_QWEN_1_5B: dict[str, Any] = {
+    **QWEN2_7B,
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 21,
+    "rope_theta": 10000,
+    "sliding_window": 4096,
+    "use_mrope": False,
+    "eos_token_id": 151643,
+}
+R1_DISTILL_QWEN_7B: dict[str, Any] = {
+    **R1_DISTILL_QWEN_1_5B,
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_window_layers": 28,
+}
+PRUNED_AND_DISTILLED = [
+    (LLAMA_32_1B, 1_235_814_400),
+    (LLAMA_32_3B, 3_212_749_824),
+    (MINITRON_4B_WIDTH, 4_512_746_496),
+    (R1_DISTILL_LLAMA_8B, 8_030_261_248),
+    (R1_DISTILL_QWEN_1_5B, 1_777_088_000),
+    (R1_DISTILL_QWEN_7B, 7_615_616_512),
+]
+"""Llama 3.2 and Llama-3.1-Minitron-4B-Width, pruned from Llama 3.1 8B and trained on its logits, and DeepSeek's
+distillations of R1, each with the number of its parameters; that of Minitron is of its card to three digits."""
 NUM_PARAMETERS = [
     (LLAMA_31_8B, 8_030_261_248),
     (MISTRAL_7B, 7_241_732_096),

@@ -234,7 +234,9 @@ def write_quantised(
     tensors = load_file(plain / "model.safetensors")
     config, pack = FORMS[form]
     stored, names = dict(tensors), {text_name(name): name for name in tensors}
-    for module in layer_matrices(DecoderConfig.from_folder(plain).shape).keys() - set(excepted):
+    for module in layer_matrices(DecoderConfig.from_folder(plain).shape):
+        if module in excepted:
+            continue
         name = names[f"{module}.weight"]
         tensors[name], parts = pack(stored.pop(name))
         stored |= {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}

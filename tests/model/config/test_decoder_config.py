@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.model.published_configs import (
     GEMMA_3_1B,
     LLAMA_31_8B,
     MISTRAL_7B,
+    PRUNED_AND_DISTILLED,
     QWEN2_7B,
     QWEN3_8B,
 )
@@ -36,6 +38,15 @@ def test_llama() -> None:
     assert config.shape.num_parameters == 8_030_261_248
 
 
+@pytest.mark.parametrize(("values", "num_parameters"), PRUNED_AND_DISTILLED, ids=lambda value: str(value)[:9])
+def test_pruned_and_distilled_checkpoints_are_of_known_families(values: dict[str, Any], num_parameters: int) -> None:
+    """Pruning leaves dense matrices of other sizes, and heads wider than the hidden size divided by their number."""
+    config = parse_config(values, {})
+    assert config.shape.num_parameters == num_parameters
+    assert config.limits(0).max_model_len == 131072
+    assert not config.shape.windows
+
+
 def test_the_oldest_configs_leave_defaults_out() -> None:
     later = ("num_key_value_heads", "rms_norm_eps", "rope_theta", "eos_token_id")
     oldest = {key: value for key, value in LLAMA_31_8B.items() if key not in later}
@@ -45,6 +56,15 @@ def test_the_oldest_configs_leave_defaults_out() -> None:
     assert config.rms_norm_eps == 1e-6
     assert config.eos_token_ids == ()
     assert not config.shape.tie_word_embeddings
+
+
+def test_a_call_ends_answers_of_the_harmony_format_whatever_is_listed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_31_8B, "eos_token_id": 5}))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|return|>"}')
+    ids = {"<|return|>": 5, "<|channel|>": 6, "<|call|>": 7, "<|end|>": 8}
+    for vocab, expected in ((ids, (5, 7)), ({"<|return|>": 5, "<|call|>": 7}, (5,)), ({}, (5,))):
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+        assert DecoderConfig.from_folder(tmp_path).eos_token_ids == expected
 
 
 def test_mistral() -> None:

@@ -86,6 +86,18 @@ def test_the_scheme_may_be_under_an_older_key_or_of_the_language_model() -> None
     assert parse_scheme({"text_config": {"quantization_config": GPTQ}}) == parsed(GPTQ)
 
 
+def test_two_places_must_say_the_same() -> None:
+    both = {"quantization_config": GPTQ, "text_config": {"quantization_config": {**GPTQ, "damp_percent": 0.1}}}
+    assert parse_scheme(both) == parsed(GPTQ)
+    both["text_config"] = {"quantization_config": AWQ}
+    with pytest.raises(
+        ValueError, match=r"^config\.json: quantization_config and text_config\.quantization_config differ"
+    ):
+        parse_scheme(both)
+    with pytest.raises(ValueError, match=r"text_config\.compression_config\.bits is 3"):
+        parse_scheme({"quantization_config": GPTQ, "text_config": {"compression_config": {**GPTQ, "bits": 3}}})
+
+
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
