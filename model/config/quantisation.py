@@ -4,7 +4,7 @@ Read by `pdserve.model.config.shape` for workers, the router and the planner; `p
 `pdserve.model.weights.stored` know how each layout is stored. Never imports torch, never reads a weight.
 
 Sources: the documentation of compressed-tensors (pack-, int-, float- and naive-quantized), GPTQModel ("Packing Formats
-and Compatibility"), AutoAWQ (gemm) and transformers (fp8, fbgemm_fp8) for keys and defaults.
+and Compatibility"), AutoAWQ (gemm) and transformers (fp8, fbgemm_fp8, mxfp4) for keys and defaults.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class Scheme:
     """A matrix is ``(values - zeros) * scales``. The default is that of the settings ``int8`` and ``fp8``."""
 
     kind: str
-    """Kind of the values: ``int8``, ``int4`` or ``e4m3``."""
+    """Kind of the values: ``int8``, ``int4``, ``e4m3`` or ``e2m1``."""
     method: str = ""
     """Name of the method for people; empty: the weights are quantised as they are loaded."""
     layout: str = ""
-    """How the tensors are stored: ``packed`` (weight_packed), ``plain`` (weight), ``gptq`` or ``awq``."""
+    """How the tensors are stored: ``packed`` (weight_packed), ``plain`` (weight), ``gptq``, ``awq`` or ``blocks`` (of
+    stacked experts)."""
     group_inputs: int = 0
     """Inputs of an output that share a scale; 0: all."""
     block_outputs: int = 1
@@ -52,11 +53,14 @@ class Scheme:
     @property
     def bits(self) -> int:
         """Bits of a value."""
-        return 4 if self.kind == "int4" else 8
+        return 4 if self.kind in ("int4", "e2m1") else 8
 
     @property
     def group_bytes(self) -> int:
-        """Bytes in memory of the scale, float32, and the zero point, int8, of an output's group."""
+        """Bytes in memory of the scale, float32, or of e2m1 its exponent, and the zero point, int8, of an output's
+        group."""
+        if self.kind == "e2m1":
+            return 1
         return 5 if self.has_zeros else 4
 
     def num_groups(self, num_inputs: int) -> int:
@@ -135,6 +139,7 @@ class _Keys:
             "awq": self._awq,
             "fp8": self._fp8,
             "fbgemm_fp8": self._fp8,
+            "mxfp4": self._mxfp4,
         }
         default = "compressed-tensors" if "config_groups" in self._values else None
         scheme = methods[self._choice("quant_method", methods, default)]()
@@ -192,6 +197,16 @@ class _Keys:
             ignored=self._patterns("modules_to_not_convert") + self._patterns("ignored_layers"),
         )
         return self._in_blocks(scheme, "weight_block_size")
+
+    def _mxfp4(self) -> Scheme:
+        return Scheme(
+            method="MXFP4",
+            layout="blocks",
+            kind="e2m1",
+            group_inputs=32,
+            targets=("mlp.experts",),
+            ignored=self._patterns("modules_to_not_convert"),
+        )
 
     def _compressed_tensors(self) -> Scheme:
         sparsity = self._values.get("sparsity_config") or {}

@@ -30,7 +30,7 @@ _LEFT_OUT = re.compile(
 )
 """Tensors that text does not need: encoders of images, drafts of further tokens, scales of a KV cache in 8 bits, and of
 activations, which stay floats."""
-_QUANTISED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
+_QUANTISED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks")
 """Ends of names that only quantised weights have."""
 _MIXTRAL = re.compile(
     r"(?P<layer>.+)\.block_sparse_moe\.(?P<part>gate|experts\.\d+)(\.(?P<projection>w[123]))?\.(?P<kind>\w+)"
@@ -231,6 +231,16 @@ def _wanted(shape: ModelShape, stored: Mapping[str, _Found]) -> tuple[dict[str, 
     problems: list[str] = []
     if (scheme := shape.scheme) is None:
         return wanted, problems
+    for name, (num_inputs, num_outputs) in stacked_experts(shape).items():
+        if not scheme.quantises(name):
+            raise ValueError(
+                f"config.json: quantization_config excepts {name}; serve a checkpoint that quantises all experts, or "
+                "none"
+            )
+        groups = (shape.num_experts, num_outputs, scheme.num_groups(num_inputs))
+        wanted[f"{name}_blocks"] = Accepted(("U8",), ((*groups, scheme.group_inputs // 2),))
+        wanted[f"{name}_scales"] = Accepted(("U8",), (groups,))
+        del wanted[name]
     quantised_experts = {_of_all_experts(module) for module in layer_matrices(shape) if scheme.quantises(module)}
     for module, size in layer_matrices(shape).items():
         if not scheme.quantises(module):
@@ -378,16 +388,37 @@ def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     for index in range(shape.num_layers):
         layer = _layer_tensor_shapes(shape, is_dense=not shape.num_experts or index in shape.dense_layers)
         tensors |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
+    for name, (num_inputs, num_outputs) in stacked_experts(shape).items():
+        tensors[name] = (shape.num_experts, num_inputs, num_outputs)
+        tensors[f"{name}_bias"] = (shape.num_experts, num_outputs)
     return tensors
+
+
+def stacked_experts(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of matrices that are stacked for all experts of a layer, in float ``[X, E, F]``, by name."""
+    if not shape.stacked_experts:
+        return {}
+    parts = {
+        "gate_up_proj": (shape.hidden_size, 2 * shape.intermediate_size),
+        "down_proj": (shape.intermediate_size, shape.hidden_size),
+    }
+    return {
+        f"model.layers.{index}.mlp.experts.{part}": size
+        for index in range(shape.num_layers)
+        for part, size in parts.items()
+    }
 
 
 def layer_matrices(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of all layers' matrices, keyed by module: ``model.layers.0.mlp.up_proj``. Not of routers and
-    gates of experts, which are never quantised."""
+    gates of experts, which are never quantised, nor `stacked_experts`."""
     return {
         name.removesuffix(".weight"): (size[0], size[1])
         for name, size in tensor_shapes(shape).items()
-        if len(size) == 2 and ".layers." in name and not name.endswith("gate.weight")
+        if len(size) == 2
+        and ".layers." in name
+        and name.endswith(".weight")
+        and not name.endswith(("gate.weight", "router.weight"))
     }
 
 
@@ -403,8 +434,10 @@ def _layer_tensor_shapes(shape: ModelShape, *, is_dense: bool) -> dict[str, tupl
     if is_dense:
         mlps = {"mlp": shape.dense_intermediate_size if num_experts else shape.intermediate_size}
     else:
-        mlps = {f"mlp.experts.{expert}": shape.intermediate_size for expert in range(num_experts)}
-        projections["mlp.gate"] = (num_experts, hidden, False)
+        num_apart = 0 if shape.stacked_experts else num_experts
+        mlps = {f"mlp.experts.{expert}": shape.intermediate_size for expert in range(num_apart)}
+        router = "mlp.router" if shape.stacked_experts else "mlp.gate"
+        projections[router] = (num_experts, hidden, shape.stacked_experts)
         if shape.shared_intermediate_size:
             mlps["mlp.shared_expert"] = shape.shared_intermediate_size
             projections["mlp.shared_expert_gate"] = (1, hidden, False)
@@ -422,4 +455,6 @@ def _layer_tensor_shapes(shape: ModelShape, *, is_dense: bool) -> dict[str, tupl
     tensors |= {f"{name}.weight": (hidden,) for name in norm_names(shape).values()}
     if shape.qk_norm:
         tensors |= {f"self_attn.{part}_norm.weight": (shape.head_dim,) for part in "qk"}
+    if shape.sinks:
+        tensors["self_attn.sinks"] = (shape.num_heads,)
     return tensors

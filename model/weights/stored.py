@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise, joined
+from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise, joined, twice_e2m1
 from pdserve.model.config.quantisation import Scheme
 from pdserve.model.weights.files import input_order, shard_paths, text_name
 
@@ -131,6 +131,31 @@ def read_matrix(checkpoint: Checkpoint, module: str, scheme: Scheme, rows: range
         None if zeros_FG is None else zeros_FG.float().contiguous(),
         permutation,
     )
+
+
+def read_stacked(
+    checkpoint: Checkpoint, name: str, scheme: Scheme, expert: int, rows: range, inputs: range
+) -> GroupedWeight:
+    """Read a rank's share of an expert's matrix in mxfp4, of which all experts' are stacked (OCP Microscaling Formats
+    1.0, 2023): bytes ``_blocks [X, F, G, 16]`` hold two codes each, the first in the low bits; ``_scales [X, F, G]``
+    are exponents with a bias of 127. Scales up to 2^-126 become 0.
+
+    Args:
+        name: such as ``model.layers.0.mlp.experts.down_proj``.
+        rows: outputs to read.
+        inputs: inputs to read, in whole groups.
+
+    Raises:
+        ValueError: a scale is not a number.
+    """
+    size = scheme.group_inputs
+    part = range(expert, expert + 1), rows, range(inputs.start // size, inputs.stop // size)
+    bytes_FGB, exponents_FG = (checkpoint.stored(f"{name}_{kind}", *part)[0] for kind in ("blocks", "scales"))
+    if (exponents_FG == 255).any():
+        raise ValueError(f"{name}_scales has a scale that is not a number; download the checkpoint again")
+    codes_FE = torch.stack((bytes_FGB & 15, bytes_FGB >> 4), dim=-1).flatten(1)
+    scales_FG = ((exponents_FG.int() - 1).clamp_(min=0) << 23).view(torch.float32)  # of twice the values
+    return GroupedWeight(twice_e2m1(codes_FE), scales_FG, scheme.kind, size)
 
 
 class _Grouped(NamedTuple):

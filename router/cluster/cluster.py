@@ -167,7 +167,6 @@ class Cluster:
             endpoint = wanted.get(worker.worker_id)
             if endpoint is not None and endpoint != worker.endpoint == replace(endpoint, role=worker.role):
                 worker.relabel(endpoint)
-        self._is_proven &= self._serves()
 
     async def close(self) -> None:
         await self.set_targets([])

@@ -251,7 +251,7 @@ class Generation:
         self._arrived = arrived
         self._started: list[Answer] = []
         self._num_running = sum(len(answer.choices) for answer in answers)
-        """Choices whose end has not been taken."""
+        """Choices whose end has not arrived."""
         self._ready: list[TextDelta] = []
         self._waiter: asyncio.Future[None] | None = None
 
@@ -291,7 +291,6 @@ class Generation:
             self._waiter = self._loop.create_future()
             await self._waiter
         ready, self._ready = self._ready, []
-        self._num_running -= sum([delta.end is not None for delta in ready])
         return ready
 
     # Called by answers
@@ -302,6 +301,7 @@ class Generation:
             self._arrived(choice)
         if delta is not None:
             self._ready.append(delta)
+            self._num_running -= delta.end is not None
             self._wake()
 
     def finish_soon(self, answer: Answer, choice: int) -> None:

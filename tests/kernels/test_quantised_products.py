@@ -7,7 +7,7 @@ import torch
 
 from pdserve.kernels.cpu.threads import use_threads
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
-from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise
+from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise, e2m1_codes, twice_e2m1
 from tests.kernels.grouped_weights import Form, random_weight
 from tests.kernels.random_tensors import random
 
@@ -16,6 +16,7 @@ FORMS = [
     *(Form("int4", group, has_zeros) for group in (32, 64, 96, 128, 512, PER_OUTPUT) for has_zeros in (False, True)),
     *(Form("int8", group, has_zeros) for group in (32, 128, PER_OUTPUT) for has_zeros in (False, True)),
     *(Form("e4m3", group) for group in (32, 128, PER_OUTPUT)),
+    *(Form("e2m1", group) for group in (32, PER_OUTPUT)),
 ]
 # Rows of each path of the kernel; inputs that fill no group, outputs that fill no panel.
 NUM_ROWS = (1, 2, 7, 12, 50, 300)
@@ -71,6 +72,20 @@ def test_every_pair_of_values_of_four_bits(num_rows: int) -> None:
         assert torch.equal(linear.rows(torch.arange(32)), values_FE[order].float())
 
 
+@pytest.mark.parametrize("form", [None, Form("e2m1", 32), Form("int4", 128), Form("int8", None)], ids=str)
+@pytest.mark.parametrize("num_inputs", [2880, 1440])
+def test_inputs_of_gpt_oss(form: Form | None, num_inputs: int) -> None:
+    """No multiple of 128, and on two ranks none of 64."""
+    weight = random_weight(form, 70, num_inputs) if form else random(70, num_inputs).bfloat16() / 54
+    whole_FE = dequantise(weight).double() if isinstance(weight, GroupedWeight) else weight.double()
+    linear, experts = CPU_KERNELS.pack_linear(weight), CPU_KERNELS.pack_experts([weight] * 3)
+    for num_rows in (1, 7, 60):
+        x_TE = random(num_rows, num_inputs, seed=num_rows)
+        torch.testing.assert_close(linear(x_TE).double(), x_TE.double() @ whole_FE.T, atol=2e-5, rtol=2e-5)
+        starts_Y = torch.tensor([0, num_rows // 2, num_rows // 2, num_rows])
+        assert torch.equal(experts(x_TE, starts_Y), linear(x_TE))
+
+
 def test_every_e4m3_is_read_exactly_and_nan_stays() -> None:
     values_FE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(8, 32)
     linear = CPU_KERNELS.pack_linear(GroupedWeight(values_FE, torch.ones(8, 1), "e4m3", 32))
@@ -87,9 +102,27 @@ def test_every_e4m3_is_read_exactly_and_nan_stays() -> None:
     assert rows_FE.isnan().any(dim=0).tolist() == [False] * 32 + [True] * 32
 
 
+def test_every_e2m1_is_read_exactly() -> None:
+    """In both halves of a panel, with every other one."""
+    codes_FE = torch.arange(16, dtype=torch.int8).repeat(4, 16)
+    codes_FE = torch.cat((codes_FE.repeat(4, 1), codes_FE.repeat_interleave(16, dim=1)[:, :256].repeat(4, 1)))
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    expected_FE = torch.cat((table, -table))[codes_FE.int()]
+    assert torch.equal(e2m1_codes(twice_e2m1(codes_FE)), codes_FE.where(codes_FE != 8, 0))
+    for width in (16, 8):  # of AVX-512, of others
+        order = torch.arange(32).view(2, -1, width).transpose(0, 1).flatten()
+        weight = GroupedWeight(twice_e2m1(codes_FE)[order], torch.full((32, 8), 0.5), "e2m1", 32)
+        linear = CPU_KERNELS.pack_linear(weight)
+        assert torch.equal(linear.rows(torch.arange(32)), expected_FE[order])
+        for x_TE in (torch.eye(256)[:1], torch.eye(256)[::3].contiguous()):
+            assert torch.equal(linear(x_TE), x_TE @ expected_FE[order].T)
+
+
 def test_bytes_of_groups_and_zero_points() -> None:
     weight = random_weight(Form("int4", 128, has_zeros=True), 64, NUM_INPUTS)
     assert CPU_KERNELS.pack_linear(weight).num_bytes == 64 * (NUM_INPUTS // 2 + 6 * 5)
+    weight = random_weight(Form("e2m1", 32), 64, NUM_INPUTS)
+    assert CPU_KERNELS.pack_linear(weight).num_bytes == 64 * (NUM_INPUTS // 2 + 21)
     weight = permuted(random_weight(Form("int8", 32), 64, NUM_INPUTS))
     assert CPU_KERNELS.pack_linear(weight).num_bytes == 64 * (NUM_INPUTS + 21 * 4) + NUM_INPUTS * 8
     weight = random_weight(Form("int8", None, has_zeros=True), 64, NUM_INPUTS)

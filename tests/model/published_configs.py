@@ -178,6 +178,54 @@ PRUNED_AND_DISTILLED = [
 ]
 """Llama 3.2 and Llama-3.1-Minitron-4B-Width, pruned from Llama 3.1 8B and trained on its logits, and DeepSeek's
 distillations of R1, each with the number of its parameters; that of Minitron is of its card to three digits."""
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+GPT_OSS_120B: dict[str, Any] = {
+    **GPT_OSS_20B,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}
 NUM_PARAMETERS = [
     (LLAMA_31_8B, 8_030_261_248),
     (MISTRAL_7B, 7_241_732_096),
@@ -185,5 +233,7 @@ NUM_PARAMETERS = [
     (QWEN3_8B, 8_190_735_360),
     (GEMMA_2_9B, 9_241_705_984),
     (GEMMA_3_1B, 999_885_952),
+    (GPT_OSS_20B, 20_914_757_184),
+    (GPT_OSS_120B, 116_829_156_672),
 ]
 """Each with the number of parameters that its model card states."""

@@ -81,6 +81,9 @@ def test_new_workers_get_names_that_no_other_has(tmp_path: Path) -> None:
     said, _ = scale(fleet, prefill=2)
     assert said == ["prefill-2 starts"]
     assert roles(fleet)["prefill-2"] is PREFILL
+    fleet.workers = [worker for worker in fleet.workers if worker.name != "decode-0"]
+    said, _ = scale(fleet, decode=2)
+    assert said == ["decode-0 starts"], "though the decode worker that is left had another role before"
 
 
 def test_what_is_left_over_leaves(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from pdserve.model.config.rope_config import RopeConfig
 from tests.model.published_configs import (
     GEMMA_2_9B,
     GEMMA_3_1B,
+    GPT_OSS_20B,
+    GPT_OSS_120B,
     LLAMA_31_8B,
     MISTRAL_7B,
     PRUNED_AND_DISTILLED,
@@ -121,6 +124,33 @@ def test_gemma_3() -> None:
     assert scaled.max_context_length == 32768
 
 
+@pytest.mark.parametrize("config", [GPT_OSS_20B, GPT_OSS_120B], ids=["20b", "120b"])
+def test_gpt_oss(config: dict[str, Any]) -> None:
+    parsed = parse_config(config, {"eos_token_id": [200002, 199999, 200012]})
+    assert windows(config) == [128, 0] * (config["num_hidden_layers"] // 2)
+    assert windows({**config, "layer_types": None}) == windows(config)
+    rope = RopeConfig(
+        theta=150000.0,
+        type="yarn",
+        factor=32.0,
+        trained_length=4096,
+        attention_factor=0.1 * math.log(32) + 1,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=False,
+    )
+    assert {layer.rope for layer in parsed.layers} == {parsed.layers[0].rope}
+    assert parsed.layers[0].rope == rope
+    unsaid = {key: value for key, value in config.items() if not key.startswith("rope")}
+    assert parse_config(unsaid, {}).layers == parsed.layers
+    assert parsed.max_context_length == 131072
+    assert (parsed.activation, parsed.softmax_of_chosen, parsed.normalise_experts) == ("swiglu_oai", True, False)
+    shape = parsed.shape
+    assert (shape.sinks, shape.stacked_experts, shape.qkv_bias, shape.output_bias) == (True, True, True, True)
+    assert (shape.num_experts, shape.experts_per_token) == (config["num_local_experts"], 4)
+    assert parsed.eos_token_ids == (200002, 199999, 200012)
+
+
 def test_limits_and_layout() -> None:
     config = parse_config(LLAMA_31_8B, {})
     assert config.limits(0).max_model_len == 131072
@@ -164,6 +194,19 @@ def test_dynamic_rope_is_of_the_deployments_length() -> None:
         (LLAMA_31_8B, {"hidden_act": "gelu"}, "'gelu' is not supported.*silu, gelu_pytorch_tanh"),
         (LLAMA_31_8B, {"rope_scaling": {"type": "longrope"}}, "longrope"),
         (LLAMA_31_8B, {"hidden_size": None}, "hidden_size"),
+        (
+            LLAMA_31_8B,
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "MXFP4.*Llama.*of another format, or one in 16",
+        ),
+        (GPT_OSS_20B, {"quantization_config": {"quant_method": "fp8"}}, "FP8.*GptOss.*in mxfp4, or one in 16 bits"),
+        (GPT_OSS_20B, {"hidden_size": 2888}, "hidden_size 2888 is no multiple of the 32 .* serve a checkpoint in 16"),
+        (
+            GPT_OSS_20B,
+            {"swiglu_limit": 5.0},
+            "swiglu_limit 5.0 is not supported; serve a checkpoint in which it is 7.0",
+        ),
+        (GPT_OSS_20B, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         (LLAMA_31_8B, {"num_hidden_layers": -1}, "num_hidden_layers"),
         (LLAMA_31_8B, {"num_key_value_heads": 5}, "num_key_value_heads 5"),
         (LLAMA_31_8B, {"head_dim": 15}, "head_dim 15"),

@@ -49,6 +49,17 @@ def parsed(config: object) -> Scheme:
             {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["model.layers.0.self_attn"]},
             Scheme(method="FP8", layout="plain", kind="e4m3", ignored=("model.layers.0.self_attn",)),
         ),
+        (
+            {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+            Scheme(
+                method="MXFP4",
+                layout="blocks",
+                kind="e2m1",
+                group_inputs=32,
+                targets=("mlp.experts",),
+                ignored=("lm_head",),
+            ),
+        ),
     ],
 )
 def test_schemes(config: dict[str, Any], expected: Scheme) -> None:
@@ -103,7 +114,7 @@ def test_two_places_must_say_the_same() -> None:
     [
         (["fp8"], r"quantization_config must be an object, not \['fp8'\]; download it again"),
         ({"bits": 4}, "quantization_config.quant_method is None, which is not served; serve a checkpoint with comp"),
-        ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4', which is not served"),
+        ({"quant_method": "quark"}, "quant_method is 'quark', which is not served"),
         ({**GPTQ, "bits": 3}, "bits is 3, which is not served; serve a checkpoint with 4 or 8, or one in 16 bits"),
         ({**GPTQ, "group_size": 100}, "group_size is 100, .*with 32 or 64 or 128 or -1,"),
         ({**GPTQ, "lm_head": True}, "lm_head is True"),

@@ -13,7 +13,7 @@ from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.files import layer_matrices
 from tests.model.checkpoints import reference_logits, write_family
 from tests.model.decoder.test_decoder import TABLE, TOKENS, PagedDecoder, assert_close
-from tests.model.quantised_checkpoints import FORMS, SHAPE, write_quantised
+from tests.model.quantised_checkpoints import FORMS, SHAPE, write_mxfp4, write_quantised
 
 PROMPT = TOKENS[:40]
 
@@ -32,6 +32,19 @@ def test_experts(tmp_path: Path, family: str, form: str) -> None:
     quantised, plain = write_quantised(tmp_path, family, form)
     logits = PagedDecoder(quantised, torch.float32).logits((PROMPT, 0, TABLE))
     assert_close(logits, reference_logits(plain, PROMPT))
+
+
+@pytest.mark.parametrize("hidden_size", [64, 96])
+def test_experts_in_mxfp4(tmp_path: Path, hidden_size: int) -> None:
+    """Also where the inputs are no whole pairs of groups. transformers dequantises its weights to bfloat16."""
+    quantised, plain = write_mxfp4(tmp_path, hidden_size=hidden_size)
+    expected = reference_logits(plain, TOKENS)
+    for kernels in (CPU_KERNELS, TORCH_KERNELS):
+        assert_close(PagedDecoder(quantised, torch.float32, kernels).logits((TOKENS, 0, TABLE)), expected)
+    decoder = PagedDecoder(quantised, torch.bfloat16)
+    whole = decoder.logits((TOKENS, 0, TABLE))
+    chunks = [decoder.logits((TOKENS[start : start + 33], start, TABLE)) for start in range(0, len(TOKENS), 33)]
+    assert torch.equal(torch.cat(chunks), whole)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

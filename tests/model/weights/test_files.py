@@ -15,7 +15,7 @@ from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.weights.files import check_weights, read_header, shard_paths
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
-from tests.model.quantised_checkpoints import FORMS, write_quantised
+from tests.model.quantised_checkpoints import FORMS, write_mxfp4, write_quantised
 
 SHAPE = ModelShape(
     num_layers=1, hidden_size=8, intermediate_size=8, num_heads=2, num_kv_heads=2, head_dim=4, vocab_size=16
@@ -140,6 +140,56 @@ def test_experts_that_are_quantised_in_part_are_refused(tmp_path: Path, part: st
         ValueError, match=rf"excepts model\.layers\.1\.block_sparse_moe\.experts\.2\.{name}, and not .* all"
     ):
         check_weights(folder, shape_of(folder))
+
+
+def test_experts_in_mxfp4_pass(tmp_path: Path) -> None:
+    folder, plain = write_mxfp4(tmp_path)
+    assert check_weights(folder, shape_of(folder)) == ""
+    assert check_weights(plain, shape_of(plain)) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"mlp.experts.down_proj_scales": None}, "missing {layer}.mlp.experts.down_proj_scales"),
+        ({"mlp.experts.down_proj_scales": torch.ones(6, 64, 4)}, "_scales has dtype F32, not one of U8"),
+        (
+            {"mlp.experts.gate_up_proj_blocks": torch.zeros(6, 256, 4, 16, dtype=torch.uint8)},
+            "{layer}.mlp.experts.gate_up_proj_blocks has shape [6, 256, 4, 16], not [6, 256, 2, 16]",
+        ),
+        ({"mlp.experts.down_proj_bias": None}, "missing {layer}.mlp.experts.down_proj_bias"),
+        ({"self_attn.sinks": torch.zeros(2)}, "{layer}.self_attn.sinks has shape [2], not [4]"),
+        ({"mlp.router.bias": None}, "missing {layer}.mlp.router.bias"),
+    ],
+)
+def test_parts_of_experts_in_mxfp4_that_are_missing_or_of_another_size_are_named(
+    tmp_path: Path, changes: dict[str, torch.Tensor | None], problem: str
+) -> None:
+    folder, _ = write_mxfp4(tmp_path)
+    tensors, layer = load_file(folder / "model.safetensors"), "model.layers.1"
+    for name, tensor in changes.items():
+        del tensors[f"{layer}.{name}"]
+        if tensor is not None:
+            tensors[f"{layer}.{name}"] = tensor
+    with pytest.raises(ValueError, match=re.escape(problem.format(layer=layer))):
+        check_weights(stored(folder, tensors), shape_of(folder))
+
+
+def test_experts_of_some_layers_in_mxfp4_are_refused(tmp_path: Path) -> None:
+    folder, _ = write_mxfp4(tmp_path)
+    shape = shape_of(folder)
+    assert shape.scheme is not None
+    some = replace(shape, scheme=replace(shape.scheme, ignored=("model.layers.1.mlp",)))
+    with pytest.raises(
+        ValueError, match=r"excepts model\.layers\.1\.mlp\.experts\.gate_up_proj; .* all experts or none"
+    ):
+        check_weights(folder, some)
+
+
+def test_experts_in_mxfp4_of_which_config_json_says_nothing_are_named(tmp_path: Path) -> None:
+    folder, _ = write_mxfp4(tmp_path)
+    with pytest.raises(ValueError, match=r"The weights are quantised, and config\.json does not say how"):
+        check_weights(folder, replace(shape_of(folder), scheme=None))
 
 
 ORDERED = torch.arange(64, dtype=torch.int32) // 32

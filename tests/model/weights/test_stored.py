@@ -13,7 +13,7 @@ from pdserve.kernels.weight_quantisation import dequantise
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.quantisation import Scheme
 from pdserve.model.weights.files import layer_matrices
-from pdserve.model.weights.stored import Checkpoint, read_matrix
+from pdserve.model.weights.stored import Checkpoint, read_matrix, read_stacked
 from tests.model.quantised_checkpoints import FORMS, GROUP, write_quantised
 
 UP, UP_WORD = range(8), 0x76543210
@@ -81,6 +81,23 @@ def test_pack_quantized_counts_from_the_middle(tmp_path: Path) -> None:
     tensors = {"weight_packed": words([UP_WORD, 0x3]), "weight_scale": torch.full((1, 1), 2.0)}
     scheme = Scheme(kind="int4", layout="packed")
     assert read(tmp_path, tensors, scheme, (1, 9)).tolist() == [[2.0 * (value - 8) for value in (*UP, 3)]]
+
+
+def test_mxfp4_has_the_first_of_two_inputs_in_the_low_bits(tmp_path: Path) -> None:
+    """And exponents with a bias of 127. Of two experts, the second; of three outputs, two; of 64 inputs, the last."""
+    values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+    bytes_16 = [low | (low + 1) % 16 << 4 for low in range(0, 16, 2)] * 2
+    blocks = torch.zeros(2, 3, 2, 16, dtype=torch.uint8)
+    blocks[1, 1:, 1] = torch.tensor(bytes_16, dtype=torch.uint8)
+    scales = torch.full((2, 3, 2), 255, dtype=torch.uint8)
+    scales[1, 1:, 1] = torch.tensor([127, 125])
+    save_file({"m_blocks": blocks, "m_scales": scales}, tmp_path / "model.safetensors")
+    scheme = Scheme(kind="e2m1", layout="blocks", group_inputs=32)
+    with Checkpoint(tmp_path, torch.float32) as checkpoint:
+        weight = read_stacked(checkpoint, "m", scheme, 1, range(1, 3), range(32, 64))
+        assert dequantise(weight).tolist() == [values * 2, [value / 4 for value in values] * 2]
+        with pytest.raises(ValueError, match="m_scales has a scale that is not a number; download"):
+            read_stacked(checkpoint, "m", scheme, 0, range(3), range(64))
 
 
 def test_eight_bits_of_pack_quantized(tmp_path: Path) -> None:

@@ -50,10 +50,11 @@ def test_new_requests_follow_the_roles_and_running_answers_stay(policy: str) -> 
     run()
 
 
-@with_workers("prefill-0", "prefill-1", "decode-0")
+@with_workers("prefill-0", "prefill-1", "prefill-2")
 async def test_a_prompt_of_a_new_decode_worker_is_pulled_by_another(
     p: ScriptedWorker, other: ScriptedWorker, d: ScriptedWorker
 ) -> None:
+    d.role = DECODE
     async with running_rig() as rig:
         await rig.up(p, other, d)
         stream = rig.start(max_tokens=2)
