@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save
 
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig
 from pdserve.contracts.errors import DeployError
@@ -18,7 +19,9 @@ from pdserve.deploy.launch import Launch
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.quantisation import Scheme
 from pdserve.model.weights.bytes import weight_bytes
+from pdserve.model.weights.files import layer_matrices
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
+from tests.model.quantised_checkpoints import FORMS
 
 MODEL = ModelConfig(dtype="float32")
 LAUNCH = Launch(config=DeploymentConfig(model=MODEL))
@@ -58,6 +61,23 @@ def refusal(launch: Launch, folder: Path) -> str:
 def test_a_whole_checkpoint_passes(whole: Path) -> None:
     assert checked(LAUNCH, whole) == ""
     assert checked(EMULATED, whole) == ""
+
+
+def test_groups_of_a_quantised_checkpoint_are_checked(checkpoint: Path) -> None:
+    """`pdserve up` would refuse them only once its workers start."""
+    config, pack = FORMS["gptq"]
+    tensors = load_file(checkpoint / "model.safetensors")
+    for module in layer_matrices(DecoderConfig.from_folder(checkpoint).shape):
+        _, parts = pack(tensors.pop(f"{module}.weight").float())
+        tensors |= {f"{module}.{end}": tensor.contiguous() for end, tensor in parts.items()}
+    values = json.loads((checkpoint / "config.json").read_text()) | {"quantization_config": config}
+    overwrite(checkpoint / "config.json", json.dumps(values))
+    overwrite(checkpoint / "model.safetensors", save(tensors))
+    assert checked(LAUNCH, checkpoint) == ""
+    name = "model.layers.0.mlp.down_proj.g_idx"
+    tensors[name] = tensors[name].flip(0).contiguous()
+    overwrite(checkpoint / "model.safetensors", save(tensors))
+    assert f"model.safetensors: {name} has inputs in act-order" in refusal(LAUNCH, checkpoint)
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
