@@ -668,7 +668,7 @@ def test_where_none_may_prompts_take_the_batch_slots() -> None:
 
 
 def free_guesses() -> Speculation:
-    return Speculation(lambda batch: lambda num_guesses: 1.0)
+    return Speculation(lambda batch: lambda num_guesses, depth: 1.0)
 
 
 def test_guesses_take_free_blocks_and_preempt_nobody() -> None:
