@@ -120,8 +120,10 @@ class StepOutput:
     more: dict[int, list[SampledToken]] = field(default_factory=dict)
     """Keyed by row: the tokens after the one in ``sampled``, as many as guesses were right. Each is what a step of its
     own would sample, because a token depends on those before it, its position and the row's parameters only."""
+    guessing_s: float = 0.0
+    """Duration of making the guesses."""
     duration_s: float
-    """Duration of the step's computation."""
+    """Duration of the step's computation, after its guesses were made."""
 
 
 class RankLostError(Exception):

@@ -219,6 +219,26 @@ def test_a_worker_holds_weights_its_pool_and_its_swap_memory(model: DecoderConfi
     assert worker_memory(replace(a_worker(kv=50 * MIB), device="cuda"), model) == (0, 50 * MIB, 0)
 
 
+def test_a_worker_holds_its_draft_model_too(model: DecoderConfig, tmp_path: Path) -> None:
+    draft = write_random_checkpoint(tmp_path / "draft", hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2)
+    worker = replace(a_worker(), speculation="draft", draft_path=str(draft), model_path=str(draft))
+    plain, memory, config = (
+        worker_memory(a_worker(), model),
+        worker_memory(worker, model),
+        DecoderConfig.from_folder(draft),
+    )
+    assert memory.weights == plain.weights + weight_bytes(config.shape, "float32", "none").total
+    assert memory.kv == plain.kv + 10 * 16 * 2 * 2 * 8 * 4
+
+
+def test_a_draft_model_that_cannot_guess_is_refused(whole: Path) -> None:
+    for draft, said in (("/nowhere", "cannot read /nowhere/config.json"), (str(whole), "name a smaller one")):
+        decode = PhaseConfig(speculation={"draft": draft})
+        launch = replace(LAUNCH, config=replace(LAUNCH.config, decode=decode))
+        assert said in refusal(launch, whole)
+        assert "decode-0: decode.speculation: the draft model in" in refusal(launch, whole)
+
+
 @pytest.mark.parametrize(
     ("workers", "spare", "said"),
     [

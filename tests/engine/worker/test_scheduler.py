@@ -671,7 +671,7 @@ def test_where_all_is_handed_off_prompts_take_the_batch_slots() -> None:
 
 
 def free_guesses() -> Speculation:
-    return Speculation(lambda batch: lambda num_guesses: 1.0)
+    return Speculation(lambda batch: lambda num_guesses, depth: 1.0)
 
 
 def test_guesses_take_free_blocks_and_preempt_nobody() -> None:
