@@ -47,7 +47,6 @@ def an_attainment(
         rate=rate,
         share=share,
         interval=Interval(share - 0.01, share + 0.01),
-        of_further_run=Interval(share - 0.02, share + 0.02),
         ttft_share=ttft_share,
         tpot_share=tpot_share,
         ttft=nothing,
