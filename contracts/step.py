@@ -48,8 +48,12 @@ class StepRow:
     max_guesses: int = 0
     """Tokens after ``tokens`` that the executor may guess and compute in the same row, at most. ``block_table`` covers
     them, ``history`` holds all known tokens, and ``banned_tokens`` are the same after each of them."""
+    max_forced: int = 0
+    """The same for tokens that the grammar prescribes, which come before any others."""
     guesses: Sequence[int] = ()
     """Set by the executor alone: what it guessed. It samples after the last of ``tokens`` and after each guess."""
+    is_forced: bool = False
+    """Set by the executor alone: the grammar prescribes the guesses."""
 
     @property
     def num_new_tokens(self) -> int:
@@ -111,6 +115,8 @@ class StepOutput:
     """Rows that sampled nothing because they cannot be computed, each with the reason. The other rows stand."""
     num_guesses: dict[int, int] = field(default_factory=dict)
     """Keyed by row: the guesses that were made, where there were any."""
+    forced: set[int] = field(default_factory=set)
+    """Rows of which a grammar prescribed the guesses."""
     more: dict[int, list[SampledToken]] = field(default_factory=dict)
     """Keyed by row: the tokens after the one in ``sampled``, as many as guesses were right. Each is what a step of its
     own would sample, because a token depends on those before it, its position and the row's parameters only."""

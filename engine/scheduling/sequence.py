@@ -156,9 +156,9 @@ class Sequence:
 
     @property
     def max_guesses(self) -> int:
-        """Tokens that may be guessed after the known ones: none where draws read the history, and none beyond the limit
-        of the answer, or where other tokens are banned."""
-        if self.sampling.reads_history:
+        """Tokens that may be guessed after the known ones: none where the history is penalised, and none beyond the
+        limit of the answer, or where other tokens are banned."""
+        if self.sampling.has_penalties:
             return 0
         end = min(self._min_length, self.max_length) if self.banned_at(len(self.tokens)) else self.max_length
         return end - len(self.tokens) - 1

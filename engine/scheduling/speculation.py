@@ -5,7 +5,8 @@ guesses is right. A step of n tokens with guesses of the probabilities p is expe
 seconds that the cost model predicts for it, corrected by what steps with guesses took. So a guess is made where p is
 more than tokens per second times the seconds it adds, which rise with the batch, from the bytes that a step reads
 anyway to the arithmetic of each token (Liu et al., "TurboSpec", 2024, arXiv 2406.14066). A sequence whose guesses do
-not pay makes one now and then, to find out when they do.
+not pay makes one now and then, to find out when they do. What a grammar prescribes is right, and is always guessed: it
+must be computed anyway, and costs less beside other tokens than in a step of its own.
 
 Asked by `pdserve.engine.worker.scheduler`. Decides on counts only: what is guessed, the executor decides, and a token
 never depends on it. Pure, like the scheduler.
@@ -47,6 +48,8 @@ SecondsByGuesses = Callable[[StepBatch], Callable[[int], float]]
 class Choice(NamedTuple):
     row: int
     num_guesses: int
+    num_forced: int = 0
+    """Guesses if the row's grammar prescribes them."""
 
 
 class _Guess(NamedTuple):
@@ -102,7 +105,17 @@ class Speculation:
                 num_chosen += 1
             if numbers[index]:
                 sequence.num_plain_steps = 0
-        return [Choice(index, number) for index, number in numbers.items() if number]
+        choices = []
+        for index, number in numbers.items():
+            num_forced = 0
+            if step.sequences[index].sampling.grammar is not None:
+                num_forced = min(rows[index], MAX_GUESSES, number + max_guesses - num_chosen)
+                while num_forced > number and seconds(num_chosen + num_forced - number) > limit_s:
+                    num_forced -= 1
+                num_chosen += max(0, num_forced - number)
+            if number or num_forced:
+                choices.append(Choice(index, number, num_forced))
+        return choices
 
     def learn(self, sequences: Sequence[TokenSequence], output: StepOutput) -> None:
         """Update the shares of a step's ``sequences`` by what became of their guesses."""
@@ -111,6 +124,8 @@ class Speculation:
             assert sequence.acceptance is not None
             self.num_guesses += num_guesses
             self.num_right += num_right
+            if row in output.forced:
+                continue
             is_wrong = num_right < num_guesses
             sequence.acceptance = _learned(sequence.acceptance, num_right, is_wrong, _NEWEST_WEIGHT)
             self._share = _learned(self._share, num_right, is_wrong, _NEWEST_WEIGHT_OF_ALL)

@@ -106,13 +106,17 @@ class PlannedStep:
         )
         self._account(sequence, start + 1, True)
 
-    def allow_guesses(self, index: int, num_guesses: int) -> None:
-        """Let the executor guess up to so many tokens in a row of one known token, as far as the row's blocks reach."""
+    def allow_guesses(self, index: int, num_guesses: int, num_forced: int = 0) -> None:
+        """Let the executor guess up to so many tokens in a row of one known token, as far as the row's blocks reach.
+
+        Args:
+            num_forced: those that the row's grammar may prescribe instead.
+        """
         row, sequence = self.batch.rows[index], self.sequences[index]
         room = len(row.block_table) * sequence.block_size - row.cached_length - 1
-        row.max_guesses = min(num_guesses, room)
+        row.max_guesses, row.max_forced = min(num_guesses, room), min(num_forced, room)
         row.history = sequence.tokens
-        self.has_guesses |= row.max_guesses > 0
+        self.has_guesses |= row.max_guesses > 0 or row.max_forced > 0
 
     def add_swap_out(self, sequence: Sequence, slots: list[int]) -> None:
         """Copy the sequence's leading blocks to host slots, as they are after all earlier steps."""
@@ -144,6 +148,8 @@ class SequenceTable:
         self.events: list[Event] = []
         self.num_retiring = 0
         """Sequences whose blocks are freed when the steps in flight complete."""
+        self.num_to_decode = 0
+        """Live sequences that are not handed off."""
         self.must_drain = False
         """Nothing may be planned: the step in flight depends on a failed one and may fail too. Any step planned on
         top of it would fail in turn, for as long as new sequences arrive."""
@@ -184,6 +190,7 @@ class SequenceTable:
             return None
         self._num_opened += 1
         self._live[key] = sequence
+        self.num_to_decode += not is_handoff
         self._deadlines.push(sequence, now_s + request.deadline_s)
         return sequence
 
@@ -236,6 +243,7 @@ class SequenceTable:
         assert not sequence.is_over, f"{sequence.key} is closed twice"
         sequence.is_over = True
         del self._live[sequence.key]
+        self.num_to_decode -= not sequence.is_handoff
         self._deadlines.discard(sequence)
         self.retire(sequence)
 

@@ -14,6 +14,7 @@ from itertools import cycle, islice
 from typing import Protocol
 
 from pdserve.contracts.step import StepRow
+from pdserve.model.sampling.grammars import GrammarMatchers
 
 _LONGEST_MATCH = 4
 _SHORTEST_MATCH = 2
@@ -64,12 +65,19 @@ class NgramDrafter:
         return text
 
 
-def with_guesses(rows: Sequence[StepRow], drafter: Drafter | None) -> list[StepRow]:
-    """Return the rows with guesses, where they may have some."""
-    if drafter is None or not any(row.max_guesses for row in rows):
-        return list(rows)
-    drafts = [drafter.guess(row) if row.max_guesses else () for row in rows]
-    return [replace(row, guesses=draft) if draft else row for row, draft in zip(rows, drafts, strict=True)]
+def with_guesses(
+    rows: Sequence[StepRow], drafter: Drafter | None, matchers: GrammarMatchers | None = None
+) -> list[StepRow]:
+    """Return the rows with guesses, where they may have some: what the grammar prescribes, else what ``drafter``
+    guesses."""
+    return [_with_guesses(row, drafter, matchers) if row.max_guesses or row.max_forced else row for row in rows]
+
+
+def _with_guesses(row: StepRow, drafter: Drafter | None, matchers: GrammarMatchers | None) -> StepRow:
+    if row.max_forced and matchers is not None and (forced := matchers.prescribed(row)):
+        return replace(row, guesses=forced, is_forced=True)
+    draft = drafter.guess(row) if row.max_guesses and drafter is not None else ()
+    return replace(row, guesses=draft) if draft else row
 
 
 def num_right(guesses: Sequence[int], tokens: Sequence[int]) -> int:

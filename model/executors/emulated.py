@@ -108,7 +108,7 @@ class EmulatedExecutor:
     def submit(self, batch: StepBatch) -> StepHandle:
         """Compute the step now. Its modelled time starts when the previous step has ended and the stage is free;
         ``result`` waits for its end."""
-        rows = with_guesses(batch.rows, self._drafter)
+        rows = with_guesses(batch.rows, self._drafter, self._matchers)
         duration_s = self._duration_s(batch, rows)
         self._free_at_s = self._stage.enter(max(time.monotonic(), self._free_at_s), duration_s) + duration_s
         copy_blocks(batch, self._blocks, self._slots, np.copyto)
@@ -129,6 +129,7 @@ class EmulatedExecutor:
             },
             num_guesses=guessing,
             more={index: runs[index][1:] for index in guessing},
+            forced={index for index in guessing if rows[index].is_forced},
             duration_s=duration_s,
         )
         return _ComputedStep(output, self._free_at_s)
@@ -155,6 +156,7 @@ class EmulatedExecutor:
         """Write the KV of a row's new tokens; choose the token after them, and further ones as far as guesses hold."""
         known = row.tokens if row.previous_row < 0 else (self._token_of(row.previous_row),)
         run: list[SampledToken] = []
+        allowed = self._allowed(row) if row.sample is not None and row.sample.grammar is not None else []
         states, block_size, block_table = self._states, self._block_size, row.block_table
         state = self._cached_state(row)
         for position, token in enumerate((*known, *row.guesses), row.cached_length):
@@ -162,24 +164,24 @@ class EmulatedExecutor:
             states[slot + block_size] = value = link(state, token)
             states[slot] = state = mix64(value)
             if row.sample is not None and position + 1 >= row.sample_position:
-                run.append(self._sample(row, row.sample, state))
+                run.append(self._sample(row, row.sample, state, allowed[len(run)] if allowed else None))
         return run[: 1 + num_right(row.guesses, [sampled.token for sampled in run])]
 
-    def _sample(self, row: StepRow, sample: SamplingParams, state: int) -> SampledToken:
-        """Choose the token after ``state``."""
+    def _sample(self, row: StepRow, sample: SamplingParams, state: int, allowed: Sequence[int] | None) -> SampledToken:
+        """Choose the token after ``state``, of the ``allowed`` ones if a grammar allows no others."""
         logprobs = _LOGPROBS if sample.num_logprobs >= 0 else None
         salt = sampling_salt(sample, row.choice)
-        if sample.grammar is not None:
-            return SampledToken(pick(state, salt, self._allowed(row)), logprobs)
+        if allowed is not None:
+            return SampledToken(pick(state, salt, allowed), logprobs)
         return SampledToken(self._vocabulary.next_token(state, salt, row.banned_tokens), logprobs)
 
-    def _allowed(self, row: StepRow) -> list[int]:
-        """Tokens that the row's grammar allows next."""
+    def _allowed(self, row: StepRow) -> list[list[int]]:
+        """Tokens that the row's grammar allows after its last token, and after each guess."""
         assert self._matchers is not None, "an executor without grammars has a row with one"
-        mask = np.zeros(self._matchers.num_words, np.int32)
-        self._matchers.fill(mask, row, self._token_of)
-        tokens: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-        return tokens
+        masks = np.zeros((1 + len(row.guesses), self._matchers.num_words), np.int32)
+        self._matchers.fill(masks, row, self._token_of)
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+        return [np.flatnonzero(mask).tolist() for mask in bits]
 
     def _token_of(self, previous_row: int) -> int:
         sampled = self._previous[previous_row] if previous_row < len(self._previous) else None

@@ -118,6 +118,8 @@ class _LaunchedStep:
             if guesses := self._rows[row].guesses:
                 end = index + 1 + num_right(guesses, self._tokens[index:])
                 output.num_guesses[row] = len(guesses)
+                if self._rows[row].is_forced:
+                    output.forced.add(row)
                 output.more[row] = [*map(self._sampled, takewhile(self._is_fit, range(index + 1, end)))]
         return output
 
@@ -224,7 +226,7 @@ class ModelExecutor:
         """Launch the step. The handle waits for it, and raises if the launch or the computation failed."""
         queue = self._model.queue
         started = queue.event()
-        rows = with_guesses(batch.rows, self._drafter)
+        rows = with_guesses(batch.rows, self._drafter, self._sampler.matchers)
         previous, self._previous = self._previous, _LaunchedStep(batch.step_id, rows, started)
         step = self._previous
         with self._aside:

@@ -109,7 +109,7 @@ class Sampler:
             matchers: match the answers of rows with grammars; ``None`` if there are none.
         """
         self._kernels = kernels
-        self._matchers = matchers
+        self.matchers = matchers
         self._token_counts = TokenCountCache()
 
     def sample(
@@ -130,7 +130,7 @@ class Sampler:
         Args:
             logits_BV: float32; rows with grammars, bans, bias or penalties are modified in place.
             best_B, token_B: results of `likeliest`.
-            rows: B sampling rows.
+            rows: B sampling rows; one with guesses comes once for each of them, too.
             words: ``draws.words`` on the device, int32.
             previous_token: returns the token sampled by a row of the previous step; blocks until it is known.
         """
@@ -178,10 +178,14 @@ class Sampler:
         previous_token: Callable[[int], int],
     ) -> None:
         """Make tokens impossible that would break the grammars of the ``guided`` rows, or that are banned there."""
-        assert self._matchers is not None, "an executor without grammars has a row with one"
-        masks = np.empty((len(guided), self._matchers.num_words), np.int32)
-        for mask, index in zip(masks, guided, strict=True):
-            self._matchers.fill(mask, rows[index], previous_token)
+        assert self.matchers is not None, "an executor without grammars has a row with one"
+        masks = np.empty((len(guided), self.matchers.num_words), np.int32)
+        start = 0
+        while start < len(guided):
+            row = rows[guided[start]]
+            end = start + 1 + len(row.guesses)
+            self.matchers.fill(masks[start:end], row, previous_token)
+            start = end
         # Adding 0 or -inf, looked up by bytes of the masks, is several times faster than testing bits.
         bytes_N = _to(logits_BV, masks.view(np.uint8).reshape(-1)).int()
         added = _to(logits_BV, _ADDED_BY_BYTE).index_select(0, bytes_N).view(len(guided), -1)

@@ -27,6 +27,8 @@ class Served:
     tokens: dict[tuple[int, int], list[Token]] = field(default_factory=dict)
     """By request and choice."""
     prompts: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    num_emitted: dict[int, int] = field(default_factory=dict)
+    """Tokens of earlier attempts."""
     ends: dict[int, RequestEventKind] = field(default_factory=dict)
     """Of those that did not end with a token."""
 
@@ -90,7 +92,6 @@ def serve(
     scheduler = Scheduler(
         pool,
         limits,
-        may_decode=True,
         mint_handle=lambda: b"handle",
         max_batch_tokens=24,
         max_batch_size=max_batch_size,
@@ -99,8 +100,9 @@ def serve(
     served, in_flight, waiting = Served(), deque[tuple[int, StepHandle]](), deque(requests)
     for turn in range(2000):
         if waiting and turn % 2 == 0:
-            scheduler.add(RequestKey(0, waiting[0].request_id, 0), waiting[0], float(turn))
-            waiting.popleft()
+            request = waiting.popleft()
+            served.num_emitted[request.request_id] = len(request.emitted_tokens)
+            scheduler.add(RequestKey(0, request.request_id, 0), request, float(turn))
         batch = scheduler.plan(float(turn))
         if batch is not None:
             in_flight.append((batch.step_id, executor.submit(batch)))
@@ -128,7 +130,7 @@ def _take_events(scheduler: Scheduler, served: Served) -> None:
     for event in scheduler.take_events():
         if isinstance(event, TokenEvent):
             tokens = served.tokens.setdefault((event.key.request_id, event.choice), [])
-            assert event.index == len(tokens)
+            assert event.index == served.num_emitted[event.key.request_id] + len(tokens)
             tokens.append(Token(event.token, event.logprobs))
         elif isinstance(event, PromptLogprobsEvent):
             served.prompts.setdefault(event.key.request_id, []).extend(event.entries)

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from pdserve.contracts.events import RequestKey
-from pdserve.contracts.request import GenerationRequest, SamplingParams
+from pdserve.contracts.request import GenerationRequest, Grammar, GrammarKind, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepOutput
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.speculation import MAX_GUESSES, STEPS_BETWEEN_TRIALS, Choice, Speculation
@@ -141,6 +142,24 @@ def test_a_sequence_is_expected_to_do_as_those_before() -> None:
         step.sequences[1].acceptance = None
         speculation.choose(step, 8)
         assert least <= share_of(step.sequences[1]) <= most
+
+
+def test_what_a_grammar_may_prescribe_is_guessed_within_the_step_s_bounds() -> None:
+    guided = replace(LONG, grammar=Grammar(GrammarKind.REGEX, "a*"))
+    step = a_step(guided, LONG, replace(guided, max_tokens=4), replace(guided, presence_penalty=1.0), acceptance=0.0)
+    speculation = linear(1.0, 0.1)
+    assert speculation.choose(step, 100) == [Choice(0, 0, MAX_GUESSES), Choice(2, 0, 3)]
+    assert speculation.choose(step, 10) == [Choice(0, 0, 8), Choice(2, 0, 2)]
+    assert speculation.choose(a_step(guided, acceptance=0.5), 100) == [Choice(0, 2, MAX_GUESSES)]
+    assert speculation.choose(a_step(guided, acceptance=0.5, max_gap_s=1.4), 100) == [Choice(0, 2, 4)]
+
+
+def test_what_a_grammar_prescribes_says_nothing_of_other_guesses() -> None:
+    speculation, step = linear(1.0, 0.0), a_step(LONG)
+    more = {0: [SampledToken(5, None)] * 4}
+    output = StepOutput(step_id=0, sampled=[], num_guesses={0: 4}, forced={0}, more=more, duration_s=0.0)
+    speculation.learn(step.sequences, output)
+    assert (speculation.num_guesses, speculation.num_right, share_of(step.sequences[0])) == (4, 4, 0.5)
 
 
 def test_shares_follow_what_guesses_came_to() -> None:

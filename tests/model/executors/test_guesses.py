@@ -7,20 +7,25 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 
+from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.precision import Precision
-from pdserve.contracts.request import GenerationRequest, SamplingParams
-from pdserve.contracts.step import ModelLimits, SampledToken, StepRow
+from pdserve.contracts.request import GenerationRequest, Grammar, GrammarKind, SamplingParams
+from pdserve.contracts.step import Executor, ModelLimits, SampledToken, StepBatch, StepHandle, StepRow
 from pdserve.engine.scheduling.speculation import Speculation
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.executors.device_queue import Event
 from pdserve.model.executors.drafting import Drafter
+from pdserve.model.executors.emulated import EmulatedExecutor
 from pdserve.model.executors.model import ModelExecutor, _LaunchedStep
+from pdserve.model.sampling.grammars import GrammarMatchers
 from tests.kernels.paged_batch import nan_pool
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
 from tests.model.traffic import Served, random_request, serve
+from tests.vocabulary import DEMO_FOLDER, LIMITS, PERSON, compiled, encoded
 
 NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE = 60, 8, 211
 
@@ -30,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-def an_executor(folder: Path, drafter: Drafter | None = None) -> ModelExecutor:
+def an_executor(folder: Path, drafter: Drafter | None = None, matchers: GrammarMatchers | None = None) -> ModelExecutor:
     """Over a pool of NaN."""
     config = DecoderConfig.from_folder(folder)
     layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, "float32", "hash")
@@ -40,6 +45,7 @@ def an_executor(folder: Path, drafter: Drafter | None = None) -> ModelExecutor:
         layout=layout,
         pool=nan_pool(layout.shape, torch.float32),
         precision=Precision(dtype="float32"),
+        matchers=matchers,
         drafter=drafter,
     )
 
@@ -51,7 +57,14 @@ class Oracle:
         first_wrong: guess that is the first wrong one.
     """
 
-    def __init__(self, served: Served, requests: Sequence[GenerationRequest], first_wrong: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        served: Served,
+        requests: Sequence[GenerationRequest],
+        first_wrong: Callable[[], int],
+        vocab_size: int = VOCAB_SIZE,
+    ) -> None:
+        self._vocab_size = vocab_size
         answers = [served.tokens[request.request_id, request.choice] for request in requests]
         self._answers = [[token.token for token in answer] for answer in answers]
         self._first_wrong = first_wrong
@@ -59,7 +72,7 @@ class Oracle:
     def guess(self, row: StepRow) -> Sequence[int]:
         start, first_wrong = row.sample_position - row.num_prompt_tokens, self._first_wrong()
         right = self._answers[row.sequence_id][start : start + row.max_guesses]
-        return [(token + (index >= first_wrong)) % VOCAB_SIZE for index, token in enumerate(right)]
+        return [(token + (index >= first_wrong)) % self._vocab_size for index, token in enumerate(right)]
 
 
 def anything() -> Callable[[], int]:
@@ -147,3 +160,101 @@ def test_a_run_ends_before_a_wrong_guess_and_before_what_cannot_be_sampled(
     assert output.sampled == [SampledToken(4, None), first]
     assert output.more == ({1: more} if sampled else {})
     assert list(output.failed) == ([] if sampled else [1])
+
+
+# With grammars
+
+
+class Counting:
+    """Counts the steps of an executor."""
+
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+        self.pipeline_depth = inner.pipeline_depth
+        self.num_steps = 0
+
+    def submit(self, batch: StepBatch) -> StepHandle:
+        self.num_steps += 1
+        return self._inner.submit(batch)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def a_guided_executor(kind: str, drafter: Drafter | None) -> Counting:
+    """Of the demo model, or of hashes."""
+    matchers = GrammarMatchers(compiled, vocab_size=LIMITS.vocab_size, eos_token_ids=LIMITS.eos_token_ids)
+    if kind == "hashes":
+        layout = KvLayout(
+            num_blocks=NUM_BLOCKS, num_kv_heads=1, num_layers=1, block_size=BLOCK_SIZE, head_dim=1, dtype="uint64",
+            model_hash="hash",
+        )  # fmt: skip
+        pool = np.zeros(layout.shape, np.uint64)
+        return Counting(
+            EmulatedExecutor(
+                layout=layout,
+                pool=pool,
+                vocab_size=LIMITS.vocab_size,
+                eos_token_ids=LIMITS.eos_token_ids,
+                matchers=matchers,
+                pipeline_depth=1,
+                drafter=drafter,
+            )
+        )
+    return Counting(an_executor(DEMO_FOLDER, drafter, matchers))
+
+
+def guided_requests() -> list[GenerationRequest]:
+    """Of several grammars, greedy and drawn, with an end that must wait; one has no grammar."""
+    grammars = (
+        PERSON,
+        Grammar(GrammarKind.REGEX, "(the (red|green) (circle|square), ){2,5}end"),
+        Grammar(GrammarKind.EBNF, 'root ::= "yes" | "no" | "yellow"'),
+    )
+    return [
+        GenerationRequest(
+            request_id=number,
+            prompt_tokens=tuple(encoded("What is 3 + 4?")),
+            sampling=SamplingParams(
+                grammar=grammars[number % 3] if number != 7 else None,
+                temperature=float(number % 2),
+                seed=number,
+                max_tokens=40,
+                min_tokens=number % 3 * 5,
+                num_logprobs=1,
+            ),
+        )
+        for number in range(18)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["demo", "hashes"])
+@pytest.mark.parametrize("what", ["prescribed", "oracle", "wrong", "anything"])
+def test_answers_that_follow_grammars_are_those_of_one_token_at_a_time(kind: str, what: str) -> None:
+    """Also where another worker goes on after some of their tokens."""
+    requests = guided_requests()
+    plain = a_guided_executor(kind, None)
+    expected = serve(plain, requests, LIMITS, NUM_BLOCKS, BLOCK_SIZE)
+    assert not expected.ends
+    first_wrong = {"oracle": lambda: 99, "wrong": lambda: 0, "anything": anything()}.get(what)
+    drafter = None if first_wrong is None else Oracle(expected, requests, first_wrong, LIMITS.vocab_size)
+    guessing, speculation = a_guided_executor(kind, drafter), free_guesses()
+    assert serve(guessing, requests, LIMITS, NUM_BLOCKS, BLOCK_SIZE, speculation=speculation) == expected
+    assert speculation.num_right > 50
+    rests = []
+    for request in requests:
+        answer = [token.token for token in expected.tokens[request.request_id, 0]]
+        rests.append(replace(request, attempt=1, emitted_tokens=tuple(answer[: len(answer) // 2])))
+    resumed = serve(a_guided_executor(kind, drafter), rests, LIMITS, NUM_BLOCKS, BLOCK_SIZE, speculation=free_guesses())
+    for request in rests:
+        whole = expected.tokens[request.request_id, 0]
+        assert resumed.tokens[request.request_id, 0] == whole[len(request.emitted_tokens) :]
+
+
+def test_prescribed_tokens_save_steps_of_an_answer_in_json() -> None:
+    request = guided_requests()[0]
+    plain, guessing = a_guided_executor("demo", None), a_guided_executor("demo", None)
+    served = serve(plain, [request], LIMITS, NUM_BLOCKS, BLOCK_SIZE)
+    assert serve(guessing, [request], LIMITS, NUM_BLOCKS, BLOCK_SIZE, speculation=free_guesses()) == served
+    assert plain.num_steps == len(served.tokens[0, 0])
+    assert guessing.num_steps < 0.5 * plain.num_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from pdserve.contracts.step import StepRow
 from pdserve.kernels.selection import CPU_SAMPLING
 from pdserve.model.sampling.grammars import GrammarMatchers
 from pdserve.model.sampling.sampling import Sampler, likeliest, plan_draws
-from tests.vocabulary import LIMITS, compiled, demo_tokenizer
+from tests.vocabulary import LIMITS, PERSON, compiled, demo_tokenizer, encoded
 
 [EOS] = LIMITS.eos_token_ids
 PROMPT = [5, 6, 7]
@@ -55,10 +56,15 @@ def a_row(
 
 
 def allowed(matchers: GrammarMatchers, row: StepRow) -> list[int]:
-    mask = np.zeros(matchers.num_words, np.int32)
-    matchers.fill(mask, row, lambda token: token)  # the row of the previous step is the token itself
-    tokens: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    [tokens] = allowed_along(matchers, row)
     return tokens
+
+
+def allowed_along(matchers: GrammarMatchers, row: StepRow) -> list[list[int]]:
+    masks = np.zeros((1 + len(row.guesses), matchers.num_words), np.int32)
+    matchers.fill(masks, row, lambda token: token)  # the row of the previous step is the token itself
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    return [np.flatnonzero(mask).tolist() for mask in bits]
 
 
 def text_of(tokens: Sequence[int]) -> str:
@@ -129,6 +135,60 @@ def test_a_ban_of_the_end_holds_until_only_the_end_is_left() -> None:
     assert EOS not in allowed(matchers(), a_row(words, banned=[EOS]))
     complete = demo_tokenizer().encode("yellow", add_special_tokens=False).ids
     assert allowed(matchers(), a_row(complete, WORDS, banned=[EOS])) == [EOS]
+
+
+# Guesses
+
+
+@pytest.mark.parametrize(
+    "guesses",
+    [
+        encoded("11, a, ab"),
+        [*encoded("11, a"), EOS],
+        [*encoded("11, a"), EOS, EOS, *encoded(", b")],
+        encoded("x1, a"),
+        [*encoded("11"), EOS, *encoded(", a")],
+        [EOS, EOS],
+    ],
+    ids=text_of,
+)
+@pytest.mark.parametrize("start", ["2026-", "2026-11, a, b, c", "x"])
+def test_masks_after_guesses_are_those_of_an_answer_with_them(start: str, guesses: list[int]) -> None:
+    """And the matcher goes back."""
+    kept, answer = matchers(), encoded(start)
+    row = replace(a_row(answer, banned=[EOS]), guesses=guesses)
+    expected = [
+        allowed(matchers(), a_row([*answer, *guesses[:number]], banned=[EOS])) for number in range(1 + len(guesses))
+    ]
+    for _ in range(2):
+        assert allowed_along(kept, row) == expected
+    follower = expected[0][-1]
+    assert allowed(kept, a_row([*answer, follower])) == allowed(matchers(), a_row([*answer, follower]))
+
+
+def test_what_a_grammar_prescribes_is_guessed_in_the_longest_tokens() -> None:
+    kept = matchers()
+    for start, prescribed in [
+        ("", '{"name": "'),
+        ('{"name', '": "'),
+        ('{"name": "', ""),
+        ('{"name": "Ada', ""),
+        ('{"name": "Ada"', ', "colour": "'),
+        ('{"name": "Ada", "colour": "red', '", "age": '),
+        ('{"name": "Ada", "colour": "red", "age": 3', ""),
+        ('{"name": "Ada", "colour": "red", "age": 36}', ""),
+        ("x", ""),
+    ]:
+        row = replace(a_row(encoded(start), PERSON), max_forced=99)
+        assert text_of(kept.prescribed(row)) == prescribed
+        assert kept.prescribed(replace(row, max_forced=2)) == kept.prescribed(row)[:2]
+        assert allowed(kept, row) == allowed(matchers(), row)
+    assert [text_of([token]) for token in kept.prescribed(replace(a_row([], PERSON), max_forced=4))] == [
+        '{"',
+        "name",
+        '":',
+        ' "',
+    ]
 
 
 # In a sampler
