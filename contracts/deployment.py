@@ -7,7 +7,7 @@ line under each field.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from pdserve.contracts.codec import Fraction, NotNegative, Positive, Rule, between, one_of
@@ -226,8 +226,8 @@ class PhaseConfig:
         return parse_bytes(str(self.swap_memory)) if self.swap_memory not in (0, "0") else 0
 
 
-_KEYS_THAT_MAY_DIFFER = ("replicas", "swap_memory", "lend_cores", "resources")
-"""Of pools whose workers may take each other's role: a worker keeps these."""
+_KEYS_OF_A_SIZE = ("device", "tensor_parallel", "pipeline_parallel", "expert_parallel")
+"""Alike in pools whose workers may take each other's role. A worker keeps what else it was started with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,7 +321,7 @@ class DeploymentConfig:
     def difference(self, role: WorkerRole, other: WorkerRole) -> str:
         """The first key by which workers of two roles differ, so that none can take the other role; empty if none."""
         one, two = self.phase(role), self.phase(other)
-        for key in (each.name for each in fields(PhaseConfig) if each.name not in _KEYS_THAT_MAY_DIFFER):
+        for key in _KEYS_OF_A_SIZE:
             if getattr(one, key) != getattr(two, key):
                 return f"{role.value}.{key} is {getattr(one, key)} and {other.value}.{key} is {getattr(two, key)}"
         return ""
