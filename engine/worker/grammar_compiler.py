@@ -47,8 +47,8 @@ _SHORT_ESCAPE = re.compile(r"\\\\|\\x([0-9a-fA-F]{2})")
 """xgrammar writes two digits after an x, and reads as many as there are."""
 
 _CONTROL_TEXTS = {"BYTE_LEVEL": "\u00ff", "BYTE_FALLBACK": "<0xFF>"}
-"""By vocabulary, the token of a byte that no text has: xgrammar never allows a token without text. Text that ends at a tag
-may have that byte, so only models with channels, whose grammars have ids in place of tags, get such tokens."""
+"""By vocabulary, the token of a byte that no text has: xgrammar never allows a token without text. It allows that byte
+in text that ends at a tag, so only models with channels, whose grammars have ids in place of tags, get such tokens."""
 
 _NICENESS = 10
 _WALK_TOKENS = 32
