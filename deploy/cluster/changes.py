@@ -22,7 +22,7 @@ PLACE_TIMEOUT_S = 60.0
 
 class Changes:
     def __init__(self, fleet: Fleet, drain_timeout_s: float, changed: Callable[[], None]) -> None:
-        """``changed`` is called when a worker has left or has another role."""
+        """``changed`` is called when a worker has left, for whatever reason, or has another role."""
         self._fleet = fleet
         self._drain_timeout_s = drain_timeout_s
         self._changed = changed
@@ -100,6 +100,7 @@ class Changes:
             yield from self._start(worker)
         except DeployError:
             self._fleet.workers.remove(worker)
+            self._changed()
             raise
 
     def _remove(self, worker: WorkerProcess) -> Iterator[str]:
