@@ -22,7 +22,7 @@ PLACE_TIMEOUT_S = 60.0
 
 class Changes:
     def __init__(self, fleet: Fleet, drain_timeout_s: float, changed: Callable[[], None]) -> None:
-        """``changed`` is called when a worker has left or has another role."""
+        """``changed`` is called when a worker has left, for whatever reason, or has another role."""
         self._fleet = fleet
         self._drain_timeout_s = drain_timeout_s
         self._changed = changed
@@ -52,7 +52,12 @@ class Changes:
         surplus = [worker for role, count in replicas.items() for worker in self._pool(role)[count:]]
         missing = [role for role, count in replicas.items() for _ in range(count - len(self._pool(role)))]
         said = []
-        for worker, role in zip(surplus, missing, strict=False):
+        for role in missing[: len(surplus)]:
+            # One that can, if any, and of these one that had the role before.
+            worker = min(
+                surplus, key=lambda each: (bool(self._fleet.why_not_relabel(each, role)), not _is_named(each, role))
+            )
+            surplus.remove(worker)
             if why_not := self._fleet.why_not_relabel(worker, role):
                 said.append(f"{worker.name} does not become a {role.value} worker, but leaves: {why_not}")
             else:
@@ -95,6 +100,7 @@ class Changes:
             yield from self._start(worker)
         except DeployError:
             self._fleet.workers.remove(worker)
+            self._changed()
             raise
 
     def _remove(self, worker: WorkerProcess) -> Iterator[str]:
@@ -136,4 +142,9 @@ class Changes:
     def _pool(self, role: WorkerRole) -> list[WorkerProcess]:
         """Workers of a role: those that have their name of it, the oldest first, then those that had another before."""
         pool = [worker for worker in self._fleet.workers if worker.role is role]
-        return sorted(pool, key=lambda worker: not worker.name.startswith(role.value))
+        return sorted(pool, key=lambda worker: not _is_named(worker, role))
+
+
+def _is_named(worker: WorkerProcess, role: WorkerRole) -> bool:
+    """Whether ``role`` is the first that the worker had."""
+    return worker.name.startswith(role.value)

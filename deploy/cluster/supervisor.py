@@ -105,7 +105,7 @@ class Supervisor:
                 self._ray = PrivateRay(self._desk, self._folder / "ray", len(launch.roles), ray_token)
             self._fleet = Fleet(self._ray, launch, self._cluster_token, self._folder)
             self._control = ControlPort(self._folder)
-            self._changes = Changes(self._fleet, launch.drain_timeout_s, self._put_lists_soon)
+            self._changes = Changes(self._fleet, launch.drain_timeout_s, self._tell_of_workers)
             try:
                 self._begin(model_warning)
                 while not self._num_signals:
@@ -199,9 +199,7 @@ class Supervisor:
         if process.state is state or process.state is ProcessState.STARTING:
             return
         self._take_signals()
-        self._put_lists_soon()
-        if self._is_ready:
-            self._write_note()
+        self._tell_of_workers()
         if process.state is ProcessState.UP:
             self._progress.note(process.name, f"up at {process.address}")
             if isinstance(process, Host) and process.warning and not self._launch.emulate:
@@ -235,9 +233,12 @@ class Supervisor:
                 return self._changes.restart(names)
         raise DeployError("the cluster is of another version, which does not know this command")
 
-    def _put_lists_soon(self) -> None:
+    def _tell_of_workers(self) -> None:
+        """Have routers and the note of the cluster know the workers as they are now."""
         for router in self._routers:
             router.are_lists_due = True
+        if self._is_ready:
+            self._write_note()
 
     def _outlive(self, ray: ExistingRay) -> None:
         """Serve what still runs after Ray has lost this process.

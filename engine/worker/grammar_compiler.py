@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from pdserve.contracts.codec import from_json
 from pdserve.contracts.request import Grammar, GrammarKind
 from pdserve.engine.worker.xgrammar_import import import_xgrammar
+from pdserve.model.config.tokenizer_config import CHANNEL
 from pdserve.proto.framing import encode_frame, receive_frame
 from pdserve.proto.parent_death import die_with_parent
 
@@ -46,7 +47,8 @@ _SHORT_ESCAPE = re.compile(r"\\\\|\\x([0-9a-fA-F]{2})")
 """xgrammar writes two digits after an x, and reads as many as there are."""
 
 _CONTROL_TEXTS = {"BYTE_LEVEL": "\u00ff", "BYTE_FALLBACK": "<0xFF>"}
-"""By vocabulary, the token of a byte that no text has: xgrammar never allows a token without text."""
+"""By vocabulary, the token of a byte that no text has: xgrammar never allows a token without text. It allows that byte
+in text that ends at a tag, so only models with channels, whose grammars have ids in place of tags, get such tokens."""
 
 _NICENESS = 10
 _WALK_TOKENS = 32
@@ -85,8 +87,8 @@ def main() -> int:
 
 
 def read_vocabulary(config: CompilerConfig) -> xgrammar.TokenizerInfo:
-    """Read the tokens of the configured checkpoint that grammars may allow; those whose text has a meaning of its own
-    to the model only by their ids."""
+    """Read the tokens of the configured checkpoint that grammars may allow: none whose text has a meaning of its own to
+    the model, or, if it has channels, those by their ids."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(config.folder, "tokenizer.json")))
@@ -94,10 +96,10 @@ def read_vocabulary(config: CompilerConfig) -> xgrammar.TokenizerInfo:
     import xgrammar
 
     detected = xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str())
-    control_text = _CONTROL_TEXTS.get(detected["vocab_type"].name, "")
-    texts = [""] * config.vocab_size
+    texts, vocab = [""] * config.vocab_size, tokenizer.get_vocab(with_added_tokens=True)
+    control_text = _CONTROL_TEXTS.get(detected["vocab_type"].name, "") if CHANNEL in vocab else ""
     special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
-    for text, token in tokenizer.get_vocab(with_added_tokens=True).items():
+    for text, token in vocab.items():
         if token < config.vocab_size:  # the text of a control token is not its meaning
             texts[token] = control_text if token in special else text
 

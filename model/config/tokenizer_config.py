@@ -46,8 +46,10 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
+CHANNEL = "<|channel|>"
+"""Token that only tokenizers with the harmony format (gpt-oss) have."""
 _HARMONY_ENDS = ("<|return|>", "<|call|>")
-"""End answers in the harmony format (gpt-oss), which has channels, whatever the checkpoint lists."""
+"""End answers in that format, whatever the checkpoint lists."""
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
@@ -59,5 +61,5 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     ids = vocab if isinstance(vocab, dict) else {piece: number for number, (piece, _) in enumerate(vocab)}
     ids |= {token["content"]: int(number) for number, token in config.get("added_tokens_decoder", {}).items()}
     ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
-    texts = dict.fromkeys([text, *(_HARMONY_ENDS if "<|channel|>" in ids else ())])
+    texts = dict.fromkeys([text, *(_HARMONY_ENDS if CHANNEL in ids else ())])
     return tuple(ids[each] for each in texts if each in ids)

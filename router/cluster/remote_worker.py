@@ -83,7 +83,7 @@ class RemoteWorker(Worker):
         self.endpoint = endpoint
         self.take_role(endpoint.role)
         self.metrics.remove()
-        self.metrics = WorkerMetrics(self._cluster.metrics, self.worker_id, self.role, self.reported)
+        self.metrics = WorkerMetrics(self._cluster.metrics, self.worker_id, self.role, self.metrics)
         if self.is_up:
             self._came_up()
 

@@ -19,9 +19,10 @@ class WorkerMetrics:
     """Series of one worker. Steps are counted with every frame; the rest is that of the last frame before a scrape."""
 
     def __init__(
-        self, metrics: RouterMetrics, worker_id: str, role: WorkerRole, counted: worker_pb2.Load | None = None
+        self, metrics: RouterMetrics, worker_id: str, role: WorkerRole, before: WorkerMetrics | None = None
     ) -> None:
-        """``counted``: what other series have counted of the worker, which had another role."""
+        """``before``: those of the worker until now, when it had another role. What they have counted is not counted
+        again."""
         self._metrics = metrics
         self._series: list[tuple[Counter | Gauge, tuple[str, ...]]] = []
 
@@ -62,7 +63,8 @@ class WorkerMetrics:
             "num_guesses": series(metrics[names.GUESSES]),
             "num_right_guesses": series(metrics[names.RIGHT_GUESSES]),
         }
-        self._load = self._scraped = worker_pb2.Load() if counted is None else counted
+        none = worker_pb2.Load()
+        self._load, self._scraped = (none, none) if before is None else (before._load, before._scraped)
         metrics.workers.add(self)
 
     def came_up(self, welcome: worker_pb2.Welcome, usd_per_hour: float | None) -> None:

@@ -52,10 +52,8 @@ def after_reasoning(grammar: Grammar, *, is_open: bool) -> Grammar:
         is_open: the reasoning has begun in the prompt, so the answer begins inside it.
     """
     opening, closing = ({"type": "const_string", "value": tag} for tag in (OPENING, CLOSING))
-    thought = {
-        "type": "any_text",
-        "excludes": [CLOSING],
-    }  # a tag may begin with no empty text where strings are bounded
+    # No tag of this text and its end: one that begins with nothing compiles to nothing beside bounded strings.
+    thought = {"type": "any_text", "excludes": [CLOSING]}
     space = {"type": "regex", "pattern": r"\n{0,2}"}
     begins = {"type": "sequence", "elements": [*([] if is_open else [opening]), thought, closing, space]}
     elements = [begins if is_open else {"type": "optional", "content": begins}, structure_of(grammar)]

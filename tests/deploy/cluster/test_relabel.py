@@ -75,6 +75,25 @@ def test_those_go_back_first_that_had_the_role_before(tmp_path: Path) -> None:
     assert scale(fleet, prefill=2, decode=2)[0] == ["prefill-1 becomes a prefill worker"]
 
 
+def test_the_one_that_had_the_role_before_goes_back_and_another_leaves(tmp_path: Path) -> None:
+    fleet = a_fleet(a_deployment(2, 2), tmp_path)
+    scale(fleet, prefill=3, decode=1)
+    for worker in fleet.workers:
+        worker.drain = lambda timeout_s: SimpleNamespace(done=lambda: True)  # type: ignore[assignment, method-assign, return-value]
+    said, _ = scale(fleet, prefill=1, decode=2)
+    assert said == ["decode-1 becomes a decode worker", "prefill-1 finishes its requests"]
+
+
+def test_one_that_cannot_take_a_role_leaves_it_to_one_that_can(tmp_path: Path) -> None:
+    fleet = a_fleet(a_deployment(2, 2), tmp_path)
+    scale(fleet, prefill=3, decode=1)
+    for worker in fleet.workers:
+        worker.drain = lambda timeout_s: SimpleNamespace(done=lambda: True)  # type: ignore[assignment, method-assign, return-value]
+        worker._config = replace(worker._config, may_decode=worker.name.startswith("decode"))
+    said, _ = scale(fleet, prefill=1, decode=2)
+    assert said == ["decode-1 becomes a decode worker", "prefill-1 finishes its requests"]
+
+
 def test_new_workers_get_names_that_no_other_has(tmp_path: Path) -> None:
     fleet = a_fleet(a_deployment(2, 1), tmp_path)
     scale(fleet, prefill=1, decode=2)

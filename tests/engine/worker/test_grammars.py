@@ -19,14 +19,21 @@ import numpy as np
 import psutil
 import pytest
 import xgrammar
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from pdserve.contracts.request import Grammar, GrammarKind
 from pdserve.engine.worker import grammars as module
 from pdserve.engine.worker.grammar_compiler import CompilerConfig, compile_grammar, read_vocabulary
 from pdserve.engine.worker.grammars import Grammars
 from pdserve.engine.worker.loop import Busy
-from tests.router.small_tokenizers import EOS, EOS_ID, byte_level_tokenizer, metaspace_tokenizer
+from tests.router.small_tokenizers import (
+    BOS,
+    BOS_ID,
+    EOS_ID,
+    HARMONY_TOKENS,
+    byte_level_tokenizer,
+    metaspace_tokenizer,
+)
 from tests.shared import shared
 from tests.vocabulary import DEMO_FOLDER, LIMITS
 
@@ -240,17 +247,32 @@ def test_a_checkpoint_without_a_tokenizer_is_the_reason(
     empty.close()
 
 
-@pytest.mark.parametrize("tokenizer", [byte_level_tokenizer, metaspace_tokenizer])
-def test_a_control_token_is_allowed_by_its_id_alone(tokenizer: Callable[[], Tokenizer], tmp_path: Path) -> None:
-    tokenizer().save(str(tmp_path / "tokenizer.json"))
-    vocabulary = read_vocabulary(CompilerConfig(str(tmp_path), tokenizer().get_vocab_size(), (0,), 0))
+@pytest.mark.parametrize("has_channels", [False, True])
+@pytest.mark.parametrize("make_tokenizer", [byte_level_tokenizer, metaspace_tokenizer])
+def test_a_control_token_is_allowed_by_its_id_alone(
+    make_tokenizer: Callable[[], Tokenizer], has_channels: bool, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer()
+    if has_channels:
+        tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in HARMONY_TOKENS])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = read_vocabulary(CompilerConfig(str(tmp_path), tokenizer.get_vocab_size(), (EOS_ID,), 0))
     mask = np.zeros((1, -(-vocabulary.vocab_size // 32)), np.int32)
-    text, token = {"type": "any_text"}, {"type": "token", "token": EOS_ID}
-    for elements, is_allowed in (([text], False), ([text, token], True)):
+    text, token, end = (
+        {"type": "any_text"},
+        {"type": "token", "token": BOS_ID},
+        {"type": "const_string", "value": "<e>"},
+    )
+    cases = [([text], False), ([text, token], True)]
+    if not has_channels:  # their answers reason, or have text around calls
+        tags = [{"type": "tag", "begin": "<c>", "content": text, "end": "</c>"}]
+        calls = {"type": "triggered_tags", "triggers": ["<c>"], "tags": tags}
+        cases = [([text], False), ([{**text, "excludes": ["<e>"]}, end], False), ([calls], False)]
+    for elements, is_allowed in cases:
         tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
         grammar = Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))
         matcher = xgrammar.GrammarMatcher(compile_grammar(vocabulary, grammar))
         matcher.fill_next_token_bitmask(mask)
-        assert np.unpackbits(mask.view(np.uint8), bitorder="little")[EOS_ID] == is_allowed
-        matcher.accept_string(EOS)
-        assert matcher.accept_token(EOS_ID) == is_allowed
+        assert np.unpackbits(mask.view(np.uint8), bitorder="little")[BOS_ID] == is_allowed
+        matcher.accept_string(BOS)
+        assert matcher.accept_token(BOS_ID) == is_allowed

@@ -149,10 +149,13 @@ async def test_metrics_have_the_new_role_and_count_what_is_new(p: ScriptedWorker
 async def test_a_worker_takes_its_role_though_its_session_is_broken(p: ScriptedWorker, d: ScriptedWorker) -> None:
     async with running_rig() as rig:
         await rig.up(p, d)
+        d.load["num_running"] = 3
+        await until(lambda: rig.cluster.workers["decode-0"].reported.num_running == 3)
         await d.stop()
         await until(lambda: not rig.cluster.workers["decode-0"].is_up)
         await take_roles(rig, {p: DECODE, d: PREFILL})
         assert rig.sample("pdserve_worker_up", worker="decode-0", role="prefill") == 0
+        assert rig.sample("pdserve_running_sequences", worker="decode-0", role="prefill") == 0
         await d.start()
         await until(lambda: rig.cluster.workers["decode-0"].is_up)
         stream = rig.start(max_tokens=2)
