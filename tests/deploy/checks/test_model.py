@@ -20,8 +20,8 @@ from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.quantisation import Scheme
 from pdserve.model.weights.bytes import weight_bytes
 from pdserve.model.weights.files import layer_matrices
-from pdserve.model.weights.random_checkpoint import write_random_checkpoint
-from tests.model.quantised_checkpoints import FORMS
+from pdserve.model.weights.random_checkpoint import write_random_checkpoint, write_tokenizer
+from tests.model.quantised_checkpoints import FORMS, write_mxfp4
 
 MODEL = ModelConfig(dtype="float32")
 LAUNCH = Launch(config=DeploymentConfig(model=MODEL))
@@ -78,6 +78,12 @@ def test_groups_of_a_quantised_checkpoint_are_checked(checkpoint: Path) -> None:
     tensors[name] = tensors[name].flip(0).contiguous()
     overwrite(checkpoint / "model.safetensors", save(tensors))
     assert f"model.safetensors: {name} has inputs in act-order" in refusal(LAUNCH, checkpoint)
+
+
+def test_gpt_oss_passes_with_its_experts_in_mxfp4(tmp_path: Path) -> None:
+    folder, _ = write_mxfp4(tmp_path, vocab_size=512)
+    write_tokenizer(folder, 512)
+    assert checked(replace(LAUNCH, config=replace(LAUNCH.config, model=replace(MODEL, dtype="bfloat16"))), folder) == ""
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
