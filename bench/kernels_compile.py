@@ -88,6 +88,7 @@ WEIGHT_FORMS = (
     WeightForm("int4", _NUM_INPUTS),
     WeightForm("e4m3", _NUM_INPUTS),
     WeightForm("e4m3", 128),
+    WeightForm("e2m1", 32),
 )
 """Those of ``model.quantization`` first, then those of published checkpoints."""
 
@@ -165,6 +166,11 @@ def launches() -> list[Launch]:
         partial(attention_launch, dtype=_FP16, kv_dtype=_FP16, head_dim=128),
         partial(attention_launch, dtype=_BF16, kv_dtype=_BF16, head_dim=128, window=4096),
         *(
+            partial(attention_launch, dtype=_BF16, kv_dtype=kv_dtype, head_dim=64, window=128, has_sinks=True)
+            for kv_dtype in (_BF16, *LARGEST_VALUES)
+        ),
+        partial(attention_launch, dtype=_BF16, kv_dtype=_BF16, head_dim=64, has_sinks=True),
+        *(
             partial(attention_launch, dtype=_BF16, kv_dtype=kv_dtype, head_dim=256, window=4096, softcap=50.0)
             for kv_dtype in (_BF16, *LARGEST_VALUES)
         ),
@@ -194,7 +200,7 @@ def launches() -> list[Launch]:
         *(product_launch(_BF16, 65, 1, form) for form in WEIGHT_FORMS[2:]),
         *(
             experts_launch(_BF16, num_tokens, form)
-            for form in (None, WEIGHT_FORMS[1], WeightForm("e4m3", 128))
+            for form in (None, WEIGHT_FORMS[1], WeightForm("e4m3", 128), WeightForm("e2m1", 32))
             for num_tokens in (1, 512)
         ),
         experts_launch(_FP32, 1),
@@ -210,6 +216,7 @@ def attention_launch(
     new_tokens: tuple[int, ...] = (3, 2),
     window: int = 0,
     softcap: float = 0.0,
+    has_sinks: bool = False,
 ) -> Launch:
     """Attention of four query heads for each of two KV heads."""
     shape = AttentionShape(
@@ -222,22 +229,24 @@ def attention_launch(
         kv_dtype=kv_dtype,
         window=window,
         softcap=softcap,
+        has_sinks=has_sinks,
     )
     words = f"{kernel} {dtype} over {kv_dtype} D{head_dim}".replace("torch.", "")
     words += f" {len(new_tokens)} rows of {new_tokens[0]}" * (len(new_tokens) > 2)
-    words += " window" * bool(window) + " softcap" * bool(softcap)
+    words += " window" * bool(window) + " softcap" * bool(softcap) + " sinks" * has_sinks
     is_wgmma = dtype != _FP32 and kernel == "prefill_attention"
     return Launch(words, attention_case(shape).own(torch.device("cpu")).run, is_wgmma=is_wgmma)
 
 
 def _pointwise_launch(dtype: torch.dtype) -> Launch:
-    """The norm and both gates, of 8192 features."""
+    """The norm and all gates, of 8192 features."""
 
     def run() -> None:
         x_TF = torch.zeros(2, 8192, dtype=dtype)
         rms_normalise(x_TF, x_TF[0], 1e-5)
         gate(x_TF, "silu")
         gate(x_TF, "gelu_tanh")
+        gate(x_TF, "swiglu_oai")
 
     return Launch(f"rms_normalise and gates {dtype}".replace("torch.", ""), run)
 
@@ -278,9 +287,9 @@ def product_launch(dtype: torch.dtype, num_tokens: int, num_splits: int, form: W
 
 
 def experts_launch(dtype: torch.dtype, num_tokens: int, form: WeightForm | None = None) -> Launch:
-    """Pairs with two of four experts sorted, a product with their weights, and its results summed."""
+    """Pairs with two of four experts sorted, a product with their weights and biases, and its results summed."""
     weight = pack(torch.zeros(_NUM_OUTPUTS, _NUM_INPUTS, dtype=dtype)) if form is None else _weight(form)
-    experts = TritonExperts(stacked([weight] * 4))
+    experts = TritonExperts(stacked([weight] * 4), torch.zeros(4, _NUM_OUTPUTS, dtype=dtype))
 
     def run() -> None:
         pairs = sort_pairs(torch.zeros(num_tokens, 2, dtype=torch.int64), range(4))

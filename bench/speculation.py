@@ -59,7 +59,6 @@ class Server:
         self._scheduler = Scheduler(
             BlockPool(num_blocks, config.block_size, [0] * num_blocks),
             backend.limits,
-            may_decode=True,
             mint_handle=lambda: next(handles).to_bytes(16, "little"),
             max_batch_tokens=config.max_batch_tokens,
             max_batch_size=config.max_batch_size,

@@ -7,7 +7,7 @@ line under each field.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated
 
 from pdserve.contracts.codec import Fraction, NotNegative, Positive, Rule, between, one_of
@@ -79,7 +79,7 @@ _SwapMemory = Annotated[str | int, Rule(_is_swap, f"auto, 0, or {_SIZE}")]
 _Speculation = Annotated[str | dict[str, str], Rule(_is_speculation, "none, ngram, or {draft: FOLDER}")]
 _Degree = Annotated[int, between(1, MAX_DEGREE)]
 _Port = Annotated[int, between(0, 65535)]
-ToolFormatName = Annotated[str, one_of("auto", "hermes", "llama3", "qwen3_coder")]
+ToolFormatName = Annotated[str, one_of("auto", "hermes", "llama3", "qwen3_coder", "harmony")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +105,8 @@ class ModelConfig:
     served_name: str = ""
     """Name that clients use; empty takes the folder's name, or that of the repository in Hugging Face's cache."""
     tool_format: ToolFormatName = "auto"
-    """How the model writes tool calls: ``hermes`` (Qwen's, too), ``llama3`` or ``qwen3_coder`` (tags); ``auto`` takes
-    what the chat template teaches."""
+    """How the model writes tool calls: ``hermes`` (Qwen's, too), ``llama3``, ``qwen3_coder`` (tags), or ``harmony``
+    (gpt-oss's, reasoning included); ``auto`` takes what the chat template teaches."""
 
     generation_config: Annotated[str, one_of("auto", "none")] = "auto"
     """``auto``: temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens of the checkpoint's
@@ -226,6 +226,10 @@ class PhaseConfig:
         return parse_bytes(str(self.swap_memory)) if self.swap_memory not in (0, "0") else 0
 
 
+_KEYS_THAT_MAY_DIFFER = ("replicas", "swap_memory", "lend_cores", "resources")
+"""Of pools whose workers may take each other's role: a worker keeps these."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvTransferConfig:
     transport: Annotated[str, one_of("auto", *TRANSPORTS)] = "auto"
@@ -303,9 +307,21 @@ class DeploymentConfig:
     kv_transfer: KvTransferConfig = field(default_factory=KvTransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    switchable: bool = False
+    """Have prefill workers on GPUs keep what decoding needs, so that they can become decode workers: GPU memory for
+    captured decode steps, and pinned host memory of a quarter of their KV pool for swapped KV. On CPUs they can anyway:
+    that memory is not touched before they decode."""
     ports: Annotated[str, Rule(_is_ports, "a range of ports such as 20000-20099, or empty")] = ""
     """Ports on which workers listen, three each and one more for each further pipeline stage; empty: any free ones."""
 
     def phase(self, role: WorkerRole) -> PhaseConfig:
         """Section for workers of ``role``."""
         return {WorkerRole.PREFILL: self.prefill, WorkerRole.DECODE: self.decode, WorkerRole.MIXED: self.mixed}[role]
+
+    def difference(self, role: WorkerRole, other: WorkerRole) -> str:
+        """The first key by which workers of two roles differ, so that none can take the other role; empty if none."""
+        one, two = self.phase(role), self.phase(other)
+        for key in (each.name for each in fields(PhaseConfig) if each.name not in _KEYS_THAT_MAY_DIFFER):
+            if getattr(one, key) != getattr(two, key):
+                return f"{role.value}.{key} is {getattr(one, key)} and {other.value}.{key} is {getattr(two, key)}"
+        return ""

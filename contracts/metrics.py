@@ -60,9 +60,9 @@ FAILURE_STAGES = ("connect", "refused", "grant", "copy", "verify", "deadline")
 NO_TRANSPORT = "none"
 """``transport`` of a pull that failed before one was chosen."""
 
-RETRY_REASONS = ("cancelled", "expired", "failed", "kv_unavailable", "rebound", "refused", "worker_lost")
+RETRY_REASONS = ("cancelled", "expired", "failed", "kv_unavailable", "rebound", "refused", "relabelled", "worker_lost")
 """Values of the ``reason`` label: ``expired``, no decode worker pulled the prompt in time; ``rebound``, another decode
-worker pulls it."""
+worker pulls it; ``relabelled``, its prefill worker became the only decode worker."""
 
 FALLBACK_REASONS = ("no_worker", "no_prefill", "no_decode", "no_room", "cut_off")
 """Values of the ``reason`` label of placements without a free choice: no worker is up; prompts go to decode workers

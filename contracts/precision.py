@@ -12,6 +12,13 @@ QUANTIZATION_SETTINGS = ("auto", "none", "int8", "int4", "fp8")
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+GROUP_SIZES = (32, 64, 128)
+"""Inputs of an output that may share a scale, if not all do: those for which there are kernels on every device."""
+INT4_GROUP_INPUTS = 128
+"""Inputs of an output that share a scale with the setting ``int4``."""
+FLOAT8_CAPABILITY = (8, 9)
+"""Compute capability of Ada, the first NVIDIA generation that converts float8."""
+
 Dtype = Annotated[str, one_of(*DTYPES)]
 DtypeSetting = Annotated[str, one_of("auto", *DTYPES)]
 KvDtype = Annotated[str, one_of(*KV_DTYPE_SETTINGS)]

@@ -51,7 +51,10 @@ class WorkerConfig:
     worker_id: str
     """Stable name, such as ``prefill-0``; a restarted worker keeps it and gets a new epoch."""
     role: WorkerRole
+    """At its start; routers are told of another one later."""
     model_path: str
+    may_decode: bool = True
+    """Whether it keeps the memory that decoding needs; False for workers on GPUs that never decode."""
     precision: Precision = field(default_factory=Precision)
     tensor_parallel: int = 1
     """Ranks that share every layer, on GPUs each on one of its own."""

@@ -138,7 +138,8 @@ def up(
             replace(launch, time_scale=time_scale, drain_timeout_s=drain_timeout), Progress(Console())
         ).run()
     except RayLostError as error:  # Ray can be joined once per process
-        again = [sys.executable, "-P", "-m", "pdserve.deploy.cli", *sys.argv[1:], "--port", str(error.port)]
+        again = [sys.executable, "-P", "-m", "pdserve.deploy.cli", *sys.argv[1:], f"--port={error.port}"]
+        again += [f"--{role.value}={number}" for role, number in error.replicas.items()]
         os.execv(sys.executable, again)
 
 
@@ -317,8 +318,14 @@ def key(
     ] = None,
 ) -> int:
     """Make an API key and print it, once; the file has only its hash. Remove its line to revoke it."""
+    from pdserve.deploy.commands.status import running_tiers
     from pdserve.router.http.keys import add_key
 
+    known = running_tiers() if tier else ()
+    for each in tier or ():
+        if known and each not in known:
+            remedy = f"remove its line from {keys_file} unless it is for another cluster, whose routers know the tier"
+            typer.echo(f"warning: the tier {each!r} is none of those here ({', '.join(known)}); {remedy}", err=True)
     try:
         made = add_key(
             keys_file,
@@ -350,7 +357,9 @@ def status(
         typer.echo('{"ready": false, "starting": true}' if as_json else f"starting: process {note.pid}, {note.folder}")
         return 1
     is_silent = note is not None and note.is_ray_silent
-    return show_status(note.admin_url if note else admin_url, Console(), is_ray_silent=is_silent, as_json=as_json)
+    down_since_s = {} if note is None else note.down_since_s
+    url = note.admin_url if note else admin_url
+    return show_status(url, Console(), is_ray_silent=is_silent, down_since_s=down_since_s, as_json=as_json)
 
 
 @app.command(epilog="Example: pdserve top --interval 2")

@@ -159,6 +159,7 @@ def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = ""
                 ports=parse_ports(launch.config.ports),
                 role=role,
                 model_path=model.path,
+                may_decode=role is not WorkerRole.PREFILL or launch.config.switchable or not launch.is_on_gpu(role),
                 precision=model.precision,
                 tensor_parallel=phase.tensor_parallel,
                 pipeline_parallel=phase.pipeline_parallel,

@@ -40,6 +40,8 @@ _UP = {
     "--disaggregation-mode": "leave it out: one command starts both pools, of --prefill and --decode workers",
     "--data-parallel-size": "give --prefill, --decode or --mixed workers, of which the router chooses one per request",
     "--load-format": "leave it out: weights are read from safetensors",
+    "--reasoning-parser": "leave it out: the chat template shows how the model reasons",
+    "--enable-auto-tool-choice": "leave it out: tools are on where the chat template reads them",
     "--trust-remote-code": "leave it out: no code of a checkpoint is run",
     **{f"--{name}": f"set {keys} in a deployment file" for keys, names in KEYS.items() for name in names},
 }

@@ -82,7 +82,11 @@ class Experts(Protocol):
 
 class PackExperts(Protocol):
     def __call__(
-        self, weights: Iterable[torch.Tensor | GroupedWeight], *, dtype: torch.dtype = torch.float32
+        self,
+        weights: Iterable[torch.Tensor | GroupedWeight],
+        biases_XF: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
     ) -> Experts:
         """Pack a weight of each expert, of equal shape and form, in their order, each before the next one is taken.
 
@@ -139,7 +143,8 @@ class Gate(Protocol):
         """Compute ``activation(gate) * up``: ``[T, I]``. The first half of the features is the gate.
 
         Args:
-            activation: ``silu`` or ``gelu_tanh``.
+            activation: ``silu``; ``gelu_tanh``; or ``swiglu_oai``: ``g * sigmoid(1.702 g) * (u + 1)`` with the gate g
+                limited to 7, and u to -7 and 7 (OpenAI 2025, gpt-oss).
         """
         ...
 
@@ -186,6 +191,9 @@ class AttentionRule:
     """A token attends to itself and the ``window - 1`` tokens before it; 0 means no limit."""
     softcap: float = 0.0
     """Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); 0 disables it."""
+    sinks: torch.Tensor | None = None
+    """float32 ``[N]``, on the device: one more score of each query head, of no key and without a value (Xiao et al.
+    2024, StreamingLLM; OpenAI 2025, gpt-oss). None: no such scores."""
 
 
 class PagedAttention(Protocol):
@@ -224,6 +232,8 @@ class DecoderKernels(NamedTuple):
     """Tokens per MLP call, which bounds the intermediate activations, by far the largest; ``None``: all."""
 
 
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
+"""Constants of the gate ``swiglu_oai``."""
 LAST_ID = 2**31 - 1
 """At least every token id: `Thresholds.last_equal` if no token is excluded by its id."""
 

@@ -13,22 +13,24 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from pdserve.contracts.precision import INT4_GROUP_INPUTS
+
 INT8_MAX = 127
 INT4_MAX = 7
-GROUP_INPUTS = 128
-"""Inputs of one output that share a scale where `quantise` makes int4 values."""
 _QUANTISED_ROWS = 1024
+_TWICE_E2M1 = torch.tensor([sign * twice for sign in (1, -1) for twice in (0, 1, 2, 3, 4, 6, 8, 12)], dtype=torch.int8)
 
 
 class GroupedWeight(NamedTuple):
     """``(values - zeros) * scales``: a matrix ``[F, E]`` with scales for each output and group of inputs."""
 
     values: torch.Tensor
-    """``[F, E]``, a value each: int8, of kind ``int4`` from -8 to 7, or float8_e4m3fn."""
+    """``[F, E]``, a value each: int8, of kind ``int4`` from -8 to 7, of kind ``e2m1`` twice what they stand for, or
+    float8_e4m3fn."""
     scales: torch.Tensor
-    """float32 ``[F, G]`` with ``G = ceil(E / group_inputs)``."""
+    """float32 ``[F, G]`` with ``G = ceil(E / group_inputs)``; of kind ``e2m1`` powers of two, or 0."""
     kind: str
-    """``int8``, ``int4`` or ``e4m3``."""
+    """``int8``, ``int4``, ``e2m1`` or ``e4m3``."""
     group_inputs: int
     """Consecutive inputs of a group; E or more where an output has one scale."""
     zeros: torch.Tensor | None = None
@@ -56,10 +58,10 @@ def quantise(weight_FE: torch.Tensor, kind: str) -> GroupedWeight:
     """Round to the nearest value, symmetrically; a scale is NaN where a weight of its group is not finite.
 
     Args:
-        kind: ``int8``: one scale per output; ``int4``: values from -7 to 7 in groups of `GROUP_INPUTS`.
+        kind: ``int8``: one scale per output; ``int4``: values from -7 to 7 in groups of `INT4_GROUP_INPUTS`.
     """
     (num_outputs, num_inputs), device = weight_FE.shape, weight_FE.device
-    largest, group_inputs = {"int8": (INT8_MAX, num_inputs), "int4": (INT4_MAX, GROUP_INPUTS)}[kind]
+    largest, group_inputs = {"int8": (INT8_MAX, num_inputs), "int4": (INT4_MAX, INT4_GROUP_INPUTS)}[kind]
     num_groups = -(-num_inputs // group_inputs)
     values_FE = torch.empty(num_outputs, num_inputs, dtype=torch.int8, device=device)
     scales_FG = torch.empty(num_outputs, num_groups, device=device)
@@ -69,6 +71,25 @@ def quantise(weight_FE: torch.Tensor, kind: str) -> GroupedWeight:
         values_RGI, scales_FG[rows] = _rounded(part_RE.view(-1, num_groups, group_inputs), largest)
         values_FE[rows] = values_RGI.flatten(1)[:, :num_inputs]
     return GroupedWeight(values_FE, scales_FG, kind, group_inputs)
+
+
+def twice_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """Twice the numbers of one bit of sign, two of exponent and one of mantissa (OCP Microscaling Formats 1.0, 2023):
+    int8, of codes from 0 to 15."""
+    return _TWICE_E2M1.to(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
+    """Codes of values of kind ``e2m1``: int8 from 0 to 15; that of -0 is 0."""
+    magnitudes = torch.bucketize(values.abs(), _TWICE_E2M1[:8].to(values.device)).to(torch.int8)
+    return magnitudes | (values < 0).to(torch.int8) << 3
+
+
+def exponents(scales: torch.Tensor) -> torch.Tensor:
+    """Of powers of two, with the bias of 127 of float32: uint8; 0 for 0."""
+    bits = scales.view(torch.int32)
+    assert not (bits & 0x7FFFFF).any()
+    return (bits >> 23).to(torch.uint8)
 
 
 def dequantise(weight: GroupedWeight) -> torch.Tensor:

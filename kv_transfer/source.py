@@ -17,12 +17,12 @@ from itertools import count
 import grpc
 from google.protobuf.message import DecodeError
 
+from pdserve.contracts.transports import choose_transport
 from pdserve.contracts.worker_config import DIRECT_TRANSPORTS
 from pdserve.kv_transfer.data_stream import DataListener, ExpectedStream
 from pdserve.kv_transfer.handshake import (
     check_grant,
     check_layout,
-    choose_transport,
     ends_request,
     host_id,
     layout_message,

@@ -10,8 +10,8 @@ client has waited longest, however often it was lost. Then the earliest due toke
 without an objective is due `PATIENCE_S` after its arrival, which prevents starvation: requests that arrive later than
 that cannot overtake it. Smaller prompts never overtake a prompt that lacks blocks.
 
-A prompt with *patience* gives way until that ends: it fills no step of prompts without, and on a worker that only
-prefills, its own steps are not planned while another one is in flight, so that a prompt which arrives then waits for
+A prompt with *patience* gives way until that ends: it fills no step of prompts without, and while nothing here is to
+decode, its own steps are not planned while another one is in flight, so that a prompt which arrives then waits for
 the rest of one step at most.
 
 Owned by `pdserve.engine.worker.scheduler`, which limits the tokens, sequences and blocks.

@@ -70,7 +70,8 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 KEPT_BYTES = 2**20
 """Smaller blocks of memory are kept for the next ones. What arrives at once is smaller, and to get new pages for it
 costs more than to read it."""
-SWITCH_S = 0.001
+SWITCH_S = 0.0002
+"""After which a thread that computes lets the event loop go on. A step takes several turns, which wait so long each."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +104,6 @@ async def serve(config: RouterProcessConfig) -> int:
     """
     stopped = asyncio.create_task(_stop_on_signals().wait())
     _return_memory()
-    # Threads that compute let the event loop go on after this long, each.
     sys.setswitchinterval(SWITCH_S)
     # One: they would only wait for one another, and the event loop for all of them.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))

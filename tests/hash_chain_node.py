@@ -47,6 +47,8 @@ class WorldConfig:
     eos_period: int = 0
     local_share: float = 0.0
     """Share of requests prefilled on a decode worker although there are prefill workers."""
+    relabel: float = 0.0
+    """Share of turns before which all workers get roles at random; with two or more workers."""
     pull_failure: float = 0.0
     step_failure: float = 0.0
     row_failure: float = 0.0
@@ -243,7 +245,6 @@ class Node:
         self.scheduler = Scheduler(
             self.pool,
             limits,
-            may_decode=decodes,
             mint_handle=lambda: next(handles),
             max_batch_tokens=config.max_batch_tokens,
             max_batch_size=config.max_batch_size,

@@ -4,8 +4,8 @@ Workers run the hash-chain executor over in-memory pools, so that one wrong, los
 reused too early, shows in the next token. The world simulates the transfer processes (pulls copy bytes between
 pools, or between staging copies, late, in parts, and sometimes incompletely), the clients (which leave at any time)
 and the router (which sends the further choices of a prompt once the first has a token or has ended, retries the pull
-of a parked prompt, or resends a failed request with the tokens it has). After every turn it checks each pool's
-integrity, and in every step the inputs of sampling.
+of a parked prompt, resends a failed request with the tokens it has, and may change roles). After every turn it checks
+each pool's integrity, and in every step the inputs of sampling.
 """
 
 from __future__ import annotations
@@ -238,7 +238,11 @@ class World:
 
     def _bind(self, dispatch: Dispatch, handle: bytes) -> None:
         dispatch.handle = handle
-        node = self.random.choice(self.decode)
+        others = [node for node in self.decode if node is not dispatch.nodes[0]]
+        if not others:
+            self._redispatch(dispatch, "relabelled")
+            return
+        node = self.random.choice(others)
         dispatch.nodes.append(node)
         source = KvSource(address="", worker_epoch=1, handle=handle)
         self._alive.add((node.name, dispatch.key))
@@ -367,12 +371,26 @@ class World:
             self._tell(source, lambda: source.scheduler.set_leased(handle, False))
         self._tell(pull.node, lambda: self._pull_done(pull, PullResult(pull_id=pull.order.pull_id, failure=failure)))
 
+    # Roles
+
+    def take_roles(self, num_prefill: int) -> None:
+        """Make so many workers, chosen at random, prefill workers, and decode workers of the others."""
+        nodes = self.random.sample(self.nodes, len(self.nodes))
+        self.counts["relabelled"] += len(set(nodes[:num_prefill]) - set(self.prefill))
+        self.prefill, self.decode = nodes[:num_prefill], nodes[num_prefill:]
+
+    def swap_roles(self) -> None:
+        """Make prefill workers of all decode workers, and the other way round, at once."""
+        self.prefill, self.decode = self.decode, self.prefill
+
     # Time
 
     def turn(self) -> bool:
         """Give every participant a chance to act; returns whether any of them is busy."""
         self.num_turns += 1
         self.now_s += self.random.random() * 0.02
+        if self.config.relabel and len(self.nodes) > 1 and self.random.random() < self.config.relabel:
+            self.take_roles(self.random.randrange(1, len(self.nodes)))
         is_busy = False
         for node in self.random.sample(self.nodes, len(self.nodes)):
             if self.random.random() < 0.05:

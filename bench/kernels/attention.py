@@ -64,6 +64,7 @@ class AttentionShape:
     kv_dtype: torch.dtype = torch.bfloat16
     window: int = 0
     softcap: float = 0.0
+    has_sinks: bool = False
 
     def __str__(self) -> str:
         first, keys = self.rows[0], [row.keys for row in self.rows]
@@ -73,7 +74,9 @@ class AttentionShape:
         words = [f"{self.num_heads}/{self.num_kv_heads} heads D{self.head_dim}", tokens]
         words += [dtype_name(self.dtype)] * (self.dtype != torch.bfloat16)
         words += [f"KV {dtype_name(self.kv_dtype)}"] * (self.kv_dtype != self.dtype)
-        return ", ".join(words + ["window"] * bool(self.window) + ["softcap"] * bool(self.softcap))
+        return ", ".join(
+            words + ["window"] * bool(self.window) + ["softcap"] * bool(self.softcap) + ["sinks"] * self.has_sinks
+        )
 
     @property
     def work(self) -> Work:
@@ -165,7 +168,12 @@ def random_pool(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, 
 
 def _own(inputs: _Inputs) -> Implementation:
     shape, o_TND = inputs.shape, torch.empty_like(inputs.queries)
-    rule = AttentionRule(scale=shape.head_dim**-0.5, window=shape.window, softcap=shape.softcap)
+    rule = AttentionRule(
+        scale=shape.head_dim**-0.5,
+        window=shape.window,
+        softcap=shape.softcap,
+        sinks=torch.zeros(shape.num_heads, device=o_TND.device) if shape.has_sinks else None,
+    )
     attend = partial(ATTENTION_KERNELS[shape.kernel], inputs.queries, o_TND, inputs.kv_pool, 0, inputs.metadata, rule)
 
     def run() -> torch.Tensor:

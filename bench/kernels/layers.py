@@ -19,6 +19,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from pdserve.bench.kernels.attention import BLOCK_SIZE, dtype_name, random_pool
 from pdserve.bench.kernels.case import OWN, Case, Implementation, Make, Work, import_peer
+from pdserve.contracts.precision import INT4_GROUP_INPUTS
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import LAST_ID, DrawTensors, PackExperts, RopeAndWriteKv, Thresholds, TopPTensors
@@ -31,7 +32,7 @@ from pdserve.kernels.triton.experts import pack_experts, sort_pairs
 from pdserve.kernels.triton.gate import gate
 from pdserve.kernels.triton.norm import rms_normalise
 from pdserve.kernels.triton.quantized_matmul import pack, quantized_matmul
-from pdserve.kernels.weight_quantisation import GROUP_INPUTS, dequantise, quantise
+from pdserve.kernels.weight_quantisation import dequantise, quantise
 
 _BF16 = torch.bfloat16
 _EPS = 1e-5
@@ -191,7 +192,9 @@ def _weight_bytes(weight: str, num_inputs: int, num_outputs: int) -> float:
     num_weights = num_inputs * num_outputs
     if weight == "bf16":
         return 2.0 * num_weights
-    return num_weights / 2 + 4 * num_weights / GROUP_INPUTS if weight == "int4" else num_weights + 4.0 * num_outputs
+    return (
+        num_weights / 2 + 4 * num_weights / INT4_GROUP_INPUTS if weight == "int4" else num_weights + 4.0 * num_outputs
+    )
 
 
 def draw_case(num_rows: int, vocab_size: int = 128_256) -> Case:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from pdserve.contracts.deployment import parse_ports
+from pdserve.contracts.deployment import DEFAULT_TIER, parse_ports
 from pdserve.contracts.errors import ConfigError, DeployError
 from pdserve.deploy.cluster.host_facts import slow_kernels_reason
 from pdserve.deploy.cluster.ray_cluster import split_address
@@ -73,12 +73,19 @@ def check_ports(launch: Launch) -> None:
 
 
 def check_keys(launch: Launch) -> None:
-    """Raises ConfigError if ``router.keys_file`` is set and is no file of API keys, or a key has a limit that the
-    routers cannot share."""
+    """Raises ConfigError if ``router.keys_file`` is set and is no file of API keys, or a key has a tier that the
+    deployment lacks, or a limit that the routers cannot share."""
     router = launch.config.router
     if not router.keys_file:
         return
+    tiers = (DEFAULT_TIER, *launch.config.slo.tiers)
     for key in read_keys(Path(router.keys_file)).values():
+        for tier in key.tiers:
+            if tier not in tiers:
+                raise ConfigError(
+                    f"{router.keys_file}: the key {key.id} of {key.tenant} has the tier {tier!r}, and the deployment "
+                    f"has {', '.join(tiers)}; add it to slo.tiers, or remove the key's line and make another"
+                )
         for name in SHARED_LIMITS:
             limit = getattr(key, name)
             if 0 < limit < router.replicas:

@@ -1,4 +1,4 @@
-"""Changes to the workers of a running cluster: more of them, fewer, or each anew.
+"""Changes to the workers of a running cluster: more of them, fewer, of other roles, or each anew.
 
 A change is a generator that the supervisor advances in every turn of its loop; it yields what there is to say, or
 nothing while it waits. Workers that leave finish their requests first; those that are cut off by the time limit go on
@@ -22,13 +22,13 @@ PLACE_TIMEOUT_S = 60.0
 
 class Changes:
     def __init__(self, fleet: Fleet, drain_timeout_s: float, changed: Callable[[], None]) -> None:
-        """``changed`` is called when a worker has left."""
+        """``changed`` is called when a worker has left or has another role."""
         self._fleet = fleet
         self._drain_timeout_s = drain_timeout_s
         self._changed = changed
 
     def scale(self, replicas: Mapping[WorkerRole, int]) -> Iterator[str]:
-        """Have as many workers of each role; the newest leave.
+        """Have as many workers of each role: the last of those too many take the roles of missing ones, or leave.
 
         Raises:
             DeployError: a role has no workers, or would have none; or a new worker has no room, or does not start.
@@ -39,11 +39,28 @@ class Changes:
                 raise DeployError(f"this cluster has no {role.value} workers; start it with one to scale them")
             if count < 1:
                 raise DeployError(f"{role.value}={count} leaves no {role.value} worker; pdserve down ends the cluster")
+        yield from self._relabel(replicas)
         for role, count in replicas.items():
-            for _ in range(count - len(pools[role])):
+            pool = self._pool(role)
+            for _ in range(count - len(pool)):
                 yield from self._add(role)
-            for worker in pools[role][count:]:
+            for worker in pool[count:]:
                 yield from self._remove(worker)
+
+    def _relabel(self, replicas: Mapping[WorkerRole, int]) -> list[str]:
+        """Have workers that are too many take roles that have too few, all at once; returns what there is to say."""
+        surplus = [worker for role, count in replicas.items() for worker in self._pool(role)[count:]]
+        missing = [role for role, count in replicas.items() for _ in range(count - len(self._pool(role)))]
+        said = []
+        for worker, role in zip(surplus, missing, strict=False):
+            if why_not := self._fleet.why_not_relabel(worker, role):
+                said.append(f"{worker.name} does not become a {role.value} worker, but leaves: {why_not}")
+            else:
+                said.append(f"{worker.name} becomes a {role.value} worker")
+                worker.relabel(role)
+        if said:
+            self._changed()
+        return said
 
     def drain(self, names: Sequence[str]) -> Iterator[str]:
         """Let workers finish, and end them for good.
@@ -117,5 +134,6 @@ class Changes:
         )
 
     def _pool(self, role: WorkerRole) -> list[WorkerProcess]:
-        """Workers of a role, the oldest first."""
-        return [worker for worker in self._fleet.workers if worker.role is role]
+        """Workers of a role: those that have their name of it, the oldest first, then those that had another before."""
+        pool = [worker for worker in self._fleet.workers if worker.role is role]
+        return sorted(pool, key=lambda worker: not worker.name.startswith(role.value))

@@ -56,6 +56,11 @@ class Fleet:
     def hosts(self) -> list[Host]:
         return list(self._hosts.values())
 
+    @property
+    def replicas(self) -> dict[WorkerRole, int]:
+        """Number of workers of each role."""
+        return {role: sum(worker.role is role for worker in self.workers) for role in WorkerRole}
+
     def find_hosts(self) -> list[Host]:
         """Take the live nodes of Ray as hosts; returns those that are gone."""
         if not self._launch.ray_address:
@@ -128,14 +133,14 @@ class Fleet:
         return ""
 
     def add_worker(self, role: WorkerRole) -> WorkerProcess:
-        """Add one to the workers of ``role``, of which there is one; it takes no cores from the others.
+        """Add one to the workers of ``role``, which the launch has; it takes no cores from the others.
 
         Raises:
             DeployError: no host has room.
         """
         numbers = {needs.number for worker in self.workers if (needs := self._needs[worker.name]).role is role}
         number = next(number for number in itertools.count() if number not in numbers)
-        needs = dataclasses.replace(self._needs[f"{role.value}-{min(numbers)}"], number=number)
+        needs = dataclasses.replace(next(each for each in self._needs.values() if each.role is role), number=number)
         host = choose_hosts([needs], self._hosts_up, self._taken())[needs.name]
         if host is None:
             raise DeployError(f"no host has room: {_missing(needs)}; remove another worker, or add a host")
@@ -153,6 +158,12 @@ class Fleet:
         )
         self.workers.append(worker)
         return worker
+
+    def why_not_relabel(self, worker: WorkerProcess, role: WorkerRole) -> str:
+        """The key of the deployment by which a worker cannot take ``role``; empty if it can."""
+        if role is not WorkerRole.PREFILL and not worker.may_decode:
+            return "switchable is false, and prefill workers on GPUs then keep no memory to decode"
+        return self._launch.config.difference(worker.role, role)
 
     def has_host(self, worker: WorkerProcess) -> bool:
         """Whether a stopped worker can start: its host is up, or it has been moved to another."""

@@ -14,9 +14,9 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdserve.contracts.codec import from_json, to_json
@@ -47,6 +47,8 @@ class ClusterNote:
     """File with the admin port's token, readable by the user only."""
     is_ray_silent: bool = False
     """True while Ray does not answer the supervisor, which then restarts nothing."""
+    down_since_s: Mapping[str, float] = field(default_factory=dict)
+    """Workers that failed and are not back, by name, with the instant of this host's `time.monotonic`."""
 
 
 @contextmanager

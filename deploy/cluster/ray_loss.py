@@ -8,9 +8,11 @@ and the command starts itself anew.
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 from pdserve.contracts.errors import DeployError
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.cluster.processes import end_session
 from pdserve.deploy.cluster.ray_cluster import ExistingRay
 from pdserve.deploy.cluster.router_process import RouterProcess
@@ -25,10 +27,10 @@ _PROBE_S = 60.0
 class RayLostError(Exception):
     """An existing Ray cluster was lost and can be joined again, by another process only."""
 
-    def __init__(self, port: int) -> None:
-        """``port``: that of the API."""
+    def __init__(self, port: int, replicas: Mapping[WorkerRole, int]) -> None:
+        """``port``: that of the API. ``replicas``: workers that the cluster had."""
         super().__init__("Ray was lost")
-        self.port = port
+        self.port, self.replicas = port, replicas
 
 
 class RayLoss:

@@ -200,6 +200,8 @@ class Supervisor:
             return
         self._take_signals()
         self._put_lists_soon()
+        if self._is_ready:
+            self._write_note()
         if process.state is ProcessState.UP:
             self._progress.note(process.name, f"up at {process.address}")
             if isinstance(process, Host) and process.warning and not self._launch.emulate:
@@ -255,7 +257,7 @@ class Supervisor:
             self._is_silent = True
             self._write_note()
         if self._loss.is_over(time.monotonic(), self._routers[0]):
-            raise RayLostError(self._routers[0].config.port)
+            raise RayLostError(self._routers[0].config.port, self._fleet.replicas)
 
     def _report_silence(self) -> None:
         self._is_silent = self._desk.is_silent
@@ -276,6 +278,11 @@ class Supervisor:
             folder=str(self._folder),
             admin_token_file=str(self._admin_token_file),
             is_ray_silent=self._is_silent,
+            down_since_s={
+                worker.name: worker.failed_s
+                for worker in self._workers
+                if worker.num_failures and worker.state is not ProcessState.UP
+            },
         )
         write_note(self._folder, note)
 

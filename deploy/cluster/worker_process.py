@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pdserve.contracts.codec import from_plain, to_plain
-from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint
+from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.deploy.cluster.hosts import Host
 from pdserve.deploy.cluster.processes import last_error
 from pdserve.deploy.cluster.ray_desk import RayDesk
@@ -47,6 +48,7 @@ class WorkerProcess(SupervisedProcess):
         """
         super().__init__(config.worker_id)
         self.role = config.role
+        """Its present one; its name has the first."""
         self.endpoints: list[WorkerEndpoint] = []
         """One of each micro-batch; none unless the worker is up."""
         self.process_id = 0
@@ -83,7 +85,18 @@ class WorkerProcess(SupervisedProcess):
 
     def move(self, host: Host, config: WorkerConfig) -> None:
         """Start the next actor on another host, with a configuration for it."""
-        self.host, self._config = host, config
+        self.host, self._config = host, replace(config, role=self.role)
+
+    def relabel(self, role: WorkerRole) -> None:
+        """Have the worker be of another role to routers, now and after a restart; its process goes on."""
+        self.role = role
+        self._config = replace(self._config, role=role)
+        self.endpoints = [replace(endpoint, role=role) for endpoint in self.endpoints]
+
+    @property
+    def may_decode(self) -> bool:
+        """As in `WorkerConfig`."""
+        return self._config.may_decode
 
     def abandon_start(self, now_s: float) -> None:
         """End a start that cannot succeed."""
@@ -131,6 +144,7 @@ class WorkerProcess(SupervisedProcess):
             self._call(lambda: actor.start.remote(), now_s)
             return False
         self.endpoints = [from_plain(WorkerEndpoint, each, "the endpoint") for each in answer]
+        self.relabel(self.role)  # it may have changed since the actor was made
         self._ping(now_s)
         return True
 

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.kv_layout import KvLayout, resolve_kv_dtype
+from pdserve.contracts.transports import expected_transport
 from pdserve.contracts.worker_config import DIRECT_TRANSPORTS, WorkerRole
 from pdserve.deploy.checks.model import check_model
 from pdserve.deploy.checks.preflight import check_launch, core_warning, gpu_warning, kernel_warning
 from pdserve.deploy.launch import Launch
-from pdserve.kv_transfer.handshake import choose_transport
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
@@ -99,12 +99,9 @@ def find_links(launch: Launch) -> list[Links]:
 def _choose(launch: Launch, source: WorkerRole, target: WorkerRole, is_same_host: bool) -> tuple[str, str]:
     setting = launch.config.kv_transfer.transport
     are_on_gpus = [launch.is_on_gpu(role) for role in (source, target)]
-    devices = ("", "")
-    if setting in DIRECT_TRANSPORTS and (all(are_on_gpus) or launch.ray_address):
-        devices = f"{setting} 0", f"{setting} 1"  # as workers do, each of which has a GPU of its own
-        setting = "auto"
+    on_gpus = all(are_on_gpus) or bool(launch.ray_address)
     try:
-        transport, reason = choose_transport(setting, setting, is_same_host=is_same_host, devices=devices)
+        transport, reason = expected_transport(setting, is_same_host=is_same_host, are_on_gpus=on_gpus)
     except ValueError as error:
         raise DeployError(str(error)) from error
     staged = [role.value for role, is_on_gpu in zip((source, target), are_on_gpus, strict=True) if is_on_gpu]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -9,24 +11,36 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.contracts.deployment import DEFAULT_TIER
 from pdserve.contracts.errors import DeployError
-from pdserve.deploy.cluster.folder import admin_headers
+from pdserve.deploy.cluster.folder import admin_headers, running_clusters
 
 _TIMEOUT_S = 5.0
 
 
-def show_status(admin_url: str, console: Console, *, is_ray_silent: bool = False, as_json: bool = False) -> int:
+def show_status(
+    admin_url: str,
+    console: Console,
+    *,
+    is_ray_silent: bool = False,
+    down_since_s: Mapping[str, float] | None = None,
+    as_json: bool = False,
+) -> int:
     """Print the status; returns 0 if the cluster serves, else 1.
 
     Args:
-        as_json: print what the router reports, with ``is_ray_silent``, for scripts.
+        down_since_s: as the cluster's note has it; routers do not know workers that the supervisor starts again.
+        as_json: print what the router reports, with ``is_ray_silent`` and ``down_s``, for scripts.
 
     Raises:
         DeployError: no router answers at ``admin_url``.
     """
     status = fetch_status(admin_url)
+    listed = {worker["worker_id"] for worker in status["workers"]}
+    gone = {name: since_s for name, since_s in (down_since_s or {}).items() if name not in listed}
+    down_s = {name: time.monotonic() - since_s for name, since_s in gone.items()}
     if as_json:
-        console.print_json(data={**status, "is_ray_silent": is_ray_silent})
+        console.print_json(data={**status, "is_ray_silent": is_ray_silent, "down_s": down_s})
         return 0 if status["ready"] and not status["draining"] else 1
     state = "draining" if status["draining"] else "ready" if status["ready"] else "not ready"
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in status["outcomes"].items() if count)
@@ -38,7 +52,10 @@ def show_status(admin_url: str, console: Console, *, is_ray_silent: bool = False
     )
     if is_ray_silent:
         console.print("Ray does not answer: requests are served, nothing is restarted until it does")
-    console.print(worker_table(status["workers"]))
+    table = worker_table(status["workers"])
+    for name, seconds in down_s.items():
+        table.add_row(name, "", f"down for {seconds:.0f} s, being restarted")
+    console.print(table)
     return 0 if state == "ready" else 1
 
 
@@ -55,6 +72,15 @@ def fetch_status(admin_url: str, option: str = "--admin-url") -> dict[str, Any]:
             status["ready"] = status["ready"] and other["ready"]
             status["draining"] = status["draining"] or other["draining"]
     return status
+
+
+def running_tiers() -> list[str]:
+    """Tiers of the user's clusters that run here; empty if none does."""
+    tiers: dict[str, None] = {}
+    for note in running_clusters():
+        with suppress(DeployError):
+            tiers |= dict.fromkeys([DEFAULT_TIER, *fetch(note.admin_url, "status")["slo"]["tiers"]])
+    return [*tiers]
 
 
 def other_routers(status: dict[str, Any]) -> list[str]:

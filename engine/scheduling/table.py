@@ -148,6 +148,8 @@ class SequenceTable:
         self.events: list[Event] = []
         self.num_retiring = 0
         """Sequences whose blocks are freed when the steps in flight complete."""
+        self.num_to_decode = 0
+        """Live sequences that are not handed off."""
         self.must_drain = False
         """Nothing may be planned: the step in flight depends on a failed one and may fail too. Any step planned on
         top of it would fail in turn, for as long as new sequences arrive."""
@@ -188,6 +190,7 @@ class SequenceTable:
             return None
         self._num_opened += 1
         self._live[key] = sequence
+        self.num_to_decode += not is_handoff
         self._deadlines.push(sequence, now_s + request.deadline_s)
         return sequence
 
@@ -240,6 +243,7 @@ class SequenceTable:
         assert not sequence.is_over, f"{sequence.key} is closed twice"
         sequence.is_over = True
         del self._live[sequence.key]
+        self.num_to_decode -= not sequence.is_handoff
         self._deadlines.discard(sequence)
         self.retire(sequence)
 

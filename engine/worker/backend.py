@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pdserve.contracts.codec import from_json
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import Executor, ModelLimits
-from pdserve.contracts.worker_config import DIRECT_TRANSPORTS, WorkerConfig, WorkerRole
+from pdserve.contracts.worker_config import DIRECT_TRANSPORTS, WorkerConfig
 from pdserve.engine.worker.draft import Draft, read_draft
 from pdserve.engine.worker.followers import (
     FollowerConfig,
@@ -280,8 +280,8 @@ def _check_speculation(config: WorkerConfig, is_on_host: bool) -> None:
 
 
 def _max_captured_rows(config: WorkerConfig, is_on_host: bool) -> int:
-    """Captured steps are useless on a prefill worker and on a CPU."""
-    return 0 if config.role is WorkerRole.PREFILL or is_on_host else config.max_batch_size
+    """Captured steps are useless on a worker that never decodes and on a CPU."""
+    return config.max_batch_size if config.may_decode and not is_on_host else 0
 
 
 def _staging(pool: KvPool, memory: PoolMemory, shard: KvShard, followers: Followers | None) -> Staging:

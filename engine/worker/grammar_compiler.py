@@ -45,6 +45,9 @@ _ANY_CHARACTER, _JSON_CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
 _SHORT_ESCAPE = re.compile(r"\\\\|\\x([0-9a-fA-F]{2})")
 """xgrammar writes two digits after an x, and reads as many as there are."""
 
+_CONTROL_TEXTS = {"BYTE_LEVEL": "\u00ff", "BYTE_FALLBACK": "<0xFF>"}
+"""By vocabulary, the token of a byte that no text has: xgrammar never allows a token without text."""
+
 _NICENESS = 10
 _WALK_TOKENS = 32
 _TOO_BUSY = f"this machine was too busy to compile it within {MAX_WALL_S:g} s; try again"
@@ -82,21 +85,22 @@ def main() -> int:
 
 
 def read_vocabulary(config: CompilerConfig) -> xgrammar.TokenizerInfo:
-    """Read the tokens of the configured checkpoint that grammars may allow: none whose text has a meaning of its own to
-    the model."""
+    """Read the tokens of the configured checkpoint that grammars may allow; those whose text has a meaning of its own
+    to the model only by their ids."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(config.folder, "tokenizer.json")))
-    texts = [""] * config.vocab_size
-    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
-    for text, token in tokenizer.get_vocab(with_added_tokens=True).items():
-        if token < config.vocab_size and token not in special:  # the text of a control token is not its meaning
-            texts[token] = text
-
     import_xgrammar()
     import xgrammar
 
     detected = xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str())
+    control_text = _CONTROL_TEXTS.get(detected["vocab_type"].name, "")
+    texts = [""] * config.vocab_size
+    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    for text, token in tokenizer.get_vocab(with_added_tokens=True).items():
+        if token < config.vocab_size:  # the text of a control token is not its meaning
+            texts[token] = control_text if token in special else text
+
     return xgrammar.TokenizerInfo(
         texts,
         vocab_type=detected["vocab_type"],

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import distributed
 
+from pdserve.contracts.precision import FLOAT8_CAPABILITY
 from pdserve.contracts.worker_config import DEVICE_SETTINGS, DIRECT_TRANSPORTS, WorkerConfig
 from pdserve.engine.worker.pool_size import KvMemory, kv_memory_on_cpu, kv_memory_on_gpu
 from pdserve.kernels.kv_pool import KvPool
@@ -23,10 +24,6 @@ from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.weights.decoder_weights import held_bytes
 
 CPU = torch.device("cpu")
-_FLOAT8_CAPABILITY = (8, 9)
-"""Compute capability of Ada, the first NVIDIA generation that converts float8."""
-
-
 _FIRST_CAPABILITY = (8, 0)
 """That of Ampere, for which the kernels are written: older GPUs lack bfloat16."""
 
@@ -69,7 +66,7 @@ def check_kv_dtype(device: torch.device, kv_dtype: str) -> None:
     """Raise ValueError if no kernel reads KV of this dtype on ``device``."""
     if device == CPU or kv_dtype != "float8_e4m3fn":
         return
-    if torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
+    if torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
         raise ValueError(f"{torch.cuda.get_device_name(device)} has no float8: set kv_dtype to int8")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pdserve.contracts.step import ModelLimits
-from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
+from pdserve.contracts.worker_config import WorkerConfig
 
 AUTO_MEMORY_SHARE = 0.1
 """Share of the host's available memory, after weights, for an automatic pool. Several workers size their pools at
@@ -141,7 +141,7 @@ def num_swap_slots(config: WorkerConfig, num_blocks: int, block_bytes: int, spar
     Raises:
         ValueError: the configured memory holds no block, or does not fit.
     """
-    if config.role is WorkerRole.PREFILL:
+    if not config.may_decode:
         return 0
     swap_bytes = config.swap_memory_bytes
     if swap_bytes is None:

@@ -2,8 +2,9 @@
 
 A step holds one row for every running sequence, then prefill chunks in the rest of the token budget, so that both
 phases share one forward pass. A request to decode here comes by `Scheduler.prepare` (its prompt is computed elsewhere
-and pulled) or by `Scheduler.add` (computed here); one with handoff comes by `add` and leaves with its prompt. A worker
-whose `Scheduler.may_decode` is off takes only the last kind, and finishes what it has of the others.
+and pulled) or by `Scheduler.add` (computed here); one with handoff comes by `add` and leaves with its prompt. A
+scheduler knows no role: a router sends prefill workers requests of the last kind alone, and what is planned follows
+from the requests that are there, so that a worker may get another role at any time.
 
 Its parts: `pdserve.prefill_worker` orders prompts and parks those to hand off, `pdserve.decode_worker` reserves blocks
 for pulls, swaps preempted sequences, and bounds the gaps between tokens.
@@ -58,7 +59,6 @@ class Scheduler:
         pool: BlockPool,
         limits: ModelLimits,
         *,
-        may_decode: bool,
         mint_handle: Callable[[], bytes],
         max_batch_tokens: int,
         max_batch_size: int,
@@ -70,12 +70,11 @@ class Scheduler:
     ) -> None:
         """
         Args:
-            may_decode: whether requests may decode here, or only prompts are taken, to hand off. It may change later.
             mint_handle: returns 16 unguessable bytes, never the same twice.
             max_batch_tokens: maximum number of new tokens in a step.
-            max_batch_size: maximum number of sequences that hold blocks in order to decode, or, if none may, of
-                prompts that are admitted and not yet computed. If sequences may decode and the token budget is
-                smaller, the limit is the budget minus one, which leaves a token for prefill.
+            max_batch_size: maximum number of sequences that hold blocks in order to decode, or, if all requests are
+                handed off, of prompts that are admitted and not yet computed. If any is to decode here and the token
+                budget is smaller, the limit is the budget minus one, which leaves a token for prefill.
             park_timeout_s: a parked prompt without a pull is freed after this long.
             pull_timeout_s: a pull times out after this long.
             swap_space: host memory for preempted sequences; none by default.
@@ -89,7 +88,6 @@ class Scheduler:
             raise ValueError(
                 f"max_batch_tokens {max_batch_tokens} and max_batch_size {max_batch_size} must be 1 or more"
             )
-        self.may_decode = may_decode
         self.table = SequenceTable(pool, limits)
         self.parking = Parking(self.table, park_timeout_s=park_timeout_s, mint_handle=mint_handle)
         self.prompts = Prompts(self.table, self.parking)
@@ -112,18 +110,12 @@ class Scheduler:
         Args:
             now_s: time the worker received the request; may be earlier than that of previous calls.
         """
-        if not (self.may_decode or request.handoff):
-            self.table.reject(key, "this worker only prefills: send the request with handoff, or to a decode worker")
-            return
         sequence = self.table.open(key, request, now_s, is_handoff=request.handoff)
         if sequence is not None:
             self.prompts.enqueue(sequence)
 
     def prepare(self, key: RequestKey, request: GenerationRequest, source: KvSource, now_s: float) -> None:
         """Add a request whose prompt another worker prefills: reserve blocks, pull, decode."""
-        if not self.may_decode:
-            self.table.reject(key, "this worker only prefills: prepare the request on a decode worker")
-            return
         sequence = self.table.open(key, request, now_s, is_handoff=False)
         if sequence is not None:
             self.reservations.push(sequence, source)
@@ -158,7 +150,7 @@ class Scheduler:
         self.expire(now_s)
         if self.table.must_drain or self.table.is_guessing:
             return None
-        if not self.may_decode and self.table.steps_in_flight and self.prompts.is_patient(now_s):
+        if not self.table.num_to_decode and self.table.steps_in_flight and self.prompts.is_patient(now_s):
             return None
         step = self.table.begin_step()
         self._plan_decode(step)
@@ -288,7 +280,7 @@ class Scheduler:
         decode now or soon."""
         soon = [*self._local_prefills(), *self.reservations.pulling()]
         num_blocks_missing = sum_blocks_missing(self.running) + sum_blocks_missing(soon)
-        if self.may_decode:
+        if self.table.num_to_decode:
             max_batch_size = min(self._max_batch_size, max(1, self._max_batch_tokens - 1))
             num_slots = max_batch_size - len(self.running) - len(soon)
         else:

@@ -27,7 +27,7 @@ from typing import cast
 
 from pdserve.contracts.request import HANDLE_BYTES
 from pdserve.contracts.step import Executor, ModelLimits
-from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint, WorkerRole
+from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.scheduling.interface import PullResult
 from pdserve.engine.scheduling.speculation import DRAFT_SHARE, NGRAM_SHARE, Speculation
@@ -190,7 +190,6 @@ class EngineWorker:
         scheduler = Scheduler(
             pool,
             backend.limits,
-            may_decode=config.role is not WorkerRole.PREFILL,
             mint_handle=lambda: secrets.token_bytes(HANDLE_BYTES),
             max_batch_tokens=config.max_batch_tokens,
             max_batch_size=config.max_batch_size,
@@ -266,7 +265,6 @@ class EngineWorker:
         return worker_pb2.Welcome(
             worker_id=config.worker_id,
             worker_epoch=self._epoch,
-            role=config.role.value,
             kv_address=kv_address,
             model_hash=backend.layout.model_hash,
             max_model_len=backend.limits.max_model_len,

@@ -32,6 +32,7 @@ struct Rule {
   float scale;
   int64_t window;  // 0: no limit.
   float softcap;   // 0: none.
+  const float* sinks;  // [num_heads]: one more score of each, of no key; or null.
 };
 
 // One row's query tokens [first_token, end_token) on one KV head against keys [first_key, end_key).
@@ -325,9 +326,16 @@ struct Attention {
         partials.add(task.partial + m, sums, m, dim());
   }
 
-  void write(const Task& task, int64_t m, const Sums& sums, int64_t row) {
+  // Not inlined, as `Sums::add`.
+  __attribute__((noinline)) void write(const Task& task, int64_t m, const Sums& sums, int64_t row) {
     float* to = out + (token_of(task, m) * num_heads() + task.head * group + m % group) * dim();
-    const float factor = 1.0f / sums.sum[row];
+    float sum = sums.sum[row], kept = 1.0f;
+    if (rule.sinks) {
+      const float sink = rule.sinks[task.head * group + m % group] * kLog2e, highest = std::max(sums.max[row], sink);
+      kept = exp2_float(sums.max[row] - highest);
+      sum = sum * kept + exp2_float(sink - highest);
+    }
+    const float factor = kept / sum;
     for (int64_t d = 0; d < dim(); ++d) to[d] = sums.out[row * dim() + d] * factor;
   }
 
@@ -360,10 +368,10 @@ extern "C" {
 
 // q and out are [num_tokens, num_heads, head_dim]; q's token stride is q_stride elements, out is contiguous.
 void paged_attention(const float* q, int64_t q_stride, float* out, int64_t num_heads, float scale, int64_t window,
-                     float softcap, const Pool* pool, int64_t layer, const int32_t* packed_batch) {
+                     float softcap, const float* sinks, const Pool* pool, int64_t layer, const int32_t* packed_batch) {
   const Batch batch(packed_batch);
   const int64_t group = num_heads / pool->num_kv_heads;
-  const Rule rule{scale, window, softcap};
+  const Rule rule{scale, window, softcap, sinks};
   with_dtype(*pool, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     Attention<T>{q, q_stride, out, group, *pool, layer, batch, rule, {}, {}}();

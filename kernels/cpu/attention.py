@@ -22,7 +22,7 @@ _HEAD_DIM_MULTIPLE = 8
 # As declared in attention.cpp and rope.cpp.
 _POOL_AND_BATCH = (c_void_p, c_int64, c_void_p)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "paged_attention": (c_void_p, c_int64, c_void_p, c_int64, c_float, c_int64, c_float, *_POOL_AND_BATCH),
+    "paged_attention": (c_void_p, c_int64, c_void_p, c_int64, c_float, c_int64, c_float, c_void_p, *_POOL_AND_BATCH),
     "rope_and_write_kv": (c_void_p, c_int64, *[c_void_p] * 4, c_float, *_POOL_AND_BATCH),
 }
 
@@ -48,6 +48,8 @@ def paged_attention(
     assert q_TND.stride()[1:] == (head_dim, 1)
     assert rule.window >= 0
     assert rule.softcap >= 0
+    if rule.sinks is not None:
+        _assert_float32(rule.sinks, (num_heads,))
     o_TND = torch.empty(num_tokens, num_heads, head_dim)
     _function("paged_attention")(
         q_TND.data_ptr(),
@@ -57,6 +59,7 @@ def paged_attention(
         rule.scale,
         rule.window,
         rule.softcap,
+        None if rule.sinks is None else rule.sinks.data_ptr(),
         *_pool_and_batch(kv_pool, layer, metadata),
     )
     return o_TND

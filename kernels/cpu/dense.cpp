@@ -2,10 +2,11 @@
 // before a call: nothing is checked here.
 //
 // A weight [outputs, inputs] is held in panels of kPanel outputs, [panel][input][kPanel], the last one filled up
-// with zeros, as float, bfloat16, float16, or quantised as int8, int4 or e4m3. Outputs of a bfloat16 panel are in
-// the order 0, kLanes, 1, kLanes + 1 ...; byte i of an int4 panel's input is output i, 8, and 16 times output kLanes
-// + i, added up. Quantised weights have a scale per output, or a scale and perhaps a zero point per output and block
-// of inputs. Activations and arithmetic are float.
+// with zeros, as float, bfloat16, float16, or quantised as int8, int4, e4m3 or e2m1. Outputs of a bfloat16 panel are
+// in the order 0, kLanes, 1, kLanes + 1 ...; byte i of an int4 panel's input is output i, 8, and 16 times output
+// kLanes + i, added up; that of an e2m1 panel has their codes in its low and its high bits. Quantised weights have a
+// scale per output, or a scale and perhaps a zero point per output and block of inputs. Activations and arithmetic are
+// float.
 //
 // An output is the sum, over blocks of `depth` inputs in order, of that block's products added up in order, less the
 // zero point times the sum of the inputs, times the scale. Every path here keeps to that, so that a row's result
@@ -36,11 +37,16 @@ constexpr int kAheadBytes = 4096;         // Prefetched: what memory sends while
 constexpr int kTasksOfThread = 8;         // Of several products, so that all threads end together.
 constexpr int64_t kSerialWork = 1 << 17;  // Multiply-adds below which waking threads costs more than it saves.
 
-enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4, kE4m3 };
+enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4, kE4m3, kE2m1 };
 
 // Of one input: the weight of an output of a panel's first half, 8, and 16 times that of its counterpart of the second.
 struct Int4Pair {
   int8_t sum;
+};
+
+// Of one input: the codes of an output of a panel's first half, and of its counterpart of the second.
+struct E2m1Pair {
+  int8_t codes;
 };
 
 // Values that hold the weights of one input for a panel.
@@ -48,6 +54,8 @@ template <typename W>
 constexpr int kStep = kPanel;
 template <>
 constexpr int kStep<Int4Pair> = kLanes;
+template <>
+constexpr int kStep<E2m1Pair> = kLanes;
 
 // Whether blocks of such values may have scales: those made of quantised ones are floats.
 template <typename W>
@@ -71,12 +79,14 @@ struct Weight {
   int64_t kind;
   int64_t num_outputs;
   int64_t num_inputs;
-  int64_t depth;  // Inputs of a block.
+  int64_t depth;       // Inputs of a block.
+  int64_t num_scales;  // Blocks that have scales and zeros of their own; 1: all have the same.
   const void* panels;
-  const float* scales;        // [panel][kPanel], or null.
-  const float* block_scales;  // [panel][block][kPanel], or null.
-  const int8_t* zeros;        // [panel][block][kPanel], or null; only with scales of blocks, and not of e4m3.
-  const float* bias;          // [num_outputs], or null.
+  const float* scales;             // [panel][kPanel], or null.
+  const float* block_scales;       // [panel][num_scales][kPanel], or null.
+  const uint8_t* block_exponents;  // Of scales that are powers of two, as floats have them, in their place; or null.
+  const int8_t* zeros;             // As block_scales, or null; only with scales of blocks, and not of e4m3 and e2m1.
+  const float* bias;               // [num_outputs], or null.
 
   int64_t num_blocks() const { return (num_inputs + depth - 1) / depth; }
 };
@@ -98,6 +108,7 @@ struct Block {
   int64_t stride;       // Values between panels.
   int64_t depth;        // Inputs.
   const float* scales;  // Of the block's sums, [kPanel] for the first panel, or null.
+  const uint8_t* exponents;  // Of scales, in their place, or null.
   const int8_t* zeros;  // Beside the scales, or null.
   int64_t scale_stride;
   const Coding& coding;
@@ -130,6 +141,32 @@ inline void load_panel(const Int4Pair* p, Vec& low, Vec& high) {
   high = __builtin_convertvector(pairs, Vec);
 }
 
+// Twice the values of e2m1 whose codes are in the lowest four bits: integers.
+inline Vec twice_e2m1(IntVec codes) {
+#if PDSERVE_LANES == 16
+  constexpr Vec values = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+  return reinterpret_cast<Vec>(
+      _mm512_permutexvar_ps(reinterpret_cast<__m512i>(codes), reinterpret_cast<__m512>(values)));
+#else
+  const IntVec low = codes & 7, sign = (codes & 8) << 28;
+#if defined(__AVX2__)
+  constexpr Vec values = {0, 1, 2, 3, 4, 6, 8, 12};
+  const auto magnitude = reinterpret_cast<IntVec>(
+      _mm256_permutevar8x32_ps(reinterpret_cast<__m256>(values), reinterpret_cast<__m256i>(low)));
+#else
+  const IntVec integers = low < 4 ? low : (2 + (low & 1)) * (2 + (low & 2));
+  const auto magnitude = reinterpret_cast<IntVec>(__builtin_convertvector(integers, Vec));
+#endif
+  return reinterpret_cast<Vec>(magnitude | sign);
+#endif
+}
+
+inline void load_panel(const E2m1Pair* p, Vec& low, Vec& high) {
+  const IntVec pairs = load_integers(&p->codes);
+  low = twice_e2m1(pairs);
+  high = twice_e2m1(pairs >> 4);
+}
+
 // Keeps a value in a register: left alone, the compiler reads weights from memory again for every row.
 inline void keep([[maybe_unused]] Vec& x) {
 #if defined(__AVX2__)
@@ -150,10 +187,17 @@ inline Vec less_product(Vec from, Vec a, Vec b) {
 #endif
 }
 
+// Scales, also by their exponents.
+inline Vec load_scales(const float* p) { return load(p); }
+inline Vec load_scales(const uint8_t* p) {
+  return reinterpret_cast<Vec>((load_integers(reinterpret_cast<const int8_t*>(p)) & 255) << 23);
+}
+
 // Sums times their scales.
-inline void scale_sums(const float* scales, Vec& low, Vec& high) {
-  low *= load(scales);
-  high *= load(scales + kLanes);
+template <typename S>
+inline void scale_sums(const S* scales, Vec& low, Vec& high) {
+  low *= load_scales(scales);
+  high *= load_scales(scales + kLanes);
   keep(low);  // Rounded here, and not joined with an addition wherever the compiler finds that it can be.
   keep(high);
 }
@@ -203,6 +247,8 @@ inline void add_tile(const Rows& rows, const Block<W>& block, float* total, bool
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       if (kMayScale<W> && block.scales) scale_sums(block.scales + p * block.scale_stride, sum[p][r][0], sum[p][r][1]);
+      if (kMayScale<W> && block.exponents)
+        scale_sums(block.exponents + p * block.scale_stride, sum[p][r][0], sum[p][r][1]);
       float* to = total + (p * kRows + r) * kPanel;
       store(to, is_first ? sum[p][r][0] : load(to) + sum[p][r][0]);
       store(to + kLanes, is_first ? sum[p][r][1] : load(to + kLanes) + sum[p][r][1]);
@@ -279,14 +325,15 @@ struct Product {
 
   // From an input on, of a panel and those behind it.
   Block<W> block_at(int64_t panel, int64_t input) const {
-    const int64_t stride = inputs() * kStep<W>, blocks = weight.num_blocks();
-    const int64_t at = (panel * blocks + input / weight.depth) * kPanel;
+    const int64_t stride = inputs() * kStep<W>, scales = weight.num_scales;
+    const int64_t at = (panel * scales + (scales > 1 ? input / weight.depth : 0)) * kPanel;
     return {static_cast<const W*>(weight.panels) + panel * stride + input * kStep<W>,
             stride,
             std::min(weight.depth, inputs() - input),
             weight.block_scales ? weight.block_scales + at : nullptr,
+            weight.block_exponents ? weight.block_exponents + at : nullptr,
             weight.zeros ? weight.zeros + at : nullptr,
-            blocks * kPanel,
+            scales * kPanel,
             kCoding<W>};
   }
 
@@ -343,8 +390,8 @@ struct Product {
       block_rows.stride = weight.depth;
       for (int64_t p = 0; p < panels; ++p) {
         const Block<W> held = block_at(first_panel + p, d);
-        const Block<float> block{as_floats(held.weights, depth, w_block.data()), 0, depth, held.scales, held.zeros, 0,
-                                 held.coding};
+        const Block<float> block{as_floats(held.weights, depth, w_block.data()), 0, depth, held.scales, held.exponents,
+                                 held.zeros, 0, held.coding};
         const W* next = p + 1 < panels ? held.weights + held.stride : block_at(first_panel, d + weight.depth).weights;
         add_rows<0>(rows, block_rows, block, total.data() + p * kBlockRows * kPanel, d == 0,
                     {reinterpret_cast<const char*>(next), depth * kStep<W> * static_cast<int64_t>(sizeof(W))});
@@ -450,7 +497,8 @@ void copy_rows(const Weight& weight, const int64_t* ids, int64_t num_ids, float*
       const int half = place / kLanes;
       const float zero = block.zeros ? block.zeros[place] : 0.0f;
       const float value = halves[half][place % kLanes] - block.coding.offsets[half] - block.coding.units[half] * zero;
-      const float scale = block.scales ? block.scales[place] : weight.scales ? weight.scales[ids[i]] : 1.0f;
+      float scale = block.scales ? block.scales[place] : weight.scales ? weight.scales[ids[i]] : 1.0f;
+      if (block.exponents) scale = load_scales(block.exponents + place / kLanes * kLanes)[place % kLanes];
       out[i * weight.num_inputs + d] = value * scale;
     }
   }
@@ -465,6 +513,7 @@ void with_kind(int64_t kind, Call call) {
     case kInt8: return call(int8_t{});
     case kInt4: return call(Int4Pair{});
     case kE4m3: return call(E4m3{});
+    case kE2m1: return call(E2m1Pair{});
   }
 }
 

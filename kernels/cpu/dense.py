@@ -22,11 +22,11 @@ import torch
 from torch.nn.functional import pad
 
 from pdserve.kernels.cpu.build import kernel
-from pdserve.kernels.weight_quantisation import GroupedWeight
+from pdserve.kernels.weight_quantisation import GroupedWeight, e2m1_codes, exponents
 
 # As declared in those.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_QUANTISED_KINDS = {"int8": 3, "int4": 4, "e4m3": 5}
+_QUANTISED_KINDS = {"int8": 3, "int4": 4, "e4m3": 5, "e2m1": 6}
 _MAX_DEPTH = 256
 _GATE = (c_void_p, c_void_p, c_int64, c_int64)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -38,6 +38,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "dense_rms_normalise": (c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64),
     "dense_gate_silu": _GATE,
     "dense_gate_gelu_tanh": _GATE,
+    "dense_gate_swiglu_oai": _GATE,
 }
 
 
@@ -49,9 +50,11 @@ class _Weight(ctypes.Structure):
         ("num_outputs", c_int64),
         ("num_inputs", c_int64),
         ("depth", c_int64),
+        ("num_scales", c_int64),
         ("panels", c_void_p),
         ("scales", c_void_p),
         ("block_scales", c_void_p),
+        ("block_exponents", c_void_p),
         ("zeros", c_void_p),
         ("bias", c_void_p),
     )
@@ -62,15 +65,17 @@ class _Held(NamedTuple):
 
     kind: int
     panels: torch.Tensor
-    """``[P, E, W]``; ``[P, E, L]`` for int4."""
+    """``[P, E, W]``; ``[P, E, L]`` for int4 and e2m1."""
     depth: int = _MAX_DEPTH
     """Inputs of a block."""
     scales: torch.Tensor | None = None
     """``[P, 1, W]``."""
     block_scales: torch.Tensor | None = None
-    """``[P, B, W]``."""
+    """``[P, B, W]``, or of one block for all."""
+    block_exponents: torch.Tensor | None = None
+    """uint8 ``[P, B, W]``: of scales that are powers of two, in their place."""
     zeros: torch.Tensor | None = None
-    """int8 ``[P, B, W]``."""
+    """int8, as ``block_scales``."""
     permutation: torch.Tensor | None = None
     """Inputs in the order of the panels: ``[E]``."""
 
@@ -94,6 +99,10 @@ def _hold(weight: GroupedWeight) -> _Held:
     elif weight.kind == "int4":
         low_PEL, high_PEL = _pack(weight.values).chunk(2, dim=-1)
         panels = low_PEL + 8 | high_PEL << 4
+    elif weight.kind == "e2m1":
+        assert weight.zeros is None
+        low_PEL, high_PEL = _pack(e2m1_codes(weight.values)).chunk(2, dim=-1)
+        panels = low_PEL | high_PEL << 4
     else:
         panels = _pack(weight.values)
 
@@ -112,8 +121,13 @@ def _hold(weight: GroupedWeight) -> _Held:
         depth = max(depth for depth in range(1, _MAX_DEPTH + 1) if size % depth == 0)
 
     def of_blocks(groups_FG: torch.Tensor) -> torch.Tensor:
+        if size == num_inputs:
+            return groups_FG
         return groups_FG.repeat_interleave(-(-size // depth), dim=1)[:, : -(-num_inputs // depth)]
 
+    if weight.kind == "e2m1":
+        of_groups_PBW = _pack(of_blocks(exponents(scales_FG)))
+        return _Held(kind, panels, depth, block_exponents=of_groups_PBW, permutation=permutation)
     zeros = None
     if weight.zeros is not None:
         zeros = _pack(of_blocks(weight.zeros).to(torch.int8))
@@ -142,10 +156,11 @@ class CpuLinear:
             num_outputs,
             num_inputs,
             held.depth,
+            next((each.shape[1] for each in (held.block_scales, held.block_exponents) if each is not None), 1),
             held.panels.data_ptr(),
             *(
                 None if part is None else part.data_ptr()
-                for part in (held.scales, held.block_scales, held.zeros, self._bias_F)
+                for part in (held.scales, held.block_scales, held.block_exponents, held.zeros, self._bias_F)
             ),
         )
         self._struct = ctypes.byref(self.weight)
@@ -193,9 +208,16 @@ class CpuLinear:
         return torch.empty_like(rows_TE).index_copy_(1, self._held.permutation, rows_TE)
 
 
-def pack_experts(weights: Iterable[torch.Tensor | GroupedWeight], *, dtype: torch.dtype = torch.float32) -> CpuExperts:
+def pack_experts(
+    weights: Iterable[torch.Tensor | GroupedWeight],
+    biases_XF: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> CpuExperts:
     """See `pdserve.kernels.operations.PackExperts`."""
-    return CpuExperts([pack_linear(weight) for weight in weights])
+    return CpuExperts(
+        [pack_linear(weight, None if biases_XF is None else biases_XF[index]) for index, weight in enumerate(weights)]
+    )
 
 
 class CpuExperts:

@@ -37,12 +37,24 @@ inline Vec exp_vec(Vec x) {
 }
 
 struct Silu {
-  Vec operator()(Vec x) const { return x / (1.0f + exp_vec(-x)); }
+  Vec operator()(Vec x, Vec up) const { return x / (1.0f + exp_vec(-x)) * up; }
 };
 
 // x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x / (1 + e^(-2 u)).
 struct GeluTanh {
-  Vec operator()(Vec x) const { return x / (1.0f + exp_vec(x * (x * x * -0.0713548163f - 1.59576912f))); }
+  Vec operator()(Vec x, Vec up) const {
+    return x / (1.0f + exp_vec(x * (x * x * -0.0713548163f - 1.59576912f))) * up;
+  }
+};
+
+// gate * sigmoid(1.702 gate) * (up + 1) of limited values.
+struct SwigluOai {
+  Vec operator()(Vec gate, Vec up) const {
+    const Vec limit = Vec{} + 7.0f;
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    return gate / (1.0f + exp_vec(gate * -1.702f)) * (up + 1.0f);
+  }
 };
 
 template <typename Activation>
@@ -53,11 +65,12 @@ void gate_rows(const float* gate_up, float* out, int64_t num_rows, int64_t width
     const float* up = gate + width;
     float* to = out + row * width;
     int64_t i = 0;
-    for (; i + kLanes <= width; i += kLanes) store(to + i, activation(load(gate + i)) * load(up + i));
-    float rest[kLanes] = {};
-    std::copy(gate + i, gate + width, rest);
-    const Vec last = activation(load(rest));
-    for (int j = 0; i < width; ++i, ++j) to[i] = last[j] * up[i];
+    for (; i + kLanes <= width; i += kLanes) store(to + i, activation(load(gate + i), load(up + i)));
+    float rest[2][kLanes] = {};
+    std::copy(gate + i, gate + width, rest[0]);
+    std::copy(up + i, up + width, rest[1]);
+    const Vec last = activation(load(rest[0]), load(rest[1]));
+    for (int j = 0; i < width; ++i, ++j) to[i] = last[j];
   });
 }
 
@@ -115,5 +128,9 @@ void dense_gate_silu(const float* gate_up, float* out, int64_t num_rows, int64_t
 
 void dense_gate_gelu_tanh(const float* gate_up, float* out, int64_t num_rows, int64_t width) {
   gate_rows<GeluTanh>(gate_up, out, num_rows, width);
+}
+
+void dense_gate_swiglu_oai(const float* gate_up, float* out, int64_t num_rows, int64_t width) {
+  gate_rows<SwigluOai>(gate_up, out, num_rows, width);
 }
 }

@@ -62,7 +62,11 @@ def _attend(q_QND: torch.Tensor, k_HLD: torch.Tensor, v_HLD: torch.Tensor, rule:
     seen_QL = torch.ones(num_new, num_keys, dtype=torch.bool, device=q_QND.device).tril(num_keys - num_new)
     if rule.window:
         seen_QL = seen_QL.triu(num_keys - num_new - rule.window + 1)
-    weights_HGQL = scores_HGQL.masked_fill(~seen_QL, -torch.inf).softmax(dim=-1)
+    scores_HGQL.masked_fill_(~seen_QL, -torch.inf)
+    if rule.sinks is not None:
+        sinks_HGQ1 = rule.sinks.view(num_kv_heads, -1, 1, 1).expand(-1, -1, num_new, -1)
+        scores_HGQL = torch.cat((scores_HGQL, sinks_HGQ1), dim=-1)
+    weights_HGQL = scores_HGQL.softmax(dim=-1)[..., :num_keys]
     o_HGQD = weights_HGQL @ v_HLD[:, None]
     return o_HGQD.permute(2, 0, 1, 3).reshape(num_new, num_heads, head_dim)
 

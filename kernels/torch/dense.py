@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import gelu, linear, rms_norm, silu
 
+from pdserve.kernels.operations import SWIGLU_ALPHA, SWIGLU_LIMIT
 from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise
 
 
@@ -65,4 +66,7 @@ def rms_normalise(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> tor
 def gate(gate_up_TF: torch.Tensor, activation: str) -> torch.Tensor:
     """See `pdserve.kernels.operations.Gate`."""
     gate_TI, up_TI = gate_up_TF.chunk(2, dim=-1)
+    if activation == "swiglu_oai":
+        gate_TI, up_TI = gate_TI.clamp(max=SWIGLU_LIMIT), up_TI.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (gate_TI * SWIGLU_ALPHA).sigmoid_().mul_(gate_TI).mul_(up_TI + 1)
     return (silu(gate_TI) if activation == "silu" else gelu(gate_TI, approximate="tanh")).mul_(up_TI)

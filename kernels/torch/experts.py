@@ -27,17 +27,23 @@ class Routes(NamedTuple):
     """float32 ``[T, K]``, contiguous."""
 
 
-def route(logits_TA: torch.Tensor, experts_per_token: int, *, normalise: bool) -> Routes:
+def route(
+    logits_TA: torch.Tensor, experts_per_token: int, *, normalise: bool = False, of_chosen: bool = False
+) -> Routes:
     """Choose experts by the softmax over all, and of ties the lowest id (Jiang et al. 2024, Mixtral; Qwen team 2024).
 
     Args:
         logits_TA: float32.
         normalise: divide the weights by their sum.
+        of_chosen: choose by logits, and weigh by the softmax over the chosen ones (OpenAI 2025, gpt-oss).
     """
     assert logits_TA.dtype == torch.float32
+    scores_TA = logits_TA if of_chosen else logits_TA.softmax(dim=-1)
     # ``topk`` promises no order of ties.
-    sorted_TA, ids_TA = logits_TA.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    sorted_TA, ids_TA = scores_TA.sort(dim=-1, descending=True, stable=True)
     weights_TK = sorted_TA[:, :experts_per_token].contiguous()
+    if of_chosen:
+        weights_TK = weights_TK.softmax(dim=-1)
     if normalise:
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
     return Routes(ids_TA[:, :experts_per_token], weights_TK)
@@ -69,10 +75,18 @@ def combine(y_PE: torch.Tensor, places_TK: torch.Tensor, weights_TK: torch.Tenso
 
 
 def pack_experts(
-    weights: Iterable[torch.Tensor | GroupedWeight], *, dtype: torch.dtype = torch.float32
+    weights: Iterable[torch.Tensor | GroupedWeight],
+    biases_XF: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> TorchExperts:
     """See `pdserve.kernels.operations.PackExperts`."""
-    return TorchExperts([pack_linear(weight, dtype=dtype) for weight in weights])
+    return TorchExperts(
+        [
+            pack_linear(weight, None if biases_XF is None else biases_XF[index], dtype=dtype)
+            for index, weight in enumerate(weights)
+        ]
+    )
 
 
 class TorchExperts:

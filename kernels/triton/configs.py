@@ -38,7 +38,8 @@ def prefill_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
             return _FLOAT32_OVER_QUANTISED
         return AttentionTile(32, 32, 4, 2) if head_dim <= 64 else AttentionTile(16, 16, 4, 2)
     if head_dim <= 64 and kv_pool.scales is None:
-        return AttentionTile(128, 64, 4, 3)
+        # wgmma leaves registers to the accumulators.
+        return AttentionTile(128, 64, 4 if compute_capability(q_TND.device) >= 90 else 8, 3)
     if head_dim <= 128:
         return AttentionTile(128, 64, 8, 3)
     return AttentionTile(128 if kv_pool.scales is None else 64, 32, 8, 2)
@@ -93,14 +94,14 @@ class MatmulTile(NamedTuple):
 
 def matmul_tile(x_TE: torch.Tensor, kind: str, group: int | None, num_experts: int = 1) -> MatmulTile:
     """Return the tile for `pdserve.kernels.triton.quantized_matmul`; it takes one group of inputs at a time, or one
-    pair of int4 runs.
+    pair of runs of four bits.
 
     Args:
         group: inputs of a group; ``None``: one for all inputs.
         num_experts: among which rows are divided, so that a tile of one expert's rows is not mostly empty.
     """
     num_tokens = -(-len(x_TE) // num_experts)
-    inputs = 2 * int4_run(group) if kind == "int4" else group
+    inputs = 2 * run_of_pair(group) if kind in PAIRED_KINDS else group
     if x_TE.dtype == torch.float32:
         return MatmulTile(16, 32, inputs or 32, 4, 2 if inputs is None else 1)
     # wgmma leaves registers to the sum of a group.
@@ -114,12 +115,16 @@ def matmul_tile(x_TE: torch.Tensor, kind: str, group: int | None, num_experts: i
     return MatmulTile(tokens, 128, inputs or 64, 8, 2 if inputs == 128 else 4)
 
 
-def int4_run(group: int | None) -> int:
-    """Consecutive inputs of an int4 weight in the same half of consecutive bytes, all of one group."""
-    return min(group or _INT4_RUN, _INT4_RUN)
+PAIRED_KINDS = ("int4", "e2m1")
+"""Kinds of weights of which two share a byte."""
 
 
-_INT4_RUN = 64
+def run_of_pair(group: int | None) -> int:
+    """Consecutive inputs of a weight of four bits in the same half of consecutive bytes, all of one group."""
+    return min(group or _RUN, _RUN)
+
+
+_RUN = 64
 _FEW_TOKENS = 64
 _PROGRAMS_PER_PROCESSOR = 2
 _SPLIT_INPUTS = 512

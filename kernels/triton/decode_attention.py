@@ -22,7 +22,14 @@ from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule
 from pdserve.kernels.triton.configs import AttentionTile, KvSplit, decode_tile, kv_split
-from pdserve.kernels.triton.flash import METADATA_POINTERS, attend, check_queries, pool_arguments, score_constants
+from pdserve.kernels.triton.flash import (
+    METADATA_POINTERS,
+    add_sink,
+    attend,
+    check_queries,
+    pool_arguments,
+    score_constants,
+)
 
 
 def decode_attention(
@@ -80,6 +87,7 @@ def decode_attention(
         o_TND,
         partial_WHQD,
         lse_WHQ,
+        rule.sinks,
         *batch,
         metadata.block_starts,
         metadata.block_ids,
@@ -96,7 +104,16 @@ def decode_attention(
         num_stages=tile.num_stages,
     )
     _merge_kernel[metadata.num_rows, max_new_tokens * num_heads](
-        o_TND, partial_WHQD, lse_WHQ, *batch, **plan, GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, num_warps=4
+        o_TND,
+        partial_WHQD,
+        lse_WHQ,
+        rule.sinks,
+        *batch,
+        **plan,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim,
+        num_warps=4,
     )
 
 
@@ -111,6 +128,7 @@ def _chunk_kernel(
     o_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     lse_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     query_starts_ptr: tl.tensor,
     kv_lengths_ptr: tl.tensor,
     num_rows: tl.tensor,
@@ -143,7 +161,8 @@ def _chunk_kernel(
     HAS_CAP: tl.constexpr,
 ):
     """Grid ``(W, H)``. Pointers: q ``[T, N, D]`` of token stride ``q_stride``, o ``[T, N, D]``; partial
-    ``[W, H, Q, D]`` and lse ``[W, H, Q]``, float32, the latter in powers of two; of the batch as `AttentionMetadata`;
+    ``[W, H, Q, D]`` and lse ``[W, H, Q]``, float32, the latter in powers of two; sinks ``[N]`` or none, which count
+    once all chunks are together; of the batch as `AttentionMetadata`;
     of the pool as `attend`, at head 0. A row of one chunk is written to o, and the merge has nothing to do."""
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -201,7 +220,10 @@ def _chunk_kernel(
     )
 
     # A query may have seen nothing of its row's first or last chunks.
-    o_MD = acc_MD / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
+    total_M = tl.where(sum_M == 0.0, 1.0, sum_M)
+    if sinks_ptr is not None:
+        total_M = tl.where(num_chunks == 1, add_sink(sum_M, max_M, sinks_ptr, head_M, is_row_M), total_M)
+    o_MD = acc_MD / total_M[:, None]
     num_kv_heads = tl.num_programs(1)
     if num_chunks == 1:
         head_out_M = flat_M * (num_kv_heads * GROUP) + head_M
@@ -217,6 +239,7 @@ def _merge_kernel(
     o_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     lse_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     query_starts_ptr: tl.tensor,
     kv_lengths_ptr: tl.tensor,
     num_rows: tl.tensor,
@@ -269,6 +292,8 @@ def _merge_kernel(
         acc_D = acc_D * kept + tl.sum(weight_S[:, None] * partial_SD, 0)
         total = total * kept + tl.sum(weight_S, 0)
         highest = new_highest
+    if sinks_ptr is not None:
+        total = add_sink(total, highest, sinks_ptr, head, True)
     head_out = (query_start + token).to(tl.int64) * num_heads + head
     tl.store(o_ptr + head_out * HEAD_DIM + dim_D, (acc_D / total).to(o_ptr.dtype.element_ty), mask=is_dim_D)
 

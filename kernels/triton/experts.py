@@ -26,24 +26,28 @@ _SUM_TILE = 1024
 
 
 def pack_experts(
-    weights: Iterable[torch.Tensor | GroupedWeight], *, dtype: torch.dtype = torch.float32
+    weights: Iterable[torch.Tensor | GroupedWeight],
+    biases_XF: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> TritonExperts:
     """See `pdserve.kernels.operations.PackExperts`."""
-    return TritonExperts(stacked([pack(weight) for weight in weights]))
+    return TritonExperts(stacked([pack(weight) for weight in weights]), biases_XF)
 
 
 class TritonExperts:
     """Implements `pdserve.kernels.operations.Experts`."""
 
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: PackedWeight, biases_XF: torch.Tensor | None = None) -> None:
         self._weight = weight
+        self._biases_XF = biases_XF
 
     @property
     def num_bytes(self) -> int:
-        return self._weight.num_bytes
+        return self._weight.num_bytes + (0 if self._biases_XF is None else self._biases_XF.nbytes)
 
     def __call__(self, x_PE: torch.Tensor, starts_Y: torch.Tensor) -> torch.Tensor:
-        return quantized_matmul(x_PE, self._weight, starts_Y=starts_Y)
+        return quantized_matmul(x_PE, self._weight, self._biases_XF, starts_Y=starts_Y)
 
 
 def sort_pairs(experts_TK: torch.Tensor, here: range) -> SortedPairs:

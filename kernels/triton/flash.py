@@ -128,6 +128,13 @@ def score_constants(rule: AttentionRule) -> tuple[float, float]:
     return rule.scale * _LOG2_E, 0.0
 
 
+@triton.jit
+def add_sink(sum_M: tl.tensor, max_M: tl.tensor, sinks_ptr: tl.tensor, head_M: tl.tensor, is_row_M: tl.tensor):
+    """Sum of the weights that `attend` has seen, and of the heads' sinks; infinite where only the sink counts."""
+    sink_M = tl.load(sinks_ptr + head_M, mask=is_row_M, other=0.0) * 1.4426950408889634  # log2(e)
+    return sum_M + tl.exp2(sink_M - max_M)
+
+
 def pool_arguments(kv_pool: KvPool, layer: int) -> dict[str, object]:
     """Return both kernels' arguments for one layer of a pool; strides are in elements."""
     values = kv_pool.values[:, :, layer]
@@ -156,3 +163,6 @@ def check_queries(q_TND: torch.Tensor, kv_pool: KvPool, layer: int, num_tokens: 
     assert q_TND.is_floating_point()
     assert rule.window >= 0
     assert rule.softcap >= 0
+    if rule.sinks is not None:
+        assert (rule.sinks.shape, rule.sinks.dtype) == (q_TND.shape[1:2], torch.float32)
+        assert rule.sinks.is_contiguous()

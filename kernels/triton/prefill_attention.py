@@ -23,7 +23,14 @@ from pdserve.kernels.kv_pool import KvPool
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule
 from pdserve.kernels.triton.configs import AttentionTile, prefill_tile
-from pdserve.kernels.triton.flash import METADATA_POINTERS, attend, check_queries, pool_arguments, score_constants
+from pdserve.kernels.triton.flash import (
+    METADATA_POINTERS,
+    add_sink,
+    attend,
+    check_queries,
+    pool_arguments,
+    score_constants,
+)
 
 
 def prefill_attention(
@@ -46,7 +53,8 @@ def prefill_attention(
         metadata: on the device.
         min_new_tokens: skips rows with fewer.
         tile: by default as in serving.
-        lse_TN: float32, contiguous: receives every query's log-sum-exp of its scores (natural logarithm).
+        lse_TN: float32, contiguous: receives every query's log-sum-exp of its scores (natural logarithm), without
+            sinks.
     """
     check_queries(q_TND, kv_pool, layer, metadata.num_tokens, rule)
     assert o_TND.is_contiguous()
@@ -60,6 +68,7 @@ def prefill_attention(
         q_TND,
         o_TND,
         lse_TN,
+        rule.sinks,
         metadata.query_starts,
         metadata.kv_lengths,
         metadata.block_starts,
@@ -92,6 +101,7 @@ def _prefill_kernel(
     q_ptr: tl.tensor,
     o_ptr: tl.tensor,
     lse_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     query_starts_ptr: tl.tensor,
     kv_lengths_ptr: tl.tensor,
     block_starts_ptr: tl.tensor,
@@ -120,7 +130,7 @@ def _prefill_kernel(
     HAS_CAP: tl.constexpr,
 ):
     """Grid ``(max_tiles, H)``. Pointers: q ``[T, N, D]`` of token stride ``q_stride``, o ``[T, N, D]``, lse ``[T, N]``
-    or none; of the batch as `AttentionMetadata`; of the pool as `attend`, at head 0."""
+    or none, sinks ``[N]`` or none; of the batch as `AttentionMetadata`; of the pool as `attend`, at head 0."""
     # The last tiles of a row see the most keys, so they are begun first.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -190,7 +200,8 @@ def _prefill_kernel(
 
     num_heads = tl.num_programs(1) * GROUP
     head_out_M = flat_M * num_heads + head_M
-    o_MD = acc_MD / sum_M[:, None]
+    total_M = sum_M if sinks_ptr is None else add_sink(sum_M, max_M, sinks_ptr, head_M, is_row_M)
+    o_MD = acc_MD / total_M[:, None]
     tl.store(o_ptr + head_out_M[:, None] * HEAD_DIM + dim_D[None, :], o_MD.to(q_MD.dtype), mask=is_element_MD)
     if lse_ptr is not None:
         tl.store(lse_ptr + head_out_M, (max_M + tl.log2(sum_M)) * _LN_2, mask=is_row_M)

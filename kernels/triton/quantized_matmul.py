@@ -29,18 +29,16 @@ import triton
 import triton.language as tl
 from torch.nn.functional import pad
 
+from pdserve.contracts.precision import FLOAT8_CAPABILITY, GROUP_SIZES
 from pdserve.kernels.torch.dense import TorchLinear
 from pdserve.kernels.triton import configs
-from pdserve.kernels.triton.configs import MatmulTile, int4_run, matmul_tile, split_inputs
+from pdserve.kernels.triton.configs import PAIRED_KINDS, MatmulTile, matmul_tile, run_of_pair, split_inputs
 from pdserve.kernels.triton.flash import load
-from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise
+from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise, e2m1_codes, exponents, twice_e2m1
 
-_GROUPS = (32, 64, 128)
 _GROUP_TILES = 8
 """Token tiles whose programs run together, so that they find their weights in L2."""
 _SUM_TILE = 1024
-_FLOAT8_CAPABILITY = 89
-"""Of Ada, the first that converts float8."""
 
 
 def pack_linear(
@@ -56,11 +54,11 @@ class PackedWeight(NamedTuple):
     """A weight as the kernel reads it, or those of experts, whose tensors have an axis before the others."""
 
     values: torch.Tensor
-    """``[F, B]``: int8, float8_e4m3fn or float. For int4 two values a byte: of every two runs of inputs, byte i holds
-    input i of the first in its low bits and of the second in its high bits; zeros pad the inputs to whole pairs of
-    runs."""
+    """``[F, B]``: int8, float8_e4m3fn or float. For int4 and e2m1 two values a byte, of e2m1 their codes: of every two
+    runs of inputs, byte i holds input i of the first in its low bits and of the second in its high bits; zeros pad the
+    inputs to whole pairs of runs."""
     scales: torch.Tensor | None
-    """float32 ``[F, G]``."""
+    """float32 ``[F, G]``, or of kind ``e2m1`` their exponents, uint8."""
     zeros: torch.Tensor | None
     """int8 ``[F, G]``."""
     permutation: torch.Tensor | None
@@ -90,18 +88,19 @@ def pack(weight: torch.Tensor | GroupedWeight) -> PackedWeight:
         return PackedWeight(weight.contiguous(), None, None, None, "float", None, weight.shape[1])
     num_outputs, num_inputs = weight.values.shape
     group = None if weight.group_inputs >= num_inputs else weight.group_inputs
-    assert group is None or group in _GROUPS, group
+    assert group is None or group in GROUP_SIZES, group
     values, zeros = weight.values.contiguous(), None
-    if weight.kind == "int4":
-        run = int4_run(group)
+    if weight.kind in PAIRED_KINDS:
+        values = e2m1_codes(values) if weight.kind == "e2m1" else values
+        run = run_of_pair(group)
         low_FGR, high_FGR = pad(values, (0, -num_inputs % (2 * run))).view(num_outputs, -1, 2, run).unbind(2)
         values = (low_FGR & 15 | high_FGR << 4).flatten(1)
     if weight.zeros is not None:
         zeros = weight.zeros.to(torch.int8)
-        assert weight.kind != "e4m3"
+        assert weight.kind in ("int8", "int4")
         assert torch.equal(zeros.float(), weight.zeros)
-    scales_FG = weight.scales.contiguous()
-    return PackedWeight(values, scales_FG, zeros, weight.permutation, weight.kind, group, num_inputs)
+    scales_FG = exponents(weight.scales) if weight.kind == "e2m1" else weight.scales
+    return PackedWeight(values, scales_FG.contiguous(), zeros, weight.permutation, weight.kind, group, num_inputs)
 
 
 class TritonLinear:
@@ -126,13 +125,15 @@ class TritonLinear:
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         weight = self._weight
         assert weight.scales is not None
-        values_TE = weight.values[ids_T]
-        if weight.kind == "int4":
-            bytes_TGR = values_TE.view(len(ids_T), -1, int4_run(weight.group))
+        values_TE, scales_TG = weight.values[ids_T], weight.scales[ids_T]
+        if weight.kind in PAIRED_KINDS:
+            bytes_TGR = values_TE.view(len(ids_T), -1, run_of_pair(weight.group))
             values_TE = torch.stack((bytes_TGR << 4 >> 4, bytes_TGR >> 4), dim=2).flatten(1)[:, : weight.num_inputs]
+        if weight.kind == "e2m1":
+            values_TE, scales_TG = twice_e2m1(values_TE & 15), (scales_TG.int() << 23).view(torch.float32)
         rows = GroupedWeight(
             values_TE,
-            weight.scales[ids_T],
+            scales_TG,
             weight.kind,
             weight.group or weight.num_inputs,
             None if weight.zeros is None else weight.zeros[ids_T].float(),
@@ -155,24 +156,25 @@ def quantized_matmul(
 
     Args:
         x_TE: float32 (computed without TF32), bfloat16 or float16, contiguous.
-        bias_F: contiguous, any float dtype.
+        bias_F: contiguous, any float dtype; of a weight of experts ``[X, F]``.
         add_to_TF: contiguous, same dtype as ``x_TE``; receives the product in place and is returned.
         starts_Y: of a weight of experts, as in `pdserve.kernels.operations.Experts`.
-        tile: by default as in serving; its inputs are those of `matmul_tile` if the weight has groups or is int4.
+        tile: by default as in serving; its inputs are those of `matmul_tile` if the weight has groups or four bits.
         num_splits: most splits of the inputs; by default as many as keep the GPU busy.
     """
     x_TE = _in_stored_order(x_TE, weight, starts_Y)
     num_tokens, num_outputs = len(x_TE), weight.values.shape[-2]
     num_experts = 1 if starts_Y is None else len(starts_Y) - 1
     assert x_TE.shape[1] == weight.num_inputs
-    assert bias_F is None or bias_F.shape == (num_outputs,)
+    assert bias_F is None or bias_F.shape == (weight.values.shape[:-1])
+    assert bias_F is None or bias_F.is_contiguous()
     y_TF = x_TE.new_empty((num_tokens, num_outputs)) if add_to_TF is None else add_to_TF
     assert (y_TF.shape, y_TF.dtype) == ((num_tokens, num_outputs), x_TE.dtype)
     assert all(matrix.is_contiguous() for matrix in (x_TE, y_TF, *weight) if isinstance(matrix, torch.Tensor))
     assert weight.values.numel() == num_experts * num_outputs * weight.values.shape[-1]
     serving_tile = matmul_tile(x_TE, weight.kind, weight.group, num_experts)
     tile = tile or serving_tile
-    assert tile.inputs == serving_tile.inputs or (weight.group is None and weight.kind != "int4")
+    assert tile.inputs == serving_tile.inputs or (weight.group is None and weight.kind not in PAIRED_KINDS)
     num_tiles = triton.cdiv(num_outputs, tile.outputs)
     token_tiles = triton.cdiv(num_tokens, tile.tokens)
     if starts_Y is not None:
@@ -185,7 +187,7 @@ def quantized_matmul(
     if num_splits > 1:
         partial_STF = x_TE.new_empty((num_splits, num_tokens, num_outputs), dtype=torch.float32)
     written = {"bias_ptr": bias_F, "ADDS": add_to_TF is not None, "NUM_OUTPUTS": num_outputs}
-    converts = weight.kind != "e4m3" or configs.compute_capability(x_TE.device) >= _FLOAT8_CAPABILITY
+    converts = weight.kind != "e4m3" or divmod(configs.compute_capability(x_TE.device), 10) >= FLOAT8_CAPABILITY
     _multiply_kernel[token_tiles, num_tiles, num_splits](
         x_TE,
         weight.values if converts else weight.values.view(torch.int8),
@@ -249,8 +251,8 @@ def _multiply_kernel(
     GROUP_TILES: tl.constexpr,
 ):
     """Grid ``(tiles of T, tiles of F, S)``. Pointers: x ``[T, E]``; weight, scales and zeros (or none) as in
-    `PackedWeight`, float8 as int8 where the GPU does not convert it; starts ``[Y]``, int64, or none; bias ``[F]`` or
-    none; y ``[T, F]``; partial ``[S, T, F]``, float32, in place of y where there are splits."""
+    `PackedWeight`, float8 as int8 where the GPU does not convert it; starts ``[Y]``, int64, or none; bias ``[F]``,
+    or of each expert, or none; y ``[T, F]``; partial ``[S, T, F]``, float32, in place of y where there are splits."""
     token_tile, output_tile = tl.swizzle2d(
         tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1), GROUP_TILES
     )
@@ -270,10 +272,10 @@ def _multiply_kernel(
     flat_T = token_T.to(tl.int64)
     first = tl.program_id(2) * SPLIT_INPUTS
     end = tl.minimum(first + SPLIT_INPUTS, NUM_INPUTS)
-    # A step takes one run of inputs, or the two whose int4 values share bytes.
-    RUNS: tl.constexpr = 2 if KIND == "int4" else 1
+    # A step takes one run of inputs, or the two whose values share bytes.
+    RUNS: tl.constexpr = 2 if KIND == "int4" or KIND == "e2m1" else 1
     RUN: tl.constexpr = INPUTS // RUNS
-    NUM_BYTES: tl.constexpr = tl.cdiv(NUM_INPUTS, INPUTS) * RUN if KIND == "int4" else NUM_INPUTS
+    NUM_BYTES: tl.constexpr = tl.cdiv(NUM_INPUTS, INPUTS) * RUN if RUNS == 2 else NUM_INPUTS
     NUM_GROUPS: tl.constexpr = 1 if GROUP is None else tl.cdiv(NUM_INPUTS, GROUP)
     x_T_ptr, weight_F_ptr, group_F = x_ptr + flat_T * NUM_INPUTS, weight_ptr + flat_F * NUM_BYTES, flat_F * NUM_GROUPS
     acc_FT = tl.zeros([OUTPUTS, TOKENS], tl.float32)
@@ -303,10 +305,10 @@ def _multiply_kernel(
                 else:
                     part_FT = tl.dot(weight_FR, x_RT, part_FT, input_precision="ieee")
                 if (run + 1) * RUN % GROUP == 0:
-                    scale_F = tl.load(scales_ptr + group_F + group, mask=is_group_F, other=0)
+                    scale_F = _scales(tl.load(scales_ptr + group_F + group, mask=is_group_F, other=0))
                     acc_FT += part_FT * scale_F[:, None]
     if GROUP is None and scales_ptr is not None:
-        acc_FT *= tl.load(scales_ptr + flat_F, mask=is_output_F, other=0)[:, None]
+        acc_FT *= _scales(tl.load(scales_ptr + flat_F, mask=is_output_F, other=0))[:, None]
     is_result_FT = is_output_F[:, None] & is_token_T[None, :]
     place_FT = flat_T[None, :] * NUM_OUTPUTS + output_F[:, None]
     if partial_ptr is not None:
@@ -314,7 +316,7 @@ def _multiply_kernel(
         tl.store(partial_ptr + split_start + place_FT, acc_FT, mask=is_result_FT)
     else:
         if bias_ptr is not None:
-            acc_FT += tl.load(bias_ptr + output_F, mask=is_output_F, other=0).to(tl.float32)[:, None]
+            acc_FT += tl.load(bias_ptr + flat_F, mask=is_output_F, other=0).to(tl.float32)[:, None]
         if ADDS:
             acc_FT += tl.load(y_ptr + place_FT, mask=is_result_FT, other=0).to(tl.float32)
         tl.store(y_ptr + place_FT, acc_FT.to(y_ptr.dtype.element_ty), mask=is_result_FT)
@@ -338,12 +340,23 @@ def _rows_of_tile(starts_ptr: tl.tensor, tile: tl.tensor, NUM_EXPERTS: tl.conste
 
 
 @triton.jit
+def _scales(stored_F: tl.tensor):
+    """Scales, also of their exponents."""
+    return stored_F if stored_F.dtype == tl.float32 else (stored_F.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _values(stored_FR: tl.tensor, KIND: tl.constexpr, RUN: tl.constexpr):
     """Values of the first or second run of inputs that is stored in these bytes."""
     values_FR = stored_FR
     if KIND == "int4":
         # Two's complement: shifted to the byte's end and back, the sign spreads.
         values_FR = (stored_FR << (4 - 4 * RUN)) >> 4
+    elif KIND == "e2m1":
+        # Exponent and mantissa are those of a float16 with a bias of 1, not 15; twice the value.
+        wide_FR = stored_FR.to(tl.int16)
+        bits_FR = ((wide_FR << (9 - 4 * RUN)) & 0x0E00) | ((wide_FR << (12 - 4 * RUN)) & -32768)
+        values_FR = bits_FR.to(tl.float16, bitcast=True) * 32768.0
     elif KIND == "e4m3" and not stored_FR.dtype.is_fp8():
         # Its exponent and mantissa are those of a float16 with a bias of 7, not 15; the sign spreads.
         bits_FR = (stored_FR.to(tl.int16) << 7) & -16385

@@ -15,7 +15,7 @@ from pdserve.contracts.step import ModelLimits
 from pdserve.model.config.families import FAMILIES, FULL, SLIDING, Family, find_family, text_values
 from pdserve.model.config.rope_config import RopeConfig, parse_ropes
 from pdserve.model.config.shape import ModelShape, layer_types, positive_float, positive_int
-from pdserve.model.config.tokenizer_config import eos_token_id, read_json
+from pdserve.model.config.tokenizer_config import eos_token_ids, read_json
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Names in config.json, and in `pdserve.kernels.operations.Gate`."""
@@ -50,6 +50,8 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     normalise_experts: bool = False
     """Weights of a token's experts are divided by their sum."""
+    softmax_of_chosen: bool = False
+    """Weights of a token's experts are the softmax of their scores alone."""
     unit_offset_norms: bool = False
     """Norm weights are stored as their difference from 1."""
     eos_token_ids: tuple[int, ...] = ()
@@ -67,8 +69,8 @@ class DecoderConfig:
                 f"cannot read {folder / 'config.json'}: no such file; name a folder with a Hugging Face model"
             )
         config = parse_config(read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
-        eos, ids = eos_token_id(folder), config.eos_token_ids
-        return config if eos is None or eos in ids else replace(config, eos_token_ids=(*ids, eos))
+        ids = dict.fromkeys([*config.eos_token_ids, *eos_token_ids(folder)])
+        return replace(config, eos_token_ids=tuple(ids))
 
     def limits(self, max_model_len: int) -> ModelLimits:
         """Limits for schedulers; ``max_model_len`` 0 takes the checkpoint's own limit.
@@ -127,6 +129,11 @@ def parse_config(config: Mapping[str, object], generation_config: Mapping[str, o
     for key in family.refused:
         if values.get(key) or config.get(key):
             raise ValueError(f"config.json: {key} is set, and is not supported; serve a checkpoint without it")
+    for key, value in family.fixed.items():
+        if values.get(key) not in (None, value):
+            raise ValueError(
+                f"config.json: {key} {values[key]!r} is not supported; serve a checkpoint in which it is {value!r}"
+            )
     shape = ModelShape.from_hf_config(config)
     _check_heads(shape)
     layers = _parse_layers(values, family, shape)
@@ -136,12 +143,13 @@ def parse_config(config: Mapping[str, object], generation_config: Mapping[str, o
         max_context_length=min(layer.rope.context_length(max_positions) for layer in layers),
         layers=layers,
         rms_norm_eps=positive_float(values, "rms_norm_eps", 1e-6),
-        activation=_parse_activation(values),
+        activation=family.activation or _parse_activation(values),
         attention_scale=positive_float(values, "query_pre_attn_scalar", shape.head_dim) ** -0.5,
         attention_softcap=_parse_softcap(values, "attn_logit_softcapping"),
         logit_softcap=_parse_softcap(values, "final_logit_softcapping"),
         embedding_scale=shape.hidden_size**0.5 if family.scaled_embeddings else 1.0,
         normalise_experts=bool(values.get("norm_topk_prob")),
+        softmax_of_chosen=family.stacked_experts,
         unit_offset_norms=family.unit_offset_norms,
         eos_token_ids=_eos_token_ids(config, generation_config),
     )

@@ -4,12 +4,13 @@ A table for `pdserve.model.config.shape` and `pdserve.model.config.decoder_confi
 architecture by name. Never imports torch.
 
 Sources: Touvron et al. 2023 (LLaMA); Jiang et al. 2023 (Mistral 7B); Qwen team 2024, 2025 (Qwen2, Qwen3); Gemma team
-2024, 2025 (Gemma to Gemma 3); Zhang et al. 2022 (OPT); Jiang et al. 2024 (Mixtral); the configuration classes of
-transformers for defaults.
+2024, 2025 (Gemma to Gemma 3); Zhang et al. 2022 (OPT); Jiang et al. 2024 (Mixtral); OpenAI 2025 (gpt-oss); the
+configuration classes of transformers for defaults.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -53,6 +54,8 @@ class Family:
 
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values of keys that config.json may omit."""
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    """Values of keys that can be served; config.json may omit them."""
     refused: tuple[str, ...] = ()
     """Keys that must not be set: their meaning is unclear in this family."""
     layer_types: Callable[[Mapping[str, object], int], list[str]] = _all_full
@@ -75,6 +78,13 @@ class Family:
     """Every projection and norm has a bias."""
     text_type: str = ""
     """``model_type`` of the language model of a multimodal one, in its ``text_config``; other ones are refused."""
+    sinks: bool = False
+    """The softmax of each query head has one more score, a weight of the model, that belongs to no token."""
+    stacked_experts: bool = False
+    """A layer's experts are stacked in one tensor, transposed, their gates and ups in turns; they and the router have
+    biases, and weights of a token's experts are the softmax of their scores alone."""
+    activation: str = ""
+    """Activation of the gate, where it is not that of ``hidden_act``."""
     extra_positions: int | None = None
     """Rows of the learned position table beyond ``max_position_embeddings``; None without such a table."""
 
@@ -168,6 +178,30 @@ FAMILIES = {
         renamed=_ROUTED,
         qk_norm=True,
     ),
+    "GptOssForCausalLM": Family(
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "default_rope": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        layer_types=_alternating,
+        fixed={"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        sinks=True,
+        stacked_experts=True,
+        activation="swiglu_oai",
+    ),
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,
     "Gemma3ForConditionalGeneration": replace(
@@ -199,6 +233,16 @@ PLANNED_FAMILIES = {
 
 MIXTRAL_PROJECTIONS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """Names of an expert's matrices in checkpoints of Mixtral, under ``block_sparse_moe``."""
+_ROUTER_OR_EXPERT = re.compile(r"\.mlp\.(gate(?=\.|$)|experts\.\d+)(?:\.(\w+_proj))?")
+
+
+def mixtral_name(name: str) -> str:
+    """Name in checkpoints of Mixtral of a tensor or module that Qwen's have under ``mlp``: of routers and experts."""
+
+    def renamed(found: re.Match[str]) -> str:
+        return f".block_sparse_moe.{found[1]}" + (f".{MIXTRAL_PROJECTIONS[found[2]]}" if found[2] else "")
+
+    return _ROUTER_OR_EXPERT.sub(renamed, name)
 
 
 def text_values(config: Mapping[str, object], family: Family) -> dict[str, object]:

@@ -4,7 +4,7 @@ Read by `pdserve.model.config.shape` for workers, the router and the planner; `p
 `pdserve.model.weights.stored` know how each layout is stored. Never imports torch, never reads a weight.
 
 Sources: the documentation of compressed-tensors (pack-, int-, float- and naive-quantized), GPTQModel ("Packing Formats
-and Compatibility"), AutoAWQ (gemm) and transformers (fp8, fbgemm_fp8) for keys and defaults.
+and Compatibility"), AutoAWQ (gemm) and transformers (fp8, fbgemm_fp8, mxfp4) for keys and defaults.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from pdserve.model.config.families import MIXTRAL_PROJECTIONS
+from pdserve.contracts.precision import GROUP_SIZES, INT4_GROUP_INPUTS
+from pdserve.model.config.families import mixtral_name
 
-SETTING_GROUP_INPUTS = 128
-"""Inputs of one output that share a scale with ``quantization: int4``."""
-_GROUPS = (32, 64, 128)
-"""Inputs of a group for which there are kernels on every device."""
 _PREFIXES = (("", ""), ("", "language_model."), ("model.", "model.language_model."))
 """How names of the language model begin in text-only and in multimodal checkpoints."""
 
@@ -30,11 +27,12 @@ class Scheme:
     """A matrix is ``(values - zeros) * scales``. The default is that of the settings ``int8`` and ``fp8``."""
 
     kind: str
-    """Kind of the values: ``int8``, ``int4`` or ``e4m3``."""
+    """Kind of the values: ``int8``, ``int4``, ``e4m3`` or ``e2m1``."""
     method: str = ""
     """Name of the method for people; empty: the weights are quantised as they are loaded."""
     layout: str = ""
-    """How the tensors are stored: ``packed`` (weight_packed), ``plain`` (weight), ``gptq`` or ``awq``."""
+    """How the tensors are stored: ``packed`` (weight_packed), ``plain`` (weight), ``gptq``, ``awq`` or ``blocks`` (of
+    stacked experts)."""
     group_inputs: int = 0
     """Inputs of an output that share a scale; 0: all."""
     block_outputs: int = 1
@@ -55,11 +53,14 @@ class Scheme:
     @property
     def bits(self) -> int:
         """Bits of a value."""
-        return 4 if self.kind == "int4" else 8
+        return 4 if self.kind in ("int4", "e2m1") else 8
 
     @property
     def group_bytes(self) -> int:
-        """Bytes in memory of the scale, float32, and the zero point, int8, of an output's group."""
+        """Bytes in memory of the scale, float32, or of e2m1 its exponent, and the zero point, int8, of an output's
+        group."""
+        if self.kind == "e2m1":
+            return 1
         return 5 if self.has_zeros else 4
 
     def num_groups(self, num_inputs: int) -> int:
@@ -80,7 +81,7 @@ def held_scheme(setting: str, stored: Scheme | None) -> Scheme | None:
         case "int8":
             return Scheme(kind="int8")
         case "int4":
-            return Scheme(kind="int4", group_inputs=SETTING_GROUP_INPUTS)
+            return Scheme(kind="int4", group_inputs=INT4_GROUP_INPUTS)
         case "fp8":
             return Scheme(kind="e4m3")
     return None
@@ -107,14 +108,19 @@ def parse_scheme(config: Mapping[str, object]) -> Scheme | None:
     """Scheme of the checkpoint whose config.json has the values ``config``; None if it is not quantised.
 
     Raises:
-        ValueError: a method, format or option that is not known, by its key.
+        ValueError: a method, format or option that is not known, by its key; or two objects that differ.
     """
     text = config.get("text_config")
-    for place in (config, text if isinstance(text, Mapping) else {}):
-        for name in ("quantization_config", "compression_config"):
-            if given := place.get(name):
-                return _Keys(name, given).scheme()
-    return None
+    places = {"": config, "text_config.": text if isinstance(text, Mapping) else {}}
+    schemes = {
+        f"{place}{name}": _Keys(f"{place}{name}", given).scheme()
+        for place, values in places.items()
+        for name in ("quantization_config", "compression_config")
+        if (given := values.get(name))
+    }
+    if len(set(schemes.values())) > 1:
+        raise ValueError(f"config.json: {' and '.join(schemes)} differ; remove those that are not of these weights")
+    return next(iter(schemes.values()), None)
 
 
 class _Keys:
@@ -133,6 +139,7 @@ class _Keys:
             "awq": self._awq,
             "fp8": self._fp8,
             "fbgemm_fp8": self._fp8,
+            "mxfp4": self._mxfp4,
         }
         default = "compressed-tensors" if "config_groups" in self._values else None
         scheme = methods[self._choice("quant_method", methods, default)]()
@@ -191,6 +198,16 @@ class _Keys:
         )
         return self._in_blocks(scheme, "weight_block_size")
 
+    def _mxfp4(self) -> Scheme:
+        return Scheme(
+            method="MXFP4",
+            layout="blocks",
+            kind="e2m1",
+            group_inputs=32,
+            targets=("mlp.experts",),
+            ignored=self._patterns("modules_to_not_convert"),
+        )
+
     def _compressed_tensors(self) -> Scheme:
         sparsity = self._values.get("sparsity_config") or {}
         if sparsity.get("format", "dense") != "dense":
@@ -242,13 +259,13 @@ class _Keys:
         if block is None:
             return scheme
         match block:
-            case [int(num_outputs), int(num_inputs)] if num_outputs > 0 and num_inputs in _GROUPS:
+            case [int(num_outputs), int(num_inputs)] if num_outputs > 0 and num_inputs in GROUP_SIZES:
                 return replace(scheme, block_outputs=num_outputs, group_inputs=num_inputs)
         raise self._refusal(key, repr(block), "blocks of 32, 64 or 128 inputs, such as [128, 128]")
 
     def _group(self, key: str, default: int | None = None) -> int:
         """Inputs of a group; 0 for all."""
-        return max(0, int(self._choice(key, (*_GROUPS, -1), default)))
+        return max(0, int(self._choice(key, (*GROUP_SIZES, -1), default)))
 
     def _patterns(self, key: str) -> tuple[str, ...]:
         patterns = self._values.get(key) or ()
@@ -301,8 +318,6 @@ def _parsed(patterns: tuple[str, ...]) -> tuple[list[str], list[re.Pattern[str]]
 def _spellings(module: str) -> list[str]:
     """Names of a module in text-only and in multimodal checkpoints, and in those of Mixtral."""
     names = [new + module.removeprefix(old) for old, new in _PREFIXES if module.startswith(old)]
-    layer, experts, expert = module.partition(".mlp.experts.")
-    if experts:
-        number, _, projection = expert.partition(".")
-        names.append(f"{layer}.block_sparse_moe.experts.{number}.{MIXTRAL_PROJECTIONS[projection]}")
+    if (of_mixtral := mixtral_name(module)) != module:
+        names.append(of_mixtral)
     return names

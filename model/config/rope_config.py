@@ -85,6 +85,8 @@ def _merged(values: Mapping[str, object]) -> dict[str, Any]:
     """Merge ``rope_scaling``, often pasted from a model card, into ``rope_parameters``; transformers would lose the
     latter's ``rope_theta``."""
     newer, older = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
+    if not newer and not older:
+        newer = values.get("default_rope", newer)
     if not isinstance(newer, dict) or not isinstance(older, dict):
         raise ValueError("config.json: rope_parameters is not an object; download config.json again")
     if "type" in older:

@@ -52,6 +52,8 @@ class ModelShape:
     """Queries and keys are normalised per head, with one weight for all heads of a layer."""
     post_norms: bool = False
     """Outputs of attention and MLP are normalised too."""
+    sinks: bool = False
+    """The softmax of each query head has one more score, a weight of the model."""
     norm_bias: bool = False
     final_norm: bool = True
     """The last layer's output is normalised."""
@@ -62,6 +64,8 @@ class ModelShape:
     num_experts: int = 0
     """Routed experts of each layer; 0 for a dense MLP."""
     experts_per_token: int = 0
+    stacked_experts: bool = False
+    """A layer's experts are stacked in one tensor, and they and the router have biases."""
     shared_intermediate_size: int = 0
     """Width of the shared expert, which every token uses; 0 without one."""
     shared_gate: bool = True
@@ -112,12 +116,14 @@ class ModelShape:
             mlp_bias=family.has_biases or (bool(values.get("mlp_bias")) and not num_experts),
             qk_norm=family.qk_norm,
             post_norms=family.post_norms,
+            sinks=family.sinks,
             norm_bias=family.has_biases,
             final_norm=bool(values.get("do_layer_norm_before", True)),
             gated_mlp=family.gated_mlp,
             num_positions=_num_positions(values, family),
             num_experts=num_experts,
             experts_per_token=_experts_per_token(values, num_experts) if num_experts else 0,
+            stacked_experts=family.stacked_experts,
             shared_intermediate_size=_count(values, "shared_expert_intermediate_size")
             or _count(values, "n_shared_experts") * _count(values, "moe_intermediate_size"),
             shared_gate=not values.get("n_shared_experts"),
@@ -125,7 +131,7 @@ class ModelShape:
             dense_intermediate_size=positive_int(values, "dense_intermediate_size") if dense_layers else 0,
             latent=latent,
             windows=_windows(values, layer_types(values, family, num_layers)),
-            scheme=parse_scheme(config),
+            scheme=_scheme(config, values, family),
         )
 
     @property
@@ -195,14 +201,23 @@ class ModelShape:
             for number, num_outputs, num_inputs in self._layer_matrices(is_dense=is_dense)
         )
 
+    def expert_groups(self, group_inputs: int) -> int:
+        """As `layer_groups`, of one routed expert, or of the MLP."""
+        hidden, width = self.hidden_size, self.intermediate_size
+        outputs = 2 * width if self.gated_mlp else width
+        return outputs * -(-hidden // group_inputs) + hidden * -(-width // group_inputs)
+
     @property
     def layer_vector_parameters(self) -> int:
-        """Norm and bias weights of one layer."""
+        """Norm and bias weights, and sinks, of one layer."""
         norms = (4 if self.post_norms else 2) * self._norm_parameters + (2 * self.head_dim if self.qk_norm else 0)
         norms += self.latent.query_rank + self.latent.kv_rank if self.latent else 0
         qkv_bias = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
         output_bias = self.hidden_size if self.output_bias else 0
-        return norms + qkv_bias + output_bias + (self._mlp_outputs if self.mlp_bias else 0)
+        mlp_bias = self._mlp_outputs if self.mlp_bias else 0
+        if self.stacked_experts:
+            mlp_bias = self.num_experts * (self._mlp_outputs + 1)
+        return norms + qkv_bias + output_bias + mlp_bias + (self.num_heads if self.sinks else 0)
 
     @property
     def table_parameters(self) -> int:
@@ -280,6 +295,23 @@ def _windows(values: Mapping[str, object], types: list[Any]) -> tuple[int, ...]:
         )
     window = positive_int(values, "sliding_window")
     return tuple(window if layer_type == SLIDING else 0 for layer_type in types)
+
+
+def _scheme(config: Mapping[str, object], values: Mapping[str, object], family: Family) -> Scheme | None:
+    if (scheme := parse_scheme(config)) is None:
+        return None
+    if (scheme.layout == "blocks") != family.stacked_experts:
+        raise ValueError(
+            f"config.json: quantization_config has {scheme}, which is not served of {config.get('architectures')}; "
+            f"serve a checkpoint {'in mxfp4' if family.stacked_experts else 'of another format'}, or one in 16 bits"
+        )
+    for key in ("hidden_size", "intermediate_size"):
+        if scheme.layout == "blocks" and positive_int(values, key) % scheme.group_inputs:
+            raise ValueError(
+                f"config.json: {key} {values[key]} is no multiple of the {scheme.group_inputs} inputs of a group of "
+                f"{scheme}; serve a checkpoint in 16 bits"
+            )
+    return scheme
 
 
 def _count(values: Mapping[str, object], key: str) -> int:

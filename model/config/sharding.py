@@ -139,7 +139,7 @@ def check_groups(shape: ModelShape, scheme: Scheme | None, num_ranks: int, *, ex
             "quantization_config), so ranks would share scales: set it to 1, or serve a checkpoint without act-order"
         )
     parts = {
-        "heads": shape.num_heads * shape.head_dim,
+        "heads": 0 if scheme.layout == "blocks" else shape.num_heads * shape.head_dim,
         "experts" if shape.num_experts else "MLP": 0 if expert_parallel else shape.intermediate_size,
         "shared expert": shape.shared_intermediate_size,
         "layers without experts": shape.dense_intermediate_size,

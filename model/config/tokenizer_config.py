@@ -46,15 +46,18 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def eos_token_id(folder: Path) -> int | None:
-    """Id of the tokenizer's end-of-sequence token; None without a tokenizer, or if it names no token."""
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
+"""End answers in the harmony format (gpt-oss), which has channels, whatever the checkpoint lists."""
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """Ids of the tokenizer's tokens that end an answer; empty without a tokenizer, or if it names none."""
     config = read_tokenizer_config(folder)
     text = special_tokens(config).get("eos_token")
-    if text is None:
-        return None
     tokenizer = read_json(folder / "tokenizer.json")
     vocab = (tokenizer.get("model") or {}).get("vocab") or {}
     ids = vocab if isinstance(vocab, dict) else {piece: number for number, (piece, _) in enumerate(vocab)}
     ids |= {token["content"]: int(number) for number, token in config.get("added_tokens_decoder", {}).items()}
     ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
-    return ids.get(text)
+    texts = dict.fromkeys([text, *(_HARMONY_ENDS if "<|channel|>" in ids else ())])
+    return tuple(ids[each] for each in texts if each in ids)

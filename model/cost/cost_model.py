@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdserve.contracts.kv_layout import DTYPE_BYTES, kv_vector_bytes, resolve_kv_dtype
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.transports import expected_transport
 from pdserve.contracts.worker_config import DIRECT_TRANSPORTS
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.config.sharding import check_divides
@@ -176,7 +177,10 @@ class CostModel:
         num_outside = -(-pipeline_parallel // stages_per_host) - 1
         self._to_leader = outside if num_outside else inside
         self._hops = [(num_outside, *outside), (pipeline_parallel - 1 - num_outside, *inside)]
-        self._layer_weight_bytes = weights.layers / shape.matrix_parameters
+        num_expert_weights = (shape.num_layers - shape.num_dense_layers) * shape.num_experts * shape.expert_parameters
+        self._expert_weight_bytes = weights.experts / max(1, num_expert_weights)
+        """Bytes of a weight of routed experts, with its share of scales."""
+        self._common_weight_bytes = (weights.layers - weights.experts) / (shape.matrix_parameters - num_expert_weights)
         self._common_layer_parameters = shape.common_layer_parameters
         self._activation_bytes = shape.hidden_size * DTYPE_BYTES[dtype]
         # The planner looks a few counts up millions of times.
@@ -303,7 +307,7 @@ class CostModel:
         if not shape.num_experts:
             return self.weight_bytes
         num_untouched = shape.num_experts - num_experts_touched(num_tokens, shape.num_experts, shape.experts_per_token)
-        untouched_bytes = num_untouched * shape.expert_parameters * self._layer_weight_bytes
+        untouched_bytes = num_untouched * shape.expert_parameters * self._expert_weight_bytes
         return float(self.weight_bytes - (shape.num_layers - shape.num_dense_layers) * untouched_bytes)
 
     def swap_s(self, num_tokens: int) -> float:
@@ -410,7 +414,7 @@ class CostModel:
     def _layers_s(self, num_tokens: Any) -> Any:
         """Linear layers of all stages."""
         shape = self.shape
-        bytes_each = self._layer_weight_bytes
+        bytes_each = self._common_weight_bytes
         common_s = self._product_s(num_tokens, self._common_layer_parameters, bytes_each, self._layer_flops)
         if not shape.num_experts:
             return shape.num_layers * common_s
@@ -419,7 +423,7 @@ class CostModel:
         num_weights = num_touched * shape.expert_parameters
         if self._expert_parts < self.tensor_parallel:
             num_weights *= busiest_share(num_touched, shape.num_experts, self.tensor_parallel) * self.tensor_parallel
-        experts_s = self._product_s(num_uses / num_touched, num_weights, bytes_each, self._layer_flops)
+        experts_s = self._product_s(num_uses / num_touched, num_weights, self._expert_weight_bytes, self._layer_flops)
         num_dense = shape.num_dense_layers
         seconds = (shape.num_layers - num_dense) * (common_s + experts_s)
         if num_dense:
@@ -447,10 +451,9 @@ class CostModel:
 
 
 def chosen_transport(setting: str, *, same_host: bool) -> str:
-    """Transport that workers choose by ``kv_transfer.transport`` (`pdserve.kv_transfer.handshake`)."""
-    if setting == "auto" or (setting == "cuda_ipc" and not same_host):
-        return "memfd" if same_host else "tcp"
-    return setting
+    """Transport that workers choose by ``kv_transfer.transport``; memfd also between hosts, where they refuse it."""
+    is_same_host = same_host or setting == "memfd"
+    return expected_transport(setting, is_same_host=is_same_host, are_on_gpus=True)[0]
 
 
 def _larger(values: Any, limit: Any) -> Any:

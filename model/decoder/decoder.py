@@ -59,10 +59,6 @@ class Decoder:
         self._activation_dtype = kernels.activation_dtype or dtype
         # Rounded, because that is how Gemma was trained.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        self._rules = [
-            AttentionRule(scale=config.attention_scale, window=layer.window, softcap=config.attention_softcap)
-            for layer in config.layers
-        ]
         self._inv_freqs_C = {
             rope: inverse_frequencies(rope, config.shape.head_dim).to(kernels.device)
             for rope in {layer.rope for layer in config.layers}
@@ -73,6 +69,15 @@ class Decoder:
         """Whether this rank calls `logits`: it computes them, or is the leader, which receives them."""
         self._shard = shard_of(config.shape, ranks.place)
         self._weights = load_decoder_weights(folder, config, precision, kernels, ranks.place)
+        self._rules = {
+            index: AttentionRule(
+                scale=config.attention_scale,
+                window=config.layers[index].window,
+                softcap=config.attention_softcap,
+                sinks=layer.sinks,
+            )
+            for index, layer in zip(self._shard.layers, self._weights.layers, strict=True)
+        }
 
     @torch.inference_mode()
     def forward(
@@ -176,7 +181,12 @@ class Decoder:
         """This rank's part of the sum of each token's experts: ``[T, E]``."""
         kernels, config = self._kernels, self._config
         logits_TA = mlp.router(x_TE.float())
-        routes = route(logits_TA, config.shape.experts_per_token, normalise=config.normalise_experts)
+        routes = route(
+            logits_TA,
+            config.shape.experts_per_token,
+            normalise=config.normalise_experts,
+            of_chosen=config.softmax_of_chosen,
+        )
         pairs = kernels.sort_pairs(routes.experts, self._shard.experts)
         gate_up_PF = mlp.gate_up(x_TE.index_select(0, pairs.tokens), pairs.starts)
         y_PE = mlp.down(kernels.gate(gate_up_PF, config.activation), pairs.starts)

@@ -24,6 +24,8 @@ _FIRST_JOINED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 class WeightBytes(NamedTuple):
     layers: int
     """Matrices of all layers with their scales: what every step reads."""
+    experts: int
+    """Of these, the routed experts."""
     table: int
     """Embedding table, or output projection."""
     total: int
@@ -41,14 +43,20 @@ def weight_bytes(shape: ModelShape, dtype: str, quantization: str) -> WeightByte
             f"quantization {quantization!r} is not supported: use one of {', '.join(QUANTIZATION_SETTINGS)}"
         )
     value_bytes = DTYPE_BYTES[dtype]
-    layers = shape.matrix_parameters * value_bytes
+    num_dense = shape.num_dense_layers
+    num_experts = (shape.num_layers - num_dense) * shape.num_experts
+    layers, experts = shape.matrix_parameters * value_bytes, num_experts * shape.expert_parameters * value_bytes
     if (scheme := held_scheme(quantization, shape.scheme)) is not None:
-        num_dense = shape.num_dense_layers
-        layers = num_dense * _layer_bytes(shape, scheme, is_dense=True) + _excepted_bytes(shape, scheme, value_bytes)
+        extra = _excepted_bytes(shape, scheme, value_bytes)
+        layers = num_dense * _layer_bytes(shape, scheme, is_dense=True) + extra.layers
         router_bytes = shape.router_parameters * value_bytes
         layers += (shape.num_layers - num_dense) * (_layer_bytes(shape, scheme, is_dense=False) + router_bytes)
+        num_groups = shape.expert_groups(scheme.group_inputs or maxsize)
+        expert_bytes = shape.expert_parameters * scheme.bits // 8 + num_groups * scheme.group_bytes
+        experts = num_experts * expert_bytes + extra.experts
     return WeightBytes(
         layers=layers,
+        experts=experts,
         table=shape.table_parameters * value_bytes,
         total=layers + (shape.num_parameters - shape.matrix_parameters) * value_bytes,
     )
@@ -59,20 +67,27 @@ def _layer_bytes(shape: ModelShape, scheme: Scheme, *, is_dense: bool) -> int:
     return shape.layer_groups(1, is_dense=is_dense) * scheme.bits // 8 + num_groups * scheme.group_bytes
 
 
+class _Extra(NamedTuple):
+    layers: int
+    experts: int
+    """Of these, the routed experts."""
+
+
 @cache
-def _excepted_bytes(shape: ModelShape, scheme: Scheme, value_bytes: int) -> int:
+def _excepted_bytes(shape: ModelShape, scheme: Scheme, value_bytes: int) -> _Extra:
     """What the matrices that the scheme excepts, and those that are joined with one, take in the model's dtype, beyond
     what they would take in the scheme."""
     if shape.latent is not None or not shape.gated_mlp:  # has other matrices, and is not served
-        return 0
+        return _Extra(0, 0)
     matrices = layer_matrices(shape)
     excepted = {_joined(module) for module in matrices if not scheme.quantises(module)}
-    return sum(
-        num_outputs * (num_inputs * value_bytes - num_inputs * scheme.bits // 8)
+    extra = {
+        module: num_outputs * (num_inputs * value_bytes - num_inputs * scheme.bits // 8)
         - num_outputs * scheme.num_groups(num_inputs) * scheme.group_bytes
         for module, (num_outputs, num_inputs) in matrices.items()
         if _joined(module) in excepted
-    )
+    }
+    return _Extra(sum(extra.values()), sum(each for module, each in extra.items() if ".experts." in module))
 
 
 def _joined(module: str) -> str:

@@ -29,7 +29,7 @@ from pdserve.model.config.shape import ModelShape
 from pdserve.model.config.sharding import Place, shard_of
 from pdserve.model.weights.bytes import weight_bytes
 from pdserve.model.weights.files import check_weights, norm_names
-from pdserve.model.weights.stored import Checkpoint, read_matrices
+from pdserve.model.weights.stored import Checkpoint, read_matrices, read_stacked
 
 
 class DenseMlp(NamedTuple):
@@ -60,6 +60,8 @@ class LayerWeights:
     qkv: Linear
     """``[M * D, E]``: queries, keys, values."""
     qk_norm: QkNorm | None
+    sinks: torch.Tensor | None
+    """float32 ``[N]``, as in `pdserve.kernels.operations.AttentionRule`."""
     output: Linear
     """``[E, N * D]``."""
     attention_post_norm: torch.Tensor | None = None
@@ -148,6 +150,7 @@ class _Loader:
         return LayerWeights(
             qkv=self._joined(attention, {"q": heads, "k": kv_heads, "v": kv_heads}, shape.qkv_bias),
             qk_norm=qk_norm,
+            sinks=self._read(f"{attention}sinks", rows=[shard.heads]).float() if shape.sinks else None,
             output=self._summed(f"{attention}o", heads, shape.output_bias),
             mlp=self._mlp(index),
             **{field: self._norm(prefix + name) for field, name in norm_names(shape).items()},
@@ -168,6 +171,8 @@ class _Loader:
         )
 
     def _expert_mlp(self, prefix: str) -> ExpertMlp:
+        if self._shape.stacked_experts:
+            return self._stacked_mlp(prefix)
         features, pack = self._shard.features, partial(self._kernels.pack_experts, dtype=self._dtype)
         each = [f"{prefix}experts.{expert}." for expert in self._shard.experts]
         shared = shared_gate = None
@@ -182,10 +187,46 @@ class _Loader:
             shared_gate=shared_gate,
         )
 
-    def _unquantised(self, name: str) -> Linear:
-        weight = self._read(f"{name}.weight")
+    def _stacked_mlp(self, prefix: str) -> ExpertMlp:
+        """Experts that are stacked. Where ranks share features, the first adds the bias of ``down``."""
+        features, pack = self._shard.features, partial(self._kernels.pack_experts, dtype=self._dtype)
+        hidden, both, experts = range(self._shape.hidden_size), _scaled(features, 2), self._shard.experts
+        gate_up, down = f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"
+        gate_up_bias_XF, down_bias_XE = (
+            self._checkpoint.stored(f"{name}_bias", experts, outputs).to(self._kernels.device, self._dtype)
+            for name, outputs in ((gate_up, both), (down, hidden))
+        )
+        gate_up_bias_XF = _halves(gate_up_bias_XF.T).T.contiguous()
+        if not self._place.expert_parallel and self._place.tensor_rank > 0:
+            down_bias_XE = torch.zeros_like(down_bias_XE)
+        return ExpertMlp(
+            router=self._unquantised(f"{prefix}router", has_bias=True),
+            gate_up=pack((self._stacked(gate_up, each, both, hidden) for each in experts), gate_up_bias_XF),
+            down=pack((self._stacked(down, each, hidden, features) for each in experts), down_bias_XE),
+            shared=None,
+            shared_gate=None,
+        )
+
+    def _stacked(self, name: str, expert: int, outputs: range, inputs: range) -> torch.Tensor | GroupedWeight:
+        """Some outputs and inputs of one of a stack of matrices; of gates and ups, which are stored in turns, all gates
+        first."""
+        are_in_turns, scheme = name.endswith("gate_up_proj"), self._shape.scheme
+        if scheme is not None:
+            weight = read_stacked(self._checkpoint, name, scheme, expert, outputs, inputs)
+            if are_in_turns:
+                weight = weight._replace(values=_halves(weight.values), scales=_halves(weight.scales))
+            return _on(self._kernels.device, weight)
+        all_inputs = range(self._shape.hidden_size if are_in_turns else self._shape.intermediate_size)
+        weight_EF = self._checkpoint.stored(name, range(expert, expert + 1), all_inputs, outputs)[0]
+        weight_FE = _halves(weight_EF.T) if are_in_turns else weight_EF.T
+        return self._rounded(weight_FE.to(self._kernels.device, self._dtype), inputs)
+
+    def _unquantised(self, name: str, *, has_bias: bool = False) -> Linear:
+        weight, bias = self._read(f"{name}.weight"), self._read(f"{name}.bias") if has_bias else None
         # Products of 16-bit activations would be rounded.
-        return self._kernels.pack_linear(weight if self._kernels.activation_dtype is torch.float32 else weight.float())
+        if self._kernels.activation_dtype is not torch.float32:
+            weight, bias = weight.float(), None if bias is None else bias.float()
+        return self._kernels.pack_linear(weight, bias)
 
     def _joined(self, prefix: str, outputs: dict[str, range], has_bias: bool) -> Linear:
         """Pack the rank's outputs of projections of the same input as one."""
@@ -216,6 +257,10 @@ class _Loader:
         if scheme is not None and any(map(scheme.quantises, names)):
             return _on(self._kernels.device, read_matrices(self._checkpoint, names, scheme, rows, inputs))
         weight_FE = self._read(*(f"{name}.weight" for name in names), rows=rows)
+        return self._rounded(weight_FE, inputs)
+
+    def _rounded(self, weight_FE: torch.Tensor, inputs: range) -> torch.Tensor | GroupedWeight:
+        """Some inputs of a weight, quantised if the setting says so."""
         if self._quantization in ("int8", "int4"):
             return quantise(weight_FE, self._quantization).inputs(inputs)
         return weight_FE[:, inputs.start : inputs.stop].contiguous()
@@ -239,6 +284,11 @@ def _on(device: torch.device, weight: torch.Tensor | GroupedWeight) -> torch.Ten
         zeros=None if weight.zeros is None else weight.zeros.to(device),
         permutation=None if weight.permutation is None else weight.permutation.to(device),
     )
+
+
+def _halves(in_turns: torch.Tensor) -> torch.Tensor:
+    """Every other row, and then the rows between them."""
+    return torch.cat((in_turns[::2], in_turns[1::2]))
 
 
 def _scaled(part: range, factor: int) -> range:

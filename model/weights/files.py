@@ -1,6 +1,9 @@
 """Checks the safetensors files of a checkpoint without reading weights: tensor names, dtypes, shapes and file sizes.
 
-Called before a worker starts and by the readers of weights. Never imports torch, never unpickles.
+Of quantised matrices it reads the small tensors: groups of inputs, and zero points that should be in the middle.
+
+Called before a worker starts and by the readers of weights. Messages have names as in the files. Never imports torch,
+never unpickles.
 """
 
 from __future__ import annotations
@@ -10,9 +13,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pdserve.model.config.families import MIXTRAL_PROJECTIONS
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.model.config.families import MIXTRAL_PROJECTIONS, mixtral_name
 from pdserve.model.config.quantisation import Scheme
 from pdserve.model.config.shape import ModelShape
 
@@ -24,7 +30,7 @@ _LEFT_OUT = re.compile(
 )
 """Tensors that text does not need: encoders of images, drafts of further tokens, scales of a KV cache in 8 bits, and of
 activations, which stay floats."""
-_QUANTISED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
+_QUANTISED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks")
 """Ends of names that only quantised weights have."""
 _MIXTRAL = re.compile(
     r"(?P<layer>.+)\.block_sparse_moe\.(?P<part>gate|experts\.\d+)(\.(?P<projection>w[123]))?\.(?P<kind>\w+)"
@@ -86,6 +92,23 @@ def _parse_tensors(text: bytes) -> dict[str, StoredTensor]:
     return tensors
 
 
+class _Found(NamedTuple):
+    """A tensor, and where it is."""
+
+    shard: Path
+    name: str
+    """In the file; `text_name` makes ours of it."""
+    tensor: StoredTensor
+
+    def __str__(self) -> str:
+        return f"{self.shard}: {self.name}"
+
+    def values(self, dtype: str) -> npt.NDArray[Any]:
+        """Read all values, as a flat array."""
+        size = np.dtype(dtype).itemsize
+        return np.fromfile(self.shard, dtype, (self.tensor.end - self.tensor.start) // size, offset=self.tensor.start)
+
+
 class Accepted(NamedTuple):
     """What a tensor may be."""
 
@@ -99,29 +122,31 @@ def check_weights(folder: Path, shape: ModelShape) -> str:
 
     Raises:
         ValueError: weights are missing, pickled, damaged or of another model; the message names up to 8 missing,
-            extra or misshapen tensors.
+            extra or misshapen tensors. Or a small tensor of a quantised matrix is not as config.json says.
     """
-    stored: dict[str, StoredTensor] = {}
+    stored = {
+        text_name(name): _Found(shard, name, tensor)
+        for shard in shard_paths(folder)
+        for name, tensor in read_header(shard).items()
+    }
     zero_biases: set[str] = set()
-    for shard in shard_paths(folder):
-        tensors = {text_name(name): tensor for name, tensor in read_header(shard).items()}
-        stored |= tensors
-        if shape.scheme is not None:
-            zero_biases |= {name for name in tensors if name.endswith(".bias") and _is_zero(shard, tensors[name])}
+    if shape.scheme is not None:  # tools for GPTQ write biases of zeros into models that have none
+        biases = {name: found for name, found in stored.items() if name.endswith(".bias")}
+        zero_biases = {name for name, found in biases.items() if not found.values("u1").any()}
     wanted, problems = _wanted(shape, stored)
-    problems += [f"missing {name}" for name, each in wanted.items() if name not in stored and not each.is_optional]
+    missing = [name for name, each in wanted.items() if name not in stored and not each.is_optional]
+    problems += [f"missing {_name_in_file(name, stored)}" for name in missing]
     ignored = {"lm_head.weight"} if shape.tie_word_embeddings else set()
     unexpected = sorted(stored.keys() - wanted - ignored - zero_biases)
     left_out = {name: found for name in unexpected if (found := _LEFT_OUT.fullmatch(name))}
-    problems += [f"unexpected {name}" for name in unexpected if name not in left_out]
-    for name, tensor in stored.items():
-        if name not in wanted:
-            continue
+    problems += [f"unexpected {stored[name].name}" for name in unexpected if name not in left_out]
+    for name in filter(wanted.__contains__, stored):
         dtypes, shapes, _ = wanted[name]
+        _, given_name, tensor = stored[name]
         if tensor.shape not in shapes:
-            problems.append(f"{name} has shape {list(tensor.shape)}, not {list(shapes[0])}")
+            problems.append(f"{given_name} has shape {list(tensor.shape)}, not {list(shapes[0])}")
         elif tensor.dtype not in dtypes:
-            problems.append(f"{name} has dtype {tensor.dtype}, not one of {', '.join(dtypes)}")
+            problems.append(f"{given_name} has dtype {tensor.dtype}, not one of {', '.join(dtypes)}")
     if problems:
         num_more = len(problems) - _MAX_PROBLEMS
         more = f"; and {num_more} more" if num_more > 0 else ""
@@ -136,35 +161,100 @@ def check_weights(folder: Path, shape: ModelShape) -> str:
         raise ValueError(
             f"{folder}: weights do not match config.json: {'; '.join(problems[:_MAX_PROBLEMS])}{more}. {remedy}"
         )
+    if shape.scheme is not None:
+        _check_small_tensors(shape, shape.scheme, stored)
     kinds = Counter(found["part"] or f"*.{found['kind']}" for found in left_out.values() if found["kind"] != "inv_freq")
     return ", ".join(f"{number} of {kind}" for kind, number in kinds.items())
 
 
-def _is_zero(shard: Path, tensor: StoredTensor) -> bool:
-    """Tools for GPTQ write biases of zeros into models that have none."""
-    with shard.open("rb") as file:
-        file.seek(tensor.start)
-        return not any(file.read(tensor.end - tensor.start))
+def _name_in_file(name: str, stored: Mapping[str, _Found]) -> str:
+    """Name of a tensor or module that may be missing, as the files would have it."""
+    is_mixtral = any(".block_sparse_moe." in found.name for found in stored.values())
+    return mixtral_name(name) if is_mixtral else name
 
 
-def _wanted(shape: ModelShape, stored: Mapping[str, StoredTensor]) -> tuple[dict[str, Accepted], list[str]]:
+def _check_small_tensors(shape: ModelShape, scheme: Scheme, stored: Mapping[str, _Found]) -> None:
+    end = "g_idx" if scheme.layout == "gptq" else "weight_g_idx"
+    for module, (num_outputs, num_inputs) in layer_matrices(shape).items():
+        if (groups := stored.get(f"{module}.{end}")) is not None:
+            order_E = input_order(str(groups), groups.values("<i4"), scheme)
+            if ".experts." in module and module.endswith(".up_proj"):
+                gate = stored[f"{module.removesuffix('up_proj')}gate_proj.{end}"]
+                if order_E is not None and (order_E != input_order(str(gate), gate.values("<i4"), scheme)).any():
+                    raise ValueError(
+                        f"{groups} has inputs in another order than {gate.name}, and kernels take both of an expert "
+                        "as one; serve a checkpoint without act-order, or one in 16 bits"
+                    )
+        zeros = stored.get(f"{module}.qzeros")
+        if scheme.layout == "gptq" and not scheme.has_zeros and zeros is not None:
+            # Of version 1 they are less 1. Some files say that they are of version 1 and are not: here it is seen.
+            of_groups = zeros.values("u1").reshape(scheme.num_groups(num_inputs), -1)
+            stored_B = of_groups[:, : num_outputs * scheme.bits // 8]
+            middle = 0x88 if scheme.bits == 4 else 0x80
+            if not ((stored_B == middle).all() or (stored_B == middle - (0x11 if scheme.bits == 4 else 1)).all()):
+                raise ValueError(
+                    f"{zeros} are not all in the middle, and quantization_config.sym is true: set it to false in "
+                    "config.json, if the weights were quantised so"
+                )
+
+
+def input_order(name: str, group_of_E: npt.NDArray[np.int32], scheme: Scheme) -> npt.NDArray[np.int64] | None:
+    """Inputs in the order of their groups, int64 ``[E]``; None where that is their own, as config.json says.
+
+    Args:
+        name: of the tensor, for messages.
+        group_of_E: group of each input. Without act-order, engines do not read it, and some tools write zeros.
+
+    Raises:
+        ValueError: it is not what config.json says.
+    """
+    size = scheme.group_inputs
+    if not size:
+        return None
+    ordered_E = np.arange(len(group_of_E)) // size
+    if not scheme.act_order:
+        if not group_of_E.any() or (group_of_E == ordered_E).all():
+            return None
+        raise ValueError(
+            f"{name} has inputs in act-order, and config.json says that they are not: set "
+            "quantization_config.desc_act to true there, if the weights were quantised so"
+        )
+    order_E = np.argsort(group_of_E, kind="stable")
+    if (group_of_E[order_E] != ordered_E).any():
+        raise ValueError(f"{name} does not give each group {size} inputs; quantise the model again, or download it")
+    return order_E
+
+
+def _wanted(shape: ModelShape, stored: Mapping[str, _Found]) -> tuple[dict[str, Accepted], list[str]]:
     """What a checkpoint of ``shape`` may hold, by name, and what is quantised though it should not, or the reverse."""
     wanted = {name: Accepted(_FLOAT_DTYPES, (size,)) for name, size in tensor_shapes(shape).items()}
     problems: list[str] = []
     if (scheme := shape.scheme) is None:
         return wanted, problems
+    for name, (num_inputs, num_outputs) in stacked_experts(shape).items():
+        if not scheme.quantises(name):
+            raise ValueError(
+                f"config.json: quantization_config excepts {name}; serve a checkpoint that quantises all experts, or "
+                "none"
+            )
+        groups = (shape.num_experts, num_outputs, scheme.num_groups(num_inputs))
+        wanted[f"{name}_blocks"] = Accepted(("U8",), ((*groups, scheme.group_inputs // 2),))
+        wanted[f"{name}_scales"] = Accepted(("U8",), (groups,))
+        del wanted[name]
     quantised_experts = {_of_all_experts(module) for module in layer_matrices(shape) if scheme.quantises(module)}
     for module, size in layer_matrices(shape).items():
         if not scheme.quantises(module):
             if ".experts." in module and _of_all_experts(module) in quantised_experts:
                 raise ValueError(
-                    f"config.json: quantization_config excepts {module}, and not that of all experts of its layer; "
-                    "serve a checkpoint that quantises all or none"
+                    f"config.json: quantization_config excepts {_name_in_file(module, stored)}, and not that of all "
+                    "experts of its layer; serve a checkpoint that quantises all or none"
                 )
             continue
         name = f"{module}.weight"
-        if name in stored and stored[name].dtype in _FLOAT_DTYPES:
-            problems.append(f"{module} is not quantised, and quantization_config does not except it")
+        if name in stored and stored[name].tensor.dtype in _FLOAT_DTYPES:
+            problems.append(
+                f"{_name_in_file(module, stored)} is not quantised, and quantization_config does not except it"
+            )
             continue
         del wanted[name]
         wanted |= {f"{module}.{part}": each for part, each in matrix_tensors(scheme, *size).items()}
@@ -298,16 +388,37 @@ def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     for index in range(shape.num_layers):
         layer = _layer_tensor_shapes(shape, is_dense=not shape.num_experts or index in shape.dense_layers)
         tensors |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.items()}
+    for name, (num_inputs, num_outputs) in stacked_experts(shape).items():
+        tensors[name] = (shape.num_experts, num_inputs, num_outputs)
+        tensors[f"{name}_bias"] = (shape.num_experts, num_outputs)
     return tensors
+
+
+def stacked_experts(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of matrices that are stacked for all experts of a layer, in float ``[X, E, F]``, by name."""
+    if not shape.stacked_experts:
+        return {}
+    parts = {
+        "gate_up_proj": (shape.hidden_size, 2 * shape.intermediate_size),
+        "down_proj": (shape.intermediate_size, shape.hidden_size),
+    }
+    return {
+        f"model.layers.{index}.mlp.experts.{part}": size
+        for index in range(shape.num_layers)
+        for part, size in parts.items()
+    }
 
 
 def layer_matrices(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of all layers' matrices, keyed by module: ``model.layers.0.mlp.up_proj``. Not of routers and
-    gates of experts, which are never quantised."""
+    gates of experts, which are never quantised, nor `stacked_experts`."""
     return {
         name.removesuffix(".weight"): (size[0], size[1])
         for name, size in tensor_shapes(shape).items()
-        if len(size) == 2 and ".layers." in name and not name.endswith("gate.weight")
+        if len(size) == 2
+        and ".layers." in name
+        and name.endswith(".weight")
+        and not name.endswith(("gate.weight", "router.weight"))
     }
 
 
@@ -323,8 +434,10 @@ def _layer_tensor_shapes(shape: ModelShape, *, is_dense: bool) -> dict[str, tupl
     if is_dense:
         mlps = {"mlp": shape.dense_intermediate_size if num_experts else shape.intermediate_size}
     else:
-        mlps = {f"mlp.experts.{expert}": shape.intermediate_size for expert in range(num_experts)}
-        projections["mlp.gate"] = (num_experts, hidden, False)
+        num_apart = 0 if shape.stacked_experts else num_experts
+        mlps = {f"mlp.experts.{expert}": shape.intermediate_size for expert in range(num_apart)}
+        router = "mlp.router" if shape.stacked_experts else "mlp.gate"
+        projections[router] = (num_experts, hidden, shape.stacked_experts)
         if shape.shared_intermediate_size:
             mlps["mlp.shared_expert"] = shape.shared_intermediate_size
             projections["mlp.shared_expert_gate"] = (1, hidden, False)
@@ -342,4 +455,6 @@ def _layer_tensor_shapes(shape: ModelShape, *, is_dense: bool) -> dict[str, tupl
     tensors |= {f"{name}.weight": (hidden,) for name in norm_names(shape).values()}
     if shape.qk_norm:
         tensors |= {f"self_attn.{part}_norm.weight": (shape.head_dim,) for part in "qk"}
+    if shape.sinks:
+        tensors["self_attn.sinks"] = (shape.num_heads,)
     return tensors

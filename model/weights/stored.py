@@ -2,7 +2,7 @@
 
 `read_matrix` makes one form of all that publishers store: unpacked values, scales and zero points of groups. It reads
 the share of a rank alone. Called by `pdserve.model.weights.decoder_weights`, after `pdserve.model.weights.files` has
-checked names, dtypes and shapes. Dequantises only what is joined with floats, or is in another order.
+checked names, dtypes, shapes and small tensors. Dequantises only what is joined with floats, or is in another order.
 
 Shape suffixes: F output features, E input features, G groups of inputs, B blocks of outputs.
 """
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise, joined
+from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise, joined, twice_e2m1
 from pdserve.model.config.quantisation import Scheme
-from pdserve.model.weights.files import shard_paths, text_name
+from pdserve.model.weights.files import input_order, shard_paths, text_name
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of each of its outputs: from the low bits on, they are 0 2 4 6 1 3 5 7."""
@@ -51,6 +51,9 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
+
+    def name_in_file(self, name: str) -> str:
+        return str(self._stored[name][1])
 
     def read(self, *names: str, rows: Sequence[range] = ()) -> torch.Tensor:
         """Concatenate tensors along their first dimension, in memory of their own.
@@ -116,7 +119,8 @@ def read_matrix(checkpoint: Checkpoint, module: str, scheme: Scheme, rows: range
     permutation = part.permutation()
     values_FE, scales_FG, zeros_FG = {"gptq": part.gptq, "awq": part.awq}.get(scheme.layout, part.compressed)()
     if not scales_FG.isfinite().all():
-        raise ValueError(f"{module} has a scale that is not finite; download the checkpoint again")
+        name_in_file = checkpoint.name_in_file(f"{module}.{part.scales_end}")
+        raise ValueError(f"{name_in_file} has a value that is not finite; download the checkpoint again")
     if permutation is not None:
         values_FE = values_FE.index_select(1, permutation)
     return GroupedWeight(
@@ -127,6 +131,31 @@ def read_matrix(checkpoint: Checkpoint, module: str, scheme: Scheme, rows: range
         None if zeros_FG is None else zeros_FG.float().contiguous(),
         permutation,
     )
+
+
+def read_stacked(
+    checkpoint: Checkpoint, name: str, scheme: Scheme, expert: int, rows: range, inputs: range
+) -> GroupedWeight:
+    """Read a rank's share of an expert's matrix in mxfp4, of which all experts' are stacked (OCP Microscaling Formats
+    1.0, 2023): bytes ``_blocks [X, F, G, 16]`` hold two codes each, the first in the low bits; ``_scales [X, F, G]``
+    are exponents with a bias of 127. Scales up to 2^-126 become 0.
+
+    Args:
+        name: such as ``model.layers.0.mlp.experts.down_proj``.
+        rows: outputs to read.
+        inputs: inputs to read, in whole groups.
+
+    Raises:
+        ValueError: a scale is not a number.
+    """
+    size = scheme.group_inputs
+    part = range(expert, expert + 1), rows, range(inputs.start // size, inputs.stop // size)
+    bytes_FGB, exponents_FG = (checkpoint.stored(f"{name}_{kind}", *part)[0] for kind in ("blocks", "scales"))
+    if (exponents_FG == 255).any():
+        raise ValueError(f"{name}_scales has a scale that is not a number; download the checkpoint again")
+    codes_FE = torch.stack((bytes_FGB & 15, bytes_FGB >> 4), dim=-1).flatten(1)
+    scales_FG = ((exponents_FG.int() - 1).clamp_(min=0) << 23).view(torch.float32)  # of twice the values
+    return GroupedWeight(twice_e2m1(codes_FE), scales_FG, scheme.kind, size)
 
 
 class _Grouped(NamedTuple):
@@ -149,35 +178,33 @@ class _Part:
         size = scheme.group_inputs
         self._groups = range(inputs.start // size, -(-inputs.stop // size)) if size else range(1)
 
+    @property
+    def scales_end(self) -> str:
+        """End of the name of the tensor that has the scales."""
+        ends = ("scales", "weight_scale_inv", "weight_scale")
+        return next(end for end in ends if f"{self._module}.{end}" in self._checkpoint)
+
     def permutation(self) -> torch.Tensor | None:
         """Inputs in the order of their groups: int64 ``[E]``; None where config.json says that it is their own."""
         name = f"{self._module}.{'g_idx' if self._scheme.layout == 'gptq' else 'weight_g_idx'}"
-        size = self._scheme.group_inputs
-        if not size or name not in self._checkpoint:
+        if name not in self._checkpoint:
             return None
-        group_of_E = self._checkpoint.stored(name)
-        ordered_E = torch.arange(len(group_of_E)) // size
-        if not self._scheme.act_order:
-            if torch.equal(group_of_E.long(), ordered_E):
-                return None
+        name_in_file = self._checkpoint.name_in_file(name)
+        order_E = input_order(name_in_file, self._checkpoint.stored(name).numpy(), self._scheme)
+        if order_E is None:
+            return None
+        if len(self._inputs) < len(order_E):
             raise ValueError(
-                f"{name} has inputs in act-order, and config.json says that they are not: set "
-                "quantization_config.desc_act to true there, if the weights were quantised so"
+                f"{name_in_file} has inputs in act-order, which ranks cannot share: set tensor_parallel to 1"
             )
-        permutation = group_of_E.argsort(stable=True)
-        if not torch.equal(group_of_E[permutation].long(), ordered_E):
-            raise ValueError(f"{name} does not give each group {size} inputs; quantise the model again, or download it")
-        if len(self._inputs) < len(group_of_E):
-            raise ValueError(f"{name} has inputs in act-order, which ranks cannot share: set tensor_parallel to 1")
-        return permutation
+        return torch.from_numpy(order_E)
 
     def compressed(self) -> _Grouped:
         if self._scheme.layout == "packed":
             values_FE = self._unpacked("weight_packed", (self._rows, self._inputs), 1)
         else:
             values_FE = self._stored("weight", self._rows, self._inputs)
-        inverse = f"{self._module}.weight_scale_inv"
-        scales_FG = self._of_outputs("weight_scale_inv" if inverse in self._checkpoint else "weight_scale")
+        scales_FG = self._of_outputs(self.scales_end)
         zeros_FG = None
         if self._scheme.has_zeros and self._scheme.layout == "packed":
             zeros_FG = self._unpacked("weight_zero_point", (self._rows, self._groups), 0)
@@ -191,23 +218,13 @@ class _Part:
         return _Grouped(values_EF.T, scales_GF.T, self._gptq_zeros())
 
     def _gptq_zeros(self) -> torch.Tensor | None:
-        """Zero points ``[F, G]`` of GPTQ; None where config.json says that all are in the middle.
-
-        Version 1 stores them less 1, subtracted from whole words. Some files say that they are of version 1 and are
-        not: in symmetric ones it is seen.
-        """
-        scheme = self._scheme
-        one_each = 0x11111111 if scheme.bits == 4 else 0x01010101
-        if scheme.has_zeros:
-            added = one_each if scheme.zeros_less_one else 0
-            return self._unpacked("qzeros", (self._groups, self._rows), 1, added).T
-        zeros_GF = self._unpacked("qzeros", (self._groups, self._rows), 1)
-        if not ((zeros_GF == 0).all() or (zeros_GF == -1).all()):
-            raise ValueError(
-                f"{self._module}.qzeros are not all in the middle, and quantization_config.sym is true: set it to "
-                "false in config.json, if the weights were quantised so"
-            )
-        return None
+        """Zero points ``[F, G]`` of GPTQ, of which version 1 stores whole words less 1 in each; None where config.json
+        says that all are in the middle."""
+        if not self._scheme.has_zeros:
+            return None
+        one_each = 0x11111111 if self._scheme.bits == 4 else 0x01010101
+        added = one_each if self._scheme.zeros_less_one else 0
+        return self._unpacked("qzeros", (self._groups, self._rows), 1, added).T
 
     def awq(self) -> _Grouped:
         scales_GF = self._stored("scales", self._groups, self._rows)

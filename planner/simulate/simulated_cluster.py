@@ -194,7 +194,6 @@ class ClusterBuilder:
         return Scheduler(
             block_pool,
             limits,
-            may_decode=pool.role is not WorkerRole.PREFILL,
             mint_handle=mint_handle,
             max_batch_tokens=pool.max_batch_tokens,
             max_batch_size=max_batch_size,

@@ -445,7 +445,6 @@ class Welcome(_message.Message):
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
     WORKER_EPOCH_FIELD_NUMBER: _builtins.int
-    ROLE_FIELD_NUMBER: _builtins.int
     KV_ADDRESS_FIELD_NUMBER: _builtins.int
     MODEL_HASH_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
@@ -461,7 +460,6 @@ class Welcome(_message.Message):
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     worker_epoch: _builtins.int
-    role: _builtins.str
     kv_address: _builtins.str
     """of the worker's transfer process"""
     model_hash: _builtins.str
@@ -487,7 +485,6 @@ class Welcome(_message.Message):
         *,
         worker_id: _builtins.str = ...,
         worker_epoch: _builtins.int = ...,
-        role: _builtins.str = ...,
         kv_address: _builtins.str = ...,
         model_hash: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
@@ -504,7 +501,7 @@ class Welcome(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "hardware", b"hardware", "kv_address", b"kv_address", "kv_dtype", b"kv_dtype", "max_batch_size", b"max_batch_size", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model_hash", b"model_hash", "num_blocks", b"num_blocks", "pipeline_parallel", b"pipeline_parallel", "quantization", b"quantization", "role", b"role", "tensor_parallel", b"tensor_parallel", "worker_epoch", b"worker_epoch", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "hardware", b"hardware", "kv_address", b"kv_address", "kv_dtype", b"kv_dtype", "max_batch_size", b"max_batch_size", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model_hash", b"model_hash", "num_blocks", b"num_blocks", "pipeline_parallel", b"pipeline_parallel", "quantization", b"quantization", "tensor_parallel", b"tensor_parallel", "worker_epoch", b"worker_epoch", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from pdserve.contracts import metrics as names
 from pdserve.contracts.request import SamplingParams
@@ -133,8 +134,8 @@ class Cluster:
         return [worker.endpoint for _, worker in sorted(self.workers.items())]
 
     async def set_targets(self, endpoints: Iterable[WorkerEndpoint]) -> None:
-        """Replace the targets: open sessions to new incarnations and close those to absent ones. Of overlapping calls,
-        the last one's list wins.
+        """Replace the targets: open sessions to new incarnations, close those to absent ones, and have those take their
+        roles that have another one than before. Of overlapping calls, the last one's list wins.
 
         Raises:
             ValueError: two targets share a worker id.
@@ -144,6 +145,7 @@ class Cluster:
         if len(wanted) != len(listed):
             raise ValueError("two targets have the same worker_id; list each worker once")
         async with self._is_changing:
+            self._relabel(wanted)
             gone = [worker for worker in self.workers.values() if wanted.get(worker.worker_id) != worker.endpoint]
             for worker in gone:
                 del self.workers[worker.worker_id]
@@ -158,6 +160,13 @@ class Cluster:
                 if endpoint.worker_id not in self.workers:
                     self.workers[endpoint.worker_id] = worker = RemoteWorker(endpoint, self)
                     worker.start()
+
+    def _relabel(self, wanted: Mapping[str, WorkerEndpoint]) -> None:
+        """Have workers take the roles of their endpoints, all before anything is placed."""
+        for worker in self.workers.values():
+            endpoint = wanted.get(worker.worker_id)
+            if endpoint is not None and endpoint != worker.endpoint == replace(endpoint, role=worker.role):
+                worker.relabel(endpoint)
 
     async def close(self) -> None:
         await self.set_targets([])

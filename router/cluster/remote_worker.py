@@ -77,6 +77,16 @@ class RemoteWorker(Worker):
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
 
+    def relabel(self, endpoint: WorkerEndpoint) -> None:
+        """Take the role that the targets now give this incarnation: the session, and all that goes through it, stay."""
+        log.info("worker %s is a %s worker from now on", self.worker_id, endpoint.role.value)
+        self.endpoint = endpoint
+        self.take_role(endpoint.role)
+        self.metrics.remove()
+        self.metrics = WorkerMetrics(self._cluster.metrics, self.worker_id, self.role, self.reported)
+        if self.is_up:
+            self._came_up()
+
     # Commands
 
     def submit(self, request: GenerationRequest) -> None:
@@ -122,10 +132,14 @@ class RemoteWorker(Worker):
         self.is_draining = False
         self.cached_blocks = BlockSet(welcome.num_blocks)
         self._announced.clear()
-        cost = self._cluster.dispatcher.costs.get(self.role)
-        self.metrics.came_up(welcome, cost.hardware.price_per_hour_usd if cost else None)
         log.info("worker %s is up at %s", self.worker_id, self.endpoint.address)
-        self._cluster.dispatcher.worker_up(self)
+        self._came_up()
+
+    def _came_up(self) -> None:
+        dispatcher = self._cluster.dispatcher
+        cost = dispatcher.costs.get(self.role)
+        self.metrics.came_up(self.welcome, cost.hardware.price_per_hour_usd if cost else None)
+        dispatcher.worker_up(self)
 
     def frame_received(self, frame: worker_pb2.StepFrame) -> None:
         """Apply a frame: worker state first, then starts, prompt log probabilities, tokens and ends of requests."""
@@ -286,8 +300,5 @@ class RemoteWorker(Worker):
             raise SessionRefusedError(f"unexpected message {body!r}")
 
     def _check_identity(self, welcome: worker_pb2.Welcome) -> None:
-        expected = (self.worker_id, self.epoch, self.role.value)
-        if (welcome.worker_id, welcome.worker_epoch, welcome.role) != expected:
-            raise SessionRefusedError(
-                f"another worker answers: {welcome.worker_id!r} ({welcome.role}), epoch {welcome.worker_epoch}"
-            )
+        if (welcome.worker_id, welcome.worker_epoch) != (self.worker_id, self.epoch):
+            raise SessionRefusedError(f"another worker answers: {welcome.worker_id!r}, epoch {welcome.worker_epoch}")

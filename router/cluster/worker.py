@@ -90,6 +90,11 @@ class Worker(ABC):
         self._seen: tuple[SchedulerLoad | None, int, float] = None, 0, 0.0
         """Load, changes in flight and steps that the snapshot was made of."""
 
+    def take_role(self, role: WorkerRole) -> None:
+        """Be of another role to all decisions from now on. What the worker has goes on there."""
+        self.role = role
+        self._seen = None, 0, 0.0
+
     @property
     def takes_work(self) -> bool:
         return self.is_up and not self.is_draining

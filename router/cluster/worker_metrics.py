@@ -18,7 +18,10 @@ Family = TypeVar("Family", Counter, Gauge)
 class WorkerMetrics:
     """Series of one worker. Steps are counted with every frame; the rest is that of the last frame before a scrape."""
 
-    def __init__(self, metrics: RouterMetrics, worker_id: str, role: WorkerRole) -> None:
+    def __init__(
+        self, metrics: RouterMetrics, worker_id: str, role: WorkerRole, counted: worker_pb2.Load | None = None
+    ) -> None:
+        """``counted``: what other series have counted of the worker, which had another role."""
         self._metrics = metrics
         self._series: list[tuple[Counter | Gauge, tuple[str, ...]]] = []
 
@@ -59,7 +62,7 @@ class WorkerMetrics:
             "num_guesses": series(metrics[names.GUESSES]),
             "num_right_guesses": series(metrics[names.RIGHT_GUESSES]),
         }
-        self._load = self._scraped = worker_pb2.Load()
+        self._load = self._scraped = worker_pb2.Load() if counted is None else counted
         metrics.workers.add(self)
 
     def came_up(self, welcome: worker_pb2.Welcome, usd_per_hour: float | None) -> None:

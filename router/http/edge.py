@@ -24,7 +24,7 @@ from pdserve.router.http.anthropic import MessagesBody, MessageWriter
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import ApiError, refusal
 from pdserve.router.http.exchange import Exchange
-from pdserve.router.http.grammars import after_reasoning, grammar_of
+from pdserve.router.http.grammars import after_reasoning, grammar_of, in_harmony
 from pdserve.router.http.json_body import LARGE_BYTES
 from pdserve.router.http.keys import Caller
 from pdserve.router.http.messages import forms_of
@@ -39,6 +39,7 @@ from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.answer import Answer, AnswerEnd, AnswerParts, AnswerToken, Choice, Generation, TextDelta
 from pdserve.router.text.answer_text import StopStrings
 from pdserve.router.text.chat_template import PromptEnd
+from pdserve.router.text.harmony import HarmonyParts
 from pdserve.router.text.reasoning import CLOSING, OPENING, ReasoningParser
 from pdserve.router.text.tokenizer import ChatTokenizer, TooLongError
 from pdserve.router.text.tool_calls import whole_text
@@ -117,14 +118,12 @@ class Edge:
         if tools is not None:
             exchange.grammar = tools.grammar
         text = await self._aside(exchange, partial(self._chat_text, body, tools.offered if tools else ()))
-        reasoning = await self._aside(exchange, partial(self._reasoning, body, text))
-        if exchange.grammar is not None and reasoning is not None:
-            exchange.grammar = after_reasoning(exchange.grammar, is_open=reasoning)
         with _too_long(body, max_model_len):
             tokens = await self.tokenizer.encode_chat(text, most_tokens=max_model_len)
+        new_parts = await self._aside(exchange, partial(self._new_parts, body, exchange, text, tokens, tools))
         spec = self._spec(body, exchange, max_model_len, tokens)
         context = tokens if body.prompt_end is PromptEnd.LAST_MESSAGE else ()
-        return self._answer(body, spec, context=context, new_parts=_parts(reasoning, tools))
+        return self._answer(body, spec, context=context, new_parts=new_parts)
 
     async def create_completion(self, body: CompletionBody, exchange: Exchange) -> Response:
         """Continue texts or token ids, one answer or more for each."""
@@ -260,6 +259,31 @@ class Edge:
                 return whole_text(text)  # arguments of calls are JSON of their own
         raise ApiError(400, str(refusals[0]), param="messages") from refusals[0]
 
+    def _new_parts(
+        self, body: ChatBody, exchange: Exchange, prompt: str, prompt_tokens: Sequence[int], tools: Tools | None
+    ) -> Callable[[], AnswerParts | HarmonyParts] | None:
+        """Parsers of a chat's answers; None if all of an answer is text. The grammar of the exchange gets room for what
+        is no text."""
+        harmony = self.tokenizer.harmony
+        if harmony is None:
+            reasoning = self._reasoning(body, prompt)
+            if exchange.grammar is not None and reasoning is not None:
+                exchange.grammar = after_reasoning(exchange.grammar, is_open=reasoning)
+            return _parts(reasoning, tools)
+        begun = harmony.begun(prompt_tokens, self.tokenizer.token_text)
+        has_tool_grammar = tools is not None and tools.grammar is not None
+        if begun and has_tool_grammar:
+            raise refusal("continue_final_message", "contradicts forced and strict tools with this model; leave it out")
+        if exchange.grammar is not None and not begun and not has_tool_grammar:
+            exchange.grammar = in_harmony(exchange.grammar, harmony)
+        return partial(
+            HarmonyParts,
+            begun,
+            new_call_id,
+            tools and tools.offered,
+            may_call_several=tools is None or tools.may_call_several,
+        )
+
     def _reasoning(self, body: ChatBody, prompt: str) -> bool | None:
         """Whether an answer to the prompt begins inside reasoning; None if it has none."""
         template = self.tokenizer.template
@@ -318,7 +342,7 @@ class Edge:
         first_index: int = 0,
         context: Sequence[int] = (),
         echo: TextDelta | None = None,
-        new_parts: Callable[[], AnswerParts] | None = None,
+        new_parts: Callable[[], AnswerParts | HarmonyParts] | None = None,
     ) -> Answer:
         """Build the answer to a prompt, without starting it.
 
@@ -337,6 +361,7 @@ class Edge:
                     skip_special_tokens=body.skip_special_tokens is not False,
                     prompt_tokens=context,
                     piece_tokens=1 if is_read_token_by_token else PIECE_TOKENS,
+                    is_marked=new_parts is not None,
                 ),
                 StopStrings(body.stop or (), are_shown=shows_stop),
                 shows_stop_token=shows_stop,

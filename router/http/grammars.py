@@ -12,6 +12,7 @@ from pdserve.contracts.request import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pdserve.router.http.errors import MAX_NAME_CHARS, refusal
 from pdserve.router.http.json_schema import SchemaError, check_json_schema
 from pdserve.router.http.schema import GenerationBody
+from pdserve.router.text.harmony import Harmony
 from pdserve.router.text.reasoning import CLOSING, OPENING
 
 ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
@@ -50,11 +51,21 @@ def after_reasoning(grammar: Grammar, *, is_open: bool) -> Grammar:
     Args:
         is_open: the reasoning has begun in the prompt, so the answer begins inside it.
     """
-    thought = {"type": "tag", "begin": "" if is_open else OPENING, "content": {"type": "any_text"}, "end": CLOSING}
+    opening, closing = ({"type": "const_string", "value": tag} for tag in (OPENING, CLOSING))
+    thought = {
+        "type": "any_text",
+        "excludes": [CLOSING],
+    }  # a tag may begin with no empty text where strings are bounded
     space = {"type": "regex", "pattern": r"\n{0,2}"}
-    begins = {"type": "sequence", "elements": [thought, space]}
+    begins = {"type": "sequence", "elements": [*([] if is_open else [opening]), thought, closing, space]}
     elements = [begins if is_open else {"type": "optional", "content": begins}, structure_of(grammar)]
     tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
+
+
+def in_harmony(grammar: Grammar, harmony: Harmony) -> Grammar:
+    """Grammar of an answer in harmony's messages, whose last one it binds."""
+    tag = {"type": "structural_tag", "format": harmony.messages([harmony.final(structure_of(grammar))])}
     return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
 
 

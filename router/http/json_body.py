@@ -41,10 +41,11 @@ _PIECE_BYTES = 2**16
 
 _PAIR = rb"\\u[dD][89abAB]..\\u[dD][c-fC-F].."
 _HALVES = re.compile(
-    rb"((?:(?!%b)\\u[dD][89a-fA-F]..){1,1000})|(?:[^\\]+|\\[^u]|\\u(?![dD][89a-fA-F])|%b){1,1000}" % (_PAIR, _PAIR),
+    rb"((?:(?!%b)\\u[dD][89a-fA-F]..){1,1000})|(?:[^\\]{1,100}|\\[^u]|\\u(?![dD][89a-fA-F])|%b){1,1000}"
+    % (_PAIR, _PAIR),
     re.DOTALL,
 )
-"""Halves of surrogate pairs, in group 1, or what has none: no more than other threads can wait for. Not
+"""Halves of surrogate pairs, in group 1, or what has none: no more at once than other threads can wait for. Not
 possessive: Python before 3.11.5 matches that wrongly."""
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -100,7 +101,9 @@ async def read(exchange: Exchange, model: type[Model]) -> Model:
         raise ApiError(415, message, headers={"Accept-Encoding": "identity"})
     if exchange.caller is not None:
         exchange.caller.check_left()
-    data = (await _receive(exchange)).removeprefix(codecs.BOM_UTF8)
+    data = await _receive(exchange)
+    if data.startswith(codecs.BOM_UTF8):
+        del data[: len(codecs.BOM_UTF8)]  # without a copy
     exchange.num_body_bytes = len(data)
     if len(data) <= LARGE_BYTES:
         return read_body(data, model)
@@ -172,10 +175,13 @@ def decoded(data: bytes | bytearray) -> Any:
     try:
         return _decode(data)
     except msgspec.DecodeError:
-        mended = bytearray(data)
+        mended = None
         for match in _HALVES.finditer(data):
             if match[1]:
+                mended = bytearray(data) if mended is None else mended
                 mended[match.start() : match.end()] = rb"\ufffd" * (len(match[1]) // 6)
+        if mended is None:
+            raise
         return _decode(mended)
 
 

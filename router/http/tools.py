@@ -17,6 +17,7 @@ from pdserve.router.http.grammars import structure_of
 from pdserve.router.http.json_schema import SchemaError, check_json_schema, enforceable
 from pdserve.router.http.schema import ChatBody, TemplatedBody
 from pdserve.router.text.chat_template import ChatTemplate
+from pdserve.router.text.harmony import EFFORTS
 from pdserve.router.text.tool_calls import ToolFormat
 
 _OWN_VARIABLES = frozenset({"add_generation_prompt", "messages", "tools"})
@@ -78,7 +79,7 @@ def new_call_id() -> str:
 
 def template_options(body: TemplatedBody, template: ChatTemplate | None) -> Mapping[str, object]:
     """Variables that a client sets in the chat template. ``reasoning_effort`` is one of them where the template reads
-    it; templates that can only turn reasoning on and off have ``enable_thinking`` instead.
+    it, the nearest that the model knows; templates that can only turn reasoning on and off have ``enable_thinking``.
 
     Raises:
         ApiError: the template does not read one, or it is not the client's to set.
@@ -93,7 +94,10 @@ def template_options(body: TemplatedBody, template: ChatTemplate | None) -> Mapp
         case None:
             return given
         case effort if "reasoning_effort" in known:
-            return {"reasoning_effort": effort, **given}
+            return {
+                "reasoning_effort": EFFORTS.get(effort, effort) if template and template.is_harmony else effort,
+                **given,
+            }
         case effort if "enable_thinking" in known:
             return {"enable_thinking": effort != "none", **given}
         case _:  # a wish, which the model cannot follow
@@ -141,7 +145,14 @@ def _grammar(
 ) -> Grammar:
     """Grammar of an answer with calls of ``functions``. Unless a call is forced, it may be a text of the requested
     structure instead, or has any text around the calls if none is requested."""
-    tags = [_tag(style, function, is_exact=is_forced or function.is_strict) for function in functions]
+    contents = {each.name: _arguments(style, each, is_exact=is_forced or each.is_strict) for each in functions}
+    if style.harmony is not None:
+        last = [style.harmony.call(name, content) for name, content in contents.items()]
+        if not is_forced:
+            last.append(style.harmony.final({"type": "any_text"} if requested is None else structure_of(requested)))
+        tag = {"type": "structural_tag", "format": style.harmony.messages(last, may_announce=requested is None)}
+        return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))
+    tags = [_tag(style, name, content) for name, content in contents.items()]
     layout: dict[str, object] = {"tags": tags, "stop_after_first": not may_call_several}
     if is_forced or requested is not None:
         layout |= {"type": "tags_with_separator", "separator": style.separator, "at_least_one": True}
@@ -155,7 +166,8 @@ def _grammar(
     return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))
 
 
-def _tag(style: ToolFormat, function: _Function, *, is_exact: bool) -> dict[str, object]:
+def _arguments(style: ToolFormat, function: _Function, *, is_exact: bool) -> dict[str, object]:
+    """Format of a call's arguments."""
     schema = function.parameters if is_exact else _ANY_OBJECT
     if not function.is_strict:
         schema = enforceable(schema)
@@ -164,14 +176,16 @@ def _tag(style: ToolFormat, function: _Function, *, is_exact: bool) -> dict[str,
     except SchemaError as error:
         message = f"the parameters of the tool {function.name} cannot be enforced: {error}"
         raise ApiError(400, message, param="tools") from error
-    space = style.separator if style.opening else ""
-    if style.is_xml:
-        begin, end = f"<function={function.name}>", f"</function>{space}{style.closing}"
-    else:
-        begin = f'{{"name": "{function.name}", "{style.arguments_key}": '
-        end = f"}}{space}{style.closing if style.opening else ''}"
     # With free white space, some models write nothing else.
     content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+    return content | {"style": "qwen_xml"} if style.is_xml else content
+
+
+def _tag(style: ToolFormat, name: str, content: object) -> dict[str, object]:
+    space = style.separator if style.opening else ""
     if style.is_xml:
-        content["style"] = "qwen_xml"
+        begin, end = f"<function={name}>", f"</function>{space}{style.closing}"
+    else:
+        begin = f'{{"name": "{name}", "{style.arguments_key}": '
+        end = f"}}{space}{style.closing if style.opening else ''}"
     return {"type": "tag", "begin": f"{style.opening}{space}{begin}", "content": content, "end": end}

@@ -51,7 +51,7 @@ class AnswerWriter:
         self._body = body
         self._answers = answers
         self._is_chat = isinstance(body, ChatBody)
-        self._has_usage_everywhere = body.has_usage_everywhere
+        self._has_usage_everywhere, self._shows_tokens = body.has_usage_everywhere, body.shows_tokens
         prefix, kind = ("chatcmpl-", "chat.completion") if self._is_chat else ("cmpl-", "text_completion")
         self._envelope = {
             "id": prefix + request_id,
@@ -98,7 +98,7 @@ class AnswerWriter:
             data = self._chunk(b'{"index":%d,%b' % (delta.choice, role))
         if delta.reasoning:
             data += self._delta_chunk(delta.choice, _reasoning(delta.reasoning))
-        if self._body.shows_tokens:
+        if self._shows_tokens:
             data += self._text_chunk(delta, self._after_token_text % self._shown(delta))
         elif delta.text or (delta.end is None and not delta.reasoning and not delta.calls):
             data += self._text_chunk(delta, self._after_text)
@@ -146,7 +146,7 @@ class AnswerWriter:
             self._calls.setdefault(choice, []).extend(delta.calls)
         self._ends[choice] = delta.end
         num_bytes = text_bytes(delta)
-        if self._body.shows_tokens:
+        if self._shows_tokens:
             lists = self._logprobs(delta.tokens) or {}
             if self._body.return_token_ids:
                 lists["token_ids"] = _token_ids(delta)

@@ -218,8 +218,8 @@ class Dispatcher:
     # Workers
 
     def worker_up(self, worker: Worker) -> None:
-        """Give queued work to ``worker``, which accepts commands and has its limits set: it has come up, or its drain
-        has ended."""
+        """Give queued work to ``worker``, which accepts commands and has its limits set: it has come up, its drain has
+        ended, or it has another role."""
         worker.is_up = True
         worker.cost = self.costs.get(worker.role)
         self.workers[worker.worker_id] = worker

@@ -176,7 +176,7 @@ class Goodput(Placement):
         view.prompts.add(request_id, choice.due_s, num_new, choice.prefill_s, None if is_late else arrival.share)
         if is_late:
             self._late_tokens[choice.worker_id] += num_new
-        elif view.role is not PREFILL:
+        elif view.may_decode:
             view.prefill_beside(choice.prefill_s, arrival.now_s, self._answer_s())
         if choice.handoff:
             (self._late_joining if is_late else self._joining).add(request_id, num_tokens)

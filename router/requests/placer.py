@@ -13,10 +13,10 @@ from dataclasses import replace
 from math import inf
 
 from pdserve.contracts.request import GenerationRequest
-from pdserve.contracts.worker_config import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole, whole_worker_id
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.admission import Admission
-from pdserve.router.requests.attempt import Attempt, Decision, Held, Parked, Prefilling, Pull, Queued
+from pdserve.router.requests.attempt import Attempt, Decision, Held, Loss, Parked, Prefilling, Pull, Queued
 from pdserve.router.requests.attempt_table import AttemptTable
 from pdserve.router.requests.blame import Blame
 from pdserve.router.requests.observer import DispatchObserver
@@ -315,6 +315,13 @@ class Placer:
         start_s = self._now_s()
         blocks = attempt.blocks(state.prefill.block_size)
         decoders = [worker for worker in self.taking_work() if worker.role is WorkerRole.DECODE]
+        if state.prefill.role is WorkerRole.DECODE:  # it took that role while it had the prompt
+            owner = whole_worker_id(state.prefill.worker_id)
+            others = [worker for worker in decoders if whole_worker_id(worker.worker_id) != owner]
+            if decoders and not others:
+                self._place_anew(attempt, state)
+                return
+            decoders = others
         cut_off = {worker.worker_id for worker in self._retries.avoided(attempt, decoders, start_s)}
         snapshots = [worker.snapshot() for worker in decoders]
         arrival = self._arrival(attempt, blocks, start_s)
@@ -332,3 +339,13 @@ class Placer:
         deadline_s = max(self._settings.max_silence_s, MIN_DURATION_S)  # token 0 may come meanwhile
         sent = replace(state.sent, deadline_s=deadline_s, stall_slo_s=binding.stall_slo_s)
         self._table.move(attempt, replace(state, pull=Pull(worker, sent), num_pulls=state.num_pulls + 1))
+
+    def _place_anew(self, attempt: Attempt, state: Parked) -> None:
+        """Queue an attempt whose worker has become the only decode worker. It pulls nothing from itself, and has the
+        prompt in its prefix cache."""
+        attempt.num_excused += 1
+        attempt.journey.num_retries += 1
+        attempt.lost_s = self._now_s()
+        loss = Loss("relabelled", "its worker is the only decode worker now", state.sent.num_known_tokens)
+        self._table.move(attempt, Queued(attempt.lost_s, loss=loss))
+        self.put(attempt)

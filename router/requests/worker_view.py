@@ -189,6 +189,7 @@ class WorkerView:
         self.prompts = Prompts()
         self.answers = Answers()
         self.cost = costs[self.role]
+        self._costs = costs
         self._steps = OnlineCorrection()
         """Observed over predicted time of steps."""
         self._known_forecast: _Forecast | None = None
@@ -201,9 +202,14 @@ class WorkerView:
     def update(self, snapshot: WorkerSnapshot) -> None:
         """Learn from the steps that ended since the last snapshot, and predict the next ones."""
         if snapshot is not self.snapshot:
-            self.snapshot = snapshot
-            if self.role is not WorkerRole.PREFILL:  # nothing decodes there
+            self.snapshot, self.role, self.cost = snapshot, snapshot.role, self._costs[snapshot.role]
+            if self.may_decode:
                 self._learn_and_predict()
+
+    @property
+    def may_decode(self) -> bool:
+        """Whether answers may decode there: on a prefill worker only those of before it became one."""
+        return self.role is not WorkerRole.PREFILL or len(self.answers) > 0
 
     def _learn_and_predict(self) -> None:
         cost, num_decoding, num_context = self.cost, self.snapshot.num_decoding, self.snapshot.num_context_tokens

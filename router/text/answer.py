@@ -16,7 +16,8 @@ from pdserve.contracts.request import FinishReason
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
-from pdserve.router.text.answer_text import ByteDetokenizer, Detokenizer, StopStrings
+from pdserve.router.text.answer_text import AnyDetokenizer, StopStrings
+from pdserve.router.text.harmony import HarmonyParts
 from pdserve.router.text.reasoning import ReasoningParser
 from pdserve.router.text.tool_calls import CallDelta, ToolCallParser
 
@@ -62,9 +63,18 @@ class AnswerParts:
         self._tools = tools
         self._may_call_several = may_call_several
 
-    def push(self, text: str, end: AnswerEnd | None) -> tuple[str, str, list[CallDelta], AnswerEnd | None]:
+    in_header = False
+    """All that is pushed is searched for stop strings."""
+
+    def push(
+        self, text: str, end: AnswerEnd | None, *, is_cut: bool = False
+    ) -> tuple[str, str, list[CallDelta], AnswerEnd | None]:
         """Take the next text, the last with its ``end``; return reasoning, text and calls that are certain, and the
-        end of the choice."""
+        end of the choice.
+
+        Args:
+            is_cut: whether a stop string is the end.
+        """
         thought, calls = "", list[CallDelta]()
         if self._reasoning is not None:
             thought, text = self._reasoning.push(text)
@@ -93,7 +103,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        detokenizer: Detokenizer | ByteDetokenizer,
+        detokenizer: AnyDetokenizer,
         stop_strings: StopStrings,
         *,
         shows_stop_token: bool = False,
@@ -101,7 +111,7 @@ class Choice:
         is_whole: bool = False,
         min_tokens: int = 0,
         offset_chars: int = 0,
-        parts: AnswerParts | None = None,
+        parts: AnswerParts | HarmonyParts | None = None,
     ) -> None:
         """
         Args:
@@ -135,7 +145,7 @@ class Choice:
         if end is not None:
             text += self._detokenizer.flush()
         self._offset_chars += len(text)
-        if event.index >= self._min_tokens:
+        if event.index >= self._min_tokens and not (self._parts and self._parts.in_header):
             text = self._stop_strings.push(text)
         if self._stop_strings.is_found:
             end = "stop"
@@ -143,7 +153,7 @@ class Choice:
             text += self._stop_strings.flush()
         reasoning, calls = "", _NO_CALLS
         if self._parts is not None:
-            reasoning, text, calls, end = self._parts.push(text, end)
+            reasoning, text, calls, end = self._parts.push(text, end, is_cut=self._stop_strings.is_found)
         self.is_over = end is not None
         if self._is_whole:
             text = self._held = self._held + text
@@ -241,7 +251,7 @@ class Generation:
         self._arrived = arrived
         self._started: list[Answer] = []
         self._num_running = sum(len(answer.choices) for answer in answers)
-        """Choices whose end has not been taken."""
+        """Choices whose end has not arrived."""
         self._ready: list[TextDelta] = []
         self._waiter: asyncio.Future[None] | None = None
 
@@ -281,7 +291,6 @@ class Generation:
             self._waiter = self._loop.create_future()
             await self._waiter
         ready, self._ready = self._ready, []
-        self._num_running -= sum([delta.end is not None for delta in ready])
         return ready
 
     # Called by answers
@@ -292,6 +301,7 @@ class Generation:
             self._arrived(choice)
         if delta is not None:
             self._ready.append(delta)
+            self._num_running -= delta.end is not None
             self._wake()
 
     def finish_soon(self, answer: Answer, choice: int) -> None:

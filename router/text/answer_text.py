@@ -13,7 +13,7 @@ split: it comes before the stop string that is complete first.
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -104,6 +104,25 @@ class ByteDetokenizer:
     def flush(self) -> str:
         """Return the remaining text at the end of the answer."""
         return self._decode(b"", final=True)
+
+
+class MarkedDetokenizer:
+    """Writes a mark for some tokens, which ends the character before it; any other token's text is that of another
+    detokenizer."""
+
+    def __init__(self, texts: Detokenizer | ByteDetokenizer, marks: Mapping[int, str]) -> None:
+        self._texts = texts
+        self._marks = marks
+
+    def push(self, token: int) -> str:
+        mark = self._marks.get(token)
+        return self._texts.push(token) if mark is None else self._texts.flush() + mark
+
+    def flush(self) -> str:
+        return self._texts.flush()
+
+
+AnyDetokenizer = Detokenizer | ByteDetokenizer | MarkedDetokenizer
 
 
 class StopStrings:

@@ -20,6 +20,8 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from pdserve.router.text.harmony import is_harmony, tools_for_template, turns_for_template
+
 
 class _GenerationBlock(jinja2.ext.Extension):
     """``{% generation %}…{% endgeneration %}`` marks the assistant's text for training; here it is only rendered."""
@@ -74,6 +76,7 @@ class ChatTemplate:
         self.source = source
         self.special_tokens = special_tokens
         self.for_tools: ChatTemplate = ChatTemplate(of_tools, special_tokens) if of_tools else self
+        self.is_harmony = is_harmony(source)
         self.variables: frozenset[str] = frozenset(variables | (self.for_tools.variables if of_tools else set()))
         """Names that the template reads."""
 
@@ -87,6 +90,7 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation. A template that does not name the role ``developer`` gets ``system`` in its place, as
         OpenAI defines it; it might drop the message. One that does not ask whether a content is none gets "" for it.
+        That of gpt-oss gets the form that `pdserve.router.text.harmony` describes.
 
         Args:
             tools: as OpenAI's API takes them.
@@ -99,6 +103,8 @@ class ChatTemplate:
             return self.for_tools.render(messages, tools=tools, options=options, end=end)
         if not _ASKS_FOR_NONE.search(self.source):
             messages = [{**each, "content": ""} if each.get("content") is None else each for each in messages]
+        if self.is_harmony:
+            messages, tools = turns_for_template(messages), tools_for_template(tools)
         if "developer" not in self.source:
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         if end is PromptEnd.LAST_MESSAGE:  # the mark also keeps templates from stripping white space before it

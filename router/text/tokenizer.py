@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, groupby
 from pathlib import Path
@@ -21,9 +22,10 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from pdserve.model.config.tokenizer_config import read_json, read_tokenizer_config, special_tokens
-from pdserve.router.text.answer_text import ByteDetokenizer, Detokenizer
+from pdserve.router.text.answer_text import AnyDetokenizer, ByteDetokenizer, Detokenizer, MarkedDetokenizer
 from pdserve.router.text.chat_template import ChatTemplate, PromptEnd
-from pdserve.router.text.tool_calls import ToolFormat, tool_format
+from pdserve.router.text.harmony import Harmony
+from pdserve.router.text.tool_calls import HARMONY, ToolFormat, tool_format
 
 MAX_INLINE_CHARS = 4096
 """Longest text that is encoded faster than it is handed to a thread and back."""
@@ -74,9 +76,17 @@ class ChatTokenizer:
         Args:
             vocab_size: rows of the model's embedding; prompt token ids are below it.
             tools: how the model writes calls; None if the template says.
+
+        Raises:
+            ValueError: ``tools`` needs special tokens that the tokenizer lacks.
         """
         self._tokenizer = tokenizer
         self.template = template
+        self.harmony: Harmony | None = None
+        """Format of all answers, if it is that of gpt-oss."""
+        if tools is HARMONY or (tools is None and template is not None and template.is_harmony):
+            self.harmony = Harmony(tokenizer)
+            tools = replace(HARMONY, harmony=self.harmony)
         self.tool_format = None
         """None if the model's template knows no tools."""
         if template is not None and "tools" in template.variables:
@@ -256,19 +266,28 @@ class ChatTokenizer:
         return text
 
     def detokenizer(
-        self, *, skip_special_tokens: bool, prompt_tokens: Sequence[int] = (), piece_tokens: int = 1
-    ) -> Detokenizer | ByteDetokenizer:
+        self,
+        *,
+        skip_special_tokens: bool,
+        prompt_tokens: Sequence[int] = (),
+        piece_tokens: int = 1,
+        is_marked: bool = False,
+    ) -> AnyDetokenizer:
         """Detokenizer of an answer.
 
         Args:
             prompt_tokens: prompt whose text the answer continues, if any.
             piece_tokens: as in `Detokenizer`.
+            is_marked: whether the text goes to `HarmonyParts` where the model has that format.
         """
         hidden_ids = self._special_ids if skip_special_tokens else frozenset[int]()
         context = prompt_tokens[-_CONTEXT_TOKENS:]
+        texts: Detokenizer | ByteDetokenizer
         if self._is_byte_level:
-            return ByteDetokenizer(self.token_bytes, hidden_ids, context)
-        return Detokenizer(self._tokenizer, hidden_ids, context, piece_tokens=piece_tokens)
+            texts = ByteDetokenizer(self.token_bytes, hidden_ids, context)
+        else:
+            texts = Detokenizer(self._tokenizer, hidden_ids, context, piece_tokens=piece_tokens)
+        return MarkedDetokenizer(texts, self.harmony.marks) if is_marked and self.harmony else texts
 
     def token_text(self, token: int) -> str:
         """Text of a single token, with replacement characters for partial ones."""

@@ -13,9 +13,12 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdserve.router.text.reasoning import num_held_chars
+
+if TYPE_CHECKING:
+    from pdserve.router.text.harmony import Harmony
 
 _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
@@ -42,12 +45,16 @@ class ToolFormat:
     arguments_key: str
     is_xml: bool = False
     """A call is tags, not JSON."""
+    harmony: Harmony | None = None
+    """The format of messages, of which a call is one; then all else is empty."""
 
 
 HERMES = ToolFormat("<tool_call>", "</tool_call>", "\n", "arguments")
 LLAMA_3 = ToolFormat("", ";", "; ", "parameters")
 QWEN_3_CODER = ToolFormat("<tool_call>", "</tool_call>", "\n", "", is_xml=True)
-TOOL_FORMATS = {"hermes": HERMES, "llama3": LLAMA_3, "qwen3_coder": QWEN_3_CODER}
+HARMONY = ToolFormat("", "", "", "")
+"""Of a tokenizer that is not known yet."""
+TOOL_FORMATS = {"hermes": HERMES, "llama3": LLAMA_3, "qwen3_coder": QWEN_3_CODER, "harmony": HARMONY}
 _HERMES_CALL = re.compile(r"""["']arguments\\?["']\s*:|<tool_call>[^<]*\btojson\b[^<]*</tool_call>""")
 """JSON of a call in a template, written out or rendered."""
 

@@ -62,6 +62,7 @@ def test_the_next_step_needs_no_other_kernels() -> None:
         (80, WeightForm("int4", 64, has_zeros=True)),
         (80, WeightForm("e4m3", 128)),
         (89, WeightForm("e4m3", 128)),
+        (80, WeightForm("e2m1", 32)),
         (89, None),
     ],
     ids=str,
@@ -74,6 +75,17 @@ def test_products_that_need_most_fit_older_gpus(num_tokens: int, capability: int
         kernels = compile_launch(product_launch(torch.bfloat16, num_tokens, 1, form), capability)
     assert kernels
     assert all(fits(kernel, capability) for kernel in kernels), kernels
+
+
+@pytest.mark.parametrize("capability", [80, 89])
+@pytest.mark.parametrize("kernel", ATTENTION_KERNELS)
+def test_attention_with_sinks_fits_older_gpus(kernel: str, capability: int) -> None:
+    bf16 = torch.bfloat16
+    for window in (0, 128):
+        launch = attention_launch(kernel, bf16, bf16, 64, window=window, has_sinks=True)
+        kernels = compile_launch(launch, capability)
+        assert kernels
+        assert all(fits(each, capability) for each in kernels), kernels
 
 
 @pytest.mark.parametrize("form", WEIGHT_FORMS[:2], ids=lambda form: form.name)
@@ -96,12 +108,12 @@ def test_launches_are_printed_a_line_for_each_kernel() -> None:
     lines: list[str] = []
     assert compile_all(some, lines.append) == 0
     assert lines[0].split() == ["launch", "registers", "spilled", "shared", "KiB", "wgmma"]
-    assert [line.split()[-1] for line in lines[1:]] == ["False"] * 3
+    assert [line.split()[-1] for line in lines[1:]] == ["False"] * 4
     documents: list[str] = []
     assert compile_all(some, documents.append, as_json=True) == 0
     document = json.loads(documents[0])
     assert document["target"] == "sm_90"
-    assert [kernel["spilled_bytes"] for kernel in document["kernels"]] == [0] * 3
+    assert [kernel["spilled_bytes"] for kernel in document["kernels"]] == [0] * 4
     assert all(kernel["num_registers"] > 0 for kernel in document["kernels"])
 
 

@@ -38,7 +38,6 @@ class Worker:
         self.scheduler = Scheduler(
             self.pool,
             ModelLimits(max_model_len=400, vocab_size=1000, eos_token_ids=(EOS,)),
-            may_decode=True,
             mint_handle=lambda: b"%d" % next(handles),
             max_batch_tokens=64,
             max_batch_size=8,

@@ -21,6 +21,8 @@ from pdserve.deploy.other_servers import KEYS
         ("up --quantization awq", "leave it out: a quantised checkpoint is served as it is"),
         ("up --enable_expert_parallel", "set prefill.expert_parallel and decode.expert_parallel"),
         ("up --speculative-config {}", "set decode.speculation in a deployment file"),
+        ("up --reasoning-parser openai_gptoss", "leave it out: the chat template shows how the model reasons"),
+        ("up --tool-call-parser openai", "set model.tool_format in a deployment file"),
         ("check --quantization awq", "leave it out: a quantised checkpoint is served as it is"),
         ("plan --tensor-parallel 2", "leave it out: the plan chooses it"),
         ("bench serve --backend vllm", "leave it out"),

@@ -162,7 +162,9 @@ def test_workers_come_and_go_while_requests_run(cluster: UpProcess) -> None:
 
 def test_a_killed_worker_comes_back_under_a_new_epoch(cluster: UpProcess) -> None:
     epochs = {worker["worker_id"]: worker["epoch"] for worker in cluster.status()["workers"]}
+    assert not down_workers(cluster)
     cluster.members("ray::decode")[0].kill()
+    assert wait_for(lambda: down_workers(cluster), "word of the loss")[0].startswith("decode-")
 
     def replaced() -> bool:
         workers = cluster.status()["workers"]
@@ -171,6 +173,13 @@ def test_a_killed_worker_comes_back_under_a_new_epoch(cluster: UpProcess) -> Non
 
     wait_for(replaced, "the worker's successor")
     wait_for(cluster.is_ready, "readiness")
+    assert not down_workers(cluster)
+
+
+def down_workers(cluster: UpProcess) -> list[str]:
+    """Names of the workers that `pdserve status` shows as being restarted."""
+    [note] = [note for note in running_clusters() if note.pid == cluster.process.pid]
+    return [*note.down_since_s]
 
 
 def test_a_killed_router_comes_back_at_its_address(cluster: UpProcess) -> None:

@@ -116,7 +116,7 @@ def test_same_tokens_and_exact_usage(
     [
         *((family, "1P+1D memfd") for family in ("mistral", "qwen2", "gemma3_text")),
         *((family, "1P of 2 ranks+1D") for family in ("qwen3", "gemma2")),
-        ("qwen3_moe", "1P of 2 ranks with whole experts+1D"),
+        ("gpt_oss", "1P of 2 ranks with whole experts+1D"),
         ("gemma3_text", "mixed"),
     ],
 )

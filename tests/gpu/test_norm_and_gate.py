@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import gelu, silu
 
 from pdserve.kernels.triton.gate import gate
 from pdserve.kernels.triton.norm import rms_normalise
 from tests.gpu.device import on_device, sized, some
+from tests.kernels.gates import ACTIVATIONS, reference_gate
 
 DTYPES = some((torch.bfloat16, torch.float16, torch.float32), 1)
 NUM_TOKENS = some((7, 1, 2048), 1)
@@ -30,10 +30,8 @@ def test_norm(dtype: torch.dtype, num_features: int, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
 def test_gate(dtype: torch.dtype, activation: str, num_tokens: int) -> None:
     gate_up_TF = torch.randn(num_tokens, 2 * sized(14336, 1500)).to(dtype)
-    gate_TI, up_TI = gate_up_TF.double().chunk(2, dim=-1)
-    active_TI = silu(gate_TI) if activation == "silu" else gelu(gate_TI, approximate="tanh")
-    assert_rounded_once(on_device(gate)(gate_up_TF, activation), active_TI * up_TI, dtype)
+    assert_rounded_once(on_device(gate)(gate_up_TF, activation), reference_gate(gate_up_TF, activation), dtype)

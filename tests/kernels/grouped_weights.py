@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from pdserve.kernels.weight_quantisation import GroupedWeight
+from pdserve.kernels.weight_quantisation import GroupedWeight, twice_e2m1
 
-_VALUES = {"int8": range(-128, 128), "int4": range(-8, 8), "e4m3": range(-448, 449)}
+_VALUES = {"int8": range(-128, 128), "int4": range(-8, 8), "e4m3": range(-448, 449), "e2m1": range(16)}
+"""Of e2m1, the codes."""
 
 
 class Form(NamedTuple):
@@ -27,7 +28,7 @@ FORMS = [
     for kind in _VALUES
     for group_inputs in (None, 32, 64, 128)
     for has_zeros in (False, True)
-    if not (has_zeros and kind == "e4m3")
+    if not (has_zeros and kind.startswith("e"))
 ]
 
 
@@ -41,10 +42,12 @@ def random_weight(form: Form, num_outputs: int, num_inputs: int, seed: int = 0) 
     group_inputs = form.group_inputs or num_inputs
     num_groups = -(-num_inputs // group_inputs)
     values_FE = integers(num_outputs, num_inputs).to(torch.float8_e4m3fn if form.kind == "e4m3" else torch.int8)
+    values_FE = twice_e2m1(values_FE) if form.kind == "e2m1" else values_FE
     exponents_FG = 3 * torch.rand(num_outputs, num_groups, generator=generator) - 2
+    scales_FG = 2**exponents_FG / (of_kind.stop * math.sqrt(num_inputs))
     return GroupedWeight(
         values_FE,
-        2**exponents_FG / (of_kind.stop * math.sqrt(num_inputs)),
+        2 ** scales_FG.log2().round() if form.kind == "e2m1" else scales_FG,
         form.kind,
         group_inputs,
         integers(num_outputs, num_groups).float() if form.has_zeros else None,

@@ -149,13 +149,25 @@ def far_batch(near: PagedBatch) -> PagedBatch:
 
 
 def reference_attention(batch: PagedBatch, rule: AttentionRule) -> torch.Tensor:
-    """``o_TND``: softmax over the keys that each token sees, one row at a time."""
+    """``o_TND``: softmax over the keys that each token sees and the head's sink, one row at a time."""
     return torch.cat(
         [
-            torch.einsum("nql,lnd->qnd", scores_NQL.softmax(dim=-1), v_LND)
+            torch.einsum("nql,lnd->qnd", _weights(scores_NQL, rule.sinks), v_LND)
             for scores_NQL, v_LND in _rows_scores_and_values(batch, rule)
         ]
     )
+
+
+def _weights(scores_NQL: torch.Tensor, sinks_N: torch.Tensor | None) -> torch.Tensor:
+    if sinks_N is None:
+        return scores_NQL.softmax(dim=-1)
+    sinks_NQ1 = sinks_N.double()[:, None, None].expand(-1, scores_NQL.shape[1], 1)
+    return torch.cat((sinks_NQ1, scores_NQL), dim=-1).softmax(dim=-1)[..., 1:]
+
+
+def sinks_of(num_heads: int) -> torch.Tensor:
+    """One that counts little, one that counts as a key does, one as many, and one alone; and so on."""
+    return torch.tensor([-300.0, 0.5, 5.0, 300.0]).repeat(num_heads)[:num_heads].contiguous()
 
 
 def reference_lse(batch: PagedBatch, rule: AttentionRule) -> torch.Tensor:

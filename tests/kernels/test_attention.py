@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,16 @@ from pdserve.kernels.cpu.threads import use_threads
 from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule, DecoderKernels
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
-from tests.kernels.paged_batch import LAYER, NUM_LAYERS, PagedBatch, Row, make_batch, nan_pool, reference_attention
+from tests.kernels.paged_batch import (
+    LAYER,
+    NUM_LAYERS,
+    PagedBatch,
+    Row,
+    make_batch,
+    nan_pool,
+    reference_attention,
+    sinks_of,
+)
 
 TOLERANCE = 2e-5
 MIXED = (Row(0, 15), Row(16, 1), Row(0, 16), Row(15, 1), Row(17, 1), Row(0, 17), Row(32, 5), Row(40, 1), Row(0, 1))
@@ -124,11 +134,36 @@ def test_softcap(kernels: DecoderKernels, softcap: float, spread: float) -> None
 
 
 @both_kernels
+@every_dtype
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_sinks_take_weight_from_the_keys(
+    kernels: DecoderKernels, dtype: torch.dtype, window: int, softcap: float
+) -> None:
+    """Of rows with few tokens and many, and of those that are split."""
+    rows = (*MIXED, Row(48, 70), Row(2100, 1), Row(1500, 2))
+    batch = make_batch(rows, group=3, dtype=dtype)
+    rule = replace(rule_of(batch, window=window, softcap=softcap), sinks=sinks_of(6))
+    assert_matches(kernels, batch, rule)
+    o_TND = kernels.paged_attention(batch.queries, batch.kv_pool, LAYER, batch.metadata, rule)
+    assert (o_TND[:, 3] == 0).all()
+    assert o_TND.isfinite().all()
+
+
+@both_kernels
 def test_the_scale_is_the_rules(kernels: DecoderKernels) -> None:
     assert_matches(kernels, make_batch((Row(20, 3),)), AttentionRule(scale=0.3))
 
 
-@pytest.mark.parametrize("rule", [AttentionRule(scale=0.2), AttentionRule(scale=0.2, window=1100, softcap=30.0)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        AttentionRule(scale=0.2),
+        AttentionRule(scale=0.2, window=1100, softcap=30.0),
+        AttentionRule(scale=0.2, sinks=sinks_of(4)),
+    ],
+    ids=["plain", "window and softcap", "sinks"],
+)
 def test_rows_do_not_depend_on_their_neighbours_or_the_thread_count(rule: AttentionRule) -> None:
     rows = (Row(2100, 1), Row(40, 20), Row(9, 1), Row(1500, 70))
     batch = make_batch(rows)

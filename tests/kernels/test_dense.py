@@ -12,6 +12,7 @@ from pdserve.kernels.operations import DecoderKernels, Linear
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.torch.dense import matrix_dtype
 from pdserve.kernels.weight_quantisation import dequantise, quantise
+from tests.kernels.gates import ACTIVATIONS, reference_gate
 from tests.kernels.random_tensors import random
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -179,12 +180,12 @@ def test_rms_norm(kernels: DecoderKernels, width: int) -> None:
 
 
 @both_kernels
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("width", [1, 8, 13, 688])
 def test_gate(kernels: DecoderKernels, activation: str, width: int) -> None:
     for num_rows in (0, 1, 3, 60):
         gate_up_TF = 3 * random(num_rows, 2 * width)
-        expected = activate(gate_up_TF[:, :width].double(), activation) * gate_up_TF[:, width:].double()
+        expected = reference_gate(gate_up_TF, activation)
         assert_close(kernels.gate(gate_up_TF, activation), expected)
 
 
@@ -200,6 +201,15 @@ def test_gate_is_accurate_and_sound_from_end_to_end(activation: str, relative: f
     special = CPU_KERNELS.gate(torch.tensor([[math.nan, 1.0], [math.inf, 1.0], [0.0, math.nan]]), activation)
     assert special[:, 0].isnan().tolist() == [True, False, True]
     assert special[1, 0] == math.inf
+
+
+@both_kernels
+def test_limits_of_a_gate(kernels: DecoderKernels) -> None:
+    """The gate has none below; NaN stays."""
+    gate_up_TF = torch.tensor([[100.0, 9.0], [-100.0, 9.0], [-3.0, -9.0], [math.nan, 1.0], [1.0, math.nan]])
+    y_T = kernels.gate(gate_up_TF.repeat_interleave(9, dim=1), "swiglu_oai")[:, 0]
+    assert_close(y_T[:3].clone(), torch.tensor([56.0, 0.0, 18.0 / (1 + math.exp(5.106))], dtype=torch.float64))
+    assert y_T[3:].isnan().all()
 
 
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -46,6 +47,28 @@ def test_routing_is_that_of_transformers(normalises: bool) -> None:
         assert torch.equal(probabilities_TA.gather(1, experts_TK), probabilities_TA.gather(1, ids_TK))
     lowest_TA = np.argsort(-probabilities_TA.numpy(), axis=1, kind="stable")
     assert np.array_equal(experts_TK.numpy(), lowest_TA[:, :PER_TOKEN])
+
+
+def test_routing_by_the_softmax_of_the_chosen_is_that_of_transformers() -> None:
+    """Of rows half of which have ties."""
+    logits_TA = random(10**6, NUM_EXPERTS)
+    logits_TA[::2] = (2 * logits_TA[::2]).round()
+    config = GptOssConfig(hidden_size=NUM_EXPERTS, num_local_experts=NUM_EXPERTS, num_experts_per_tok=PER_TOKEN)
+    router = GptOssTopKRouter(config)
+    router.weight.data = torch.eye(NUM_EXPERTS)
+    experts_TK, weights_TK = route(logits_TA, PER_TOKEN, of_chosen=True)
+    with torch.inference_mode():
+        _, expected_TK, ids_TK = router(logits_TA)
+    assert torch.equal(weights_TK, expected_TK)
+    assert torch.equal(logits_TA.gather(1, experts_TK), logits_TA.gather(1, ids_TK))  # ties in any order
+    lowest_TA = np.argsort(-logits_TA.numpy(), axis=1, kind="stable")
+    assert np.array_equal(experts_TK.numpy(), lowest_TA[:, :PER_TOKEN])
+
+
+def test_logits_whose_probabilities_are_one_are_told_apart() -> None:
+    logits_TA = torch.tensor([[1.0, 1.0 + 2**-23, 0.0]])
+    assert route(logits_TA, 1, of_chosen=True).experts.tolist() == [[1]]
+    assert route(torch.tensor([[-200.0, -100.0, 100.0]]), 2, of_chosen=True).experts.tolist() == [[2, 1]]
 
 
 def test_pairs_are_sorted_by_expert_and_token() -> None:
@@ -94,6 +117,18 @@ def test_experts_compute_what_dense_products_do(kernels: DecoderKernels, num_tok
         expected = torch.einsum("tk,tkf->tf", weights_TK, every_TAF[torch.arange(num_tokens)[:, None], top.indices])
         actual = experts_of(kernels, weights_XFE, x_TE, logits_TA, here)
         torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@both_kernels
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_each_expert_has_a_bias(kernels: DecoderKernels, quantization: str | None) -> None:
+    weights_XFE, biases_XF, x_PE = random(3, 40, 64) / 8, random(3, 40, seed=1), random(70, 64, seed=2)
+    weights = [quantise(weight, quantization) if quantization else weight for weight in weights_XFE]
+    experts, plain = kernels.pack_experts(weights, biases_XF), kernels.pack_experts(weights)
+    starts_Y = torch.tensor([0, 5, 5, 70])
+    expected = plain(x_PE, starts_Y) + biases_XF.repeat_interleave(starts_Y.diff(), dim=0)
+    torch.testing.assert_close(experts(x_PE, starts_Y), expected, atol=1e-6, rtol=1e-5)
+    assert experts.num_bytes == plain.num_bytes + biases_XF.nbytes
 
 
 def test_a_token_depends_on_no_other() -> None:

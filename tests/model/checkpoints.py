@@ -61,6 +61,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 24, "num_experts": 10, "num_experts_per_tok": 4, "moe_intermediate_size": 48,
         "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True,
     },
+    "gpt_oss": {
+        "sliding_window": WINDOW, "num_local_experts": 6, "num_experts_per_tok": 3,
+        "rope_parameters": {**YARN_ROPE, "factor": 16.0, "truncate": False}, "max_position_embeddings": 1024,
+    },
 }  # fmt: skip
 """Each family's ``model_type``, with options by which it differs from the others."""
 
@@ -107,13 +111,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def write_checkpoint(folder: Path, *, model_type: str = "llama", max_shard_size: str = "5GB", **changes: Any) -> Path:
     """Write config.json and safetensors of a random model whose answers vary with the prompt.
 
-    Norms and biases are random too: as transformers makes them, they would change nothing.
+    Norms, biases and sinks are random too: as transformers makes them, they would change little.
     """
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**_SHAPE, **changes}))
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter += 0.3 * torch.randn_like(parameter)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
@@ -134,8 +138,11 @@ def rounded_reference_logits(folder: Path, tokens: list[int], quantization: str)
     """As `reference_logits`, of layers whose matrices are rounded as ``quantization`` rounds them."""
     model = load_reference(folder)
     for name, weight in model.named_parameters():
-        if ".layers." in name and weight.dim() >= 2 and not name.endswith(("mlp.gate.weight", "expert_gate.weight")):
-            weight.data = dequantise(quantise(weight.data.flatten(0, -2), quantization)).view_as(weight)
+        if ".layers." in name and weight.dim() >= 2 and not name.endswith(("gate.weight", "router.weight", "bias")):
+            is_transposed = model.config.model_type == "gpt_oss" and weight.dim() == 3
+            outputs = weight.data.mT if is_transposed else weight.data
+            rounded = dequantise(quantise(outputs.flatten(0, -2), quantization)).view(outputs.shape)
+            weight.data = rounded.mT if is_transposed else rounded
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
     return logits

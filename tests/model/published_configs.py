@@ -120,6 +120,112 @@ GEMMA_3_1B: dict[str, Any] = {
     "sliding_window_pattern": 6,
     "eos_token_id": [1, 106],
 }
+_LLAMA_32_ROPE = {**LLAMA_31_8B["rope_scaling"], "factor": 32.0}
+LLAMA_32_1B: dict[str, Any] = {
+    **LLAMA_31_8B,
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "rope_scaling": _LLAMA_32_ROPE,
+    "tie_word_embeddings": True,
+}
+LLAMA_32_3B: dict[str, Any] = {
+    **LLAMA_32_1B,
+    "head_dim": 128,
+    "hidden_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 24,
+}
+MINITRON_4B_WIDTH: dict[str, Any] = {
+    **LLAMA_31_8B,
+    "head_dim": 128,
+    "hidden_size": 3072,
+    "intermediate_size": 9216,
+    "tie_word_embeddings": False,
+}
+R1_DISTILL_LLAMA_8B: dict[str, Any] = {**LLAMA_31_8B, "tie_word_embeddings": False}
+R1_DISTILL_QWEN_1_5B: dict[str, Any] = {
+    **QWEN2_7B,
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 21,
+    "rope_theta": 10000,
+    "sliding_window": 4096,
+    "use_mrope": False,
+    "eos_token_id": 151643,
+}
+R1_DISTILL_QWEN_7B: dict[str, Any] = {
+    **R1_DISTILL_QWEN_1_5B,
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_window_layers": 28,
+}
+PRUNED_AND_DISTILLED = [
+    (LLAMA_32_1B, 1_235_814_400),
+    (LLAMA_32_3B, 3_212_749_824),
+    (MINITRON_4B_WIDTH, 4_512_746_496),
+    (R1_DISTILL_LLAMA_8B, 8_030_261_248),
+    (R1_DISTILL_QWEN_1_5B, 1_777_088_000),
+    (R1_DISTILL_QWEN_7B, 7_615_616_512),
+]
+"""Llama 3.2 and Llama-3.1-Minitron-4B-Width, pruned from Llama 3.1 8B and trained on its logits, and DeepSeek's
+distillations of R1, each with the number of its parameters; that of Minitron is of its card to three digits."""
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+GPT_OSS_120B: dict[str, Any] = {
+    **GPT_OSS_20B,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}
 NUM_PARAMETERS = [
     (LLAMA_31_8B, 8_030_261_248),
     (MISTRAL_7B, 7_241_732_096),
@@ -127,5 +233,7 @@ NUM_PARAMETERS = [
     (QWEN3_8B, 8_190_735_360),
     (GEMMA_2_9B, 9_241_705_984),
     (GEMMA_3_1B, 999_885_952),
+    (GPT_OSS_20B, 20_914_757_184),
+    (GPT_OSS_120B, 116_829_156_672),
 ]
 """Each with the number of parameters that its model card states."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.files import layer_matrices, text_name
@@ -219,6 +220,37 @@ FORMS = {
 """Formats by name."""
 
 
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
+}  # fmt: skip
+"""``quantization_config`` of gpt-oss."""
+
+
+def write_mxfp4(folder: Path, **changes: Any) -> tuple[Path, Path]:
+    """Write a random gpt-oss whose experts are in mxfp4: of each expert, output and group of 32 inputs 16 bytes, of
+    which each holds two inputs, the first in its low bits, and an exponent.
+
+    Returns:
+        Its folder, and that of the model in bfloat16, as transformers dequantises it.
+    """
+    plain = write_family(folder / "plain", "gpt_oss", **{"intermediate_size": 128, **changes})
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(plain / "model.safetensors").items()}
+    stored, generator = dict(tensors), torch.Generator().manual_seed(5)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, num_inputs, num_outputs = stored.pop(name).shape
+        groups = (num_experts, num_outputs, num_inputs // 32)
+        blocks = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(121, 125, groups, dtype=torch.uint8, generator=generator)
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+        tensors[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
+        assert tensors[name].shape == (num_experts, num_inputs, num_outputs)
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    return _write_beside(plain, stored, MXFP4), plain
+
+
 def write_quantised(
     folder: Path, family: str, form: str, *, excepted: Sequence[str] = (), **changes: Any
 ) -> tuple[Path, Path]:
@@ -234,15 +266,21 @@ def write_quantised(
     tensors = load_file(plain / "model.safetensors")
     config, pack = FORMS[form]
     stored, names = dict(tensors), {text_name(name): name for name in tensors}
-    for module in layer_matrices(DecoderConfig.from_folder(plain).shape).keys() - set(excepted):
+    for module in layer_matrices(DecoderConfig.from_folder(plain).shape):
+        if module in excepted:
+            continue
         name = names[f"{module}.weight"]
         tensors[name], parts = pack(stored.pop(name))
         stored |= {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
-    quantised = folder / "quantised"
+    return _write_beside(plain, stored, {**config, "modules_to_not_convert": list(excepted)}), plain
+
+
+def _write_beside(plain: Path, tensors: Tensors, config: dict[str, Any]) -> Path:
+    """Write the quantised model of which ``plain`` is the folder in floats."""
+    quantised = plain.parent / "quantised"
     quantised.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, quantised / "model.safetensors")
-    config = {**config, "modules_to_not_convert": list(excepted)}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, quantised / "model.safetensors")
     values = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}
     (quantised / "config.json").write_text(json.dumps(values))
-    return quantised, plain
+    return quantised

@@ -92,7 +92,6 @@ def serve(
     scheduler = Scheduler(
         pool,
         limits,
-        may_decode=True,
         mint_handle=lambda: b"handle",
         max_batch_tokens=24,
         max_batch_size=max_batch_size,

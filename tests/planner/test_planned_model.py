@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.worker_config import WorkerRole
+from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.bytes import weight_bytes
+from pdserve.planner.layout import Pool
 from pdserve.planner.planned_model import MAX_DEFAULT_LENGTH, read_planned_model
+from tests.model.published_configs import GPT_OSS_20B, GPT_OSS_120B
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -89,6 +95,21 @@ def test_quantised_checkpoints_are_planned_as_they_are_served(tmp_path: Path) ->
     plain = read_planned_model(written(tmp_path / "plain"))
     layers = [weight_bytes(each.shape, "bfloat16", "auto").layers for each in (model, plain)]
     assert layers[0] / layers[1] == (0.5 + 5 / 128) / 2
+
+
+@pytest.mark.parametrize(
+    ("config", "held"), [(GPT_OSS_20B, 13_761_264_768), (GPT_OSS_120B, 65_248_815_744)], ids=["20b", "120b"]
+)
+def test_gpt_oss_is_planned_as_it_is_served(tmp_path: Path, config: dict[str, Any], held: int) -> None:
+    """As many bytes as its index of files says."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = read_planned_model(tmp_path)
+    assert (model.precision.quantization, model.unserved, model.held_name[-4:]) == ("auto", "", "e2m1")
+    pool = Pool(role=WorkerRole.DECODE, replicas=1, hardware=hardware("h100"), tensor_parallel=2)
+    assert pool.cost(model).weight_bytes == held
+    with pytest.raises(ValueError, match=r"2880 inputs of the experts within groups of 32 .* or expert_parallel true"):
+        replace(pool, tensor_parallel=4).cost(model)
+    replace(pool, tensor_parallel=4, expert_parallel=True).cost(model)
 
 
 def test_what_cannot_be_served_is_told(tmp_path: Path) -> None:

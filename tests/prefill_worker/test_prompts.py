@@ -7,7 +7,7 @@ from typing import TypeVar
 import pytest
 
 from pdserve.contracts.events import PromptLogprobsEvent, RequestEvent, RequestEventKind, RequestKey, TokenEvent
-from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
+from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepBatch, StepOutput, TokenLogprobs
 from pdserve.engine.scheduling.interface import Event, FirstToken, GrantEvent, OfferEvent, WithdrawEvent
 from pdserve.engine.worker.scheduler import Scheduler
@@ -28,7 +28,6 @@ def a_scheduler(pool: BlockPool | None = None, *, max_batch_tokens: int = 16, ma
     return Scheduler(
         pool or BlockPool(16, BLOCK_SIZE),
         LIMITS,
-        may_decode=False,
         mint_handle=lambda: b"handle-%d" % next(numbers),
         max_batch_tokens=max_batch_tokens,
         max_batch_size=max_batch_size,
@@ -458,7 +457,6 @@ def test_a_prompt_that_lacks_blocks_is_not_overtaken() -> None:
         (a_request(0, 60, max_tokens=5), ("max_model_len 64", "60 prompt tokens", "max_tokens 5")),
         (a_request(0, 40, max_tokens=5), ("10 KV blocks", "has 9", "kv_memory")),
         (a_request(0, 4, max_tokens=2, emitted=(5, 6)), ("nothing to generate",)),
-        (a_request(0, 4, handoff=False), ("only prefills",)),
     ],
 )
 def test_what_can_never_run_is_rejected_with_the_reason(request_: GenerationRequest, words: tuple[str, ...]) -> None:
@@ -468,13 +466,6 @@ def test_what_can_never_run_is_rejected_with_the_reason(request_: GenerationRequ
     assert event.kind is RequestEventKind.REJECTED
     assert all(word in event.message for word in words), event.message
     assert scheduler.plan(0.0) is None
-
-
-def test_a_prefill_worker_rejects_a_pull() -> None:
-    scheduler = a_scheduler()
-    request = a_request(0, 4)
-    scheduler.prepare(key_of(request), request, KvSource(address="", worker_epoch=0, handle=b""), 0.0)
-    assert kinds(scheduler.take_events()) == [RequestEventKind.REJECTED]
 
 
 def test_a_repeated_key_is_ignored() -> None:

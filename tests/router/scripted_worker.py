@@ -109,9 +109,7 @@ class ScriptedWorker(WorkerServicer):
         return worker_pb2.Load(**self.load)
 
     def send_welcome(self) -> None:
-        welcome = worker_pb2.Welcome(
-            worker_id=self.worker_id, worker_epoch=self.epoch, role=self.role.value, **self.welcome
-        )
+        welcome = worker_pb2.Welcome(worker_id=self.worker_id, worker_epoch=self.epoch, **self.welcome)
         self._outgoing.put_nowait(worker_pb2.WorkerMessage(welcome=welcome))
 
     def end_stream(self) -> None:

@@ -8,6 +8,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 BOS_ID, EOS_ID = 0, 1
+HARMONY_TOKENS = [
+    f"<|{name}|>" for name in ("return", "constrain", "channel", "start", "end", "message", "call")
+]  # in the order of gpt-oss's
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message.role == 'developer' %}{{ raise_exception('developers are not heard') }}{% endif %}"
@@ -55,7 +58,10 @@ def metaspace_tokenizer() -> Tokenizer:
 
 
 def write_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> None:
-    """Write the files of a model's folder that the router reads."""
-    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
+    """Write the files of a model's folder that the router reads; one with channels has the tokens of the format."""
+    tokenizer = byte_level_tokenizer()
+    if "<|channel|>" in template:
+        tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in HARMONY_TOKENS])
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(f'{{"bos_token": "{BOS}", "eos_token": {{"content": "{EOS}"}}}}')
     (folder / "chat_template.jinja").write_text(template)

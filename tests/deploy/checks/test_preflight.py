@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig, RouterConfig
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig, RouterConfig, SloConfig, Tier
 from pdserve.contracts.errors import ConfigError, DeployError
 from pdserve.deploy.checks import preflight
 from pdserve.deploy.launch import Launch
@@ -71,6 +71,18 @@ def test_limits_of_keys_that_the_routers_cannot_share_are_refused(tmp_path: Path
     preflight.check_keys(router_at(keys_file=str(path), replicas=2))
     with pytest.raises(ConfigError, match=r"of acme has max_in_flight 2, and each of .* raise it"):
         preflight.check_keys(router_at(keys_file=str(path), replicas=3))
+
+
+def test_a_key_of_a_tier_that_the_deployment_lacks_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    add_key(path, "acme", tiers=("gold", "default"))
+    launch = router_at(keys_file=str(path))
+    with pytest.raises(
+        ConfigError, match=r"of acme has the tier 'gold', and the deployment has default; add it to slo"
+    ):
+        preflight.check_keys(launch)
+    slo = SloConfig(tiers={"gold": Tier(ttft_seconds=1, tpot_seconds=1)})
+    preflight.check_keys(replace(launch, config=replace(launch.config, slo=slo)))
 
 
 def router_at(**fields: str | int) -> Launch:

@@ -116,6 +116,16 @@ def test_a_killed_worker_is_replaced_with_a_fresh_epoch() -> None:
     worker.clear()
 
 
+def test_a_worker_that_gets_another_role_while_it_starts_has_that_at_once() -> None:
+    worker = make_worker()
+    run_until(worker, lambda: worker.process_id > 0)
+    assert state_of(worker) is ProcessState.STARTING
+    worker.relabel(WorkerRole.DECODE)
+    run_until(worker, lambda: worker.state is ProcessState.UP)
+    assert endpoint_of(worker).role is WorkerRole.DECODE
+    worker.clear()
+
+
 def test_a_worker_asks_for_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 

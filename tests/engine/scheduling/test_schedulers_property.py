@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,7 @@ configs = st.builds(
     cancel=st.sampled_from([0.0, 0.3]),
     num_swap_slots=st.sampled_from([0, 5, 40]),
     recompute_share=st.sampled_from([0.0, 0.3]),
+    relabel=st.sampled_from([0.0, 0.0, 0.1]),
     is_staged=st.booleans(),
     right_guesses=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]),
 )
@@ -148,6 +150,46 @@ def test_every_kind_of_trouble_is_met() -> None:
         "choice over cached blocks",
     ):
         assert world.counts[count] > 0, f"no {count!r}"
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("relabel", [0.02, 0.3])
+def test_roles_change_while_requests_are_in_every_state(num_workers: int, relabel: float) -> None:
+    config = WorldConfig(
+        num_prefill=num_workers // 2,
+        num_decode=num_workers // 2,
+        num_swap_slots=20,
+        relabel=relabel,
+        eos_period=10,
+        local_share=0.2,
+        pull_failure=0.02,
+        step_failure=0.005,
+        cancel=0.1,
+        is_staged=relabel > 0.1,
+    )
+    world = World(config, seed=num_workers)
+    submit_many(world, 100, max_prompt=30, max_answer=40, max_choices=3)
+    world.run(MAX_TURNS)
+    assert {client.outcome for client in world.clients} == {Outcome.FINISHED, Outcome.CANCELLED}
+    assert world.counts["relabelled"] > 4
+    assert world.counts["pulled"] > 20
+    assert num_workers > 2 or world.counts["redispatched: relabelled"] > 0
+
+
+@pytest.mark.parametrize("num_decode", [1, 2])
+def test_roles_change_once_at_each_turn_of_a_request(num_decode: int) -> None:
+    states = Counter[str]()
+    for num_turns in range(60):
+        world = World(WorldConfig(num_decode=num_decode, max_batch_tokens=8, num_prefill_blocks=20), seed=7)
+        submit_many(world, 6, max_prompt=30, max_answer=12, max_choices=2)
+        for _ in range(num_turns):
+            world.turn()
+        states += Counter({node.name: bool(node.scheduler.load().num_blocks_referenced) for node in world.nodes})
+        world.swap_roles()
+        world.run(MAX_TURNS)
+        assert {client.outcome for client in world.clients} == {Outcome.FINISHED}
+    assert states["prefill-0"] > 20
+    assert states["decode-0"] > 20
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 2]), st.sampled_from([0, 1]), st.sampled_from([0, 12, 64]))

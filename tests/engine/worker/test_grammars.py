@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from queue import Queue
 from threading import Event
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import xgrammar
+from tokenizers import Tokenizer
 
 from pdserve.contracts.request import Grammar, GrammarKind
 from pdserve.engine.worker import grammars as module
+from pdserve.engine.worker.grammar_compiler import CompilerConfig, compile_grammar, read_vocabulary
 from pdserve.engine.worker.grammars import Grammars
 from pdserve.engine.worker.loop import Busy
+from tests.router.small_tokenizers import EOS, EOS_ID, byte_level_tokenizer, metaspace_tokenizer
 from tests.shared import shared
 from tests.vocabulary import DEMO_FOLDER, LIMITS
 
@@ -232,3 +238,19 @@ def test_a_checkpoint_without_a_tokenizer_is_the_reason(
     ready.get(timeout=60)
     assert empty.find(SCHEMA) == "the grammar compiler has ended; the worker's log has the reason"
     empty.close()
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level_tokenizer, metaspace_tokenizer])
+def test_a_control_token_is_allowed_by_its_id_alone(tokenizer: Callable[[], Tokenizer], tmp_path: Path) -> None:
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    vocabulary = read_vocabulary(CompilerConfig(str(tmp_path), tokenizer().get_vocab_size(), (0,), 0))
+    mask = np.zeros((1, -(-vocabulary.vocab_size // 32)), np.int32)
+    text, token = {"type": "any_text"}, {"type": "token", "token": EOS_ID}
+    for elements, is_allowed in (([text], False), ([text, token], True)):
+        tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+        grammar = Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))
+        matcher = xgrammar.GrammarMatcher(compile_grammar(vocabulary, grammar))
+        matcher.fill_next_token_bitmask(mask)
+        assert np.unpackbits(mask.view(np.uint8), bitorder="little")[EOS_ID] == is_allowed
+        matcher.accept_string(EOS)
+        assert matcher.accept_token(EOS_ID) == is_allowed

@@ -47,7 +47,6 @@ def a_scheduler(
     return Scheduler(
         pool or BlockPool(64, BLOCK_SIZE),
         LIMITS,
-        may_decode=True,
         mint_handle=lambda: b"handle-%d" % next(numbers),
         max_batch_tokens=max_batch_tokens,
         max_batch_size=max_batch_size,
@@ -629,39 +628,43 @@ def test_a_preempted_sequence_goes_ahead_of_new_work() -> None:
 # Change of role
 
 
-def test_a_worker_that_no_longer_decodes_finishes_what_it_has() -> None:
+def test_a_worker_finishes_what_it_decodes_beside_prompts_to_hand_off() -> None:
     scheduler = a_scheduler(max_batch_tokens=8)
     pulled, waiting = a_request(0, 4, max_tokens=5), a_request(1, 20, max_tokens=5)
     join(scheduler, pulled)
-    add(scheduler, waiting)
-    scheduler.may_decode = False
-    add(scheduler, a_request(2, 4))
-    prepare(scheduler, a_request(3, 4))
-    add(scheduler, replace(a_request(4, 4), handoff=True))
+    add(scheduler, waiting, replace(a_request(2, 4), handoff=True))
     events = _run_to_the_end(scheduler)
-    assert [e.key.request_id for e in only(events, RequestEvent) if e.kind is RequestEventKind.REJECTED] == [2, 3]
     last = [token.key.request_id for token in only(events, TokenEvent) if token.finish is FinishReason.LENGTH]
     assert sorted(last) == [0, 1]
     assert len(only(events, OfferEvent)) == 1
-    scheduler.may_decode = True
-    add(scheduler, a_request(5, 4))
-    assert sequence_ids(step(scheduler)) == [3], "of the sequences that were not rejected"
+    assert scheduler.load().num_blocks_referenced == scheduler.load().num_blocks_parked > 0
 
 
-def test_where_requests_decode_patient_prompts_are_planned_ahead() -> None:
+def test_beside_what_decodes_patient_prompts_are_planned_ahead() -> None:
     scheduler = a_scheduler(max_batch_tokens=8)
     add(scheduler, replace(a_request(0, 20), patience_s=9.0))
     step(scheduler)
     assert len(step(scheduler).rows) == 1
 
 
-def test_where_none_may_prompts_take_the_batch_slots() -> None:
+def test_once_nothing_is_to_decode_patient_prompts_are_not_planned_ahead() -> None:
+    scheduler = a_scheduler(max_batch_tokens=8)
+    answer_of = a_request(1, 4)
+    add(scheduler, answer_of, replace(a_request(0, 40), patience_s=9.0, handoff=True))
+    first = step(scheduler)
+    step(scheduler)
+    answer(scheduler, first)
+    scheduler.cancel(key_of(answer_of), 0.0)
+    assert scheduler.plan(0.0) is None
+
+
+def test_where_all_is_handed_off_prompts_take_the_batch_slots() -> None:
     scheduler = a_scheduler(max_batch_tokens=8, max_batch_size=1)
-    scheduler.may_decode = False
     add(scheduler, replace(a_request(0, 20), handoff=True))
-    assert sequence_ids(step(scheduler)) == [0]
+    first = step(scheduler)
     add(scheduler, replace(a_request(1, 4), handoff=True, ttft_slo_s=0.1))
-    assert sequence_ids(step(scheduler)) == [0]
+    second = step(scheduler)
+    assert sequence_ids(first) == sequence_ids(second) == [0]
 
 
 # Guesses

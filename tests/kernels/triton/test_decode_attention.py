@@ -13,7 +13,16 @@ from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule
 from pdserve.kernels.triton.configs import AttentionTile, KvSplit
 from pdserve.kernels.triton.decode_attention import decode_attention
-from tests.kernels.paged_batch import LAYER, PagedBatch, Row, far_batch, make_batch, poison, reference_attention
+from tests.kernels.paged_batch import (
+    LAYER,
+    PagedBatch,
+    Row,
+    far_batch,
+    make_batch,
+    poison,
+    reference_attention,
+    sinks_of,
+)
 
 FLOAT8 = torch.float8_e4m3fn
 TILE = AttentionTile(rows=16, keys=16, num_warps=4, num_stages=1)
@@ -148,6 +157,13 @@ def test_a_window_ends_anywhere_and_nothing_before_it_is_read(window: int, dtype
 def test_softcap(spread: float) -> None:
     batch = make_batch(singles((33, 8)), spread=spread, num_kv_heads=1, head_dim=16)
     assert_matches(batch, rule_of(batch, softcap=30.0))
+
+
+@pytest.mark.parametrize("split", [SPLIT, FIXED], ids=["shared", "fixed"])
+@pytest.mark.parametrize(("window", "dtype"), [(0, torch.float32), (17, torch.float32), (17, torch.int8)], ids=str)
+def test_a_sink_counts_once_however_many_chunks(split: KvSplit, window: int, dtype: torch.dtype) -> None:
+    batch = make_batch((Row(140, 1), Row(0, 1), Row(29, 5)), num_kv_heads=2, group=3, head_dim=16, dtype=dtype)
+    assert_matches(batch, replace(rule_of(batch, window=window), sinks=sinks_of(6)), split=split)
 
 
 def test_long_rows_are_left_to_others() -> None:

@@ -81,12 +81,39 @@ def test_rows_are_multiplied_by_their_expert(form: Form | None, counts: tuple[in
     assert y_PF[sum(counts) :].isnan().all()
 
 
+@pytest.mark.parametrize("form", [None, Form("int4", 32)], ids=str)
+def test_each_expert_has_a_bias(form: Form | None) -> None:
+    counts = (3, 0, 20)
+    weights = [random_weight(form, NUM_OUTPUTS, NUM_INPUTS, seed) if form else random(40, 160) for seed in range(3)]
+    biases_XF, x_PE = random(3, NUM_OUTPUTS, seed=5), random(23, NUM_INPUTS, seed=1)
+    experts, plain = pack_experts(weights, biases_XF), pack_experts(weights)
+    expected = plain(x_PE, starts_of(*counts)) + biases_XF.repeat_interleave(torch.tensor(counts), dim=0)
+    torch.testing.assert_close(experts(x_PE, starts_of(*counts)), expected)
+    assert experts.num_bytes == plain.num_bytes + biases_XF.nbytes
+
+
 @pytest.mark.parametrize("counts", [(3, 0, 1, 2), (70, 1, 0, 120)], ids=str)
 def test_as_they_are_cut_in_serving(counts: tuple[int, ...]) -> None:
     x_PE = random(sum(counts), NUM_INPUTS, seed=1).bfloat16()
     weights = [(random(NUM_OUTPUTS, NUM_INPUTS, seed=seed) / math.sqrt(NUM_INPUTS)).bfloat16() for seed in range(4)]
     y_PF = quantized_matmul(x_PE, stacked([pack(weight) for weight in weights]), starts_Y=starts_of(*counts))
     assert_product(y_PF, x_PE, weights, counts)
+
+
+@pytest.mark.parametrize("form", [None, Form("e2m1", 32), Form("int4", 128), Form("int8", None)], ids=str)
+@pytest.mark.parametrize("num_inputs", [2880, 1440])
+def test_inputs_of_gpt_oss(form: Form | None, num_inputs: int) -> None:
+    """No multiple of 128, and on two ranks none of 64; as they are cut in serving."""
+    counts, weights = (
+        (3, 2),
+        [(random(40, num_inputs, seed=seed) / math.sqrt(num_inputs)).bfloat16() for seed in (0, 1)],
+    )
+    packed = [pack(weight) for weight in weights]
+    if form is not None:
+        quantised = [random_weight(form, 40, num_inputs, seed) for seed in (0, 1)]
+        weights, packed = [dequantise(weight) for weight in quantised], [pack(weight) for weight in quantised]
+    x_PE = random(5, num_inputs, seed=1).bfloat16()
+    assert_product(quantized_matmul(x_PE, stacked(packed), starts_Y=starts_of(*counts)), x_PE, weights, counts)
 
 
 def test_inputs_of_experts_out_of_order() -> None:

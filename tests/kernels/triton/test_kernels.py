@@ -18,7 +18,7 @@ from tests.kernels.padding import assert_padding_is_nobodys
 from tests.kernels.paged_batch import nan_pool
 from tests.model.checkpoints import reference_logits, rounded_reference_logits, write_family
 from tests.model.decoder.test_decoder import PagedDecoder
-from tests.model.quantised_checkpoints import write_quantised
+from tests.model.quantised_checkpoints import write_mxfp4, write_quantised
 
 NUM_BLOCKS, BLOCK_SIZE = 8, 16
 TOKENS = [int(token) for token in torch.randint(0, 211, (26,), generator=torch.Generator().manual_seed(3))]
@@ -26,7 +26,7 @@ OTHER_TOKENS = TOKENS[12:0:-1]
 TABLE, OTHER_TABLE = [5, 0, 7], [2, 6]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss"])
 def test_prefill_and_decode_rows_compute_what_transformers_does(family: str, tmp_path: Path) -> None:
     folder = write_family(tmp_path, family)
     config = DecoderConfig.from_folder(folder)
@@ -66,6 +66,13 @@ def test_quantised_layers_compute_what_their_rounded_weights_do(tmp_path: Path, 
 def test_experts_that_others_have_quantised(tmp_path: Path) -> None:
     """In four bits with zero points."""
     quantised, plain = write_quantised(tmp_path, "mixtral", "awq", num_hidden_layers=1)
+    logits = PagedDecoder(quantised, torch.float32, TRITON_KERNELS).logits((TOKENS[:9], 0, TABLE))
+    expected = reference_logits(plain, TOKENS[:9])
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    quantised, plain = write_mxfp4(tmp_path, num_hidden_layers=1)
     logits = PagedDecoder(quantised, torch.float32, TRITON_KERNELS).logits((TOKENS[:9], 0, TABLE))
     expected = reference_logits(plain, TOKENS[:9])
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()

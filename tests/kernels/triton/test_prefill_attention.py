@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.kernels.paged_batch import (
     poison,
     reference_attention,
     reference_lse,
+    sinks_of,
 )
 
 FLOAT8 = torch.float8_e4m3fn
@@ -132,9 +134,17 @@ def test_sharp_and_huge_scores_stay_finite() -> None:
     torch.testing.assert_close(o_TND.double(), reference_attention(batch, rule_of(batch)), atol=1e-2, rtol=1e-2)
 
 
-def test_log_sum_exp() -> None:
+@pytest.mark.parametrize(("window", "dtype"), [(0, torch.float32), (20, torch.float32), (20, FLOAT8)], ids=str)
+def test_sinks_take_weight_from_the_keys(window: int, dtype: torch.dtype) -> None:
+    batch = make_batch((*MIXED, Row(48, 30)), group=3, head_dim=16, dtype=dtype)
+    assert_matches(batch, replace(rule_of(batch, window=window), sinks=sinks_of(6)))
+
+
+@pytest.mark.parametrize("sinks", [None, sinks_of(6)], ids=["", "sinks"])
+def test_log_sum_exp(sinks: torch.Tensor | None) -> None:
+    """Of the keys alone."""
     batch = make_batch(MIXED, group=3, head_dim=16)
-    rule = rule_of(batch, window=20)
+    rule = replace(rule_of(batch, window=20), sinks=sinks)
     lse_TN = torch.full(batch.queries.shape[:2], math.nan)
     attend(batch, rule, lse_TN=lse_TN)
     torch.testing.assert_close(lse_TN.double(), reference_lse(batch, rule), atol=1e-5, rtol=1e-5)

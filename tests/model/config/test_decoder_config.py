@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,11 @@ from pdserve.model.config.rope_config import RopeConfig
 from tests.model.published_configs import (
     GEMMA_2_9B,
     GEMMA_3_1B,
+    GPT_OSS_20B,
+    GPT_OSS_120B,
     LLAMA_31_8B,
     MISTRAL_7B,
+    PRUNED_AND_DISTILLED,
     QWEN2_7B,
     QWEN3_8B,
 )
@@ -36,6 +41,15 @@ def test_llama() -> None:
     assert config.shape.num_parameters == 8_030_261_248
 
 
+@pytest.mark.parametrize(("values", "num_parameters"), PRUNED_AND_DISTILLED, ids=lambda value: str(value)[:9])
+def test_pruned_and_distilled_checkpoints_are_of_known_families(values: dict[str, Any], num_parameters: int) -> None:
+    """Pruning leaves dense matrices of other sizes, and heads wider than the hidden size divided by their number."""
+    config = parse_config(values, {})
+    assert config.shape.num_parameters == num_parameters
+    assert config.limits(0).max_model_len == 131072
+    assert not config.shape.windows
+
+
 def test_the_oldest_configs_leave_defaults_out() -> None:
     later = ("num_key_value_heads", "rms_norm_eps", "rope_theta", "eos_token_id")
     oldest = {key: value for key, value in LLAMA_31_8B.items() if key not in later}
@@ -45,6 +59,15 @@ def test_the_oldest_configs_leave_defaults_out() -> None:
     assert config.rms_norm_eps == 1e-6
     assert config.eos_token_ids == ()
     assert not config.shape.tie_word_embeddings
+
+
+def test_a_call_ends_answers_of_the_harmony_format_whatever_is_listed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_31_8B, "eos_token_id": 5}))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|return|>"}')
+    ids = {"<|return|>": 5, "<|channel|>": 6, "<|call|>": 7, "<|end|>": 8}
+    for vocab, expected in ((ids, (5, 7)), ({"<|return|>": 5, "<|call|>": 7}, (5,)), ({}, (5,))):
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+        assert DecoderConfig.from_folder(tmp_path).eos_token_ids == expected
 
 
 def test_mistral() -> None:
@@ -101,6 +124,33 @@ def test_gemma_3() -> None:
     assert scaled.max_context_length == 32768
 
 
+@pytest.mark.parametrize("config", [GPT_OSS_20B, GPT_OSS_120B], ids=["20b", "120b"])
+def test_gpt_oss(config: dict[str, Any]) -> None:
+    parsed = parse_config(config, {"eos_token_id": [200002, 199999, 200012]})
+    assert windows(config) == [128, 0] * (config["num_hidden_layers"] // 2)
+    assert windows({**config, "layer_types": None}) == windows(config)
+    rope = RopeConfig(
+        theta=150000.0,
+        type="yarn",
+        factor=32.0,
+        trained_length=4096,
+        attention_factor=0.1 * math.log(32) + 1,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=False,
+    )
+    assert {layer.rope for layer in parsed.layers} == {parsed.layers[0].rope}
+    assert parsed.layers[0].rope == rope
+    unsaid = {key: value for key, value in config.items() if not key.startswith("rope")}
+    assert parse_config(unsaid, {}).layers == parsed.layers
+    assert parsed.max_context_length == 131072
+    assert (parsed.activation, parsed.softmax_of_chosen, parsed.normalise_experts) == ("swiglu_oai", True, False)
+    shape = parsed.shape
+    assert (shape.sinks, shape.stacked_experts, shape.qkv_bias, shape.output_bias) == (True, True, True, True)
+    assert (shape.num_experts, shape.experts_per_token) == (config["num_local_experts"], 4)
+    assert parsed.eos_token_ids == (200002, 199999, 200012)
+
+
 def test_limits_and_layout() -> None:
     config = parse_config(LLAMA_31_8B, {})
     assert config.limits(0).max_model_len == 131072
@@ -144,6 +194,19 @@ def test_dynamic_rope_is_of_the_deployments_length() -> None:
         (LLAMA_31_8B, {"hidden_act": "gelu"}, "'gelu' is not supported.*silu, gelu_pytorch_tanh"),
         (LLAMA_31_8B, {"rope_scaling": {"type": "longrope"}}, "longrope"),
         (LLAMA_31_8B, {"hidden_size": None}, "hidden_size"),
+        (
+            LLAMA_31_8B,
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "MXFP4.*Llama.*of another format, or one in 16",
+        ),
+        (GPT_OSS_20B, {"quantization_config": {"quant_method": "fp8"}}, "FP8.*GptOss.*in mxfp4, or one in 16 bits"),
+        (GPT_OSS_20B, {"hidden_size": 2888}, "hidden_size 2888 is no multiple of the 32 .* serve a checkpoint in 16"),
+        (
+            GPT_OSS_20B,
+            {"swiglu_limit": 5.0},
+            "swiglu_limit 5.0 is not supported; serve a checkpoint in which it is 7.0",
+        ),
+        (GPT_OSS_20B, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         (LLAMA_31_8B, {"num_hidden_layers": -1}, "num_hidden_layers"),
         (LLAMA_31_8B, {"num_key_value_heads": 5}, "num_key_value_heads 5"),
         (LLAMA_31_8B, {"head_dim": 15}, "head_dim 15"),

@@ -49,6 +49,17 @@ def parsed(config: object) -> Scheme:
             {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["model.layers.0.self_attn"]},
             Scheme(method="FP8", layout="plain", kind="e4m3", ignored=("model.layers.0.self_attn",)),
         ),
+        (
+            {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+            Scheme(
+                method="MXFP4",
+                layout="blocks",
+                kind="e2m1",
+                group_inputs=32,
+                targets=("mlp.experts",),
+                ignored=("lm_head",),
+            ),
+        ),
     ],
 )
 def test_schemes(config: dict[str, Any], expected: Scheme) -> None:
@@ -86,12 +97,24 @@ def test_the_scheme_may_be_under_an_older_key_or_of_the_language_model() -> None
     assert parse_scheme({"text_config": {"quantization_config": GPTQ}}) == parsed(GPTQ)
 
 
+def test_two_places_must_say_the_same() -> None:
+    both = {"quantization_config": GPTQ, "text_config": {"quantization_config": {**GPTQ, "damp_percent": 0.1}}}
+    assert parse_scheme(both) == parsed(GPTQ)
+    both["text_config"] = {"quantization_config": AWQ}
+    with pytest.raises(
+        ValueError, match=r"^config\.json: quantization_config and text_config\.quantization_config differ"
+    ):
+        parse_scheme(both)
+    with pytest.raises(ValueError, match=r"text_config\.compression_config\.bits is 3"):
+        parse_scheme({"quantization_config": GPTQ, "text_config": {"compression_config": {**GPTQ, "bits": 3}}})
+
+
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
         (["fp8"], r"quantization_config must be an object, not \['fp8'\]; download it again"),
         ({"bits": 4}, "quantization_config.quant_method is None, which is not served; serve a checkpoint with comp"),
-        ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4', which is not served"),
+        ({"quant_method": "quark"}, "quant_method is 'quark', which is not served"),
         ({**GPTQ, "bits": 3}, "bits is 3, which is not served; serve a checkpoint with 4 or 8, or one in 16 bits"),
         ({**GPTQ, "group_size": 100}, "group_size is 100, .*with 32 or 64 or 128 or -1,"),
         ({**GPTQ, "lm_head": True}, "lm_head is True"),

@@ -38,7 +38,7 @@ from pdserve.model.executors.rank_model import Begun, Computed, PackedStep, Rank
 from pdserve.model.executors.step_inputs import StepShape
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
 from tests.model.late_queue import LateQueue
-from tests.model.quantised_checkpoints import write_quantised
+from tests.model.quantised_checkpoints import write_mxfp4, write_quantised
 
 PROMPTS = [[5, 17, 101, 33, 54, 2, 90, 7, 61], [200, 3], [44] * 16]
 TABLES = [[3, 20, 7], [1, 2, 23], [10, 11, 22]]
@@ -220,7 +220,7 @@ def test_families(family: str, tmp_path: Path) -> None:
     with running_ranks(folder, 1, Precision(dtype="float32"), num_stages=num_stages) as (executor, _):
         for outputs in answer_twice(executor):
             assert_equal(outputs, expected)
-    if family in ("mixtral", "qwen3_moe"):
+    if family in ("mixtral", "qwen3_moe", "gpt_oss"):
         with running_ranks(folder, 2, Precision(dtype="float32"), expert_parallel=True) as (executor, _):
             assert_equal(answer(executor), expected)
 
@@ -306,6 +306,16 @@ def test_checkpoints_that_others_quantised(form: str, tmp_path: Path) -> None:
         with running_ranks(folder, num_ranks, Precision(dtype="float32")) as (executor, _):
             results.append(answer(executor))
     assert_equal(results[1], results[0])
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """Ranks share features, and whole experts."""
+    folder, _ = write_mxfp4(tmp_path)
+    with running_ranks(folder, 1, Precision(dtype="float32")) as (executor, _):
+        expected = answer(executor)
+    for expert_parallel in (False, True):
+        with running_ranks(folder, 2, Precision(dtype="float32"), expert_parallel=expert_parallel) as (executor, _):
+            assert_equal(answer(executor), expected)
 
 
 def test_tokens_that_only_devices_know_reach_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from pdserve.model.weights.decoder_weights import DenseMlp, ExpertMlp, held_byte
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.model.weights.stored import Checkpoint
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
-from tests.model.quantised_checkpoints import FORMS, write_quantised
+from tests.model.quantised_checkpoints import FORMS, write_mxfp4, write_quantised
 
 
 def test_weights_of_another_shape_are_refused_as_a_whole(tmp_path: Path) -> None:
@@ -49,6 +49,11 @@ def test_weight_bytes_are_those_that_are_held(tmp_path: Path, dtype: str, quanti
 @pytest.mark.parametrize("form", FORMS)
 def test_weight_bytes_of_quantised_checkpoints_are_those_that_are_held(tmp_path: Path, form: str) -> None:
     quantised, _ = write_quantised(tmp_path, "llama", form, hidden_size=256, intermediate_size=512)
+    assert_held_bytes(quantised, Precision(dtype="bfloat16"))
+
+
+def test_weight_bytes_of_experts_in_mxfp4_are_those_that_are_held(tmp_path: Path) -> None:
+    quantised, _ = write_mxfp4(tmp_path, hidden_size=256, intermediate_size=512)
     assert_held_bytes(quantised, Precision(dtype="bfloat16"))
 
 

@@ -15,7 +15,7 @@ from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.weights.files import check_weights, read_header, shard_paths
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
-from tests.model.quantised_checkpoints import FORMS, write_quantised
+from tests.model.quantised_checkpoints import FORMS, write_mxfp4, write_quantised
 
 SHAPE = ModelShape(
     num_layers=1, hidden_size=8, intermediate_size=8, num_heads=2, num_kv_heads=2, head_dim=4, vocab_size=16
@@ -132,12 +132,116 @@ def test_matrices_that_the_scheme_excepts_are_floats(tmp_path: Path) -> None:
     check_weights(folder, replace(shape, scheme=replace(shape.scheme, ignored=("layers.1.mlp.up_proj",))))
 
 
-@pytest.mark.parametrize("part", ["down_proj", "gate_proj"])
-def test_experts_that_are_quantised_in_part_are_refused(tmp_path: Path, part: str) -> None:
+@pytest.mark.parametrize(("part", "name"), [("down_proj", "w2"), ("gate_proj", "w1")])
+def test_experts_that_are_quantised_in_part_are_refused(tmp_path: Path, part: str, name: str) -> None:
     """Kernels take all experts of a layer in one form."""
     folder, _ = write_quantised(tmp_path, "mixtral", "awq", excepted=[f"model.layers.1.mlp.experts.2.{part}"])
-    with pytest.raises(ValueError, match=rf"excepts model\.layers\.1\.mlp\.experts\.2\.{part}, and not .* all experts"):
+    with pytest.raises(
+        ValueError, match=rf"excepts model\.layers\.1\.block_sparse_moe\.experts\.2\.{name}, and not .* all"
+    ):
         check_weights(folder, shape_of(folder))
+
+
+def test_experts_in_mxfp4_pass(tmp_path: Path) -> None:
+    folder, plain = write_mxfp4(tmp_path)
+    assert check_weights(folder, shape_of(folder)) == ""
+    assert check_weights(plain, shape_of(plain)) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"mlp.experts.down_proj_scales": None}, "missing {layer}.mlp.experts.down_proj_scales"),
+        ({"mlp.experts.down_proj_scales": torch.ones(6, 64, 4)}, "_scales has dtype F32, not one of U8"),
+        (
+            {"mlp.experts.gate_up_proj_blocks": torch.zeros(6, 256, 4, 16, dtype=torch.uint8)},
+            "{layer}.mlp.experts.gate_up_proj_blocks has shape [6, 256, 4, 16], not [6, 256, 2, 16]",
+        ),
+        ({"mlp.experts.down_proj_bias": None}, "missing {layer}.mlp.experts.down_proj_bias"),
+        ({"self_attn.sinks": torch.zeros(2)}, "{layer}.self_attn.sinks has shape [2], not [4]"),
+        ({"mlp.router.bias": None}, "missing {layer}.mlp.router.bias"),
+    ],
+)
+def test_parts_of_experts_in_mxfp4_that_are_missing_or_of_another_size_are_named(
+    tmp_path: Path, changes: dict[str, torch.Tensor | None], problem: str
+) -> None:
+    folder, _ = write_mxfp4(tmp_path)
+    tensors, layer = load_file(folder / "model.safetensors"), "model.layers.1"
+    for name, tensor in changes.items():
+        del tensors[f"{layer}.{name}"]
+        if tensor is not None:
+            tensors[f"{layer}.{name}"] = tensor
+    with pytest.raises(ValueError, match=re.escape(problem.format(layer=layer))):
+        check_weights(stored(folder, tensors), shape_of(folder))
+
+
+def test_experts_of_some_layers_in_mxfp4_are_refused(tmp_path: Path) -> None:
+    folder, _ = write_mxfp4(tmp_path)
+    shape = shape_of(folder)
+    assert shape.scheme is not None
+    some = replace(shape, scheme=replace(shape.scheme, ignored=("model.layers.1.mlp",)))
+    with pytest.raises(
+        ValueError, match=r"excepts model\.layers\.1\.mlp\.experts\.gate_up_proj; .* all experts or none"
+    ):
+        check_weights(folder, some)
+
+
+def test_experts_in_mxfp4_of_which_config_json_says_nothing_are_named(tmp_path: Path) -> None:
+    folder, _ = write_mxfp4(tmp_path)
+    with pytest.raises(ValueError, match=r"The weights are quantised, and config\.json does not say how"):
+        check_weights(folder, replace(shape_of(folder), scheme=None))
+
+
+ORDERED = torch.arange(64, dtype=torch.int32) // 32
+
+
+@pytest.mark.parametrize(
+    ("form", "end", "values", "problem"),
+    [
+        ("gptq", "g_idx", ORDERED.flip(0), "has inputs in act-order, .*set .*desc_act to true"),
+        ("gptq-act-order", "g_idx", ORDERED.clamp(max=0), "does not give each group 32 inputs"),
+        ("gptq-that-is-v2", "qzeros", ORDERED.view(2, 32)[:, :16], "are not all in the middle, .*sym is true: set it"),
+    ],
+)
+def test_groups_and_zero_points_that_config_json_denies_are_refused(
+    tmp_path: Path, form: str, end: str, values: torch.Tensor, problem: str
+) -> None:
+    folder, _ = write_quantised(tmp_path, "llama", form)
+    tensors, name = load_file(folder / "model.safetensors"), f"model.layers.1.mlp.up_proj.{end}"
+    assert tensors[name].shape == values.shape
+    tensors[name] = values.contiguous()
+    with pytest.raises(ValueError, match=f"^{re.escape(str(folder))}/model.safetensors: {re.escape(name)} {problem}"):
+        check_weights(stored(folder, tensors), shape_of(folder))
+
+
+def test_experts_whose_gate_and_up_are_in_another_order_are_refused(tmp_path: Path) -> None:
+    folder, _ = write_quantised(tmp_path, "mixtral", "gptq-act-order")
+    tensors, prefix = load_file(folder / "model.safetensors"), "model.layers.1.block_sparse_moe.experts.2."
+    tensors[f"{prefix}w3.g_idx"] = tensors[f"{prefix}w3.g_idx"].flip(0)
+    assert not torch.equal(tensors[f"{prefix}w3.g_idx"], tensors[f"{prefix}w1.g_idx"])
+    names = rf"{re.escape(prefix)}w3\.g_idx has inputs in another order than {re.escape(prefix)}w1\.g_idx"
+    with pytest.raises(
+        ValueError, match=f"{re.escape(str(folder))}/model.safetensors: {names}, .*; serve a checkpoint"
+    ):
+        check_weights(stored(folder, tensors), shape_of(folder))
+
+
+def test_tensors_of_mixtral_are_named_as_in_the_file(tmp_path: Path) -> None:
+    folder = write_family(tmp_path, "mixtral")
+    tensors, prefix = load_file(folder / "model.safetensors"), "model.layers.0.block_sparse_moe."
+    del tensors[f"{prefix}experts.1.w1.weight"], tensors[f"{prefix}gate.weight"]
+    tensors[f"{prefix}experts.0.w2.weight"] = torch.zeros(3)
+    tensors[f"{prefix}experts.9.w3.weight"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="do not match config") as error:
+        check_weights(stored(folder, tensors), shape_of(folder))
+    for problem in (
+        f"missing {prefix}gate.weight",
+        f"missing {prefix}experts.1.w1.weight",
+        f"unexpected {prefix}experts.9.w3.weight",
+        f"{prefix}experts.0.w2.weight has shape [3]",
+    ):
+        assert problem in str(error.value)
+    assert ".mlp." not in str(error.value)
 
 
 def test_of_many_mismatches_a_few_are_named(tmp_path: Path) -> None:

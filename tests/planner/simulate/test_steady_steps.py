@@ -29,7 +29,6 @@ def a_scheduler(
     return Scheduler(
         pool or BlockPool(64, BLOCK_SIZE),
         ModelLimits(max_model_len=400, vocab_size=100),
-        may_decode=True,
         mint_handle=lambda: b"",
         max_batch_tokens=64,
         max_batch_size=max_batch_size,

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,54 @@ def test_the_only_worker_of_a_phase_is_killed_and_replaced(checkpoint: Path, vic
             finally:
                 workers[victim].close()
                 await rig.cluster.set_targets([])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("names", "num_stages"),
+    [(("prefill-0", "decode-0"), 1), (("prefill-0", "decode-0"), 2)],
+    ids=["1 stage", "2 stages"],
+)
+def test_running_streams_outlive_every_change_of_roles(
+    checkpoint: Path, names: tuple[str, ...], num_stages: int
+) -> None:
+    """Both workers at once, one by one, and one that ends meanwhile and comes back in its present role."""
+
+    async def run() -> None:
+        async with running_cluster(checkpoint, *names, time_scale=10.0, num_stages=num_stages) as (rig, workers):
+            switch_s: list[float] = []
+
+            async def take(*roles: WorkerRole) -> None:
+                for worker, role in zip(workers.values(), roles, strict=True):
+                    worker.endpoints = [replace(each, role=role) for each in worker.endpoints]
+                began_s = time.monotonic()
+                await put_targets(rig, workers)
+                switch_s.append(time.monotonic() - began_s)
+                await asyncio.sleep(0.05)
+
+            async def disturb() -> None:
+                for _ in range(3):
+                    await take(WorkerRole.DECODE, WorkerRole.PREFILL)
+                    await take(WorkerRole.PREFILL, WorkerRole.DECODE)
+                await take(WorkerRole.DECODE, WorkerRole.DECODE)
+                await take(WorkerRole.DECODE, WorkerRole.PREFILL)
+                workers["decode-0"].close()
+                workers["decode-0"] = start_worker(checkpoint, "decode-0", 10.0, num_stages)
+                await take(WorkerRole.DECODE, WorkerRole.PREFILL)
+
+            tasks: list[asyncio.Task[None]] = []
+            try:
+                await check_streams(rig, checkpoint, lambda: tasks.append(asyncio.create_task(disturb())))
+                await tasks[0]
+                assert rig.dispatcher.outcomes[Outcome.FAILED] == 0
+                assert {worker.role for worker in rig.cluster.workers.values()} == set(WorkerRole) - {WorkerRole.MIXED}
+                assert min(switch_s) < 0.2
+                stream = rig.start(prompt(3), 20)
+                assert await read_all(stream) == oracle(checkpoint, 3, 20)
+                assert stream.workers[0].startswith("decode-0")
+            finally:
+                workers["decode-0"].close()
 
     asyncio.run(run())
 

@@ -228,7 +228,7 @@ def test_a_second_welcome_breaks_a_session() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("wrong", [{"epoch": 10**6}, {"worker_id": "decode-1"}, {"role": WorkerRole.MIXED}])
+@pytest.mark.parametrize("wrong", [{"epoch": 10**6}, {"worker_id": "decode-1"}])
 def test_another_worker_on_the_address_is_refused(wrong: dict[str, object]) -> None:
     async def run() -> None:
         worker = await ScriptedWorker("decode-0", WorkerRole.DECODE).start()

@@ -106,6 +106,7 @@ def takes(grammar: Grammar, text: str) -> bool:
     ("wanted", "answer"),
     [
         ({"response_format": json_schema(CITY)}, '{"city": "Oslo"}'),
+        ({"response_format": json_schema({"type": "string", "maxLength": 4})}, '"Oslo"'),
         ({"structured_outputs": {"regex": "[0-9]+"}}, "42"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "no"),
     ],

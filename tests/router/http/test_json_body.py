@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -151,3 +152,11 @@ def test_half_of_a_surrogate_pair_is_the_replacement_character(text: str) -> Non
     data = f'["{text}", {{"{text}": "{text}"}}]'.encode()
     whole = "".join("\ufffd" if "\ud800" <= char <= "\udfff" else char for char in json.loads(f'"{text}"'))
     assert json_body.decoded(data) == [whole, {whole: whole}]
+
+
+@pytest.mark.parametrize("text", [b"a" * 2**20, "\u8a9e".encode() * 2**19])
+def test_a_body_that_is_cut_off_is_searched_in_short_pieces(text: bytes) -> None:
+    body = b'{"prompt":"' + text
+    assert max(len(match[0]) for match in json_body._HALVES.finditer(body)) <= 2**17
+    with pytest.raises(msgspec.DecodeError, match="truncated"):
+        json_body.decoded(body)

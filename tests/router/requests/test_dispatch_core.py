@@ -601,6 +601,28 @@ def test_only_the_code_decides_whether_another_worker_pulls(is_refused: bool) ->
     assert len(core.prefill.submitted) == 1 + is_refused
 
 
+def test_a_prompt_that_expired_for_want_of_room_to_decode_is_prefilled_again_at_once() -> None:
+    core = Core()
+    core.all_up()
+    request = core.start()
+    core.event(core.prefill, RequestEventKind.LAST_CHUNK)
+    core.event(core.prefill, RequestEventKind.KV_UNAVAILABLE)
+    assert [sent.attempt for sent in core.prefill.submitted] == [0, 1]
+    assert request.attempts[0].num_errors == 0
+
+
+def test_no_other_worker_pulls_for_a_request_that_has_been_silent_for_too_long() -> None:
+    core = Core()
+    core.all_up()
+    request = core.start()
+    core.event(core.prefill, RequestEventKind.LAST_CHUNK)
+    core.clock.now_s += 10.0  # no sweep has seen it yet
+    core.event(core.decodes[0], RequestEventKind.KV_UNAVAILABLE)
+    assert request.error is not None
+    assert request.error.status == 504
+    assert not core.decodes[1].prepared
+
+
 def test_the_core_knows_no_event_loop_and_no_wire() -> None:
     script = (
         "import sys, pdserve.router.requests.dispatch;"

@@ -8,13 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import WorkerRole
+from pdserve.model.cost.cost_model import CostModel
+from pdserve.model.cost.hardware import hardware, slowed
 from pdserve.router.requests.goodput_rules import TPOT_SPREAD
 from pdserve.router.requests.least_time import predict_ttft_s
 from pdserve.router.requests.lengths import Lengths
 from pdserve.router.requests.placement import WorkerSnapshot
 from pdserve.router.requests.worker_view import Answers, Prompts, WorkerView
-from tests.router.requests.test_least_time import COST, COSTS, worker
+from tests.router.requests.test_least_time import COST, COSTS, SHAPE, worker
 
 NUM_ANSWERS, NUM_CONTEXT_TOKENS = 30, 20_000
 STEP_S = COST.decode_s(NUM_ANSWERS, NUM_CONTEXT_TOKENS)
@@ -190,3 +193,24 @@ def test_prefills_beside_answers_are_forgotten() -> None:
     view.prefill_beside(1.0, 0.0, 5.0)
     view.prefill_beside(1.0, 5.0, 5.0)
     assert view.recent_prefill_s(10.0, 5.0) == pytest.approx(exp(-1) + exp(-2))
+
+
+def test_a_worker_with_another_role_is_predicted_by_its_costs() -> None:
+    slow = CostModel(SHAPE, slowed(hardware("h100-sxm"), 2.0), Precision(dtype="bfloat16"), transport="nccl")
+    view = WorkerView(decoder(0, 0.0), {WorkerRole.DECODE: COST, WorkerRole.PREFILL: slow})
+    assert view.prefill_s(1000, 0) == COST.prompt_s(1000, 0, view.snapshot.max_batch_tokens)
+    view.update(decoder(0, 0.0)._replace(role=WorkerRole.PREFILL))
+    assert view.role is WorkerRole.PREFILL
+    assert view.prefill_s(1000, 0) == slow.prompt_s(1000, 0, view.snapshot.max_batch_tokens)
+
+
+def test_a_new_prefill_worker_is_watched_while_answers_decode_there() -> None:
+    view = WorkerView(decoder(0, 0.0), COSTS)
+    began(view, 0)
+    for num_steps in range(1, 1000):
+        seen_s = step_s(view, decoder(num_steps, 2 * num_steps * STEP_S)._replace(role=WorkerRole.PREFILL))
+    assert seen_s == pytest.approx(2 * STEP_S, rel=0.05), "its steps take longer than predicted"
+    assert view.misses_of_delay(1.0, Lengths()) > 0
+    view.answer_left(1)
+    view.update(decoder(2000, 0.0)._replace(role=WorkerRole.PREFILL))
+    assert view.step_s == seen_s, "nothing that decodes there is expected"
