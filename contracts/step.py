@@ -80,6 +80,8 @@ class StepBatch:
     """Copies from the pool to host slots, numbered from 0."""
     swap_ins: list[BlockCopy] = field(default_factory=list)
     """Copies from host slots to the pool."""
+    may_guess: bool = False
+    """Some rows may have guesses, so that their lengths are known only once the step has ended."""
 
     @property
     def num_new_tokens(self) -> int:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import cycle, islice
 from typing import NamedTuple, Protocol
 
-from pdserve.contracts.step import StepRow
+from pdserve.contracts.step import StepBatch, StepRow
 from pdserve.model.sampling.grammars import GrammarMatchers
 
 _LONGEST_MATCH = 4
@@ -84,9 +84,11 @@ class Guessing(NamedTuple):
     """Time that the guesses took, without that of reading sequences."""
 
 
-def with_guesses(rows: Sequence[StepRow], drafter: Drafter | None, matchers: GrammarMatchers | None = None) -> Guessing:
+def with_guesses(batch: StepBatch, drafter: Drafter | None, matchers: GrammarMatchers | None = None) -> Guessing:
     """Guess what the grammar prescribes, and else what ``drafter`` does."""
-    guessing, may_draft = [*rows], list[int]()
+    if not batch.may_guess:
+        return Guessing(batch.rows, 0.0)
+    rows, guessing, may_draft = batch.rows, [*batch.rows], list[int]()
     for index, row in enumerate(rows):
         if row.max_forced and matchers is not None and (forced := matchers.prescribed(row)):
             guessing[index] = replace(row, guesses=forced, is_forced=True)

@@ -227,7 +227,7 @@ class ModelExecutor:
     def submit(self, batch: StepBatch) -> StepHandle:
         """Launch the step. The handle waits for it, and raises if the launch or the computation failed."""
         queue = self._model.queue
-        rows, guessing_s = with_guesses(batch.rows, self._drafter, self._sampler.matchers)
+        rows, guessing_s = with_guesses(batch, self._drafter, self._sampler.matchers)
         started = queue.event()
         previous, self._previous = self._previous, _LaunchedStep(batch.step_id, rows, started, guessing_s)
         step = self._previous

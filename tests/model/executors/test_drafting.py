@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from pdserve.contracts.request import SamplingParams
-from pdserve.contracts.step import StepRow
+from pdserve.contracts.step import StepBatch, StepRow
 from pdserve.model.executors import drafting
 from pdserve.model.executors.drafting import NgramDrafter, num_right, with_guesses
 
@@ -68,8 +68,9 @@ def test_the_least_recently_used_sequences_are_dropped(monkeypatch: pytest.Monke
 
 def test_only_rows_that_may_have_guesses_get_some() -> None:
     rows = [a_row([1, 2, 1, 2], 0), a_row([1, 2, 1, 2], 3), a_row([1, 2, 3], 3)]
-    assert [list(row.guesses) for row in with_guesses(rows, NgramDrafter()).rows] == [[], [1, 2, 1], []]
-    assert [list(row.guesses) for row in with_guesses(rows, None).rows] == [[], [], []]
+    batch = StepBatch(step_id=0, rows=rows, may_guess=True)
+    assert [list(row.guesses) for row in with_guesses(batch, NgramDrafter()).rows] == [[], [1, 2, 1], []]
+    assert [list(row.guesses) for row in with_guesses(batch, None).rows] == [[], [], []]
     assert rows[1].guesses == ()
 
 
