@@ -11,7 +11,7 @@ step, the batch's block tables, and the hashes of a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from rich.table import Table
 
 from pdserve.bench.policies import MOONCAKE
 from pdserve.bench.quantised_products import fastest_s
-from pdserve.bench.reused_modules import commits
+from pdserve.bench.reused_modules import blocks, commits, reuse
 from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.kernels.cpu.attention import paged_attention
@@ -48,20 +48,11 @@ def wasted(num_tokens: IntArray, size: int) -> float:
     return 1 - float(num_tokens.sum() / room.sum())
 
 
-def found_at_head(prompts: Iterable[bytes], size: int) -> float:
+def found_at_head(prompts: Sequence[bytes], size: int) -> float:
     """Share of all tokens in whole blocks that an earlier prompt begins with."""
-    known: set[int] = set()
-    num_found = num_tokens = 0
     step = size * TOKEN_BYTES
-    for text in prompts:
-        chain, is_head = 0, True
-        for end in range(step, len(text) + 1, step):
-            chain = hash((chain, text[end - step : end]))
-            is_head = is_head and chain in known
-            known.add(chain)
-            num_found += is_head * size
-        num_tokens += len(text) // TOKEN_BYTES
-    return num_found / num_tokens
+    found = reuse([blocks(text[: len(text) // step * step], step)] for text in prompts)
+    return found.at_head * found.blocks * size / sum(len(text) // TOKEN_BYTES for text in prompts)
 
 
 def sessions(number: int) -> list[bytes]:

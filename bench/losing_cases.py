@@ -19,11 +19,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.bench.models import QWEN3_32B
+from pdserve.bench.models import QWEN3_32B, QWEN3_CODER_30B
 from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import POLICIES, SloConfig
 from pdserve.contracts.worker_config import WorkerRole
-from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.search.plan import Effort, Question, Supply
@@ -41,23 +40,6 @@ H20 = replace(
     peak_flops={**H100.peak_flops, "bfloat16": 148e12},
     memory_bytes=96 * 10**9,
     memory_bandwidth=4.0e12,
-)
-QWEN3_CODER_30B = PlannedModel(
-    shape=ModelShape(
-        num_layers=48,
-        hidden_size=2048,
-        intermediate_size=768,
-        num_heads=32,
-        num_kv_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        qk_norm=True,
-        num_experts=128,
-        experts_per_token=8,
-    ),
-    name="Qwen3-Coder-30B-A3B",
-    max_model_len=131072,
-    transport="nccl",
 )
 EFFORT = Effort(screen_requests=1500, final_requests=1500, num_screened=4, num_finalists=2)
 
@@ -173,11 +155,11 @@ def figures(case: Case, layout: Layout, num_requests: int, policy: str = "") -> 
     }
 
 
-def verdict(case: Case, num_processes: int) -> str:
+def verdict(case: Case) -> str:
     """What the planner says of the same GPUs, by its default policy."""
     fleet = (Supply(hardware=case.device, num_nodes=1, devices_per_node=case.layouts[0].num_devices),)
     question = Question(model=case.model, slo=case.slo, fleet=fleet, effort=EFFORT)
-    return find_plan(question, case.workload, num_processes=num_processes).verdict.text
+    return find_plan(question, case.workload).verdict.text
 
 
 def main() -> None:
@@ -186,7 +168,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=0, help="per layout; by default as many as the case has")
     parser.add_argument("--policy", choices=POLICIES, default="", help="placement; by default that of each case")
     parser.add_argument("--plan", action="store_true", help="also ask the planner")
-    parser.add_argument("--processes", type=int, default=2, help="of the planner")
     arguments = parser.parse_args()
     console, found = Console(stderr=True, width=150), {}
     for case in CASES:
@@ -203,7 +184,7 @@ def main() -> None:
         console.print(table)
         found[case.name] = {"published": case.published, "assumed": case.assumed, "layouts": results}
         if arguments.plan:
-            found[case.name]["plan"] = verdict(case, arguments.processes)
+            found[case.name]["plan"] = verdict(case)
             console.print(found[case.name]["plan"])
     publish({"cases": found}, arguments.json)
 

@@ -69,3 +69,7 @@ MIXTRAL_8X7B = replace(
     (_mistral := dense("Mixtral-8x7B", 32, 4096, 14336, 32, 32000)),
     shape=replace(_mistral.shape, num_experts=8, experts_per_token=2),
 )
+QWEN3_CODER_30B = replace(
+    (_coder := dense("Qwen3-Coder-30B-A3B", 48, 2048, 768, 32, 151936, qk_norm=True, max_model_len=131072)),
+    shape=replace(_coder.shape, num_kv_heads=4, num_experts=128, experts_per_token=8),
+)

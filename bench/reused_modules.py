@@ -65,7 +65,8 @@ def reuse(prompts: Iterable[Sequence[Sequence[int]]]) -> Reuse:
                 num_blocks += 1
                 num_at_head += is_head
                 num_elsewhere += is_known and not is_head
-    return Reuse(num_prompts, num_blocks, num_at_head / num_blocks, num_elsewhere / num_blocks)
+    most = max(num_blocks, 1)
+    return Reuse(num_prompts, num_blocks, num_at_head / most, num_elsewhere / most)
 
 
 def commits(folder: Path, number: int) -> list[dict[str, bytes]]:
@@ -105,15 +106,15 @@ def prompts(sessions: Iterable[dict[str, bytes]], separator: bytes, *, at_once: 
     for files in sessions:
         modules: list[list[int]] = []
         for text in files.values():
-            modules += map(_blocks, text.split(separator) if separator else [text])
+            modules += map(blocks, text.split(separator) if separator else [text])
             if not at_once:
                 yield modules
         if at_once:
             yield modules
 
 
-def _blocks(text: bytes) -> list[int]:
-    return [hash(text[at : at + BLOCK_BYTES]) for at in range(0, len(text), BLOCK_BYTES)]
+def blocks(text: bytes, size: int = BLOCK_BYTES) -> list[int]:
+    return [hash(text[at : at + size]) for at in range(0, len(text), size)]
 
 
 def _conversations(file: Path) -> Iterator[list[list[int]]]:

@@ -215,10 +215,11 @@ def _alternative(kinds: tuple[Any, ...], value: object, name: str, key: str, to_
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
     if len(kinds) == 1:
         return read_value(kinds[0], value, name, key, to_write)
-    for kind in kinds:
-        if isinstance(value, kind) and not isinstance(value, bool):
+    origins = [typing.get_origin(kind) or kind for kind in kinds]
+    for origin in origins:
+        if isinstance(value, origin) and not isinstance(value, bool):
             return value
-    words = " or ".join(_TO_WRITE[kind] for kind in kinds)
+    words = " or ".join(_TO_WRITE[origin] for origin in origins)
     raise ConfigError(f"{key} is {_shown(value)}; write {to_write or words}", key)
 
 

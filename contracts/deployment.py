@@ -7,13 +7,13 @@ line under each field.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from pdserve.contracts.codec import Fraction, NotNegative, Positive, Rule, between, one_of
 from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.precision import DtypeSetting, KvDtype, Precision, Quantization
-from pdserve.contracts.worker_config import DEVICE_SETTINGS, SPECULATIONS, TRANSPORTS, TlsFiles, WorkerRole
+from pdserve.contracts.worker_config import DEVICE_SETTINGS, TRANSPORTS, TlsFiles, WorkerRole
 
 MAX_DEGREE = 64
 """Largest degree of tensor or pipeline parallelism."""
@@ -67,9 +67,16 @@ def _is_swap(value: str | int) -> bool:
     return value in (0, "0") or _is_memory(value)
 
 
+def _is_speculation(value: str | dict[str, str]) -> bool:
+    if isinstance(value, dict):
+        return [*value] == ["draft"] and isinstance(value["draft"], str) and value["draft"] != ""
+    return value in ("none", "ngram")
+
+
 _SIZE = "bytes with a unit, such as 512MiB or 8GiB"
 _KvMemory = Annotated[str, Rule(_is_memory, f"auto, or {_SIZE}")]
 _SwapMemory = Annotated[str | int, Rule(_is_swap, f"auto, 0, or {_SIZE}")]
+_Speculation = Annotated[str | dict[str, str], Rule(_is_speculation, "none, ngram, or {draft: FOLDER}")]
 _Degree = Annotated[int, between(1, MAX_DEGREE)]
 _Port = Annotated[int, between(0, 65535)]
 ToolFormatName = Annotated[str, one_of("auto", "hermes", "llama3", "qwen3_coder", "harmony")]
@@ -185,14 +192,26 @@ class PhaseConfig:
     """Upper limit of new tokens per step: the chunk budget of prefill."""
     max_batch_size: Annotated[int, between(1, 2**16)] = 256
     """Upper limit of sequences decoded per step."""
-    speculation: Annotated[str, one_of(*SPECULATIONS)] = "none"
-    """On CPUs, ``ngram``: guess that an answer goes on as its prompt or itself did after the same tokens, where that
-    raises the expected tokens per second. Answers stay the same. ``none``: compute one token of an answer at a time."""
+    speculation: _Speculation = "none"
+    """On CPUs: guess the next tokens of answers, as many as raise the expected tokens per second, and check them
+    together. ``ngram``: that an answer goes on as its prompt or itself did after the same tokens. ``{draft: FOLDER}``:
+    that it goes on as a smaller model with the same tokenizer would write it. ``none``: compute one token of an answer
+    at a time. Answers stay the same."""
     lend_cores: bool = True
     """On CPUs: lend cores while idle, and use the cores that other workers lend. Disabled, step durations match the
     profile whatever other workers do."""
     resources: dict[str, Positive] = field(default_factory=dict)
     """Ray resources that each worker requests, such as ``{host_a: 1}``."""
+
+    @property
+    def drafter(self) -> str:
+        """One of `pdserve.contracts.worker_config.SPECULATIONS`."""
+        return self.speculation if isinstance(self.speculation, str) else "draft"
+
+    @property
+    def draft_path(self) -> str:
+        """Empty without a draft model."""
+        return self.speculation["draft"] if isinstance(self.speculation, dict) else ""
 
     @property
     def kv_memory_bytes(self) -> int:
@@ -207,8 +226,8 @@ class PhaseConfig:
         return parse_bytes(str(self.swap_memory)) if self.swap_memory not in (0, "0") else 0
 
 
-_KEYS_THAT_MAY_DIFFER = ("replicas", "swap_memory", "lend_cores", "resources")
-"""Of pools whose workers may take each other's role: a worker keeps these."""
+_KEYS_OF_A_SIZE = ("device", "tensor_parallel", "pipeline_parallel", "expert_parallel")
+"""Alike in pools whose workers may take each other's role. A worker keeps what else it was started with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,7 +321,7 @@ class DeploymentConfig:
     def difference(self, role: WorkerRole, other: WorkerRole) -> str:
         """The first key by which workers of two roles differ, so that none can take the other role; empty if none."""
         one, two = self.phase(role), self.phase(other)
-        for key in (each.name for each in fields(PhaseConfig) if each.name not in _KEYS_THAT_MAY_DIFFER):
+        for key in _KEYS_OF_A_SIZE:
             if getattr(one, key) != getattr(two, key):
                 return f"{role.value}.{key} is {getattr(one, key)} and {other.value}.{key} is {getattr(two, key)}"
         return ""

@@ -80,6 +80,8 @@ class StepBatch:
     """Copies from the pool to host slots, numbered from 0."""
     swap_ins: list[BlockCopy] = field(default_factory=list)
     """Copies from host slots to the pool."""
+    may_guess: bool = False
+    """Some rows may have guesses, so that their lengths are known only once the step has ended."""
 
     @property
     def num_new_tokens(self) -> int:
@@ -120,8 +122,10 @@ class StepOutput:
     more: dict[int, list[SampledToken]] = field(default_factory=dict)
     """Keyed by row: the tokens after the one in ``sampled``, as many as guesses were right. Each is what a step of its
     own would sample, because a token depends on those before it, its position and the row's parameters only."""
+    guessing_s: float = 0.0
+    """Duration of making the guesses."""
     duration_s: float
-    """Duration of the step's computation."""
+    """Duration of the step's computation, after its guesses were made."""
 
 
 class RankLostError(Exception):

@@ -18,8 +18,9 @@ TRANSPORTS = ("memfd", "tcp", *DIRECT_TRANSPORTS)
 """Transports of KV: a copy within a host, a TCP connection, and those from GPU to GPU. `WorkerConfig.transport` is one
 of them or ``auto``."""
 
-SPECULATIONS = ("none", "ngram")
-"""Values of `WorkerConfig.speculation`: no guesses, or that a text goes on as it did after its last tokens before."""
+SPECULATIONS = ("none", "ngram", "draft")
+"""Values of `WorkerConfig.speculation`: no guesses, that a text goes on as it did after its last tokens before, or that
+it goes on as a smaller model would write it."""
 
 
 class WorkerRole(Enum):
@@ -80,6 +81,8 @@ class WorkerConfig:
     max_batch_size: int = 256
     speculation: str = "none"
     """What guesses the next tokens of answers that decode here, one of `SPECULATIONS`."""
+    draft_path: str = ""
+    """Folder of the smaller model of ``draft``."""
     transport: str = "auto"
     """``auto``, or one of `TRANSPORTS`."""
     host: str = "127.0.0.1"

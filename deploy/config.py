@@ -50,6 +50,10 @@ def read_deployment(path: Path, *, use: Use = "serve") -> DeploymentConfig:
         return {name: value and str((path.parent / Path(value).expanduser()).absolute()) for name, value in given}
 
     config = override(config, "model", **from_folder(config.model, "path", "profile"))
+    for role in WorkerRole:
+        if (phase := config.phase(role)).draft_path:
+            speculation = {"draft": from_folder(phase, "draft_path")["draft_path"]}
+            config = override(config, role.value, speculation=speculation)
     config = override(config, "router", **from_folder(config.router, *_ROUTER_FILES))
     if tls := config.security.tls:
         tls = TlsFiles(**from_folder(tls, *to_plain(tls)))
@@ -100,7 +104,9 @@ def parse_deployment(document: object, *, use: Use = "serve") -> DeploymentConfi
     return config
 
 
-def override(config: DeploymentConfig, section: str, **values: str | int | float | None) -> DeploymentConfig:
+def override(
+    config: DeploymentConfig, section: str, **values: str | int | float | dict[str, str] | None
+) -> DeploymentConfig:
     """Replace fields of one section by the ``values`` that are not None. Check the result afterwards."""
     given = {name: value for name, value in values.items() if value is not None}
     return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **given)})
@@ -156,7 +162,10 @@ def _check_phase(name: str, phase: PhaseConfig) -> None:
     if name == "prefill" and phase.swap_memory_bytes:
         key = "prefill.swap_memory"
         raise ConfigError(f"{key} is {phase.swap_memory}; prefill workers preempt nothing: leave it out", key)
-    if phase.speculation != "none" and (name == "prefill" or phase.device == "cuda"):
+    if phase.drafter != "none" and (name == "prefill" or phase.device == "cuda"):
         key = f"{name}.speculation"
         why = "prefill workers decode nothing" if name == "prefill" else "guesses are made on CPUs only so far"
-        raise ConfigError(f"{key} is {phase.speculation}; {why}: leave it out", key)
+        raise ConfigError(f"{key} is {phase.drafter}; {why}: leave it out", key)
+    if phase.draft_path and phase.pipeline_parallel > 1:
+        key = f"{name}.speculation"
+        raise ConfigError(f"{key} has a draft model, which needs pipeline_parallel 1; use ngram or none", key)

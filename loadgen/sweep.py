@@ -127,9 +127,7 @@ class Sweeper:
         in_order = [self._points[rate] for rate in sorted(self._points)]
         attained = [point for point, _ in in_order]
         goodput = max((point.rate for point in attained if point.meets(target)), default=0.0)
-        # A few requests that all met it have no variance: Wilson's interval must be above it, too.
-        surely = (point.rate for point in attained if point.surely_meets(target) and point.interval.low >= target)
-        surely_met = max(surely, default=0.0)
+        surely_met = max((point.rate for point in attained if point.surely_meets(target)), default=0.0)
         surely_missed = surely_missed_rate(attained, goodput, target)
         is_bounded = any(point.surely_misses(target) for point in attained if point.rate > goodput)
         is_missed = any(not point.meets(target) for point in attained if point.rate > goodput)

@@ -70,7 +70,13 @@ class RandomDrafter:
         self._vocabulary = vocabulary
         self._share_right = share_right
 
-    def guess(self, row: StepRow) -> Sequence[int]:
+    def read(self, rows: Sequence[StepRow]) -> None:
+        pass
+
+    def guess(self, rows: Sequence[StepRow]) -> Sequence[Sequence[int]]:
+        return [self._guess(row) for row in rows]
+
+    def _guess(self, row: StepRow) -> Sequence[int]:
         assert row.sample is not None
         assert len(row.history) == row.sample_position
         state, salt = ROOT_STATE, sampling_salt(row.sample, row.choice)
@@ -166,12 +172,12 @@ class _LateStep:
         return self.executor.compute(self.batch)
 
 
-def _random_seconds(random: Random) -> Callable[[StepBatch], Callable[[int], float]]:
+def _random_seconds(random: Random) -> Callable[[StepBatch], Callable[[int, int], float]]:
     """Steps of which guesses cost nothing, or much."""
 
-    def by_guesses(batch: StepBatch) -> Callable[[int], float]:
+    def by_guesses(batch: StepBatch) -> Callable[[int, int], float]:
         guess_s = random.choice((0.0, 0.05, 0.5))
-        return lambda num_guesses: len(batch.rows) + guess_s * num_guesses
+        return lambda num_guesses, depth: len(batch.rows) + guess_s * num_guesses
 
     return by_guesses
 

@@ -18,6 +18,7 @@ from pdserve.contracts.errors import DeployError
 from pdserve.contracts.worker_config import WorkerConfig
 from pdserve.deploy.launch import Launch, worker_configs
 from pdserve.engine.worker.backend import choose_backend
+from pdserve.engine.worker.draft import read_draft
 from pdserve.engine.worker.pool_size import num_kv_blocks, num_swap_slots
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.quantisation import held_scheme, served_scheme
@@ -126,12 +127,15 @@ def worker_memory(config: WorkerConfig, model: DecoderConfig) -> WorkerMemory:
     cost = CostModel(model.shape, hardware("cpu"), config.precision, *degrees, expert_parallel=config.expert_parallel)
     check_groups(model.shape, scheme, config.tensor_parallel, expert_parallel=config.expert_parallel)
     limits = model.limits(config.max_model_len)
-    block_bytes = cost.kv_bytes_per_token * config.block_size
-    needed_bytes = -(-limits.max_model_len // config.block_size) * config.pipeline_parallel * block_bytes
-    num_blocks = num_kv_blocks(config, limits, block_bytes, needed_bytes)
-    num_slots = num_swap_slots(config, 0, block_bytes, sys.maxsize)
+    block_bytes = held_bytes = cost.kv_bytes_per_token * config.block_size
     weight_bytes = 0 if config.device == "cuda" else cost.weight_bytes
-    return WorkerMemory(weight_bytes, num_blocks * block_bytes, num_slots * block_bytes)
+    if (draft := read_draft(config, model)) is not None:
+        weight_bytes += draft.cost.weight_bytes
+        held_bytes += draft.cost.kv_bytes_per_token * config.block_size
+    needed_bytes = -(-limits.max_model_len // config.block_size) * config.pipeline_parallel * held_bytes
+    num_blocks = num_kv_blocks(config, limits, held_bytes, needed_bytes)
+    num_slots = num_swap_slots(config, 0, block_bytes, sys.maxsize)
+    return WorkerMemory(weight_bytes, num_blocks * held_bytes, num_slots * block_bytes)
 
 
 def check_host_memory(launch: Launch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from pdserve.contracts.errors import DeployError
@@ -33,8 +34,8 @@ def banner_rows(launch: Launch, served_name: str, workers: Sequence[dict[str, An
             tokens = sum(map(num_blocks, mine)) * model.block_size
             words = [f"{count} worker{'s' * (count > 1)}{launch.layout_reason}, {tokens:,} tokens of KV cache"]
             words += [_device(launch, role, mine), f"{model.dtype} ({launch.dtype_reason})"]
-            if launch.config.phase(role).speculation != "none":
-                words.append(f"guesses by {launch.config.phase(role).speculation}")
+            if (phase := launch.config.phase(role)).drafter != "none":
+                words.append(f"guesses by {Path(phase.draft_path).name or phase.drafter}")
             outgoing = [each for each in links if any(pair.startswith(role.value) for pair in each.pairs)]
             words += [f"KV by {each.transport} ({each.reason})" for each in outgoing]
             rows.append((role.value, ", ".join(words)))

@@ -146,6 +146,8 @@ class Supervisor:
         self._reconcile_processes()
         if self._compiler is not None:
             self._reconcile_compiler(self._compiler)
+        if self._is_ready and (said := self._control.turn(self._begin_change)):
+            self._progress.note("change", said)
         up = [router for router in self._routers if router.state is ProcessState.UP]
         for router in up:
             if router.are_lists_due:
@@ -154,8 +156,6 @@ class Supervisor:
         if not self._is_ready and up == self._routers and all(router.is_ready() for router in up):
             with contextlib.suppress(DeployError):  # retried at the next tick
                 self._announce()
-        if self._is_ready and (said := self._control.turn(self._begin_change)):
-            self._progress.note("change", said)
         if not self._is_ready and time.monotonic() > self._start_deadline_s:
             reason = f"hosts: {self._waits_for}" if self._waits_for else "try a smaller model"
             raise DeployError(f"the cluster does not serve after {self._start_timeout_s:.0f} s; {reason}")

@@ -27,6 +27,10 @@ from pdserve.engine.scheduling.table import PlannedStep
 MAX_GUESSES = 8
 """Guesses of a row in a step at most."""
 
+NGRAM_SHARE, DRAFT_SHARE = 0.5, 0.8
+"""Share of right guesses expected of a worker's first sequence. Too high a one is corrected sooner than one that is too
+low for any guess."""
+
 STEPS_BETWEEN_TRIALS = 32
 """Steps without guesses after which a sequence makes one again."""
 
@@ -35,14 +39,17 @@ _LEAST_WORTH = 1 / 16
 _NEWEST_WEIGHT = 1 / 8
 """Weight of the newest guess in a sequence's share of right ones."""
 _NEWEST_WEIGHT_OF_ALL = 1 / 128
-_FIRST_SHARE, _LEAST_FIRST_SHARE = 0.5, 0.25
-"""Share of right guesses expected of a worker's first sequence, and of later ones at least. They are expected to do as
-those before."""
+_LEAST_FIRST_SHARE = 0.25
+"""Share of right guesses expected of a sequence at first at least. It is expected to do as those before."""
 _LOOKAHEAD = 8
-"""Guesses added beyond the best number so far before the search ends: the price of one more is not always rising."""
+"""Guesses added beyond the best number so far before the search ends, or as many as the step has rows: the price of one
+more is not always rising, and a draft model's first one of a row costs as much as those of all rows."""
 
-SecondsByGuesses = Callable[[StepBatch], Callable[[int], float]]
-"""Predicted seconds of a step by the guesses in it: `pdserve.engine.worker.loop.StepTimes.by_guesses`."""
+Seconds = Callable[[int, int], float]
+"""Predicted seconds of a step by the guesses in it, and by those of the row that has most: a draft model makes one of
+each row at a time."""
+SecondsByGuesses = Callable[[StepBatch], Seconds]
+"""`pdserve.engine.worker.loop.StepTimes.by_guesses`."""
 
 
 class Choice(NamedTuple):
@@ -63,12 +70,16 @@ class _Guess(NamedTuple):
 class Speculation:
     """Chooses the guesses of each step, and counts them."""
 
-    def __init__(self, seconds_by_guesses: SecondsByGuesses) -> None:
+    def __init__(self, seconds_by_guesses: SecondsByGuesses, first_share: float = NGRAM_SHARE) -> None:
+        """
+        Args:
+            first_share: share of right guesses expected of the first sequence.
+        """
         self._seconds_by_guesses = seconds_by_guesses
         self.num_guesses = 0
         """Guesses made."""
         self.num_right = 0
-        self._share = _FIRST_SHARE
+        self._share = first_share
         """Of right guesses of all sequences."""
 
     def choose(self, step: PlannedStep, max_guesses: int) -> list[Choice]:
@@ -95,13 +106,13 @@ class Speculation:
         numbers = dict.fromkeys(rows, 0)
         for guess in chosen:
             numbers[guess.row] = guess.number
-        num_chosen = len(chosen)
+        num_chosen, depth = len(chosen), max(numbers.values())
         for index in rows:
             sequence = step.sequences[index]
             sequence.num_plain_steps += 1
             is_due = not numbers[index] and sequence.num_plain_steps > STEPS_BETWEEN_TRIALS
-            if is_due and num_chosen < max_guesses and seconds(num_chosen + 1) <= limit_s:
-                numbers[index] = 1
+            if is_due and num_chosen < max_guesses and seconds(num_chosen + 1, max(depth, 1)) <= limit_s:
+                numbers[index], depth = 1, max(depth, 1)
                 num_chosen += 1
             if numbers[index]:
                 sequence.num_plain_steps = 0
@@ -110,7 +121,7 @@ class Speculation:
             num_forced = 0
             if step.sequences[index].sampling.grammar is not None:
                 num_forced = min(rows[index], MAX_GUESSES, number + max_guesses - num_chosen)
-                while num_forced > number and seconds(num_chosen + num_forced - number) > limit_s:
+                while num_forced > number and seconds(num_chosen + num_forced - number, depth) > limit_s:
                     num_forced -= 1
                 num_chosen += max(0, num_forced - number)
             if number or num_forced:
@@ -147,14 +158,15 @@ def _guesses(row: int, limit: int, acceptance: float) -> Iterator[_Guess]:
         worth *= acceptance
 
 
-def _best(guesses: Iterable[_Guess], num_tokens: int, seconds: Callable[[int], float], limit_s: float) -> list[_Guess]:
+def _best(guesses: Iterable[_Guess], num_tokens: int, seconds: Seconds, limit_s: float) -> list[_Guess]:
     """The first ``guesses``, as many as make most expected tokens per second, in a step of ``limit_s`` at most."""
     considered: list[_Guess] = []
-    best, expected = 0, float(num_tokens)
-    best_rate = expected / seconds(0)
+    best, depth, expected = 0, 0, float(num_tokens)
+    best_rate, lookahead = expected / seconds(0, 0), max(_LOOKAHEAD, num_tokens)
     for number, guess in enumerate(guesses, 1):
-        step_s = seconds(number)
-        if step_s > limit_s or number > best + _LOOKAHEAD:
+        depth = max(depth, guess.number)
+        step_s = seconds(number, depth)
+        if step_s > limit_s or number > best + lookahead:
             break
         considered.append(guess)
         expected -= guess.minus_worth

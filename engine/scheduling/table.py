@@ -49,8 +49,6 @@ class PlannedStep:
     swapped_out: list[Sequence] = field(default_factory=list)
     num_chunk_tokens: int = 0
     """Prompt tokens in its prefill chunks."""
-    has_guesses: bool = False
-    """Some rows may have guesses, so that their lengths are known only once the step has ended."""
 
     @property
     def num_rows(self) -> int:
@@ -116,7 +114,7 @@ class PlannedStep:
         room = len(row.block_table) * sequence.block_size - row.cached_length - 1
         row.max_guesses, row.max_forced = min(num_guesses, room), min(num_forced, room)
         row.history = sequence.tokens
-        self.has_guesses |= row.max_guesses > 0 or row.max_forced > 0
+        self.batch.may_guess |= row.max_guesses > 0 or row.max_forced > 0
 
     def add_swap_out(self, sequence: Sequence, slots: list[int]) -> None:
         """Copy the sequence's leading blocks to host slots, as they are after all earlier steps."""
@@ -319,7 +317,7 @@ class SequenceTable:
     @property
     def is_guessing(self) -> bool:
         """Whether a step in flight may have guesses: until it ends, nobody knows where its sequences go on."""
-        return any(step.has_guesses for step in self._steps)
+        return any(step.batch.may_guess for step in self._steps)
 
     def begin_step(self) -> PlannedStep:
         assert len(self._steps) <= 1, "two steps are in flight already"

@@ -20,6 +20,7 @@ from pdserve.contracts.codec import from_json
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import Executor, ModelLimits
 from pdserve.contracts.worker_config import DIRECT_TRANSPORTS, WorkerConfig
+from pdserve.engine.worker.draft import Draft, read_draft
 from pdserve.engine.worker.followers import (
     FollowerConfig,
     Followers,
@@ -79,6 +80,8 @@ class Backend:
     limits: ModelLimits
     layout: KvLayout
     cost: CostModel
+    draft_cost: CostModel | None
+    """Of the draft model, if there is one."""
     num_swap_slots: int
     """Host slots of each micro-batch for KV blocks of preempted sequences."""
     grammars: Grammars
@@ -101,6 +104,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     scheme = served_scheme(config.precision.quantization, model.shape.scheme)
     check_groups(model.shape, scheme, config.tensor_parallel, expert_parallel=config.expert_parallel)
     check_weights(folder, model.shape)
+    draft = read_draft(config, model)
     content_hash = model_hash(folder, f"{model.layers} {config.precision.dtype} {scheme}")
     _configure_openmp(config)
 
@@ -124,13 +128,15 @@ def _model_backend(config: WorkerConfig) -> Backend:
     _check_transport(config, is_on_host)
     _check_speculation(config, is_on_host)
     check_kv_dtype(device, cost.kv_dtype)
-    memory = kv_memory_of(device, config, cost, available_memory_bytes())
+    draft_bytes = 0 if draft is None else draft.cost.weight_bytes
+    memory = kv_memory_of(device, config, cost, max(0, available_memory_bytes() - draft_bytes))
     block_bytes = cost.kv_bytes_per_token * config.block_size
-    num_blocks = num_kv_blocks(config, limits, block_bytes, memory.auto_bytes)
-    check_pool_fits(num_blocks * block_bytes, memory.max_bytes)
+    held_bytes = block_bytes + (0 if draft is None else draft.cost.kv_bytes_per_token * config.block_size)
+    num_blocks = num_kv_blocks(config, limits, held_bytes, memory.auto_bytes)
+    check_pool_fits(num_blocks * held_bytes, memory.max_bytes)
     if not is_on_host:
-        check_staging_fits(num_blocks * block_bytes, memory.host_bytes)
-    swap_bytes = memory.host_bytes - num_blocks * block_bytes
+        check_staging_fits(num_blocks * held_bytes, memory.host_bytes)
+    swap_bytes = memory.host_bytes - num_blocks * held_bytes
     # Ranks with pools of their own swap what they hold, and several may hold the same KV heads.
     slot_bytes = block_bytes if is_on_host else int(cost.rank_kv_bytes_per_token * config.block_size) * num_ranks
     num_slots = num_swap_slots(config, num_blocks, slot_bytes, swap_bytes) // config.pipeline_parallel
@@ -161,7 +167,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
             num_swap_slots=num_slots,
             max_captured_rows=_max_captured_rows(config, is_on_host),
             matchers=_matchers(grammars, limits),
-            drafter=_drafter(config),
+            drafter=_drafter(config, draft, layout, limits),
             ranks=ranks,
             send=None if followers is None else followers.send,
         )
@@ -182,6 +188,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
         limits=limits,
         layout=layout,
         cost=cost,
+        draft_cost=None if draft is None else draft.cost,
         num_swap_slots=num_slots,
         grammars=grammars,
         build_executors=build_executors,
@@ -192,8 +199,21 @@ def _matchers(grammars: Grammars, limits: ModelLimits) -> GrammarMatchers:
     return GrammarMatchers(grammars.compiled, vocab_size=limits.vocab_size, eos_token_ids=limits.eos_token_ids)
 
 
-def _drafter(config: WorkerConfig) -> Drafter | None:
-    return NgramDrafter() if config.speculation == "ngram" else None
+def _drafter(
+    config: WorkerConfig, draft: Draft | None = None, layout: KvLayout | None = None, limits: ModelLimits | None = None
+) -> Drafter | None:
+    if draft is None or layout is None or limits is None:
+        return NgramDrafter() if config.speculation == "ngram" else None
+    from pdserve.model.executors.draft_model import DraftModel
+
+    return DraftModel(
+        folder=draft.folder,
+        config=draft.config,
+        layout=draft.config.kv_layout(layout.num_blocks, layout.block_size, draft.cost.kv_dtype, layout.model_hash),
+        precision=config.precision,
+        vocab_size=limits.vocab_size,
+        max_batch_tokens=config.max_batch_tokens,
+    )
 
 
 def _model(config: WorkerConfig) -> tuple[DecoderConfig, ModelLimits]:
@@ -416,6 +436,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
     _check_transport(config, is_on_host=True)
     _check_speculation(config, _device(config).is_host)
     model = DecoderConfig.from_folder(Path(config.model_path))
+    read_draft(config, model)  # refuses one
     limits = model.limits(config.max_model_len)
     is_instant = config.time_scale == 0
     cost = _cost_on(_device(config) if is_instant else slowed(_device(config), config.time_scale), config, model)
@@ -472,6 +493,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
         limits=limits,
         layout=layout,
         cost=cost,
+        draft_cost=None,
         num_swap_slots=num_slots,
         grammars=grammars,
         build_executors=build_executors,

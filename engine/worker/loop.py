@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -132,13 +132,16 @@ class Prediction(NamedTuple):
     num_rows: int
 
 
+_NEWEST_WEIGHT = 1 / 16
+"""Of the newest step with guesses."""
+_LIMIT = 2.0
+"""A step counts as this many times as long as expected at most: it may have been stalled."""
+
+
 class _CorrectionByTokens:
     """Observed over predicted seconds of decode steps by their new tokens, guesses included. What products of a few
     rows take rises in steps, which the cost model smooths, and guesses are chosen by the differences."""
 
-    _NEWEST_WEIGHT = 1 / 16
-    _LIMIT = 2.0
-    """A step counts as this many times as long as expected at most: it may have been stalled."""
     _LOWEST = 0.1
     """Least ratio: of a step in no time, too, which emulation may have."""
 
@@ -154,9 +157,9 @@ class _CorrectionByTokens:
 
     def observe(self, num_tokens: int, predicted_s: float, observed_s: float) -> None:
         size = _size(num_tokens)
-        newest = min(max(observed_s / predicted_s, self._LOWEST), self._LIMIT * self.ratio(num_tokens))
+        newest = min(max(observed_s / predicted_s, self._LOWEST), _LIMIT * self.ratio(num_tokens))
         last = self._ratios.get(size, newest)
-        self._ratios[size] = last + self._NEWEST_WEIGHT * (newest - last)
+        self._ratios[size] = last + _NEWEST_WEIGHT * (newest - last)
 
 
 def _size(num_tokens: int) -> int:
@@ -169,11 +172,18 @@ class StepTimes:
     steps have different errors. A decode step is predicted from its total context, as the router does, so that the
     correction makes up for it. Decode steps with guesses are corrected apart, beside others of as many tokens."""
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: CostModel, draft: CostModel | None = None) -> None:
+        """
+        Args:
+            draft: of the model that guesses; ``None`` if none does.
+        """
         self._cost = cost
         self._prefill = OnlineCorrection()
         self._decode = OnlineCorrection()
         self._by_tokens = _CorrectionByTokens()
+        self._draft = draft
+        self._drafting = _CorrectionByTokens()
+        """Of `_draft_s`, by the rows of the step."""
 
     def predict(self, batch: StepBatch) -> Prediction:
         num_rows = len(batch.rows)
@@ -198,24 +208,40 @@ class StepTimes:
         """Expected duration of a step in seconds, given the durations observed so far."""
         return prediction.predicted_s * self._correction(prediction).factor
 
-    def by_guesses(self, batch: StepBatch) -> Callable[[int], float]:
-        """Return the expected duration of a decode step by the number of guesses in it."""
+    def by_guesses(self, batch: StepBatch) -> Callable[[int, int], float]:
+        """Return the expected duration of a decode step by the number of guesses in it, and of the row with most."""
         prediction, ratio = self.predict(batch), self._by_tokens.ratio
+        draft_s = self._draft_s(prediction) * self._drafting.ratio(prediction.num_rows)
 
-        def seconds(num_guesses: int) -> float:
-            return self._with_guesses_s(prediction, num_guesses) * ratio(prediction.num_rows + num_guesses)
+        def seconds(num_guesses: int, depth: int) -> float:
+            step_s = self._with_guesses_s(prediction, num_guesses) * ratio(prediction.num_rows + num_guesses)
+            return step_s + depth * draft_s
 
         return seconds
 
-    def observe(self, prediction: Prediction, duration_s: float, num_guesses: int = 0) -> None:
-        """Correct later predictions by the duration of a typical step, to which so many guesses were added."""
+    def observe(
+        self, prediction: Prediction, duration_s: float, guesses: Collection[int] = (), guessing_s: float = 0.0
+    ) -> None:
+        """Correct later predictions by the duration of a typical step.
+
+        Args:
+            guesses: number of guesses of each row that had some.
+            guessing_s: time that they took before the step.
+        """
+        num_guesses = sum(guesses)
         if not prediction.is_typical:
             return
+        if num_guesses and guessing_s and self._draft is not None:
+            self._drafting.observe(prediction.num_rows, self._draft_s(prediction) * max(guesses), guessing_s)
         if not prediction.has_prefill:
             predicted_s = self._with_guesses_s(prediction, num_guesses)
             self._by_tokens.observe(prediction.num_rows + num_guesses, predicted_s, duration_s)
         if not num_guesses:
             self._correction(prediction).observe(prediction.predicted_s, duration_s)
+
+    def _draft_s(self, prediction: Prediction) -> float:
+        """Predicted seconds of making a guess of each row, before correction."""
+        return 0.0 if self._draft is None else self._draft.decode_s(prediction.num_rows, 0)
 
     def _with_guesses_s(self, prediction: Prediction, num_guesses: int) -> float:
         """Predicted seconds of a decode step with guesses, before correction."""
@@ -440,8 +466,9 @@ class StepLoop:
         step = self._in_flight.popleft()
         self.scheduler.complete(output, now_s)
         if self._times is not None and step.prediction is not None:
-            self._times.observe(step.prediction, output.duration_s, sum(output.num_guesses.values()))
-        self._report.step, self._report.step_s = step, output.duration_s
+            guesses = output.num_guesses.values()
+            self._times.observe(step.prediction, output.duration_s, guesses, output.guessing_s)
+        self._report.step, self._report.step_s = step, output.duration_s + output.guessing_s
         self.flush()
         if output.failed and not any(output.sampled):
             self._count_failure(next(iter(output.failed.values())))

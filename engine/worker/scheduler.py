@@ -38,7 +38,7 @@ from pdserve.decode_worker.reservations import Reservations
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
 from pdserve.engine.scheduling.interface import Event, PullResult
 from pdserve.engine.scheduling.sequence import Sequence, sum_blocks_missing
-from pdserve.engine.scheduling.speculation import Speculation
+from pdserve.engine.scheduling.speculation import MAX_GUESSES, Speculation
 from pdserve.engine.scheduling.table import AdmissionBudget, PlannedStep, SequenceTable
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.transports import ABORTED, REFUSED
@@ -182,8 +182,10 @@ class Scheduler:
                 step.add_decode(sequence)
 
     def _plan_guesses(self, step: PlannedStep, speculation: Speculation) -> None:
-        """Let rows guess in what the step leaves of its token budget. Nobody is preempted for a guess."""
+        """Let rows guess in what the step leaves of its token budget. Nobody is preempted for a guess. A step samples
+        no more tokens than ``max_batch_size``, or than one row with all guesses, so that no more logits are held."""
         num_left = self._max_batch_tokens - step.batch.num_new_tokens
+        num_left = min(num_left, max(self._max_batch_size, 1 + MAX_GUESSES) - step.num_rows)
         for index, num_guesses, num_forced in speculation.choose(step, num_left):
             sequence = step.sequences[index]
             num_tokens = step.batch.rows[index].cached_length + 1 + max(num_guesses, num_forced)

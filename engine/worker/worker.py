@@ -30,7 +30,7 @@ from pdserve.contracts.step import Executor, ModelLimits
 from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.scheduling.interface import PullResult
-from pdserve.engine.scheduling.speculation import Speculation
+from pdserve.engine.scheduling.speculation import DRAFT_SHARE, NGRAM_SHARE, Speculation
 from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend
 from pdserve.engine.worker.live_loop import Inbox, LiveLoop
 from pdserve.engine.worker.loop import GrammarCompiled, Message, StartDrain, StepTimes
@@ -186,7 +186,7 @@ class EngineWorker:
             is_healthy=self.is_healthy,
             announce=backend.grammars.find,
         )
-        times = StepTimes(backend.cost)
+        times = StepTimes(backend.cost, backend.draft_cost)
         scheduler = Scheduler(
             pool,
             backend.limits,
@@ -196,7 +196,7 @@ class EngineWorker:
             park_timeout_s=config.park_timeout_s,
             swap_space=swap_space(backend.cost, backend.num_swap_slots, config.max_batch_tokens),
             mixed_s=times.mixed_s,
-            speculation=None if config.speculation == "none" else Speculation(times.by_guesses),
+            speculation=speculation_of(config, times),
         )
         loop = LiveLoop(
             scheduler=scheduler,
@@ -279,6 +279,13 @@ class EngineWorker:
             kv_dtype=config.precision.kv_dtype,
             quantization=config.precision.quantization,
         )
+
+
+def speculation_of(config: WorkerConfig, times: StepTimes) -> Speculation | None:
+    """What chooses the guesses of a worker's steps; ``None`` if it makes none."""
+    if config.speculation == "none":
+        return None
+    return Speculation(times.by_guesses, DRAFT_SHARE if config.speculation == "draft" else NGRAM_SHARE)
 
 
 def micro_batch_config(config: WorkerConfig, index: int) -> WorkerConfig:

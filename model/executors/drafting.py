@@ -7,13 +7,14 @@ needs no state that survives its worker. Never imports torch.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from pdserve.contracts.step import StepRow
+from pdserve.contracts.step import StepBatch, StepRow
 from pdserve.model.sampling.grammars import GrammarMatchers
 
 _LONGEST_MATCH = 4
@@ -25,8 +26,12 @@ _MAX_KEPT_TOKENS = 1 << 24
 class Drafter(Protocol):
     """Guesses tokens."""
 
-    def guess(self, row: StepRow) -> Sequence[int]:
-        """Return up to ``row.max_guesses`` tokens of the vocabulary that may follow ``row.history``."""
+    def read(self, rows: Sequence[StepRow]) -> None:
+        """Read what is new of the rows' sequences, for `guess`."""
+        ...
+
+    def guess(self, rows: Sequence[StepRow]) -> Sequence[Sequence[int]]:
+        """Return for each row up to ``row.max_guesses`` tokens of the vocabulary that may follow ``row.history``."""
         ...
 
 
@@ -43,7 +48,14 @@ class NgramDrafter:
         """By sequence; the least recently used first."""
         self._num_kept = 0
 
-    def guess(self, row: StepRow) -> Sequence[int]:
+    def read(self, rows: Sequence[StepRow]) -> None:
+        for row in rows:
+            self._text(row.sequence_id, row.history)
+
+    def guess(self, rows: Sequence[StepRow]) -> Sequence[Sequence[int]]:
+        return [self._guess(row) for row in rows]
+
+    def _guess(self, row: StepRow) -> Sequence[int]:
         text = self._text(row.sequence_id, row.history)
         end = len(text) - 1  # a match ends before the last token, or it would be the end of the text itself
         is_found = False
@@ -65,19 +77,32 @@ class NgramDrafter:
         return text
 
 
-def with_guesses(
-    rows: Sequence[StepRow], drafter: Drafter | None, matchers: GrammarMatchers | None = None
-) -> list[StepRow]:
-    """Return the rows with guesses, where they may have some: what the grammar prescribes, else what ``drafter``
-    guesses."""
-    return [_with_guesses(row, drafter, matchers) if row.max_guesses or row.max_forced else row for row in rows]
+class Guessing(NamedTuple):
+    rows: list[StepRow]
+    """With guesses, where they may have some."""
+    seconds: float
+    """Time that the guesses took, without that of reading sequences."""
 
 
-def _with_guesses(row: StepRow, drafter: Drafter | None, matchers: GrammarMatchers | None) -> StepRow:
-    if row.max_forced and matchers is not None and (forced := matchers.prescribed(row)):
-        return replace(row, guesses=forced, is_forced=True)
-    draft = drafter.guess(row) if row.max_guesses and drafter is not None else ()
-    return replace(row, guesses=draft) if draft else row
+def with_guesses(batch: StepBatch, drafter: Drafter | None, matchers: GrammarMatchers | None = None) -> Guessing:
+    """Guess what the grammar prescribes, and else what ``drafter`` does."""
+    if not batch.may_guess:
+        return Guessing(batch.rows, 0.0)
+    rows, guessing, may_draft = batch.rows, [*batch.rows], list[int]()
+    for index, row in enumerate(rows):
+        if row.max_forced and matchers is not None and (forced := matchers.prescribed(row)):
+            guessing[index] = replace(row, guesses=forced, is_forced=True)
+        elif row.max_guesses:
+            may_draft.append(index)
+    if drafter is None or not may_draft:
+        return Guessing(guessing, 0.0)
+    drafting = [rows[index] for index in may_draft]
+    drafter.read(drafting)
+    start_s = time.perf_counter()
+    for index, draft in zip(may_draft, drafter.guess(drafting), strict=True):
+        if draft:
+            guessing[index] = replace(rows[index], guesses=draft)
+    return Guessing(guessing, time.perf_counter() - start_s)
 
 
 def num_right(guesses: Sequence[int], tokens: Sequence[int]) -> int:

@@ -108,7 +108,7 @@ class EmulatedExecutor:
     def submit(self, batch: StepBatch) -> StepHandle:
         """Compute the step now. Its modelled time starts when the previous step has ended and the stage is free;
         ``result`` waits for its end."""
-        rows = with_guesses(batch.rows, self._drafter, self._matchers)
+        rows, _ = with_guesses(batch, self._drafter, self._matchers)
         duration_s = self._duration_s(batch, rows)
         self._free_at_s = self._stage.enter(max(time.monotonic(), self._free_at_s), duration_s) + duration_s
         copy_blocks(batch, self._blocks, self._slots, np.copyto)

@@ -54,8 +54,9 @@ from pdserve.model.sampling.sampling import Sampler, plan_draws
 class _LaunchedStep:
     """Handle of a step in flight or of one whose launch failed; the next step reads its tokens."""
 
-    def __init__(self, step_id: int, rows: list[StepRow], started: Event) -> None:
+    def __init__(self, step_id: int, rows: list[StepRow], started: Event, guessing_s: float = 0.0) -> None:
         self._step_id = step_id
+        self._guessing_s = guessing_s
         self._rows = rows
         self._started = self._ended = started
         self._fetched_B2: torch.Tensor | None = None
@@ -107,6 +108,7 @@ class _LaunchedStep:
             step_id=self._step_id,
             sampled=[None] * len(self._rows),
             prompt_logprobs=self.prompt_logprobs,
+            guessing_s=self._guessing_s,
             duration_s=self._started.elapsed_time(self._ended) / 1000,
         )
         for row, index in self._indices.items():
@@ -225,9 +227,9 @@ class ModelExecutor:
     def submit(self, batch: StepBatch) -> StepHandle:
         """Launch the step. The handle waits for it, and raises if the launch or the computation failed."""
         queue = self._model.queue
+        rows, guessing_s = with_guesses(batch, self._drafter, self._sampler.matchers)
         started = queue.event()
-        rows = with_guesses(batch.rows, self._drafter, self._sampler.matchers)
-        previous, self._previous = self._previous, _LaunchedStep(batch.step_id, rows, started)
+        previous, self._previous = self._previous, _LaunchedStep(batch.step_id, rows, started, guessing_s)
         step = self._previous
         with self._aside:
             try:

@@ -26,8 +26,10 @@ from pdserve.planner.workload.requests import Segment, SimulatedRequest
 from pdserve.planner.workload.traffic import Traffic
 from pdserve.planner.workload.workload import Workload
 
-_POOL_FIELDS = ("tensor_parallel", "pipeline_parallel", "max_batch_tokens", "max_batch_size")
-"""Fields of a pool in which its workers are alike."""
+_DEGREES = ("tensor_parallel", "pipeline_parallel")
+"""In these and in hardware the workers of a pool are alike."""
+_LIMITS = ("max_batch_tokens", "max_batch_size", "num_kv_blocks")
+"""In these they may differ: a worker that had another role has those of its first pool. A pool has the least."""
 _MIN_CACHED_SHARE = 0.01
 """Share of prompt tokens below which the traffic is treated as sharing nothing, which simulates much faster."""
 
@@ -144,7 +146,7 @@ def running_layout(workers: Sequence[RunningWorker], device: Callable[[RunningWo
         device: maps a worker to the hardware of its ranks.
 
     Raises:
-        LiveError: a phase has no workers, or the workers of one role differ.
+        LiveError: a phase has no workers, or those of one role differ in device or parallel degrees.
         ValueError: unknown hardware.
     """
     pools = {role: _pool(role, [each for each in workers if each.role is role], device) for role in WorkerRole}
@@ -169,12 +171,12 @@ def _pool(
 ) -> Pool | None:
     if not workers:
         return None
-    kinds = {tuple(getattr(each, name) for name in ("hardware", *_POOL_FIELDS)) for each in workers}
+    kinds = {tuple(getattr(each, name) for name in ("hardware", *_DEGREES)) for each in workers}
     if len(kinds) > 1:
         raise LiveError(f"the {role.value} workers differ: {sorted(kinds)}; a placement has one kind per role")
-    shared: dict[str, Any] = {name: getattr(workers[0], name) for name in _POOL_FIELDS}
-    num_kv_blocks = min(each.num_kv_blocks for each in workers)
-    return Pool(role=role, replicas=len(workers), hardware=device(workers[0]), num_kv_blocks=num_kv_blocks, **shared)
+    shared: dict[str, Any] = {name: getattr(workers[0], name) for name in _DEGREES}
+    shared |= {name: min(getattr(each, name) for each in workers) for name in _LIMITS}
+    return Pool(role=role, replicas=len(workers), hardware=device(workers[0]), **shared)
 
 
 def supplies(layout: Layout, workers: Sequence[RunningWorker]) -> tuple[Supply, ...]:

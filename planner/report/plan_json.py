@@ -95,6 +95,7 @@ def attainment_json(point: Attainment) -> Json:
         "output_tokens_per_s": point.output_tokens_per_s,
         "pools": to_plain(point.pools),
         "is_saturated": point.is_saturated,
+        "is_growing": point.is_growing,
     }
 
 

@@ -20,6 +20,8 @@ from pdserve.planner.simulate.attainment import Attainment, PoolUse
 from pdserve.planner.wording import dollars, share
 from pdserve.planner.wording import rate as rate_words
 
+_MANY_TIMES = 2.0
+"""Ratio from which two rates are told, and not their difference in percent."""
 _FULL_SHARE = 0.9
 """Mean share of KV blocks in use from which KV memory is the limiting resource."""
 
@@ -39,6 +41,8 @@ def assemble(
     seen = goodput.at_rate if goodput is not None else None
     resource = _resource(layout, entry.estimate, seen)
     reasons = [_binding_words(seen, resource, estimator.idle_ttft_miss_share(layout))]
+    if goodput is not None and not goodput.rate:
+        reasons = [f"No rate that was simulated meets both objectives{_cause(entry.estimate)}."]
     if winner is None and layout.spans_hosts:
         reasons.append(host_sentence(layout, seen))
     if winner is not None:
@@ -154,8 +158,11 @@ def verdict_of(question: Question, candidates: Sequence[Candidate]) -> Verdict:
     if apart is None or together is None:
         only = apart or together
         assert only is not None, "the winner was simulated"
-        kind = "colocated" if only.layout.is_colocated else "disaggregated"
-        text = f"Only {kind} layouts fit and meet the SLO here; the best is {only.layout}."
+        others = [each for each in candidates if each.layout.is_colocated is not only.layout.is_colocated]
+        text = f"Only {_kind(only)} layouts fit and meet the SLO here; the best is {only.layout}."
+        if failed := next((each for each in others if each.goodput), None):
+            cause = _cause(failed.estimate)
+            text += f" Of {_kind(failed)} ones, {failed.layout} meets it at no rate that was simulated{cause}."
         return Verdict(best_disaggregated=apart, best_colocated=together, gain=None, is_clear=True, text=text)
     comparison = _compared(question, apart, together)
     return Verdict(
@@ -208,7 +215,7 @@ def _cost(question: Question, candidate: Candidate) -> float:
 
 def _verdict_words(question: Question, comparison: _Comparison, better: Candidate, worse: Candidate) -> str:
     advice = "Serve colocated" if better.layout.is_colocated else "Disaggregate"
-    other = f"the best {'colocated' if worse.layout.is_colocated else 'disaggregated'} layout, {worse.layout}"
+    other = f"the best {_kind(worse)} layout, {worse.layout}"
     served = f"{advice}: {better.layout} serves {rate_words(better.rate)} within the SLO"
     if comparison.is_by_cost:
         unsure = (
@@ -218,7 +225,7 @@ def _verdict_words(question: Question, comparison: _Comparison, better: Candidat
             prices = dollars(better.dollars_per_hour), dollars(worse.dollars_per_hour)
             return f"{served} for {prices[0]} an hour; {other}, costs {prices[1]}{unsure}."
         return f"{served} with {_devices(better.layout)}; {other}, takes {worse.layout.num_devices}{unsure}."
-    margin = comparison.merit(better) / comparison.merit(worse) - 1
+    ratio = comparison.merit(better) / comparison.merit(worse)
     per = instead = ""
     if better.layout.num_devices != worse.layout.num_devices:
         if question.objective is Objective.RATE_PER_DEVICE:
@@ -226,4 +233,16 @@ def _verdict_words(question: Question, comparison: _Comparison, better: Candidat
         else:
             instead = f", with {_devices(better.layout)} instead of {worse.layout.num_devices}"
     unsure = "" if comparison.is_clear else "; their confidence intervals overlap"
-    return f"{served}, {share(margin)} more{per} than {other}{instead}{unsure}."
+    if ratio >= _MANY_TIMES:
+        reached = f"{rate_words(comparison.merit(worse))}{per}{_cause(worse.estimate)}"
+        return f"{served}{instead}; {other}, reaches {reached}{unsure}."
+    return f"{served}, {share(ratio - 1)} more{per} than {other}{instead}{unsure}."
+
+
+def _kind(candidate: Candidate) -> str:
+    return "colocated" if candidate.layout.is_colocated else "disaggregated"
+
+
+def _cause(estimate: Estimate) -> str:
+    """Why a layout serves next to nothing, if it is known."""
+    return ": its mean pull of KV takes longer than TPOT leaves a mean answer" if estimate.is_pull_too_long else ""

@@ -74,6 +74,8 @@ class Estimate:
     """The resource that limits it."""
     is_feasible: bool = True
     """False: even an idle cluster misses the SLO for too many requests."""
+    is_pull_too_long: bool = False
+    """A mean pull alone takes longer than TPOT leaves a mean answer."""
 
 
 class _Mix(NamedTuple):
@@ -188,13 +190,15 @@ class Estimator:
         mix, idle_ttft_s = decode.mix, decode.idle_ttft_s
         prefilled = decode_pool.replicas * mix.prefilled_per_s
         tpot_s = mix.step_s / _STEADY_SHARE
-        is_link_limited = False
+        is_link_limited = is_pull_too_long = False
         if layout.prefill is not None:
             idle_ttft_s = np.minimum(self.figures(layout.prefill).idle_ttft_s, idle_ttft_s)
             if layout.prefill not in self._queued:
                 self._queued[layout.prefill] = float(self._queued_rates(layout.prefill)[0])
             handed_off, linked = self._queued[layout.prefill], even_pulls_per_s(layout, *self._pull_times_s(layout))
             is_link_limited = linked < handed_off
+            mean_pull_s = min(layout.prefill.replicas, decode_pool.replicas) / linked
+            is_pull_too_long = mean_pull_s > self._demand.mean_gaps * slo.tpot_seconds
             prefilled = min(handed_off, linked) + prefilled * self._local_share(decode_pool)
         else:
             tpot_s = tpot_s + self._stalls_s(decode_pool)
@@ -208,6 +212,7 @@ class Estimator:
             rate=rate / served_share,
             resource=_resource(decode, decoded, prefilled, is_link_limited=is_link_limited),
             is_feasible=reaches and bool(self._is_within(mix.step_s).any()),
+            is_pull_too_long=is_pull_too_long,
         )
 
     @property

@@ -13,25 +13,31 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import pairwise
-from math import exp, inf, log
+from math import ceil, exp, inf, log
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.simulate.attainment import Attainment, Interval, measure
+from pdserve.planner.simulate.attainment import NUM_LOOKS, Attainment, Interval, measure, seems_over
 from pdserve.planner.simulate.simulator import simulate
-from pdserve.planner.workload.requests import DrawnRequests
+from pdserve.planner.workload.requests import DrawnRequests, SimulatedRequest
 
 if TYPE_CHECKING:
     from pdserve.planner.simulate.scout import ScoutRequests
 
 LEAST_REQUESTS = 4000
-"""Of a run, however short its requests are, if the workload has as many."""
+"""Of a run of usual length, however short its requests are, if the workload has as many."""
+LOOKS = (0.5, 1.0, 2.0)
+"""Lengths of a run in terms of the usual one (`Trial.run_s`): at the first it ends if it is sure, at the second also if
+the third is hardly enough to be."""
+assert len(LOOKS) == NUM_LOOKS
 _STEP = 1.1
 """Ratio of the first two rates of a search for a goodput."""
+_MOST_END_RUNS = 3
+"""To find the rate that surely misses the target, where no simulated one is within the tolerance."""
 _SCREEN_STEP, _CHUNK_STEP = 1.5, 1.05
 """The same for a search by the scout, and if only the chunk budget of a layout is another."""
 _LEAST_SHARE = 1 / 200
@@ -48,7 +54,7 @@ class Workload(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Parameters common to all rates."""
+    """Parameters common to all rates. A run ends early if it is sure whether it attains ``slo.attainment``."""
 
     model: PlannedModel
     layout: Layout
@@ -58,7 +64,7 @@ class Trial:
     num_requests: int = 20_000
     """Most of a run."""
     run_s: float = inf
-    """Time that the arrivals of a run take, if that leaves `LEAST_REQUESTS`."""
+    """Time that the arrivals of a run of usual length take, if that leaves `LEAST_REQUESTS`."""
     seed: int = 0
 
 
@@ -70,8 +76,8 @@ class Run(NamedTuple):
 
 
 Result = TypeVar("Result")
-Search = Generator[Run, Attainment, Result]
-"""Asks for runs, is sent what each attained, and returns its result."""
+Search = Generator[Sequence[Run], Sequence[Attainment], Result]
+"""Asks for runs that can be simulated at once, is sent what each attained, and returns its result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +85,10 @@ class Goodput:
     """The highest rate that met the target, and all points on the way to it."""
 
     rate: float
-    """Highest simulated rate, in requests per second of the whole layout, at which a further run meets the target with
-    95 % confidence. If none is sure, because even a slow rate barely does, the highest that met it; 0 if none did."""
+    """Highest simulated rate, in requests per second of the whole layout, that meets the target with 95 % confidence.
+    If none is sure, because even a slow rate barely does, the highest that met it; 0 if none did."""
     interval: Interval
-    """From ``rate``, or 0 if that is not sure, to the rate at which a further run misses the target with 95 %
-    confidence."""
+    """From ``rate``, or 0 if that is not sure, to the rate that misses the target with 95 % confidence."""
     target: float
     """Required attainment."""
     num_devices: int
@@ -125,18 +130,24 @@ class Runner:
             ValueError: the layout cannot run (`pdserve.planner.simulate.simulator.simulate`).
         """
         requests = self._drawn(trial.num_requests, trial.seed, trial.model.max_model_len).at_rate(rate)
-        ends_s = requests[0].arrived_s + trial.run_s
-        num_requests = bisect_right(requests, ends_s, key=lambda request: request.arrived_s)
+        half, usual, longest = run_lengths(trial, requests)
+        looks = {
+            half: partial(seems_over, slo=trial.slo),
+            usual: partial(seems_over, slo=trial.slo, growth=longest / usual),
+        }
         simulation = simulate(
             trial.model,
             trial.layout,
-            requests[: max(num_requests, LEAST_REQUESTS)],
+            requests[:longest],
             slo=trial.slo,
             max_in_flight=_max_in_flight(trial),
             policy=trial.policy,
             cost_of=lambda pool: self._cost(trial.model, replace(pool, replicas=1)),
+            looks={length: look for length, look in looks.items() if length < longest},
         )
-        return measure([simulation], trial.slo, rate)
+        num_looks = NUM_LOOKS if half < longest else 1
+        is_short = half < longest and simulation.offered_until_s < requests[usual - 1].arrived_s
+        return measure([simulation], trial.slo, rate, num_looks=num_looks, is_short=is_short)
 
     def scouted(self, trial: Trial, rate: float) -> Attainment:
         """What the scout attains at ``rate``, by ``least-time`` and with all of ``num_requests``.
@@ -167,6 +178,17 @@ class Runner:
         return ScoutRequests.of(self._drawn(num_requests, seed, max_model_len).at_rate(1.0))
 
 
+def run_lengths(trial: Trial, requests: Sequence[SimulatedRequest]) -> list[int]:
+    """Numbers of ``requests`` after which a run of ``trial`` may end, one for each of `LOOKS`; the same number where
+    there are no more."""
+    lengths = []
+    for look in LOOKS:
+        ends_s = requests[0].arrived_s + look * trial.run_s
+        num_arrived = bisect_right(requests, ends_s, key=lambda request: request.arrived_s)
+        lengths.append(min(len(requests), max(num_arrived, round(look * LEAST_REQUESTS))))
+    return lengths
+
+
 def _cost(model: PlannedModel, pool: Pool) -> CostModel:
     return pool.cost(model)
 
@@ -181,8 +203,8 @@ def _max_in_flight(trial: Trial) -> int:
 
 
 def search_goodput(trial: Trial, start_rate: float, *, tolerance: float = 0.02) -> Search[Goodput]:
-    """Goodput of ``trial``: the highest rate at which a further run surely meets the target, and about the first one at
-    which it surely misses it, by a run near that.
+    """Goodput of ``trial``: the highest rate that surely meets the target, and about the first one that surely misses
+    it, by runs near that.
 
     Args:
         start_rate: a guess; any rate above 0 leads to the same goodput, within the tolerance.
@@ -199,9 +221,11 @@ def search_goodput(trial: Trial, start_rate: float, *, tolerance: float = 0.02) 
     if not rate and met:
         rates = bracketing(max(met), _STEP, 1 + tolerance)
         rate = yield from answered(rates, trial, lambda seen: seen.meets(target), points)
-    if rate and not any(point.surely_misses(target) for point in points.values()):
+    for _ in range(_MOST_END_RUNS if rate else 0):
         missed_rate = surely_missed_rate(list(points.values()), rate, target)
-        points[missed_rate] = points.get(missed_rate) or (yield Run(trial, missed_rate))
+        if any(1 / (1 + tolerance) < point / missed_rate < 1 + tolerance for point in points):
+            break
+        points[missed_rate] = yield from single_run(trial, missed_rate)
     in_order = tuple(points[each] for each in sorted(points))
     return Goodput(
         rate=rate,
@@ -214,11 +238,12 @@ def search_goodput(trial: Trial, start_rate: float, *, tolerance: float = 0.02) 
 
 def single_run(trial: Trial, rate: float) -> Search[Attainment]:
     """What ``trial`` attains at ``rate``."""
-    return (yield Run(trial, rate))
+    (seen,) = yield [Run(trial, rate)]
+    return seen
 
 
 def answered(
-    rates: Generator[float, bool, float],
+    rates: Generator[Sequence[float], Sequence[bool], float],
     trial: Trial,
     meets: Callable[[Attainment], bool],
     known: dict[float, Attainment],
@@ -229,11 +254,11 @@ def answered(
         known: results by rate, which are not simulated again; further ones are added.
     """
     try:
-        rate = next(rates)
+        asked = next(rates)
         while True:
-            if rate not in known:
-                known[rate] = yield Run(trial, rate)
-            rate = rates.send(meets(known[rate]))
+            if new := [rate for rate in asked if rate not in known]:
+                known.update(zip(new, (yield [Run(trial, rate) for rate in new]), strict=True))
+            asked = rates.send([meets(known[rate]) for rate in asked])
     except StopIteration as stop:
         found: float = stop.value
         return found
@@ -281,52 +306,57 @@ def _screened(runner: Runner, trial: Trial, start_rate: float, step: float, tole
     return Screened(rate, residence_s, sum(point.num_requests for point in points.values()))
 
 
-def bracketing(start_rate: float, step: float, tolerance: float) -> Generator[float, bool, float]:
-    """Ask of rates whether they meet the target; return the highest that does, below one that does not and is at most
-    ``tolerance`` times as high, or 0 if no rate does. The steps to bracket it grow, then the bracket is halved."""
+def bracketing(start_rate: float, step: float, tolerance: float) -> Generator[Sequence[float], Sequence[bool], float]:
+    """Ask of one or two rates at a time, lowest first, whether they meet the target; return the highest that does,
+    below one that does not and is at most ``tolerance`` times as high, or 0 if no rate does. What is answered of a rate
+    above one that does not meet the target is ignored. The steps to bracket the result grow, then the bracket is
+    divided. Two rates at a time, because they can be simulated at once, and cost as much as two after one another.
+    """
     assert start_rate > 0
-    low, high, rate = 0.0, inf, start_rate
-    while not low or high == inf:
-        if (yield rate):
-            low = rate
-            if rate > start_rate / _LEAST_SHARE:
-                return rate
+    low, high = 0.0, inf
+    asked = [start_rate, start_rate * step]
+    while not low or high / low > tolerance:
+        answers = yield asked
+        num_met = [*answers, False].index(False)
+        low, high = ([low, *asked][num_met], [*asked, high][num_met])
+        if low > start_rate / _LEAST_SHARE and high == inf:
+            return low
+        if high < start_rate * _LEAST_SHARE and not low:
+            return 0.0
+        if low and high < inf:
+            num_parts = min(3, ceil(log(high / low) / log(tolerance) - 1e-9))
+            asked = [low * (high / low) ** (part / num_parts) for part in range(1, num_parts)]
         else:
-            high = rate
-            if rate < start_rate * _LEAST_SHARE:
-                return 0.0
-        rate = rate * step if low else rate / step
-        step **= 1.5
-    while high / low > tolerance:
-        rate = (low * high) ** 0.5
-        if (yield rate):
-            low = rate
-        else:
-            high = rate
+            near, far = step**1.5, step**3.75
+            asked = [low * near, low * far] if low else [high / far, high / near]
+            step = step**2.25
     return low
 
 
 def highest_rate(meets: Callable[[float], bool], start_rate: float, step: float, tolerance: float) -> float:
-    """The result of `bracketing`, whose questions ``meets`` answers."""
+    """The result of `bracketing`, whose questions ``meets`` answers, one after the other and none in vain."""
     rates = bracketing(start_rate, step, tolerance)
     try:
-        rate = next(rates)
+        asked = next(rates)
         while True:
-            rate = rates.send(meets(rate))
+            answers = [True]
+            for rate in asked:
+                answers.append(answers[-1] and meets(rate))
+            asked = rates.send(answers[1:])
     except StopIteration as stop:
         found: float = stop.value
         return found
 
 
 def surely_missed_rate(points: Sequence[Attainment], rate: float, target: float) -> float:
-    """Rate at which the most that a further run attains falls to ``target``, or the first that saturates the cluster:
+    """Rate at which the upper confidence limit falls to ``target``, or the first that saturates the cluster:
     between two simulated rates in proportion, beyond the highest one along the line through the last two."""
     in_order = sorted((point for point in points if point.rate >= rate), key=lambda point: point.rate)
-    if len(in_order) < 2 or in_order[0].of_further_run.high <= target:
+    if len(in_order) < 2 or in_order[0].interval.high <= target:
         return in_order[0].rate if in_order else rate
     pairs = list(pairwise(in_order))
     below, above = next((pair for pair in pairs if pair[1].surely_misses(target)), pairs[-1])
-    high, low = below.of_further_run.high, above.of_further_run.high
+    high, low = below.interval.high, above.interval.high
     if above.is_saturated or high <= low or high <= target:
         return above.rate
     steps = (high - target) / (high - low)

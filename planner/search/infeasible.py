@@ -31,7 +31,7 @@ def nothing_met(question: Question, simulated: Sequence[Entry]) -> InfeasibleSlo
     """No simulated layout met the SLO at any tried rate."""
     seen = [(entry, point) for entry in simulated if entry.goodput for point in entry.goodput.points]
     entry, point = max(seen, key=lambda each: each[1].share)
-    surely = f", surely {share(point.of_further_run.low)}," if point.meets(question.slo.attainment) else ""
+    surely = f", surely {share(point.interval.low)}," if point.meets(question.slo.attainment) else ""
     return InfeasibleSloError(
         f"the SLO is out of reach: no layout meets {_slo_words(question)} at any rate, the best was "
         f"{share(point.share)}{surely} at {rate_words(point.rate)}, by {entry.layout}; loosen the SLO, "

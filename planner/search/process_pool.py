@@ -71,23 +71,24 @@ class ProcessPool:
     def search(
         self, searches: Sequence[Search[Result]], done: Callable[[Run, Attainment], None] = lambda run, seen: None
     ) -> list[Result]:
-        """Results of ``searches``, in order, each of which goes on as soon as its run is over; ``done`` receives each
+        """Results of ``searches``, in order, each of which goes on as soon as its runs are over; ``done`` receives each
         run.
 
         Raises:
             ValueError: a layout cannot run.
         """
         results: dict[int, Result] = {}
+        asked: dict[int, list[Future[Attainment]]] = {}
         running: dict[Future[Attainment], tuple[int, Run]] = {}
 
-        def go_on(index: int, seen: Attainment | None = None) -> None:
+        def go_on(index: int, seen: Sequence[Attainment] | None = None) -> None:
             try:
-                run = next(searches[index]) if seen is None else searches[index].send(seen)
+                runs = next(searches[index]) if seen is None else searches[index].send(seen)
             except StopIteration as stop:
                 results[index] = stop.value
             else:
-                future = self.submit(partial(Runner.attainment, trial=run.trial, rate=run.rate))
-                running[future] = index, run
+                asked[index] = [self.submit(partial(Runner.attainment, trial=run.trial, rate=run.rate)) for run in runs]
+                running.update((future, (index, run)) for future, run in zip(asked[index], runs, strict=True))
 
         for index in range(len(searches)):
             go_on(index)
@@ -95,7 +96,8 @@ class ProcessPool:
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 index, run = running.pop(future)
                 done(run, future.result())
-                go_on(index, future.result())
+                if not any(each in running for each in asked[index]):
+                    go_on(index, [each.result() for each in asked[index]])
         return [results[index] for index in range(len(searches))]
 
     def submit(self, job: Job[Result]) -> Future[Result]:

@@ -29,7 +29,7 @@ from functools import partial
 from statistics import geometric_mean, mean
 from typing import Any
 
-from pdserve.contracts.deployment import DEFAULT_POLICY
+from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.candidates import assemble, verdict_of
 from pdserve.planner.search.demand import Demand
@@ -57,10 +57,10 @@ _SCREEN_OPTIMISM = 1.1
 """Factor by which what the scout found may be too low, once corrected by what was simulated."""
 _MOST_CHUNK_TOKENS = 16384
 _RUN_RESIDENCES = 15
-"""Length of a run in mean residence times, as screened, and in TTFT objectives: a queue that gets a fifteenth more than
-it can take passes the objective within the run."""
+"""Usual length of a run in mean residence times, as screened, and in TTFT objectives: a queue that gets a fifteenth
+more than it can take passes the objective within the run."""
 _RUN_CONVERSATIONS = 8
-"""Length of a run in mean times of a conversation."""
+"""The same in mean times of a conversation."""
 _USUAL_RUNS = 6
 """Of a search; for the progress."""
 
@@ -147,6 +147,14 @@ def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ..
     return tuple(notes)
 
 
+def usual_run_s(sample: Sequence[SimulatedRequest], residence_s: float, slo: SloConfig) -> float:
+    """Usual length of a run of requests like ``sample``, whose mean residence time is ``residence_s``."""
+    turns = [list(each.turns()) for each in sample]
+    think_s = mean(sum(turn.arrived_s for turn in each[1:]) for each in turns)
+    conversation_s = think_s + mean(map(len, turns)) * residence_s
+    return max(_RUN_RESIDENCES * residence_s, _RUN_RESIDENCES * slo.ttft_seconds, _RUN_CONVERSATIONS * conversation_s)
+
+
 class _Search:
     """One search in progress."""
 
@@ -168,9 +176,7 @@ class _Search:
         """Feasible layouts in order of enumeration."""
         self._num_infeasible = 0
         self._num_requests = 0
-        turns = [list(each.turns()) for each in sample]
-        self._mean_turns = mean(map(len, turns))
-        self._mean_think_s = mean(sum(turn.arrived_s for turn in each[1:]) for each in turns)
+        self._sample = sample
 
     # The three rounds
 
@@ -272,9 +278,9 @@ class _Search:
         these; as long as none answers the question, any that may."""
         finalists, effort = self._finalists(), self._question.effort
         has_rate = self._question.objective.has_rate
-        rest = [entry for entry in self._screened() if entry.goodput is None and entry.expected_rate]
         if not finalists:
-            return of_both_kinds(self._ranking.ranked(rest or self._screened()), 2)
+            return of_both_kinds(self._ranking.ranked(self._screened()), 2)
+        rest = [entry for entry in self._screened() if entry.goodput is None and entry.expected_rate]
         if self._is_served(finalists):
             num_more = 2 if has_rate else max(0, effort.num_finalists - len(finalists))
             return of_both_kinds(self._ranking.may_beat(rest, finalists, _SCREEN_OPTIMISM), num_more)[:num_more]
@@ -308,11 +314,11 @@ class _Search:
         assert goodput is not None
         rate = self._question.rate if self._question.objective.has_rate else goodput.rate
         describing: list[Search[Any]] = [
-            *(single_run(self._trial(each), rate) for each in losers),
             search_saturation(trial, goodput),
             *(search_sensitivity(trial, goodput, factor) for factor in TIME_FACTORS),
+            *(single_run(self._trial(each), rate) for each in losers),
         ]
-        *seen, saturation_rate, faster, slower = self._searched(describing, 0.7, 1.0, "saturation and sensitivity")
+        saturation_rate, faster, slower, *seen = self._searched(describing, 0.7, 1.0, "saturation and sensitivity")
         put_together = partial(assemble, self._question, self._estimator)
         best = put_together(winner, None, saturation_rate=saturation_rate, sensitivity=(faster, slower))
         losing = [
@@ -365,18 +371,13 @@ class _Search:
         """Trial of a finalist, long enough for a steady state."""
         question, screened = self._question, entry.screened
         assert screened is not None
-        conversation_s = self._mean_think_s + self._mean_turns * screened.mean_residence_s
         return Trial(
             model=question.model,
             layout=entry.layout,
             slo=question.slo,
             policy=question.policy,
             num_requests=self._limited(question.effort.final_requests),
-            run_s=max(
-                _RUN_RESIDENCES * screened.mean_residence_s,
-                _RUN_RESIDENCES * question.slo.ttft_seconds,
-                _RUN_CONVERSATIONS * conversation_s,
-            ),
+            run_s=usual_run_s(self._sample, screened.mean_residence_s, question.slo),
             seed=question.effort.seed,
         )
 

@@ -14,7 +14,7 @@ from pdserve.planner.search.goodput import Goodput, Search, Trial, answered, bra
 from pdserve.planner.search.plan import Sensitivity
 
 TIME_FACTORS = (0.9, 1.1)
-_SATURATION_STEP, _SENSITIVITY_STEP, _TOLERANCE = 1.15, 1.05, 1.05
+_SATURATION_STEP, _TOLERANCE = 1.15, 1.05
 
 
 def search_saturation(trial: Trial, goodput: Goodput) -> Search[float]:
@@ -23,16 +23,23 @@ def search_saturation(trial: Trial, goodput: Goodput) -> Search[float]:
     Args:
         trial: that found its ``goodput``, which is above 0.
     """
-    known = {point.rate: point for point in goodput.points}
-    start_rate = max(rate for rate, point in known.items() if point.meets(goodput.target / 2))
+    trial = replace(trial, slo=replace(trial.slo, attainment=goodput.target / 2))
+    target = trial.slo.attainment
+    known = {point.rate: point for point in goodput.points if point.surely_meets(target) or point.surely_misses(target)}
+    start_rate = max((rate for rate, point in known.items() if point.meets(target)), default=goodput.rate)
     rates = bracketing(start_rate, _SATURATION_STEP, _TOLERANCE)
-    return (yield from answered(rates, trial, lambda seen: seen.meets(goodput.target / 2), known))
+    return (yield from answered(rates, trial, lambda seen: seen.meets(target), known))
 
 
 def search_sensitivity(trial: Trial, goodput: Goodput, factor: float) -> Search[Sensitivity]:
-    """Goodput of the winner if steps and transfers take ``factor`` times as long."""
+    """Goodput of the winner if steps and transfers take ``factor`` times as long.
+
+    As the objectives stay, it changes by more than their time, if little: in proportion to that, the known goodput is a
+    bound of it, and the other bound is near.
+    """
     slow = replace(trial, layout=_slowed(trial.layout, factor))
-    rates = bracketing(goodput.rate / factor, _SENSITIVITY_STEP, _TOLERANCE)
+    bound = goodput.rate / factor
+    rates = bracketing(bound if factor < 1 else bound / _TOLERANCE, _TOLERANCE, _TOLERANCE)
     rate = yield from answered(rates, slow, goodput.is_met, {})
     return Sensitivity(factor, rate)
 

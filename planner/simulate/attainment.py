@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +25,17 @@ MAX_WARM_UP_SHARE = 0.4
 """Limit on the warm-up, as a share of the time that a run's arrivals take."""
 NUM_BATCHES = 10
 """Batches per run for the confidence interval."""
-_STUDENT_T = ((49, 2.010), (29, 2.045), (19, 2.093), (9, 2.262), (4, 2.776), (0, 12.71))
-"""(Degrees of freedom, 97.5 % quantile of Student's t) for at least that many degrees."""
-_NORMAL_Z = 1.96
+NUM_LOOKS = 3
+"""At a run that may end early: at each it is judged so strictly that all together are wrong as seldom as one look at a
+run of fixed length (Bonferroni)."""
+_STUDENT_T = {
+    1: ((49, 2.010), (29, 2.045), (19, 2.093), (9, 2.262), (4, 2.776), (0, 12.71)),
+    NUM_LOOKS: ((49, 2.479), (29, 2.541), (19, 2.625), (9, 2.933), (4, 3.961), (0, 38.19)),
+}
+"""By the number of looks: (degrees of freedom, quantile of Student's t at 1 - 0.025 / looks) for at least that many
+degrees."""
+_GROWTH_T = 1.860
+"""95 % quantile of Student's t with two degrees of freedom fewer than batches: of 20 steady runs one seems to grow."""
 
 
 class Interval(NamedTuple):
@@ -74,9 +83,8 @@ class Attainment:
     share: float
     """Counted requests that met both objectives."""
     interval: Interval
-    """Confidence interval of ``share``, from the means of consecutive batches of requests."""
-    of_further_run: Interval
-    """The share of a further run of this length lies in it with 95 % confidence."""
+    """Confidence interval of ``share``, from the means of consecutive batches of requests, at all looks at the run
+    together."""
     ttft_share: float
     """Counted requests that met the TTFT objective, whatever their TPOT."""
     tpot_share: float
@@ -101,6 +109,9 @@ class Attainment:
     """Runs of equal length with different seeds."""
     is_saturated: bool = False
     """A run had no steady state (`RequestTimes.is_saturated`): a longer one would attain less."""
+    is_growing: bool = False
+    """From batch to batch of a run that might have ended early, latencies grew in terms of their objectives by more
+    than chance would explain: a longer one may attain less."""
 
     @property
     def network_share(self) -> float:
@@ -112,12 +123,12 @@ class Attainment:
         return self.share >= target and not self.is_saturated
 
     def surely_meets(self, target: float) -> bool:
-        """Whether a further run would meet the target, with 95 % confidence."""
-        return self.of_further_run.low >= target and not self.is_saturated
+        """Whether longer runs would meet the target, with 95 % confidence."""
+        return self.interval.low >= target and not self.is_saturated and not self.is_growing
 
     def surely_misses(self, target: float) -> bool:
-        """Whether a further run would miss the target, with 95 % confidence, or has no steady state."""
-        return self.of_further_run.high < target or self.is_saturated
+        """Whether longer runs would miss the target, with 95 % confidence, or have no steady state."""
+        return self.interval.high < target or self.is_saturated
 
     @property
     def binding_slo(self) -> str:
@@ -135,16 +146,22 @@ def warm_up_s(arrived_s: FloatArray, mean_residence_s: float) -> float:
     return min(WARM_UP_RESIDENCES * mean_residence_s, MAX_WARM_UP_SHARE * span_s)
 
 
-def measure(runs: Sequence[Simulation], slo: SloConfig, rate: float) -> Attainment:
-    """Evaluate runs of one layout that differ in their seeds, at ``rate`` offered requests per second."""
+def measure(
+    runs: Sequence[Simulation], slo: SloConfig, rate: float, *, num_looks: int = 1, is_short: bool = False
+) -> Attainment:
+    """Evaluate runs of one layout that differ in their seeds, at ``rate`` offered requests per second.
+
+    Args:
+        num_looks: 1, or `NUM_LOOKS` of runs that might have ended at each.
+        is_short: the runs are too short to tell a missing steady state from the start of an empty cluster.
+    """
     assert runs
     judged = [_Judged.of(run, slo) for run in runs]
     met = [each.met for each in judged]
     return Attainment(
         rate=rate,
         share=_mean(met),
-        interval=_interval(met),
-        of_further_run=_interval(met, of_further_run=True),
+        interval=_interval(met, num_looks),
         ttft_share=_mean([each.met_ttft for each in judged]),
         tpot_share=_mean([each.met_tpot for each in judged]),
         ttft=_distribution(np.concatenate([each.ttft_s for each in judged])),
@@ -158,8 +175,26 @@ def measure(runs: Sequence[Simulation], slo: SloConfig, rate: float) -> Attainme
         output_tokens_per_s=sum(each.num_answered for each in judged) / sum(_span_s(run) for run in runs),
         pools=tuple(_pool_uses(runs)),
         num_runs=len(runs),
-        is_saturated=any(run.times.is_saturated for run in runs),
+        is_saturated=not is_short and any(run.times.is_saturated for run in runs),
+        is_growing=num_looks > 1 and any(_is_growing(each.used) for each in judged),
     )
+
+
+def seems_over(times: RequestTimes, now_s: float, slo: SloConfig, *, growth: float = inf) -> bool:
+    """Whether a run that has come to ``now_s`` would, if it ended there, surely meet or surely miss the target of
+    ``slo``, or would do neither if it were ``growth`` times as long. A guess, which leaves out requests in flight that
+    may yet be in time."""
+    is_known = np.isfinite(times.last_token_s) | times.is_rejected
+    is_known |= np.isnan(times.first_token_s) & (now_s - times.arrived_s > slo.ttft_seconds)
+    residence_s = _mean_residence_s(times)
+    starts_s = times.arrived_s[0] + warm_up_s(times.arrived_s, residence_s)
+    counts = is_known & (times.arrived_s >= starts_s) & (times.arrived_s <= now_s - residence_s)
+    met = times.are_within(slo)[counts]
+    low, high = _interval([met], NUM_LOOKS)
+    if low >= slo.attainment:
+        return not _is_growing(_used(times, slo)[counts])
+    distance = abs(_mean([met]) - slo.attainment)
+    return high < slo.attainment or distance < (high - low) / 2 / sqrt(growth)
 
 
 class _Judged(NamedTuple):
@@ -171,6 +206,8 @@ class _Judged(NamedTuple):
     ttft_s: FloatArray
     tpot_s: FloatArray
     """Answers of two tokens or more."""
+    used: FloatArray
+    """As `_used`."""
     num_answered: int
     """Tokens of all finished answers, including the warm-up's."""
     warm_up_s: float
@@ -192,6 +229,7 @@ class _Judged(NamedTuple):
             met_tpot=met_tpot[counts],
             ttft_s=ttft_s[counts],
             tpot_s=tpot_s[counts & (times.num_output_tokens > 1)],
+            used=_used(times, slo)[counts],
             num_answered=int(times.num_output_tokens[is_over].sum()),
             warm_up_s=start_s,
             mean_residence_s=residence_s,
@@ -220,28 +258,43 @@ def _mean(values: Iterable[BoolArray | FloatArray]) -> float:
     return float(together.mean()) if len(together) else 0.0
 
 
-def _interval(met: Sequence[BoolArray], *, of_further_run: bool = False) -> Interval:
+def _interval(met: Sequence[BoolArray], num_looks: int) -> Interval:
     """Confidence interval from the means of batches of consecutive requests, which hardly depend on each other (Law,
-    "Simulation Modeling and Analysis", section 9.5.3).
-
-    That of the mean is never narrower than Wilson's for independent requests, which does not collapse if all of them
-    met the objectives. That of a further run adds the variance of one run.
-    """
+    "Simulation Modeling and Analysis", section 9.5.3); never narrower than Wilson's for independent requests, which
+    does not collapse if all of them met the objectives."""
     share, num_counted = _mean(met), sum(len(each) for each in met)
     if not num_counted:
         return Interval(0.0, 1.0)
     means = [float(batch.mean()) for each in met for batch in np.array_split(each, NUM_BATCHES) if len(batch)]
     half = inf
     if len(means) > 1:
-        student = next(quantile for degrees, quantile in _STUDENT_T if len(means) - 1 >= degrees)
-        half = student * float(np.std(means, ddof=1)) * sqrt(1 / len(means) + of_further_run / NUM_BATCHES)
-    low, high = share - half, share + half
-    if not of_further_run:
-        z_squared = _NORMAL_Z**2 / num_counted
-        centre = (share + z_squared / 2) / (1 + z_squared)
-        spread = _NORMAL_Z * sqrt(share * (1 - share) / num_counted + z_squared / (4 * num_counted)) / (1 + z_squared)
-        low, high = min(low, centre - spread), max(high, centre + spread)
-    return Interval(max(0.0, low), min(1.0, high))
+        half = _student_t(len(means) - 1, num_looks) * float(np.std(means, ddof=1)) / sqrt(len(means))
+    z_squared = NormalDist().inv_cdf(1 - 0.025 / num_looks) ** 2 / num_counted
+    centre = (share + z_squared / 2) / (1 + z_squared)
+    spread = sqrt(z_squared * (share * (1 - share) + z_squared / 4)) / (1 + z_squared)
+    return Interval(max(0.0, min(share - half, centre - spread)), min(1.0, max(share + half, centre + spread)))
+
+
+def _student_t(num_degrees: int, num_looks: int) -> float:
+    return next(quantile for degrees, quantile in _STUDENT_T[num_looks] if num_degrees >= degrees)
+
+
+def _used(times: RequestTimes, slo: SloConfig) -> FloatArray:
+    """Latencies over their objectives, the larger one of each request; NaN if it did not end."""
+    used: FloatArray = np.maximum(times.ttft_s / slo.ttft_seconds, times.tpot_s / slo.tpot_seconds)
+    return used
+
+
+def _is_growing(used: FloatArray) -> bool:
+    """Whether the means of consecutive batches rise in a line, by Student's t of its slope."""
+    ended = used[np.isfinite(used)]
+    if len(ended) < NUM_BATCHES:
+        return False
+    means = np.array([batch.mean() for batch in np.array_split(ended, NUM_BATCHES)])
+    places = np.arange(NUM_BATCHES) - (NUM_BATCHES - 1) / 2
+    slope = float(places @ means / (places @ places))
+    error = float(np.std(means - slope * places)) * sqrt(NUM_BATCHES / (NUM_BATCHES - 2) / (places @ places))
+    return slope > _GROWTH_T * error
 
 
 def _distribution(latency_s: FloatArray) -> Distribution:

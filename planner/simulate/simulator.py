@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -30,7 +30,7 @@ from pdserve.planner.simulate.event_queue import EventQueue
 from pdserve.planner.simulate.simulated_cluster import ClusterBuilder
 from pdserve.planner.simulate.simulated_transfers import SimulatedTransfers
 from pdserve.planner.simulate.simulated_worker import END_TOKEN, SimulatedWorker
-from pdserve.planner.simulate.simulation import RequestRecord, Simulation, request_times
+from pdserve.planner.simulate.simulation import RequestRecord, RequestTimes, Simulation, request_times
 from pdserve.planner.workload.prompts import Prompt, PromptTable
 from pdserve.planner.workload.requests import SimulatedRequest
 from pdserve.router.requests.dispatch import Dispatcher
@@ -59,6 +59,9 @@ class Overheads:
     """Turn of a step loop between two steps, unless the second was submitted before the first ended."""
 
 
+Look = Callable[[RequestTimes, float], bool]
+"""Receives the times so far of a simulation, and its clock; returns whether it may end."""
+NO_LOOKS: Mapping[int, Look] = {}
 NO_OVERHEADS = Overheads(arrival_s=0.0, message_s=0.0, answer_s=0.0, pull_s=0.0, turn_s=0.0)
 
 
@@ -73,6 +76,7 @@ def simulate(
     max_in_flight: int = 1024,
     policy: str = DEFAULT_POLICY,
     cost_of: Callable[[Pool], CostModel] | None = None,
+    looks: Mapping[int, Look] = NO_LOOKS,
 ) -> Simulation:
     """Serve ``requests`` on ``layout``.
 
@@ -85,12 +89,14 @@ def simulate(
         max_in_flight: limit on requests in flight at the router; further ones are rejected.
         policy: name of the router's placement policy.
         cost_of: cost model of a pool's workers; `Pool.cost` by default.
+        looks: by numbers of ``requests``; as soon as so many arrived, the rest may be left out. The result is that of a
+            simulation of the others alone.
 
     Raises:
         ValueError: the model does not fit, or does not divide by the layout's degrees.
     """
     settings = DispatchSettings(policy=policy, max_in_flight=max_in_flight, slo=slo)
-    run = _Simulator(model, layout, requests, settings, overheads or Overheads(), concurrency, cost_of)
+    run = _Simulator(model, layout, requests, settings, overheads or Overheads(), concurrency, cost_of, looks)
     with _no_garbage_collection():
         return run.simulate()
 
@@ -155,6 +161,7 @@ class _Simulator:
         overheads: Overheads,
         concurrency: int,
         cost_of: Callable[[Pool], CostModel] | None,
+        looks: Mapping[int, Look] = NO_LOOKS,
     ) -> None:
         self._overheads = overheads
         self._events = EventQueue()
@@ -183,6 +190,9 @@ class _Simulator:
         self._is_sweep_due = False
         self._queue: Iterator[SimulatedRequest] = iter(requests)
         self._is_closed_loop = concurrency > 0
+        self._looks = looks
+        self._num_arrived = 0
+        """Of ``requests``; the records have the later turns of conversations, too."""
         for _ in range(concurrency or 1):
             self._expect_next()
 
@@ -220,6 +230,10 @@ class _Simulator:
     def _arrive(self, simulated: SimulatedRequest, before: Prompt | None) -> None:
         if before is None:
             self._offered_until_s = self.now_s
+            self._num_arrived += 1
+            look = self._looks.get(self._num_arrived)
+            if look is not None and look(request_times(self._records), self.now_s):
+                self._queue = iter(())
             if not self._is_closed_loop:
                 self._expect_next()
         record = RequestRecord(self.now_s, simulated.num_prompt_tokens, simulated.num_output_tokens)

@@ -61,6 +61,7 @@ def test_every_file_is_found_from_the_deployment_file(tmp_path: Path, monkeypatc
         "router: {keys_file: keys, tls_certificate: c.pem, tls_key: /k.pem, request_log: log,\n"
         "  admin_token_file: token}\n"
         "security: {tls: {ca: ca.pem, certificate: h.pem, key: h.key}}\n"
+        "decode: {speculation: {draft: small}}\n"
     )
     monkeypatch.chdir(tmp_path)
     config = read_deployment(Path("cluster/deployment.yaml"))
@@ -70,6 +71,7 @@ def test_every_file_is_found_from_the_deployment_file(tmp_path: Path, monkeypatc
     files = (router.keys_file, router.tls_certificate, router.request_log, router.admin_token_file)
     assert files == tuple(str(folder / name) for name in ("keys", "c.pem", "log", "token"))
     assert router.tls_key == "/k.pem"
+    assert (config.decode.draft_path, config.mixed.draft_path) == (str(folder / "small"), "")
     assert (tls.ca, tls.certificate, tls.key) == tuple(str(folder / name) for name in ("ca.pem", "h.pem", "h.key"))
 
 
@@ -147,7 +149,11 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("decode: {swap_memory: -1}", "decode.swap_memory is -1; write auto, 0, or bytes with a unit"),
         ("decode: {swap_memory: [1]}", "decode.swap_memory is [1] (list); write auto, 0, or bytes with a unit"),
         ("prefill: {swap_memory: 1GiB}", "prefill workers preempt nothing: leave it out"),
-        ("decode: {speculation: eagle}", "decode.speculation is 'eagle'; write one of none, ngram"),
+        ("decode: {speculation: eagle}", "decode.speculation is 'eagle'; write none, ngram, or {draft: FOLDER}"),
+        ("decode: {speculation: {eagle: x}}", "write none, ngram, or {draft: FOLDER}"),
+        ("decode: {speculation: {draft: ''}}", "write none, ngram, or {draft: FOLDER}"),
+        ("prefill: {speculation: {draft: x}}", "prefill.speculation is draft; prefill workers decode nothing"),
+        ("decode: {speculation: {draft: x}, pipeline_parallel: 2}", "a draft model, which needs pipeline_parallel 1"),
         ("prefill: {speculation: ngram}", "prefill.speculation is ngram; prefill workers decode nothing: leave it out"),
         ("mixed: {speculation: ngram, device: cuda}", "guesses are made on CPUs only so far: leave it out"),
         ("decode: {replicas: 0}", "decode.replicas is 0; give both at least 1, or mixed.replicas"),

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -105,6 +106,23 @@ def test_a_killed_worker_loses_nothing(cluster: Cluster, references: list[Refere
 
 
 def test_guesses_outlive_a_killed_worker(cluster: Cluster) -> None:
+    check_guesses_outlive_a_killed_worker(cluster)
+
+
+def test_guesses_of_a_draft_model_outlive_a_killed_worker(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"intermediate_size": 688, "num_layers": 2}
+    checkpoint = write_random_checkpoint(tmp_path / "model", hidden_size=256, **sizes)
+    write_random_checkpoint(tmp_path / "draft", hidden_size=64, **sizes)
+    deployment = {
+        "model": {"path": str(checkpoint), "served_name": "tiny"},
+        "prefill": {"kv_memory": "64MiB"},
+        "decode": {"kv_memory": "64MiB", "speculation": {"draft": "draft"}},
+    }
+    with running_cluster(tmp_path, deployment) as cluster:
+        check_guesses_outlive_a_killed_worker(cluster)
+
+
+def check_guesses_outlive_a_killed_worker(cluster: Cluster) -> None:
     """Answers of four tokens repeat themselves. Those to compare with have a penalty, which is too small to change a
     logit, and so no guesses."""
     bias = dict.fromkeys(("7", "8", "9", "10"), 15.0)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save
 
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig
 from pdserve.contracts.errors import DeployError
@@ -18,7 +19,9 @@ from pdserve.deploy.launch import Launch
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.quantisation import Scheme
 from pdserve.model.weights.bytes import weight_bytes
-from pdserve.model.weights.random_checkpoint import write_random_checkpoint
+from pdserve.model.weights.files import layer_matrices
+from pdserve.model.weights.random_checkpoint import write_random_checkpoint, write_tokenizer
+from tests.model.quantised_checkpoints import FORMS, write_mxfp4
 
 MODEL = ModelConfig(dtype="float32")
 LAUNCH = Launch(config=DeploymentConfig(model=MODEL))
@@ -58,6 +61,29 @@ def refusal(launch: Launch, folder: Path) -> str:
 def test_a_whole_checkpoint_passes(whole: Path) -> None:
     assert checked(LAUNCH, whole) == ""
     assert checked(EMULATED, whole) == ""
+
+
+def test_groups_of_a_quantised_checkpoint_are_checked(checkpoint: Path) -> None:
+    """`pdserve up` would refuse them only once its workers start."""
+    config, pack = FORMS["gptq"]
+    tensors = load_file(checkpoint / "model.safetensors")
+    for module in layer_matrices(DecoderConfig.from_folder(checkpoint).shape):
+        _, parts = pack(tensors.pop(f"{module}.weight").float())
+        tensors |= {f"{module}.{end}": tensor.contiguous() for end, tensor in parts.items()}
+    values = json.loads((checkpoint / "config.json").read_text()) | {"quantization_config": config}
+    overwrite(checkpoint / "config.json", json.dumps(values))
+    overwrite(checkpoint / "model.safetensors", save(tensors))
+    assert checked(LAUNCH, checkpoint) == ""
+    name = "model.layers.0.mlp.down_proj.g_idx"
+    tensors[name] = tensors[name].flip(0).contiguous()
+    overwrite(checkpoint / "model.safetensors", save(tensors))
+    assert f"model.safetensors: {name} has inputs in act-order" in refusal(LAUNCH, checkpoint)
+
+
+def test_gpt_oss_passes_with_its_experts_in_mxfp4(tmp_path: Path) -> None:
+    folder, _ = write_mxfp4(tmp_path, vocab_size=512)
+    write_tokenizer(folder, 512)
+    assert checked(replace(LAUNCH, config=replace(LAUNCH.config, model=replace(MODEL, dtype="bfloat16"))), folder) == ""
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
@@ -197,6 +223,26 @@ def test_a_worker_holds_weights_its_pool_and_its_swap_memory(model: DecoderConfi
     memory = worker_memory(a_worker(kv=50 * MIB, swap=8 * MIB), model)
     assert (memory.kv, memory.swap) == (50 * MIB, 8 * MIB)
     assert worker_memory(replace(a_worker(kv=50 * MIB), device="cuda"), model) == (0, 50 * MIB, 0)
+
+
+def test_a_worker_holds_its_draft_model_too(model: DecoderConfig, tmp_path: Path) -> None:
+    draft = write_random_checkpoint(tmp_path / "draft", hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2)
+    worker = replace(a_worker(), speculation="draft", draft_path=str(draft), model_path=str(draft))
+    plain, memory, config = (
+        worker_memory(a_worker(), model),
+        worker_memory(worker, model),
+        DecoderConfig.from_folder(draft),
+    )
+    assert memory.weights == plain.weights + weight_bytes(config.shape, "float32", "none").total
+    assert memory.kv == plain.kv + 10 * 16 * 2 * 2 * 8 * 4
+
+
+def test_a_draft_model_that_cannot_guess_is_refused(whole: Path) -> None:
+    for draft, said in (("/nowhere", "cannot read /nowhere/config.json"), (str(whole), "name a smaller one")):
+        decode = PhaseConfig(speculation={"draft": draft})
+        launch = replace(LAUNCH, config=replace(LAUNCH.config, decode=decode))
+        assert said in refusal(launch, whole)
+        assert "decode-0: decode.speculation: the draft model in" in refusal(launch, whole)
 
 
 @pytest.mark.parametrize(

@@ -126,9 +126,8 @@ def test_a_worker_keeps_its_role_over_restarts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prefill", "key"),
     [
-        ({"max_batch_tokens": 8192}, "prefill.max_batch_tokens is 8192 and decode.max_batch_tokens is 2048"),
         ({"tensor_parallel": 2}, "prefill.tensor_parallel is 2 and decode.tensor_parallel is 1"),
-        ({"kv_memory": "1GiB"}, "prefill.kv_memory is 1GiB and decode.kv_memory is auto"),
+        ({"pipeline_parallel": 2}, "prefill.pipeline_parallel is 2 and decode.pipeline_parallel is 1"),
     ],
 )
 def test_workers_of_different_pools_keep_their_roles_and_the_key_is_named(
@@ -141,7 +140,8 @@ def test_workers_of_different_pools_keep_their_roles_and_the_key_is_named(
 
 
 def test_pools_may_differ_in_what_a_worker_keeps() -> None:
-    config = a_deployment(1, 1, swap_memory=0, lend_cores=False, resources={"a": 1.0})
+    limits: dict[str, Any] = {"max_batch_tokens": 8192, "max_batch_size": 16, "kv_memory": "1GiB", "swap_memory": 0}
+    config = a_deployment(1, 1, lend_cores=False, resources={"a": 1.0}, **limits)
     assert config.difference(PREFILL, DECODE) == config.difference(DECODE, PREFILL) == ""
 
 

@@ -40,7 +40,7 @@ def share_of(sequence: Sequence) -> float:
 
 
 def linear(step_s: float, guess_s: float) -> Speculation:
-    seconds: Callable[[int], float] = lambda num_guesses: step_s + guess_s * num_guesses  # noqa: E731
+    seconds: Callable[[int, int], float] = lambda num_guesses, depth: step_s + guess_s * num_guesses  # noqa: E731
     return Speculation(lambda batch: seconds)
 
 
@@ -68,9 +68,18 @@ def test_guesses_are_made_while_they_raise_tokens_per_second(
 
 
 def test_a_price_that_jumps_is_paid_where_what_follows_is_worth_it() -> None:
-    jump = Speculation(lambda batch: lambda num_guesses: 1.0 if not num_guesses else 2.0)
+    jump = Speculation(lambda batch: lambda num_guesses, depth: 1.0 if not num_guesses else 2.0)
     assert jump.choose(a_step(LONG, acceptance=0.9), 100) == [Choice(0, 8)]
     assert jump.choose(a_step(LONG, acceptance=0.4), 100) == []
+
+
+def test_a_draft_model_guesses_for_all_rows_at_the_price_of_one() -> None:
+    """1.4 tokens in 1.41 s do not pay, 19.2 in 1.52 s do."""
+    drafting = Speculation(lambda batch: lambda num_guesses, depth: 1.0 + 0.01 * num_guesses + 0.4 * depth)
+    assert drafting.choose(a_step(LONG, acceptance=0.4), 100) == []
+    assert drafting.choose(a_step(*[LONG] * 12, acceptance=0.6), 100) == [Choice(row, 1) for row in range(12)]
+    two = Speculation(lambda batch: lambda num_guesses, depth: 1.0 + 0.2 * depth)
+    assert two.choose(a_step(*[LONG] * 12, acceptance=0.6), 100) == [Choice(row, 2) for row in range(12)]
 
 
 def test_the_sequences_with_the_most_right_guesses_get_them_first() -> None:

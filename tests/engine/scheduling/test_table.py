@@ -247,7 +247,7 @@ def test_a_step_has_guesses_if_a_row_before_its_last_has() -> None:
     step.allow_guesses(0, 1)
     step.allow_guesses(1, 0)
     assert [row.max_guesses for row in step.batch.rows] == [1, 0]
-    assert step.has_guesses
+    assert step.batch.may_guess
 
 
 def test_a_run_is_emitted_in_order_and_goes_on_from_its_last_token() -> None:

@@ -20,6 +20,8 @@ from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.resharding import KvShard
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.cost.hardware import hardware
+from pdserve.model.executors.draft_model import DraftModel
+from pdserve.model.executors.model import ModelExecutor
 from pdserve.model.weights.decoder_weights import held_bytes as weights_held
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from tests.kv_transfer.peer import LAYOUT
@@ -27,19 +29,14 @@ from tests.model.quantised_checkpoints import write_quantised
 from tests.staged_worker import staged_device
 
 MAX_MODEL_LEN = 64
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 512,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> WorkerConfig:
-    folder = write_random_checkpoint(
-        tmp_path_factory.mktemp("checkpoint"),
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        vocab_size=512,
-    )
+    folder = write_random_checkpoint(tmp_path_factory.mktemp("checkpoint"), **SIZES)
     return WorkerConfig(
         worker_id="w",
         role=WorkerRole.MIXED,
@@ -418,3 +415,60 @@ def test_guesses_on_a_gpu_are_refused(config: WorkerConfig) -> None:
     choose_backend(replace(guessing, emulate="cpu", time_scale=0.0))
     with pytest.raises(ValueError, match="guesses are made on CPUs only"):
         choose_backend(replace(guessing, emulate="h100-sxm"))
+
+
+def test_a_draft_model_takes_memory_of_the_pool(config: WorkerConfig, tmp_path: Path) -> None:
+    smaller = write_random_checkpoint(tmp_path / "smaller", **{**SIZES, "num_layers": 1})
+    drafting = replace(config, speculation="draft", draft_path=str(smaller))
+    sized = replace(config, num_kv_blocks=0, kv_memory_bytes=2**20)
+    plain, with_draft = choose_backend(sized), choose_backend(replace(drafting, num_kv_blocks=0, kv_memory_bytes=2**20))
+    draft = DecoderConfig.from_folder(smaller)
+    draft_bytes = draft.kv_layout(1, config.block_size, "bfloat16", "").block_bytes
+    assert plain.layout.num_blocks == 2**20 // plain.layout.block_bytes
+    assert with_draft.layout.num_blocks == 2**20 // (plain.layout.block_bytes + draft_bytes)
+    assert with_draft.draft_cost is not None
+    assert plain.draft_cost is None
+    [executor] = with_draft.build_executors(PoolMemory.create(with_draft.layout)).executors
+    assert isinstance(executor, ModelExecutor)
+    assert isinstance(executor._drafter, DraftModel)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_layers": 2}, r"parameters and the model \d+: name a smaller one"),
+        (
+            {"vocab_size": 520},
+            "has (520 tokens, the model 512|another tokenizer than the model): name one with the same vocabulary",
+        ),
+        (None, "cannot be used: cannot read .*config.json"),
+    ],
+)
+def test_a_draft_model_that_cannot_guess_is_refused(
+    config: WorkerConfig, tmp_path: Path, changes: dict[str, int] | None, said: str
+) -> None:
+    if changes is not None:
+        write_random_checkpoint(tmp_path / "draft", **{**SIZES, **changes})
+    drafting = replace(config, speculation="draft", draft_path=str(tmp_path / "draft"))
+    with pytest.raises(ValueError, match=rf"^mixed\.speculation: the draft model in .*{said}") as caught:
+        choose_backend(drafting)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_draft_model_of_another_tokenizer_is_refused(config: WorkerConfig, tmp_path: Path) -> None:
+    smaller = write_random_checkpoint(tmp_path / "smaller", **{**SIZES, "num_layers": 1})
+    (smaller / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    drafting = replace(config, speculation="draft", draft_path=str(smaller))
+    with pytest.raises(ValueError, match="has another tokenizer than the model: name one with the same vocabulary"):
+        choose_backend(drafting)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"), [({"emulate": "cpu"}, "an emulated device"), ({"pipeline_parallel": 2}, "pipeline_parallel")]
+)
+def test_a_draft_model_runs_on_real_workers_of_one_stage(
+    config: WorkerConfig, changes: dict[str, Any], said: str
+) -> None:
+    drafting = replace(config, speculation="draft", draft_path="draft", **changes)
+    with pytest.raises(ValueError, match=rf"mixed\.speculation has a draft model, which does not run with {said}"):
+        choose_backend(drafting)

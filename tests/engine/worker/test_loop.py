@@ -73,19 +73,19 @@ def test_steps_with_guesses_are_corrected_beside_others_of_as_many_tokens() -> N
     more = [(1, 100), (1, 50), *[(1, 0)] * 60]
     assert COST.guesses_s(2, 60) == pytest.approx(COST.step_s(more) - plain.predicted_s, rel=1e-4)
     with_guesses_s = plain.predicted_s + COST.guesses_s(2, 60)
-    assert times.by_guesses(batch)(0) == plain.predicted_s
-    assert times.by_guesses(batch)(60) == with_guesses_s
+    assert times.by_guesses(batch)(0, 1) == plain.predicted_s
+    assert times.by_guesses(batch)(60, 1) == with_guesses_s
     for _ in range(100):
         times.observe(plain, 2 * plain.predicted_s)
-    assert times.by_guesses(batch)(60) == pytest.approx(2 * with_guesses_s), "others are not known yet"
+    assert times.by_guesses(batch)(60, 1) == pytest.approx(2 * with_guesses_s), "others are not known yet"
     for number in range(200):
-        times.observe(plain, 3 * with_guesses_s * (1.1 if number % 2 else 0.9), num_guesses=60)
-    assert times.by_guesses(batch)(0) == pytest.approx(2 * plain.predicted_s)
-    assert times.by_guesses(batch)(60) == pytest.approx(3 * with_guesses_s, rel=0.02)
-    assert times.by_guesses(batch)(59) == pytest.approx(times.by_guesses(batch)(60), rel=0.03), "about as many"
+        times.observe(plain, 3 * with_guesses_s * (1.1 if number % 2 else 0.9), guesses=[60])
+    assert times.by_guesses(batch)(0, 1) == pytest.approx(2 * plain.predicted_s)
+    assert times.by_guesses(batch)(60, 1) == pytest.approx(3 * with_guesses_s, rel=0.02)
+    assert times.by_guesses(batch)(59, 1) == pytest.approx(times.by_guesses(batch)(60, 1), rel=0.03), "about as many"
     corrected = times.decode_correction
-    times.observe(plain, 1000 * with_guesses_s, num_guesses=60)
-    assert times.by_guesses(batch)(60) < 3.3 * with_guesses_s, "a stall says little"
+    times.observe(plain, 1000 * with_guesses_s, guesses=[60])
+    assert times.by_guesses(batch)(60, 1) < 3.3 * with_guesses_s, "a stall says little"
     assert times.decode_correction == corrected
 
 
@@ -93,15 +93,25 @@ def test_the_first_step_of_as_many_tokens_may_have_been_stalled_too() -> None:
     times, batch = StepTimes(COST), a_batch((1, 100), (1, 50))
     plain, seconds = times.predict(batch), times.by_guesses(batch)
     times.observe(plain, plain.predicted_s)
-    expected_s = seconds(4)
-    times.observe(plain, 1000 * expected_s, num_guesses=4)
-    assert seconds(4) <= 2 * expected_s
+    expected_s = seconds(4, 4)
+    times.observe(plain, 1000 * expected_s, guesses=[4])
+    assert seconds(4, 4) <= 2 * expected_s
+
+
+def test_the_time_of_a_draft_model_is_learned_by_guesses_of_a_row() -> None:
+    times, batch = StepTimes(COST, COST), a_batch((1, 100), (1, 50))
+    plain, drafted_s = times.predict(batch), COST.decode_s(2, 0)
+    assert times.by_guesses(batch)(4, 3) == pytest.approx(StepTimes(COST).by_guesses(batch)(4, 3) + 3 * drafted_s)
+    for _ in range(100):
+        times.observe(plain, plain.predicted_s + COST.guesses_s(2, 4), [3, 1], 3 * 1.5 * drafted_s)
+    with_one, with_three = (times.by_guesses(batch)(4, depth) for depth in (1, 3))
+    assert with_three - with_one == pytest.approx(2 * 1.5 * drafted_s, rel=0.01)
 
 
 def test_guesses_are_chosen_though_steps_take_no_time() -> None:
     times, batch = StepTimes(COST), a_batch((1, 100))
     times.observe(times.predict(batch), 0.0)
-    assert times.by_guesses(batch)(0) > 0
+    assert times.by_guesses(batch)(0, 1) > 0
 
 
 def test_steps_that_do_more_than_compute_tokens_say_nothing_of_others() -> None:

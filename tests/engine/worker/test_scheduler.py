@@ -671,12 +671,12 @@ def test_where_all_is_handed_off_prompts_take_the_batch_slots() -> None:
 
 
 def free_guesses() -> Speculation:
-    return Speculation(lambda batch: lambda num_guesses: 1.0)
+    return Speculation(lambda batch: lambda num_guesses, depth: 1.0)
 
 
 def test_guesses_take_free_blocks_and_preempt_nobody() -> None:
     pool = BlockPool(8, BLOCK_SIZE)
-    scheduler = a_scheduler(pool, speculation=free_guesses())
+    scheduler = a_scheduler(pool, max_batch_size=20, speculation=free_guesses())
     join(scheduler, *[a_request(number, 6, max_tokens=10) for number in range(2)])
     for sequence in scheduler.running:
         sequence.acceptance = 0.95
@@ -692,6 +692,18 @@ def test_guesses_fill_what_a_step_leaves_of_its_token_budget() -> None:
     scheduler = a_scheduler(max_batch_tokens=5, speculation=free_guesses())
     join(scheduler, a_request(0, 6), a_request(1, 6))
     assert [row.max_guesses for row in step(scheduler).rows] == [2, 1]
+
+
+@pytest.mark.parametrize(("max_batch_size", "num_guesses"), [(4, [4, 3]), (12, [5, 5]), (2, [4, 3])])
+def test_a_step_with_guesses_samples_no_more_tokens_than_the_batch_may_have(
+    max_batch_size: int, num_guesses: list[int]
+) -> None:
+    """Or than one row with 8 guesses."""
+    scheduler = a_scheduler(max_batch_size=max_batch_size, speculation=free_guesses())
+    join(scheduler, a_request(0, 6, max_tokens=60), a_request(1, 6, max_tokens=60))
+    for sequence in scheduler.running:
+        sequence.acceptance = 0.6
+    assert [row.max_guesses for row in step(scheduler).rows] == num_guesses
 
 
 def test_nothing_is_planned_ahead_of_a_step_with_guesses() -> None:

@@ -23,6 +23,7 @@ from pdserve.model.cost.cost_model import (
 from pdserve.model.cost.curve import Curve
 from pdserve.model.cost.hardware import Hardware, hardware
 from tests.model.planned_configs import DEEPSEEK_V3, GEMMA_3_27B, LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, PUBLISHED
+from tests.model.published_configs import GPT_OSS_20B
 
 H100 = hardware("h100-sxm")
 
@@ -476,3 +477,12 @@ def test_correction_bounds_an_outlier_and_takes_a_short_one_lightly() -> None:
     for _ in range(200):
         correction.observe(1.0, 0.0)
     assert correction.factor == pytest.approx(0.1)
+
+
+def test_experts_in_four_bits_are_read_beside_matrices_in_sixteen() -> None:
+    """Of one token, 4 of 32 experts, in 17/4 bits a weight."""
+    shape = ModelShape.from_hf_config(GPT_OSS_20B)
+    cost, experts = CostModel(shape, H100, Precision(dtype="bfloat16")), 24 * 32 * shape.expert_parameters * 17 // 32
+    assert cost.read_bytes(1) == pytest.approx(cost.weight_bytes - experts * 28 / 32)
+    common = 24 * 2 * shape.common_layer_parameters
+    assert cost.parts([(1, 1)]).layers_s == pytest.approx((common + experts * 4 / 32) / H100.bandwidth)

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from pdserve.contracts.request import SamplingParams
-from pdserve.contracts.step import StepRow
+from pdserve.contracts.step import StepBatch, StepRow
 from pdserve.model.executors import drafting
 from pdserve.model.executors.drafting import NgramDrafter, num_right, with_guesses
 
@@ -40,8 +40,8 @@ def a_row(history: Sequence[int], max_guesses: int, sequence_id: int = 0) -> Ste
 )
 def test_a_text_goes_on_as_after_the_longest_and_then_latest_match(history: list[int], guesses: list[int]) -> None:
     drafter = NgramDrafter()
-    assert list(drafter.guess(a_row(history, 4))) == guesses
-    assert list(drafter.guess(a_row(history, 2))) == guesses[:2]
+    assert list(drafter.guess([a_row(history, 4)])[0]) == guesses
+    assert list(drafter.guess([a_row(history, 2)])[0]) == guesses[:2]
 
 
 def test_a_sequence_that_grew_is_read_on_and_another_one_under_its_number_anew() -> None:
@@ -49,27 +49,28 @@ def test_a_sequence_that_grew_is_read_on_and_another_one_under_its_number_anew()
     grown, fresh = NgramDrafter(), NgramDrafter()
     history = [random.randrange(4) for _ in range(20)]
     for _ in range(50):
-        assert grown.guess(a_row(history, 8)) == NgramDrafter().guess(a_row(history, 8))
+        assert grown.guess([a_row(history, 8)]) == NgramDrafter().guess([a_row(history, 8)])
         history += [random.randrange(4) for _ in range(random.randint(1, 3))]
-    assert len(fresh.guess(a_row([1, 2, 3, 1, 2], 8))) == 8
-    assert fresh.guess(a_row([6, 7], 8)) == ()
+    assert len(fresh.guess([a_row([1, 2, 3, 1, 2], 8)])[0]) == 8
+    assert fresh.guess([a_row([6, 7], 8)]) == [()]
 
 
 def test_the_least_recently_used_sequences_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting, "_MAX_KEPT_TOKENS", 25)
     drafter = NgramDrafter()
     for sequence_id in (0, 1, 0, 2):
-        drafter.guess(a_row([sequence_id, 9] * 5, 1, sequence_id))
+        drafter.guess([a_row([sequence_id, 9] * 5, 1, sequence_id)])
     assert list(drafter._texts) == [0, 2]
-    drafter.guess(a_row(list(range(40)), 1, 3))
+    drafter.guess([a_row(list(range(40)), 1, 3)])
     assert list(drafter._texts) == [3]
     assert drafter._num_kept == 40
 
 
 def test_only_rows_that_may_have_guesses_get_some() -> None:
     rows = [a_row([1, 2, 1, 2], 0), a_row([1, 2, 1, 2], 3), a_row([1, 2, 3], 3)]
-    assert [list(row.guesses) for row in with_guesses(rows, NgramDrafter())] == [[], [1, 2, 1], []]
-    assert [list(row.guesses) for row in with_guesses(rows, None)] == [[], [], []]
+    batch = StepBatch(step_id=0, rows=rows, may_guess=True)
+    assert [list(row.guesses) for row in with_guesses(batch, NgramDrafter()).rows] == [[], [1, 2, 1], []]
+    assert [list(row.guesses) for row in with_guesses(batch, None).rows] == [[], [], []]
     assert rows[1].guesses == ()
 
 

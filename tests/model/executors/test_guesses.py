@@ -69,7 +69,13 @@ class Oracle:
         self._answers = [[token.token for token in answer] for answer in answers]
         self._first_wrong = first_wrong
 
-    def guess(self, row: StepRow) -> Sequence[int]:
+    def read(self, rows: Sequence[StepRow]) -> None:
+        pass
+
+    def guess(self, rows: Sequence[StepRow]) -> Sequence[Sequence[int]]:
+        return [self._guess(row) for row in rows]
+
+    def _guess(self, row: StepRow) -> Sequence[int]:
         start, first_wrong = row.sample_position - row.num_prompt_tokens, self._first_wrong()
         right = self._answers[row.sequence_id][start : start + row.max_guesses]
         return [(token + (index >= first_wrong)) % self._vocab_size for index, token in enumerate(right)]
@@ -81,7 +87,7 @@ def anything() -> Callable[[], int]:
 
 
 def free_guesses() -> Speculation:
-    return Speculation(lambda batch: lambda num_guesses: 1.0)
+    return Speculation(lambda batch: lambda num_guesses, depth: 1.0)
 
 
 def served_by(executor: ModelExecutor, requests: list[GenerationRequest], speculation: Speculation | None) -> Served:

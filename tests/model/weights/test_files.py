@@ -181,7 +181,7 @@ def test_experts_of_some_layers_in_mxfp4_are_refused(tmp_path: Path) -> None:
     assert shape.scheme is not None
     some = replace(shape, scheme=replace(shape.scheme, ignored=("model.layers.1.mlp",)))
     with pytest.raises(
-        ValueError, match=r"excepts model\.layers\.1\.mlp\.experts\.gate_up_proj; .* all experts or none"
+        ValueError, match=r"excepts model\.layers\.1\.mlp\.experts\.gate_up_proj; .* all experts, or none"
     ):
         check_weights(folder, some)
 

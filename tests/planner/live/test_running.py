@@ -209,6 +209,25 @@ def test_a_phase_may_be_served_by_mixed_workers_alone() -> None:
         assert str(running_layout(cluster(status_of("w", role), status_of("m", "mixed")), named)) == text
 
 
+def test_a_pool_has_the_least_limits_of_its_workers_one_of_which_had_another_role() -> None:
+    first = {
+        "max_model_len": 8192,
+        "block_size": 16,
+        "num_blocks": 2000,
+        "max_batch_tokens": 8192,
+        "max_batch_size": 64,
+    }
+    became = status_of("prefill-1", "decode", limits=first)
+    layout = running_layout(cluster(status_of("p", "prefill"), became, status_of("d", "decode")), named)
+    assert layout.decode is not None
+    assert layout.decode.replicas == 2
+    assert (layout.decode.max_batch_tokens, layout.decode.max_batch_size, layout.decode.num_kv_blocks) == (
+        2048,
+        64,
+        1000,
+    )
+
+
 def test_a_cluster_that_cannot_be_a_layout_is_refused() -> None:
     with pytest.raises(LiveError, match="no decode worker is up"):
         running_layout(cluster(status_of("p", "prefill")), named)

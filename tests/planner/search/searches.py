@@ -6,16 +6,16 @@ from pdserve.planner.search.goodput import Goodput, Result, Runner, Search, Tria
 
 
 def find_goodput(runner: Runner, trial: Trial, start_rate: float, *, tolerance: float = 0.02) -> Goodput:
-    """The result of `search_goodput`, run by run."""
+    """The result of `search_goodput`, one run after the other."""
     return carried_out(search_goodput(trial, start_rate, tolerance=tolerance), runner)
 
 
 def carried_out(search: Search[Result], runner: Runner) -> Result:
     """The result of ``search``, whose runs ``runner`` simulates one after the other."""
     try:
-        run = next(search)
+        runs = next(search)
         while True:
-            run = search.send(runner.attainment(*run))
+            runs = search.send([runner.attainment(*run) for run in runs])
     except StopIteration as stop:
         found: Result = stop.value
         return found

@@ -15,7 +15,7 @@ from pdserve.planner.search.goodput import Goodput
 from pdserve.planner.search.plan import Candidate, Objective, Question, Supply
 from pdserve.planner.search.ranking import Entry
 from pdserve.planner.simulate.attainment import Attainment, Distribution, Interval, PoolUse
-from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, colocated, disaggregated
+from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, a_pool, colocated, disaggregated
 
 DEMAND = Demand.of(PoissonWorkload().draw(200, 0).requests, block_size=16, max_model_len=8192)
 
@@ -47,7 +47,6 @@ def an_attainment(
         rate=rate,
         share=share,
         interval=Interval(share - 0.01, share + 0.01),
-        of_further_run=Interval(share - 0.02, share + 0.02),
         ttft_share=ttft_share,
         tpot_share=tpot_share,
         ttft=nothing,
@@ -179,6 +178,33 @@ def test_with_one_kind_only_the_verdict_says_so() -> None:
     verdict = verdict_of(QUESTION, [a_candidate(colocated(2), 20.0)])
     assert verdict.text == "Only colocated layouts fit and meet the SLO here; the best is 2 x M(TP1)."
     assert (verdict.gain, verdict.serve_colocated) == (None, True)
+
+
+def test_a_rate_next_to_nothing_is_told_with_its_cause_and_not_as_a_percentage() -> None:
+    candidates = [a_candidate(colocated(2), 20.0), a_candidate(disaggregated(), 0.25)]
+    slow = replace(candidates[1], estimate=replace(candidates[1].estimate, is_pull_too_long=True))
+    start = (
+        "Serve colocated: 2 x M(TP1) serves 20.0 requests/s within the SLO; the best disaggregated layout, "
+        "1 x P(TP1) + 1 x D(TP1), reaches 0.25 requests/s"
+    )
+    assert verdict_of(QUESTION, candidates).text == f"{start}."
+    slow_text = verdict_of(QUESTION, [candidates[0], slow]).text
+    assert slow_text == f"{start}: its mean pull of KV takes longer than TPOT leaves a mean answer."
+
+
+def test_a_kind_that_meets_the_slo_at_no_simulated_rate_is_named() -> None:
+    failed = a_candidate(disaggregated(), 0.0)
+    assert failed.reasons[0] == "No rate that was simulated meets both objectives."
+    text = verdict_of(QUESTION, [a_candidate(colocated(2), 20.0), failed]).text
+    assert text.endswith(" Of disaggregated ones, 1 x P(TP1) + 1 x D(TP1) meets it at no rate that was simulated.")
+
+
+@pytest.mark.parametrize(("network_bandwidth", "is_too_long"), [(50e9, False), (1e7, True)])
+def test_pulls_that_take_longer_than_tpot_leaves_are_known(network_bandwidth: float, is_too_long: bool) -> None:
+    slow = replace(H100, network_bandwidth=network_bandwidth)
+    prefill, decode = (replace(a_pool(role), hardware=slow) for role in (WorkerRole.PREFILL, WorkerRole.DECODE))
+    layout = Layout(prefill=prefill, decode=decode, hosts=(((0,),), ((1,),)))
+    assert Estimator(LLAMA_3_8B, DEMAND, SLO).estimate(layout).is_pull_too_long is is_too_long
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ from pdserve.planner.search.goodput import (
     answered,
     bracketing,
     find_best,
+    run_lengths,
 )
-from pdserve.planner.simulate.attainment import Attainment, Interval
+from pdserve.planner.simulate.attainment import Attainment, Interval, measure
+from pdserve.planner.simulate.simulator import simulate
 from tests.planner.search.searches import carried_out, find_goodput
 from tests.planner.stand_ins import LLAMA_3_8B, SLO, PoissonWorkload, attain, disaggregated
 
@@ -39,8 +41,7 @@ class CurveRunner(Runner):
         return replace(
             attain(replace(trial, num_requests=2), SHORT, rate),
             share=share,
-            interval=Interval(share - 0.005, share + 0.005),
-            of_further_run=Interval(share - 0.01, share + 0.01),
+            interval=Interval(share - 0.01, share + 0.01),
             num_requests=trial.num_requests,
             is_saturated=False,
         )
@@ -58,7 +59,7 @@ def falling(middle: float, steepness: float = 8.0) -> Callable[[float], float]:
 
 
 @pytest.mark.parametrize("start_rate", [0.5, 9.0, 10.5, 400.0])
-def test_the_goodput_is_the_highest_rate_that_a_further_run_surely_meets(start_rate: float) -> None:
+def test_the_goodput_is_the_highest_rate_that_surely_meets_the_target(start_rate: float) -> None:
     share = falling(10.0)
     goodput = find_goodput(CurveRunner(share), TRIAL, start_rate, tolerance=0.01)
     assert share(goodput.rate) >= 0.91
@@ -72,7 +73,7 @@ def test_the_goodput_is_the_highest_rate_that_a_further_run_surely_meets(start_r
     assert [point.rate for point in goodput.points] == sorted(point.rate for point in goodput.points)
 
 
-def test_the_interval_ends_where_a_further_run_misses_however_flat_the_curve() -> None:
+def test_the_interval_ends_where_the_target_is_surely_missed_however_flat_the_curve() -> None:
     share = falling(10.0, steepness=0.5)
     low, high = find_goodput(CurveRunner(share), TRIAL, 5.0).interval
     assert share(low) == pytest.approx(0.91, abs=0.002)
@@ -138,12 +139,28 @@ def test_known_results_are_not_simulated_again() -> None:
     assert runner.num_runs == len(known)
 
 
-def test_a_run_lasts_as_long_as_it_is_told_but_for_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(goodput_module, "LEAST_REQUESTS", 50)
-    runner, trial = Runner(SHORT), a_trial(num_requests=200)
-    assert runner.attainment(trial, 20.0).num_requests == 200
-    assert runner.attainment(replace(trial, run_s=7.0), 20.0).num_requests == pytest.approx(140, rel=0.2)
-    assert runner.attainment(replace(trial, run_s=1.0), 20.0).num_requests == 50
+def test_a_run_may_end_at_half_its_usual_length_and_lasts_twice_as_long_at_most() -> None:
+    trial, requests = a_trial(num_requests=20_000), SHORT.draw(20_000, 0).at_rate(100.0)
+    of_usual_length = run_lengths(replace(trial, run_s=60.0), requests)
+    assert of_usual_length == pytest.approx([3000, 6000, 12_000], rel=0.1)
+    assert run_lengths(replace(trial, run_s=1.0), requests) == [2000, 4000, 8000]
+    assert run_lengths(replace(trial, run_s=60.0), requests[:5000]) == [of_usual_length[0], 5000, 5000]
+    assert run_lengths(trial, requests[:200]) == [200, 200, 200]
+
+
+@pytest.mark.parametrize(("rate", "num_requests"), [(20.0, 200), (48.0, 400), (68.0, 800), (150.0, 200)])
+def test_a_run_ends_soon_unless_its_rate_is_near_the_goodput(
+    monkeypatch: pytest.MonkeyPatch, rate: float, num_requests: int
+) -> None:
+    """What ends early is what a run of that length is."""
+    monkeypatch.setattr(goodput_module, "LEAST_REQUESTS", 400)
+    trial = replace(a_trial(num_requests=2000), run_s=1.0)
+    seen = Runner(SHORT).attainment(trial, rate)
+    assert seen.num_requests == num_requests
+    assert (seen.surely_meets(0.9), seen.surely_misses(0.9)) == (rate == 20, rate >= 68)
+    requests = SHORT.draw(2000, 0).at_rate(rate)[:num_requests]
+    shorter = simulate(trial.model, trial.layout, requests, slo=SLO)
+    assert measure([shorter], SLO, rate).share == seen.share
 
 
 def test_the_policy_of_a_trial_is_the_routers() -> None:

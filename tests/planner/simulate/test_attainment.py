@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.worker_config import WorkerRole
-from pdserve.planner.simulate.attainment import Distribution, measure, warm_up_s
+from pdserve.planner.simulate.attainment import NUM_LOOKS, Distribution, measure, seems_over, warm_up_s
 from pdserve.planner.simulate.simulation import RequestTimes, Simulation, WorkerUse
 
 SLO = SloConfig(ttft_seconds=1.0, tpot_seconds=0.1)
@@ -121,17 +123,6 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
     assert held >= 180
 
 
-def test_a_further_run_may_differ_more_than_the_mean_of_many() -> None:
-    random = np.random.default_rng(0)
-    runs = [a_run(list(np.where(random.random(400) < 0.9, 0.5, 2.0)), [0.05] * 400) for _ in range(9)]
-    of_eight = measure(runs[:8], SLO, 0.1)
-    assert of_eight.of_further_run.low < of_eight.interval.low
-    assert of_eight.of_further_run.high > of_eight.interval.high
-    assert of_eight.of_further_run.low < measure(runs[8:], SLO, 0.1).share < of_eight.of_further_run.high
-    assert of_eight.surely_meets(of_eight.of_further_run.low)
-    assert not of_eight.surely_meets(of_eight.interval.low)
-
-
 def growing(growth_s: float, num_requests: int = 900) -> Simulation:
     """Requests 10 s apart, each of which takes ``growth_s`` longer than the one before."""
     return a_run([1.0 + growth_s * n for n in range(num_requests)], [0.01] * num_requests)
@@ -155,3 +146,48 @@ def test_a_run_whose_answers_lag_behind_is_saturated() -> None:
 
 def test_a_run_too_short_for_a_steady_state_is_not_called_saturated() -> None:
     assert not measure([growing(20.0, 20)], SLO, 0.1).is_saturated
+
+
+def test_several_looks_at_a_run_are_stricter_than_one() -> None:
+    random = np.random.default_rng(0)
+    run = a_run(list(np.where(np.repeat(random.random(40) < 0.7, 10), 0.5, 2.0)), [0.05] * 400)
+    one, several = (measure([run], SLO, 0.1, num_looks=num).interval for num in (1, NUM_LOOKS))
+    assert (one.high - one.low) * 2.933 / 2.262 == pytest.approx(several.high - several.low, rel=0.01)
+
+
+def test_a_run_whose_latencies_still_grow_within_their_objectives_meets_no_target_surely() -> None:
+    random = np.random.default_rng(0)
+    noise_s = random.exponential(0.1, 900)
+    runs = [a_run(list(0.2 + noise_s + growth_s * np.arange(900)), [0.01] * 900) for growth_s in (0.0, 2e-4)]
+    steady, rising = (measure([run], SLO, 0.1, num_looks=NUM_LOOKS) for run in runs)
+    assert (steady.is_growing, rising.is_growing) == (False, True)
+    assert min(steady.share, rising.share) > 0.98
+    assert not rising.is_saturated
+    assert steady.surely_meets(0.9)
+    assert rising.meets(0.9)
+    assert not rising.surely_meets(0.9)
+
+
+@pytest.mark.parametrize(
+    ("met_share", "unknown_share", "is_over"),
+    [(1.0, 0.2, True), (0.3, 0.2, True), (0.9, 0.2, False), (1.0, 0.7, True)],
+)
+def test_a_run_seems_over_by_the_requests_that_ended(met_share: float, unknown_share: float, is_over: bool) -> None:
+    """Those in flight, which have token 0 but not the last one, say nothing."""
+    random = np.random.default_rng(2)
+    times = a_run(list(np.where(random.random(900) < met_share, 0.5, 2.0)), [0.05] * 900).times
+    in_flight = random.random(900) < unknown_share
+    unknown = replace(times, last_token_s=np.where(in_flight, np.nan, times.last_token_s))
+    assert seems_over(unknown, float(times.arrived_s[-1]), SLO) is is_over
+
+
+def test_a_run_seems_missed_while_prompts_wait_for_longer_than_they_may() -> None:
+    times = a_run([0.5] * 100 + [np.nan] * 800, [0.05] * 900).times
+    assert seems_over(times, float(times.arrived_s[-1]), SLO)
+
+
+def test_a_run_seems_over_that_would_not_be_sure_if_it_were_longer() -> None:
+    random = np.random.default_rng(2)
+    times = a_run(list(np.where(random.random(900) < 0.92, 0.5, 2.0)), [0.05] * 900).times
+    now_s = float(times.arrived_s[-1])
+    assert [seems_over(times, now_s, SLO, growth=growth) for growth in (1.5, 100.0)] == [True, False]
