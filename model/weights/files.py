@@ -178,9 +178,9 @@ def _check_small_tensors(shape: ModelShape, scheme: Scheme, stored: Mapping[str,
     for module, (num_outputs, num_inputs) in layer_matrices(shape).items():
         if (groups := stored.get(f"{module}.{end}")) is not None:
             order_E = input_order(str(groups), groups.values("<i4"), scheme)
-            if ".experts." in module and module.endswith(".up_proj"):
-                gate = stored[f"{module.removesuffix('up_proj')}gate_proj.{end}"]
-                if order_E is not None and (order_E != input_order(str(gate), gate.values("<i4"), scheme)).any():
+            if order_E is not None and ".experts." in module and module.endswith(".up_proj"):
+                gate = stored[f"{module.removesuffix('up_proj')}gate_proj.{end}"]  # with act-order each has one
+                if (order_E != input_order(str(gate), gate.values("<i4"), scheme)).any():
                     raise ValueError(
                         f"{groups} has inputs in another order than {gate.name}, and kernels take both of an expert "
                         "as one; serve a checkpoint without act-order, or one in 16 bits"

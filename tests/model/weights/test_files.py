@@ -226,6 +226,27 @@ def test_experts_whose_gate_and_up_are_in_another_order_are_refused(tmp_path: Pa
         check_weights(stored(folder, tensors), shape_of(folder))
 
 
+@pytest.mark.parametrize("part", ["w1", "w3"])
+def test_without_act_order_an_expert_may_lack_the_groups_of_some_matrices(tmp_path: Path, part: str) -> None:
+    """But none that has them may have them in another order."""
+    folder, _ = write_quantised(tmp_path, "mixtral", "gptq")
+    tensors, prefix = load_file(folder / "model.safetensors"), "model.layers.1.block_sparse_moe.experts.2."
+    del tensors[f"{prefix}{part}.g_idx"]
+    assert check_weights(stored(folder, tensors), shape_of(folder)) == ""
+    other = f"{prefix}{'w3' if part == 'w1' else 'w1'}.g_idx"
+    tensors[other] = tensors[other].flip(0)
+    with pytest.raises(ValueError, match=f"{re.escape(other)} has inputs in act-order, .*set .*desc_act to true"):
+        check_weights(stored(folder, tensors), shape_of(folder))
+
+
+def test_with_act_order_an_expert_lacks_the_groups_of_no_matrix(tmp_path: Path) -> None:
+    folder, _ = write_quantised(tmp_path, "mixtral", "gptq-act-order")
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.block_sparse_moe.experts.2.w3.g_idx"
+    del tensors[name]
+    with pytest.raises(ValueError, match=f"missing {re.escape(name)}"):
+        check_weights(stored(folder, tensors), shape_of(folder))
+
+
 def test_tensors_of_mixtral_are_named_as_in_the_file(tmp_path: Path) -> None:
     folder = write_family(tmp_path, "mixtral")
     tensors, prefix = load_file(folder / "model.safetensors"), "model.layers.0.block_sparse_moe."
