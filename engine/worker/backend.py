@@ -210,7 +210,7 @@ def _drafter(
         folder=draft.folder,
         config=draft.config,
         layout=draft.config.kv_layout(layout.num_blocks, layout.block_size, draft.cost.kv_dtype, layout.model_hash),
-        precision=config.precision,
+        precision=draft.precision,
         vocab_size=limits.vocab_size,
         max_batch_tokens=config.max_batch_tokens,
     )

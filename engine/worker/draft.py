@@ -5,9 +5,11 @@ Read by `pdserve.engine.worker.backend`, and by the checks before a start. Never
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import WorkerConfig
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.tokenizer_config import read_json
@@ -19,6 +21,8 @@ from pdserve.model.weights.files import check_weights
 class Draft(NamedTuple):
     folder: Path
     config: DecoderConfig
+    precision: Precision
+    """The worker's, but a checkpoint that is quantised is computed as it is."""
     cost: CostModel
     """On this host's CPU."""
 
@@ -52,7 +56,8 @@ def read_draft(config: WorkerConfig, target: DecoderConfig) -> Draft | None:
             f"{target.shape.num_parameters}: name a smaller one"
         )
     model = model.at_length(min(model.max_context_length, target.max_context_length))
-    return Draft(folder, model, CostModel(model.shape, hardware("cpu"), config.precision))
+    precision = config.precision if model.shape.scheme is None else replace(config.precision, quantization="auto")
+    return Draft(folder, model, precision, CostModel(model.shape, hardware("cpu"), precision))
 
 
 def _vocabulary(folder: Path) -> tuple[object, list[tuple[object, object]]]:

@@ -14,6 +14,7 @@ from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import TlsFiles, WorkerConfig, WorkerRole
 from pdserve.engine.worker import backend
 from pdserve.engine.worker.backend import choose_backend
+from pdserve.engine.worker.draft import read_draft
 from pdserve.engine.worker.model_device import build_copies
 from pdserve.engine.worker.pool_size import AUTO_MEMORY_SHARE
 from pdserve.kv_transfer.pool_memory import PoolMemory
@@ -431,6 +432,16 @@ def test_a_draft_model_takes_memory_of_the_pool(config: WorkerConfig, tmp_path: 
     [executor] = with_draft.build_executors(PoolMemory.create(with_draft.layout)).executors
     assert isinstance(executor, ModelExecutor)
     assert isinstance(executor._drafter, DraftModel)
+
+
+def test_a_quantised_draft_model_is_counted_as_it_is_held(config: WorkerConfig, tmp_path: Path) -> None:
+    folder, plain = write_quantised(tmp_path, "llama", "gptq")
+    target = DecoderConfig.from_folder(plain)
+    target = replace(target, shape=replace(target.shape, num_layers=9))
+    drafting = replace(config, model_path=str(plain), speculation="draft", draft_path=str(folder))
+    drafts = [read_draft(with_precision(drafting, quantization=each), target) for each in ("auto", "none", "int8")]
+    held = [(draft.precision.quantization, draft.cost.weight_bytes) for draft in drafts if draft is not None]
+    assert held == [("auto", weights_held(DecoderConfig.from_folder(folder).shape, "bfloat16", "auto"))] * 3
 
 
 @pytest.mark.parametrize(
