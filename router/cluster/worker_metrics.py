@@ -63,8 +63,8 @@ class WorkerMetrics:
             "num_guesses": series(metrics[names.GUESSES]),
             "num_right_guesses": series(metrics[names.RIGHT_GUESSES]),
         }
-        none = worker_pb2.Load()
-        self._load, self._scraped = (none, none) if before is None else (before._load, before._scraped)
+        self._load: worker_pb2.Load = worker_pb2.Load() if before is None else before._load
+        self._scraped: worker_pb2.Load = self._load if before is None else before._scraped
         metrics.workers.add(self)
 
     def came_up(self, welcome: worker_pb2.Welcome, usd_per_hour: float | None) -> None:
