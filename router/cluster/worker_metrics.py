@@ -63,8 +63,8 @@ class WorkerMetrics:
             "num_guesses": series(metrics[names.GUESSES]),
             "num_right_guesses": series(metrics[names.RIGHT_GUESSES]),
         }
-        self._load: worker_pb2.Load = worker_pb2.Load() if before is None else before._load
-        self._scraped: worker_pb2.Load = self._load if before is None else before._scraped
+        self._load: worker_pb2.Load = before._load if before else worker_pb2.Load()
+        self._scraped: worker_pb2.Load = before._scraped if before else worker_pb2.Load()
         metrics.workers.add(self)
 
     def came_up(self, welcome: worker_pb2.Welcome, usd_per_hour: float | None) -> None:
