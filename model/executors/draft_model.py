@@ -94,7 +94,7 @@ class DraftModel:
         self._written: OrderedDict[int, _Written] = OrderedDict()
         """By sequence; the least recently used first."""
         self._held = np.zeros(layout.num_blocks, np.int64)
-        """By block: the hash of all tokens up to its end if it is full, else ``-1 - sequence_id``."""
+        """By block: the hash of all tokens up to its end if it is full, else one of `_marks`."""
 
     @torch.inference_mode()
     def read(self, rows: Sequence[StepRow]) -> None:
@@ -153,9 +153,13 @@ class DraftModel:
         is_other = held[:num_full] != hashes[:num_full]
         num_blocks = int(is_other.argmax()) if is_other.any() else num_full
         num_tokens = num_blocks * block_size
-        if num_blocks < len(held) and held[num_blocks] == -1 - row.sequence_id:
-            num_known = written.num_known + num_right(written.guesses, history[written.num_known :])
-            num_tokens = max(num_tokens, num_known)
+        num_known = written.num_known + num_right(written.guesses, history[written.num_known :])
+        places = range(num_blocks, min(self._layout.num_blocks_for(num_known), len(held)))
+        if (
+            written.num_known // block_size == num_blocks
+            and (held[num_blocks : places.stop] == _marks(row, places)).all()
+        ):
+            num_tokens = num_known
         start = min(num_tokens, len(history) - 1)
         is_possible = len(history) + row.max_guesses <= self._max_length and max(history[start:]) < self._num_embedded
         return start if is_possible else None
@@ -189,9 +193,9 @@ class DraftModel:
             return
         written, num_full, first = self._written[row.sequence_id], end // block_size, start // block_size
         written.num_known, written.guesses = end, []
-        blocks = np.asarray(row.block_table[: self._layout.num_blocks_for(num_known + row.max_guesses)], np.intp)
+        blocks = np.asarray(row.block_table[: self._layout.num_blocks_for(end + row.max_guesses)], np.intp)
         self._held[blocks[first:num_full]] = written.hashes[first:num_full]
-        self._held[blocks[num_full:]] = -1 - row.sequence_id
+        self._held[blocks[num_full:]] = _marks(row, range(num_full, len(blocks)))
 
     def _draw(self, rows: Sequence[StepRow], num_guesses: Sequence[int], hidden_BE: torch.Tensor) -> list[int]:
         """Draw the token of each row after so many guesses, as the target would."""
@@ -204,6 +208,12 @@ class DraftModel:
         self._sampler.sample(logits_BV, best_B, token_B, sampling, draws, torch.from_numpy(draws.words), _no_token)
         tokens: list[int] = token_B.tolist()
         return tokens
+
+
+def _marks(row: StepRow, places: range) -> list[int]:
+    """What stands for a row's blocks that are not full, by their place in its table: a sequence may come back with the
+    same blocks in another order."""
+    return [-1 - (hash((row.sequence_id, place)) & _MAX_HASH) for place in places]
 
 
 def _as_drafted(row: StepRow) -> StepRow:

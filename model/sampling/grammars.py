@@ -132,8 +132,7 @@ class GrammarMatchers:
         match, tokens = self._match(row), list[int]()
         with match.ahead():
             while len(tokens) < row.max_forced and not match.is_broken:
-                text = match.matcher.find_jump_forward_string().encode()
-                token = self._longest_token(match.grammar, text)
+                token = self._longest_token(match.grammar, _prescribed_text(match.matcher))
                 if token is None:
                     break
                 match.accept(token)
@@ -179,6 +178,15 @@ class GrammarMatchers:
             allowed = mask & ~_bitmask(banned_tokens, 32 * len(mask))
             if allowed.any():
                 mask[:] = allowed
+
+
+def _prescribed_text(matcher: xgrammar.GrammarMatcher) -> bytes:
+    """What the grammar prescribes next, in whole characters: models seldom write a character in tokens of its own."""
+    try:
+        text: str = matcher.find_jump_forward_string()
+    except UnicodeDecodeError as error:  # where characters that may follow begin alike, or one has begun
+        return error.object[: error.start]
+    return text.encode()
 
 
 def _bitmask(tokens: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:

@@ -7,10 +7,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import GenerationRequest, SamplingParams
-from pdserve.contracts.step import ModelLimits
+from pdserve.contracts.step import ModelLimits, StepRow
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.executors.draft_model import DraftModel
 from tests.model.checkpoints import write_checkpoint
@@ -85,6 +86,25 @@ def test_a_draft_that_is_the_target_guesses_right_after_forks_and_preemptions(fo
     answers, num_guesses, num_right = served(folder, a_draft(folder), long_requests(), num_blocks)
     assert answers == expected
     assert num_right == num_guesses > 300
+
+
+@pytest.mark.parametrize("table", [[10, 11, 13, 12], [13, 12, 11, 10], [12, 10, 11, 13]])
+def test_blocks_that_come_back_in_another_order_are_computed_again(folder: Path, table: list[int]) -> None:
+    tokens = [Random(7).randrange(VOCAB_SIZE) for _ in range(2 * BLOCK_SIZE + 6)]
+
+    def written(draft: DraftModel, num_tokens: int, table: list[int]) -> torch.Tensor:
+        """Keys and values of the known tokens."""
+        row = StepRow(
+            sequence_id=1, tokens=tokens[num_tokens - 1 : num_tokens], cached_length=num_tokens - 1, block_table=table,
+            sample=SamplingParams(max_tokens=99, ignore_eos=True), history=tokens[:num_tokens], max_guesses=8,
+        )  # fmt: skip
+        draft.read([row])
+        draft.guess([row])
+        return draft._pool.values[table].movedim(0, 3).flatten(3, 4)[..., :num_tokens, :]
+
+    draft = a_draft(folder)
+    written(draft, len(tokens) - 1, [10, 11, 12, 13])
+    torch.testing.assert_close(written(draft, len(tokens), table), written(a_draft(folder), len(tokens), table))
 
 
 def test_a_smaller_draft_changes_no_token(folder: Path, smaller: Path) -> None:

@@ -17,7 +17,7 @@ from pdserve.contracts.step import StepRow
 from pdserve.kernels.selection import CPU_SAMPLING
 from pdserve.model.sampling.grammars import GrammarMatchers
 from pdserve.model.sampling.sampling import Sampler, likeliest, plan_draws
-from tests.vocabulary import LIMITS, PERSON, compiled, demo_tokenizer, encoded
+from tests.vocabulary import LIMITS, PERSON, compiled, demo_tokenizer, demo_vocabulary, encoded
 
 [EOS] = LIMITS.eos_token_ids
 PROMPT = [5, 6, 7]
@@ -189,6 +189,17 @@ def test_what_a_grammar_prescribes_is_guessed_in_the_longest_tokens() -> None:
         '":',
         ' "',
     ]
+
+
+def test_no_part_of_a_character_is_prescribed() -> None:
+    kept = matchers()
+    alike = Grammar(GrammarKind.EBNF, 'root ::= "caf" ("\u00e9" | "\u00e8") "!"')
+    assert text_of(kept.prescribed(replace(a_row([], alike), max_forced=9))) == "caf"
+    begun = Grammar(GrammarKind.EBNF, 'root ::= "\u2603!"')
+    [first] = [token for token, text in enumerate(demo_vocabulary().decoded_vocab) if text == b"\xe2"]
+    row = replace(a_row([first], begun, sequence_id=2), max_forced=9)
+    assert kept.prescribed(row) == []
+    assert allowed(kept, row) == allowed(matchers(), row) != [EOS]
 
 
 # In a sampler
