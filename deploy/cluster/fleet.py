@@ -58,8 +58,15 @@ class Fleet:
 
     @property
     def replicas(self) -> dict[WorkerRole, int]:
-        """Number of workers of each role."""
-        return {role: sum(worker.role is role for worker in self.workers) for role in WorkerRole}
+        """Number of workers of each role with which the cluster can start anew. A worker counts for its present role,
+        or for the one that it was placed for if these request different resources of Ray."""
+        config = self._launch.config
+        first = [self._needs[worker.name].role for worker in self.workers]
+        roles = [
+            worker.role if config.phase(worker.role).resources == config.phase(role).resources else role
+            for worker, role in zip(self.workers, first, strict=True)
+        ]
+        return {role: roles.count(role) for role in WorkerRole}
 
     def find_hosts(self) -> list[Host]:
         """Take the live nodes of Ray as hosts; returns those that are gone."""

@@ -78,7 +78,9 @@ def turns_for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 
 def tools_for_template(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Tools that all have the description which gpt-oss's template reads."""
-    return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
+    functions = [tool["function"] for tool in tools]
+    described = [{**each, "description": each.get("description") or ""} for each in functions]
+    return [{**tool, "function": function} for tool, function in zip(tools, described, strict=True)]
 
 
 class Harmony:
@@ -258,8 +260,10 @@ class HarmonyParts:
 
 def _is_text(header: str, *, is_over: bool = False) -> bool:
     """Whether what stands where a header should be is text, at the latest once no more of it follows."""
+    if len(header) > _MAX_HEADER_CHARS:
+        return True
     if _ANY_MARK.search(header):
-        return len(header) > _MAX_HEADER_CHARS
+        return False
     rest = header.strip().removeprefix(_ROLE).lstrip()
     if is_over:
         return not header.isspace() and not rest.startswith("to=")

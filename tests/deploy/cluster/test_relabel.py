@@ -28,7 +28,8 @@ def a_deployment(num_prefill: int, num_decode: int, **prefill: Any) -> Deploymen
 
 def a_fleet(config: DeploymentConfig, folder: Path) -> Fleet:
     """Workers that count as up."""
-    ray = SimpleNamespace(resources={}, worker_resources={}, desk=None)
+    resources = {name: float(phase.replicas) for phase in (config.prefill, config.decode) for name in phase.resources}
+    ray = SimpleNamespace(resources=resources, worker_resources={}, desk=None)
     fleet = Fleet(cast(Any, ray), Launch(config=config, emulate="h100-sxm"), "", folder)
     fleet.find_hosts()
     assert fleet.place_workers(1.0) == ""
@@ -137,6 +138,13 @@ def test_workers_of_different_pools_keep_their_roles_and_the_key_is_named(
     said, _ = scale(fleet, prefill=1, decode=2)
     assert said[0] == f"prefill-1 does not become a decode worker, but leaves: {key}"
     assert roles(fleet)["prefill-1"] is PREFILL
+
+
+def test_a_cluster_that_starts_anew_has_the_roles_for_which_hosts_have_resources(tmp_path: Path) -> None:
+    config = a_deployment(2, 1, resources={"a": 1.0})
+    fleet = a_fleet(replace(config, decode=replace(config.decode, resources={"b": 1.0})), tmp_path)
+    assert scale(fleet, prefill=1, decode=2)[0] == ["prefill-1 becomes a decode worker"]
+    assert fleet.replicas == {PREFILL: 2, DECODE: 1, MIXED: 0}
 
 
 def test_pools_may_differ_in_what_a_worker_keeps() -> None:

@@ -130,6 +130,8 @@ def parsed(tokenizer: ChatTokenizer, text: str, finish: FinishReason = FinishRea
         (f"{FINAL}a<|message|>b<|constrain|>c", Parsed("", "abc", [], "stop")),
         ("<|start|>assistant<|message|>Yes.", Parsed("", "Yes.", [], "stop")),
         ("<|channel|>" + "final " * 100, Parsed("", "final " * 100, [], "stop")),
+        ("to=f " * 200, Parsed("", "to=f " * 200, [], "stop")),
+        ("\n" * 600, Parsed("", "\n" * 600, [], "stop")),
         ("", Parsed("", "", [], "stop")),
     ],
 )  # fmt: skip
@@ -305,7 +307,9 @@ def test_every_call_is_a_message_before_its_results() -> None:
 
 def test_tools_without_a_description_have_an_empty_one() -> None:
     described = {"type": "function", "function": {"name": "g", "description": "G."}}
-    assert [each["function"]["description"] for each in tools_for_template([TOOLS[0], described])] == ["", "G."]
+    null = {"type": "function", "function": {"name": "h", "description": None}}
+    tools = tools_for_template([TOOLS[0], described, null])
+    assert [each["function"]["description"] for each in tools] == ["", "G.", ""]
 
 
 def test_a_tokenizer_without_the_tokens_is_refused(tmp_path: Path) -> None:
