@@ -32,7 +32,8 @@ class Changes:
         """Have as many workers of each role: the last of those too many take the roles of missing ones, or leave.
 
         Raises:
-            DeployError: a role has no workers, or would have none or too many; or a new worker has no room, or does not start.
+            DeployError: a role has no workers, or would have none or too many; or a new worker has no room, or does not
+                start.
         """
         pools = {role: self._pool(role) for role in replicas}
         for role, count in replicas.items():
