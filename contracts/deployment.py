@@ -169,11 +169,15 @@ class SloConfig(Tier):
         return self if name == DEFAULT_TIER else self.tiers[name]
 
 
+MAX_REPLICAS = 64
+"""Of one pool."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseConfig:
     """One pool of workers: prefill, decode, or mixed."""
 
-    replicas: Annotated[int, between(0, 64)] = 1
+    replicas: Annotated[int, between(0, MAX_REPLICAS)] = 1
     tensor_parallel: _Degree = 1
     pipeline_parallel: _Degree = 1
     expert_parallel: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from pdserve.contracts.deployment import MAX_REPLICAS
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.cluster.fleet import Fleet
@@ -31,7 +32,8 @@ class Changes:
         """Have as many workers of each role: the last of those too many take the roles of missing ones, or leave.
 
         Raises:
-            DeployError: a role has no workers, or would have none; or a new worker has no room, or does not start.
+            DeployError: a role has no workers, or would have none or too many; or a new worker has no room, or does not
+                start.
         """
         pools = {role: self._pool(role) for role in replicas}
         for role, count in replicas.items():
@@ -39,6 +41,8 @@ class Changes:
                 raise DeployError(f"this cluster has no {role.value} workers; start it with one to scale them")
             if count < 1:
                 raise DeployError(f"{role.value}={count} leaves no {role.value} worker; pdserve down ends the cluster")
+            if count > MAX_REPLICAS:
+                raise DeployError(f"{role.value}={count} is too many; have at most {MAX_REPLICAS} workers of a role")
         yield from self._relabel(replicas)
         for role, count in replicas.items():
             pool = self._pool(role)

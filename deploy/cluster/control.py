@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,17 +32,22 @@ class ControlPort:
         self._listener.bind(str(folder / _NAME))
         self._listener.listen()
         self._listener.setblocking(False)
+        self._waiting: deque[socket.socket] = deque()
         self._client: socket.socket | None = None
         self._change: Iterator[str] | None = None
 
     def turn(self, begin: Begin) -> str:
         """Take a command, or the next step of the one in progress, whose client may have left; returns what was said.
-        Other commands wait for its end."""
+        Other commands wait for its end, and are told so."""
+        with contextlib.suppress(OSError):  # nobody is there, or no file is left for another client
+            client, _ = self._listener.accept()
+            self._waiting.append(client)
+            if self._change is not None:
+                _send(client, {"say": "another change is in progress; this one begins after it"})
         if self._change is None:
-            try:
-                self._client, _ = self._listener.accept()
-            except OSError:  # nobody is there, or no file is left for another client
+            if not self._waiting:
                 return ""
+            self._client = self._waiting.popleft()
             try:
                 self._client.settimeout(_READ_TIMEOUT_S)
                 command = json.loads(self._client.makefile("rb").readline(_MAX_BYTES))
@@ -51,31 +57,36 @@ class ControlPort:
             self._change = _begun(begin, command)
         try:
             if said := next(self._change):
-                self._send({"say": said})
+                assert self._client is not None
+                _send(self._client, {"say": said})
             return said
         except StopIteration:
             self._finish("")
+            return ""
         except DeployError as error:
-            self._finish(str(error))
+            failure = str(error)
         except Exception as error:  # the cluster outlives whatever a client sends
-            self._finish(f"it failed: {type(error).__name__}: {error}")
-        return ""
+            failure = f"it failed: {type(error).__name__}: {error}"
+        self._finish(failure)
+        return failure
 
     def close(self) -> None:
         if self._client is not None:
             self._finish("the cluster ends")
+        for client in self._waiting:
+            client.close()
         self._listener.close()
 
     def _finish(self, error: str) -> None:
-        self._send({"error": error})
         assert self._client is not None
+        _send(self._client, {"error": error})
         self._client.close()
         self._client = self._change = None
 
-    def _send(self, line: dict[str, str]) -> None:
-        assert self._client is not None
-        with contextlib.suppress(OSError):  # the client has left
-            self._client.sendall(json.dumps(line).encode() + b"\n")
+
+def _send(client: socket.socket, line: dict[str, str]) -> None:
+    with contextlib.suppress(OSError):  # the client has left
+        client.sendall(json.dumps(line).encode() + b"\n")
 
 
 def _begun(begin: Begin, command: dict[str, Any]) -> Iterator[str]:

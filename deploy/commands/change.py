@@ -29,7 +29,7 @@ def read_replicas(texts: Sequence[str]) -> dict[str, int]:
     """Numbers of workers by role, from texts such as ``decode=3``.
 
     Raises:
-        ConfigError: a text is not of that form.
+        ConfigError: a text is not of that form, or names a role again.
     """
     replicas: dict[str, int] = {}
     roles = {role.value for role in WorkerRole}
@@ -37,5 +37,7 @@ def read_replicas(texts: Sequence[str]) -> dict[str, int]:
         role, _, number = text.partition("=")
         if role not in roles or not number.isdecimal():
             raise ConfigError(f"{text}: write a role and its number of workers, such as decode=3")
+        if role in replicas:
+            raise ConfigError(f"{text}: {role} has a number of workers already; write each role once")
         replicas[role] = int(number)
     return replicas

@@ -48,6 +48,13 @@ def test_a_worker_that_finds_no_host_ends_the_change_in_time(monkeypatch: pytest
     assert told == [["decode-0"]], "or its status goes on as that of one that is being restarted"
 
 
+def test_no_more_workers_than_a_deployment_may_have_are_started() -> None:
+    fleet = OneHost()
+    with pytest.raises(DeployError, match="decode=65 is too many; have at most 64 workers of a role"):
+        next(Changes(cast(Any, fleet), 1.0, lambda: None).scale({WorkerRole.DECODE: 65}))
+    assert len(fleet.workers) == 1
+
+
 def test_a_worker_that_comes_up_ends_the_change() -> None:
     fleet = OneHost()
     change = scaling(fleet)

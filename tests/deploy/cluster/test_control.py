@@ -71,9 +71,10 @@ def test_what_a_change_says_comes_back(tmp_path: Path) -> None:
 )
 def test_errors_come_back(command: dict[str, Any], shown: list[str], error: str, tmp_path: Path) -> None:
     found: list[str] = []
-    with turning(tmp_path), pytest.raises(DeployError, match=error):
+    with turning(tmp_path) as said, pytest.raises(DeployError, match=error):
         found.extend(send_command(tmp_path, command))
     assert found == shown
+    assert said == [*shown, error], "the cluster's log has it, too: the client may have left"
 
 
 def test_commands_follow_each_other_and_outlive_their_client(tmp_path: Path) -> None:
@@ -81,7 +82,9 @@ def test_commands_follow_each_other_and_outlive_their_client(tmp_path: Path) -> 
         first = send_command(tmp_path, {"waits": 50})
         assert next(first) == "begins"
         first.close()  # type: ignore[attr-defined]
-        assert list(send_command(tmp_path, {})) == ["begins", "ends"]
+        waits, *rest = send_command(tmp_path, {})
+        assert waits == "another change is in progress; this one begins after it"
+        assert rest == ["begins", "ends"]
         assert said == ["begins", "ends"] * 2
 
 
