@@ -1,10 +1,10 @@
 """Compiles grammars apart from the worker, as some grammars take minutes and gigabytes.
 
 Started by `pdserve.engine.worker.grammars` with the descriptor of a socket. Loads the vocabulary once, then forks for
-each grammar. The fork may use `MAX_CPU_S` seconds and `MAX_MEMORY_BYTES` more than this process, after which the kernel
-or this process ends it, and the next grammar starts from the same clean state. A frame to this process is the kind and
-the text of a grammar. A frame from it is `COMPILED`, `FAILED` or `BUSY`, then the grammar as xgrammar serialises it, or
-the reason. The first frames are the configuration and the vocabulary.
+each grammar. The fork may use `MAX_CPU_S` seconds, then `MAX_WALK_S` for masks, and `MAX_MEMORY_BYTES` more than this
+process, after which the kernel or this process ends it, and the next grammar starts from the same clean state. A frame
+to this process is the kind and the text of a grammar. A frame from it is `COMPILED`, `FAILED` or `BUSY`, then the
+grammar as xgrammar serialises it, or the reason. The first frames are the configuration and the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -32,9 +33,12 @@ from pdserve.proto.parent_death import die_with_parent
 if TYPE_CHECKING:
     import xgrammar
 
-MAX_CPU_S = 1
-MAX_WALL_S = 10.0
-"""Longer than `MAX_CPU_S`, because the steps of the worker go first."""
+MAX_CPU_S = 10
+"""To compile: strings of bounded length take seconds with vocabularies of 100,000 tokens."""
+MAX_WALK_S = 1
+"""For `_WALK_TOKENS` masks."""
+MAX_WALL_S = 30.0
+"""Longer than both, because the steps of the worker go first."""
 MAX_MEMORY_BYTES = 256 << 20
 MAX_REASON_CHARS = 300
 
@@ -53,7 +57,10 @@ in text that ends at a tag, so only models with channels, whose grammars have id
 _NICENESS = 10
 _WALK_TOKENS = 32
 _TOO_BUSY = f"this machine was too busy to compile it within {MAX_WALL_S:g} s; try again"
-_OVER_BOUNDS = f"it takes over {MAX_CPU_S} s or {MAX_MEMORY_BYTES >> 20} MiB to compile; simplify it"
+_OVER_BOUNDS = (
+    f"it takes over {MAX_CPU_S} s or {MAX_MEMORY_BYTES >> 20} MiB to compile, or {MAX_WALK_S} s for "
+    f"{_WALK_TOKENS} tokens; simplify it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +147,14 @@ def _limit_resources() -> None:
     os.nice(_NICENESS)
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     max_bytes = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
-    for kind, limit in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, MAX_CPU_S),
-        (resource.RLIMIT_AS, max_bytes),
-    ):
+    for kind, limit in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, max_bytes)):
         resource.setrlimit(kind, (limit, limit))
+    _limit_cpu(MAX_CPU_S)
+
+
+def _limit_cpu(seconds: int) -> None:
+    """Have the kernel end this process after so much more CPU time; a later call may set another limit."""
+    resource.setrlimit(resource.RLIMIT_CPU, (ceil(time.process_time()) + seconds, MAX_CPU_S + MAX_WALK_S + 1))
 
 
 def compile_grammar(vocabulary: xgrammar.TokenizerInfo, grammar: Grammar) -> xgrammar.CompiledGrammar:
@@ -180,6 +189,7 @@ def _long_escape(escape: re.Match[str]) -> str:
 def _compile(vocabulary: xgrammar.TokenizerInfo, grammar: Grammar) -> bytes:
     try:
         compiled = compile_grammar(vocabulary, grammar)
+        _limit_cpu(MAX_WALK_S)
         if not _walk(compiled):
             return FAILED + b"no text of the model's vocabulary follows it"
         serialised: str = compiled.serialize_json()
@@ -210,7 +220,7 @@ def _walk(compiled: xgrammar.CompiledGrammar) -> int:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or "bad_alloc" in str(error):
         return _OVER_BOUNDS
     # xgrammar puts the time and the line of its own source first.
     reason = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error).strip())

@@ -40,7 +40,7 @@ MAX_KEPT_BYTES = 64 << 20
 """Compiled grammars kept, besides those of live requests; the newest whatever it needs."""
 MAX_FAILURES = 1024
 """Grammars remembered as impossible to compile."""
-MAX_WAIT_S = 10.0
+MAX_WAIT_S = 30.0
 """For others, before a grammar is refused; also how long it is refused at once after that, or after a failure of the
 compiler itself."""
 START_TIMEOUT_S = 60.0
