@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.estimates import Estimator
-from pdserve.planner.search.plan import InfeasibleRateError, InfeasibleSloError, Question
+from pdserve.planner.search.plan import InfeasibleError, InfeasibleRateError, InfeasibleSloError, Question
 from pdserve.planner.search.ranking import Entry
 from pdserve.planner.wording import rate as rate_words
 from pdserve.planner.wording import seconds, share
@@ -45,6 +45,14 @@ def too_slow(question: Question, finalists: Sequence[Entry]) -> InfeasibleRateEr
     return InfeasibleRateError(
         f"the fleet serves at most {rate_words(best.rate)} within the SLO, with {best.layout}, not the required "
         f"{rate_words(question.rate)}: add devices, or loosen the SLO"
+    )
+
+
+def too_few_requests(entry: Entry) -> InfeasibleError:
+    """A layout served every rate that was tried."""
+    return InfeasibleError(
+        f"the requests are too few to overload {entry.layout}, which serves them at any rate: plan with more, or name "
+        "the rate that it must serve"
     )
 
 

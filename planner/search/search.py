@@ -35,7 +35,7 @@ from pdserve.planner.search.candidates import assemble, verdict_of
 from pdserve.planner.search.demand import Demand
 from pdserve.planner.search.estimates import Estimator, fits
 from pdserve.planner.search.goodput import Result, Run, Search, Trial, Workload, find_best, search_goodput, single_run
-from pdserve.planner.search.infeasible import nothing_met, slo_infeasible, too_slow
+from pdserve.planner.search.infeasible import nothing_met, slo_infeasible, too_few_requests, too_slow
 from pdserve.planner.search.layouts import Enumeration, dollars_per_hour, enumerate_layouts
 from pdserve.planner.search.plan import Candidate, InfeasibleError, Objective, Plan, Question, Screening
 from pdserve.planner.search.process_pool import ProcessPool
@@ -77,6 +77,7 @@ def find_plan(
         FitsNowhereError: no layout holds the model.
         InfeasibleSloError: no layout meets the objectives at any rate.
         InfeasibleRateError: no layout serves the required rate.
+        InfeasibleError: the requests are too few to find the highest rate.
         ValueError: every request exceeds the model's length, or the least cost is asked for without a price.
     """
     started_s = time.perf_counter()
@@ -304,6 +305,8 @@ class _Search:
         ]
         for entry, goodput in zip(chosen, self._searched(searches, 0.12, 0.7, "finalists"), strict=True):
             entry.goodput = goodput
+            if goodput.is_unbounded and not self._question.objective.has_rate:
+                raise too_few_requests(entry)
         self._correct()
 
     def candidates(self) -> tuple[Candidate, ...]:

@@ -20,6 +20,7 @@ from pdserve.planner.search.estimates import Estimator
 from pdserve.planner.search.goodput import Runner, Trial
 from pdserve.planner.search.plan import (
     Effort,
+    InfeasibleError,
     InfeasibleRateError,
     InfeasibleSloError,
     Objective,
@@ -204,10 +205,11 @@ def test_figures_are_of_the_policy_that_will_serve() -> None:
     assert other.notes == ("Planned for the router's policy round-robin.",)
 
 
-def test_a_winner_that_so_few_requests_cannot_overload_is_noted() -> None:
+def test_a_highest_rate_of_too_few_requests_is_refused_and_a_required_one_is_noted() -> None:
     lenient = SloConfig(ttft_seconds=1e4, tpot_seconds=1e3)
-    plan = find_plan(a_question(slo=lenient), WORKLOAD, num_processes=1)
-    assert plan.best.rate > 1e4
+    with pytest.raises(InfeasibleError, match="the requests are too few to overload 1 x"):
+        find_plan(a_question(slo=lenient), WORKLOAD, num_processes=1)
+    plan = find_plan(a_question(Objective.FEWEST_DEVICES, rate=1.0, slo=lenient), WORKLOAD, num_processes=1)
     assert any("too few to overload it" in note for note in plan.notes)
     assert a_plan().notes == ()
 
