@@ -87,7 +87,7 @@ class Guessing(NamedTuple):
 def with_guesses(batch: StepBatch, drafter: Drafter | None, matchers: GrammarMatchers | None = None) -> Guessing:
     """Guess what the grammar prescribes, and else what ``drafter`` does."""
     if not batch.may_guess:
-        return Guessing(batch.rows, 0.0)
+        return Guessing([*batch.rows], 0.0)
     rows, guessing, may_draft = batch.rows, [*batch.rows], list[int]()
     for index, row in enumerate(rows):
         if row.max_forced and matchers is not None and (forced := matchers.prescribed(row)):

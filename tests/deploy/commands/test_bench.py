@@ -127,7 +127,7 @@ def test_kernels_are_compiled_where_there_is_no_gpu() -> None:
     run = pdserve("bench", "kernels", "--compile-only", "--only", "gates bfloat16", "--json")
     assert run.returncode == 0, run.stderr
     kernels = json.loads(run.stdout)["kernels"]
-    assert len(kernels) == 3
+    assert len(kernels) == 4
     assert all(kernel["fits"] for kernel in kernels)
 
 

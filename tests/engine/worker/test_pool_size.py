@@ -96,8 +96,14 @@ def test_weights_that_a_gpu_does_not_hold_are_refused(given: dict[str, float]) -
         gpu_kv_memory(**given)
 
 
-def slots(swap_memory_bytes: int | None, role: WorkerRole = WorkerRole.DECODE, spare_bytes: int = 10**6) -> int:
-    config = WorkerConfig(worker_id="w", role=role, model_path="", swap_memory_bytes=swap_memory_bytes)
+def slots(swap_memory_bytes: int | None, *, may_decode: bool = True, spare_bytes: int = 10**6) -> int:
+    config = WorkerConfig(
+        worker_id="w",
+        role=WorkerRole.PREFILL,
+        model_path="",
+        may_decode=may_decode,
+        swap_memory_bytes=swap_memory_bytes,
+    )
     return num_swap_slots(config, num_blocks=40, block_bytes=1000, spare_bytes=spare_bytes)
 
 
@@ -106,7 +112,7 @@ def test_swap_memory_is_as_told_or_a_quarter_of_the_pool_as_far_as_there_is_memo
     assert slots(0) == 0
     assert slots(None) == 10
     assert slots(None, spare_bytes=3500) == 3
-    assert slots(None, WorkerRole.PREFILL) == 0
+    assert slots(None, may_decode=False) == 0
 
 
 def test_swap_memory_that_does_not_fit_or_holds_nothing_is_refused() -> None:
