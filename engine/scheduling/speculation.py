@@ -81,6 +81,8 @@ class Speculation:
         self.num_right = 0
         self._share = first_share
         """Of right guesses of all sequences."""
+        self._num_plain_rows = 0
+        """Rows without guesses since there were some: answers may be too short for a trial of their own."""
 
     def choose(self, step: PlannedStep, max_guesses: int) -> list[Choice]:
         """Choose the guesses of a planned step's rows, ``max_guesses`` in all at most. A step that prefills has none:
@@ -99,6 +101,7 @@ class Speculation:
             sequence = step.sequences[index]
             if sequence.acceptance is None:
                 sequence.acceptance = first_share
+                sequence.num_plain_steps = self._num_plain_rows
             by_row.append(_guesses(index, limit, sequence.acceptance))
         limit_s = min([s.request.max_gap_s for s in step.sequences if s.request.max_gap_s], default=inf)
         seconds = self._seconds_by_guesses(batch)
@@ -126,6 +129,7 @@ class Speculation:
                 num_chosen += max(0, num_forced - number)
             if number or num_forced:
                 choices.append(Choice(index, number, num_forced))
+        self._num_plain_rows = 0 if any(numbers.values()) else self._num_plain_rows + len(rows)
         return choices
 
     def learn(self, sequences: Sequence[TokenSequence], output: StepOutput) -> None:

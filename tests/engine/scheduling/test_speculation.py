@@ -186,3 +186,12 @@ def test_shares_follow_what_guesses_came_to() -> None:
     for _ in range(40):
         speculation.learn(step.sequences, half)
     assert share_of(unasked) == pytest.approx(0.5, abs=0.05)
+
+
+def test_answers_that_are_too_short_for_a_trial_have_one_in_turn() -> None:
+    speculation, tries = linear(1.0, 10.0), 0
+    for _ in range(STEPS_BETWEEN_TRIALS):
+        short = a_step(LONG)
+        short.sequences[0].acceptance = None
+        tries += sum(bool(speculation.choose(short, 100)) for _ in range(4))
+    assert tries == 3, "one in about 36 of 128 steps"
