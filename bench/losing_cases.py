@@ -8,7 +8,8 @@ most of them of earlier turns. With one cache-aware router for both, PD had 72 %
 ``long-prompts``: Qwen3-32B on six H100 in either layout, 16 requests at a time (GPUStack Operator 0.9.2, walkthrough of
 prefill and decode): with PD the 99th percentile of gaps was 25.6 to 27.8 times as good and TTFT much worse.
 
-What the sources do not say is assumed, and stands in ``assumed`` of each case. ``--plan`` asks the planner, too.
+What the sources do not say is assumed, and stands in ``assumed`` of each case. ``--plan`` asks the planner, too, for
+which the agents' requests are too few.
 """
 
 from __future__ import annotations
