@@ -167,7 +167,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
             num_swap_slots=num_slots,
             max_captured_rows=_max_captured_rows(config, is_on_host),
             matchers=_matchers(grammars, limits),
-            drafter=_drafter(config, draft, layout, limits),
+            drafter=_drafter(config) if draft is None else _draft_model(config, draft, layout, limits),
             ranks=ranks,
             send=None if followers is None else followers.send,
         )
@@ -199,11 +199,11 @@ def _matchers(grammars: Grammars, limits: ModelLimits) -> GrammarMatchers:
     return GrammarMatchers(grammars.compiled, vocab_size=limits.vocab_size, eos_token_ids=limits.eos_token_ids)
 
 
-def _drafter(
-    config: WorkerConfig, draft: Draft | None = None, layout: KvLayout | None = None, limits: ModelLimits | None = None
-) -> Drafter | None:
-    if draft is None or layout is None or limits is None:
-        return NgramDrafter() if config.speculation == "ngram" else None
+def _drafter(config: WorkerConfig) -> Drafter | None:
+    return NgramDrafter() if config.speculation == "ngram" else None
+
+
+def _draft_model(config: WorkerConfig, draft: Draft, layout: KvLayout, limits: ModelLimits) -> Drafter:
     from pdserve.model.executors.draft_model import DraftModel
 
     return DraftModel(

@@ -132,16 +132,13 @@ class Prediction(NamedTuple):
     num_rows: int
 
 
-_NEWEST_WEIGHT = 1 / 16
-"""Of the newest step with guesses."""
-_LIMIT = 2.0
-"""A step counts as this many times as long as expected at most: it may have been stalled."""
-
-
 class _CorrectionByTokens:
     """Observed over predicted seconds of decode steps by their new tokens, guesses included. What products of a few
     rows take rises in steps, which the cost model smooths, and guesses are chosen by the differences."""
 
+    _NEWEST_WEIGHT = 1 / 16
+    _LIMIT = 2.0
+    """A step counts as this many times as long as expected at most: it may have been stalled."""
     _LOWEST = 0.1
     """Least ratio: of a step in no time, too, which emulation may have."""
 
@@ -157,9 +154,9 @@ class _CorrectionByTokens:
 
     def observe(self, num_tokens: int, predicted_s: float, observed_s: float) -> None:
         size = _size(num_tokens)
-        newest = min(max(observed_s / predicted_s, self._LOWEST), _LIMIT * self.ratio(num_tokens))
+        newest = min(max(observed_s / predicted_s, self._LOWEST), self._LIMIT * self.ratio(num_tokens))
         last = self._ratios.get(size, newest)
-        self._ratios[size] = last + _NEWEST_WEIGHT * (newest - last)
+        self._ratios[size] = last + self._NEWEST_WEIGHT * (newest - last)
 
 
 def _size(num_tokens: int) -> int:
