@@ -46,12 +46,6 @@ def server() -> Iterator[EdgeServer]:
         yield edge
 
 
-@pytest.fixture
-def client(server: EdgeServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def vocabulary(server: EdgeServer, tmp_path_factory: pytest.TempPathFactory) -> xgrammar.TokenizerInfo:
     folder = tmp_path_factory.mktemp("model")

@@ -28,12 +28,6 @@ def server() -> Iterator[EdgeServer]:
         yield edge
 
 
-@pytest.fixture
-def client(server: EdgeServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def prompt_of(server: EdgeServer) -> str:
     return server.tokenizer.decode(server.generator.last.prompt_tokens)
 
