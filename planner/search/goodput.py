@@ -11,7 +11,7 @@ are those of the simulator that drives the live schedulers and the router's own 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import pairwise
@@ -372,28 +372,29 @@ def search_fall(
         tolerance: ratio of the result to a near one.
     """
     for _ in range(most_runs):
-        found = _fall_rate(points, rate, trial.slo.attainment, figure, tolerance)
+        found = fall_rate(points.values(), rate, trial.slo.attainment, figure, tolerance)
         if any(1 / tolerance < point / found < tolerance for point in points):
             break
         points[found] = yield from single_run(trial, found)
-    return _fall_rate(points, rate, trial.slo.attainment, figure, tolerance)
+    return fall_rate(points.values(), rate, trial.slo.attainment, figure, tolerance)
 
 
-def _fall_rate(
-    points: dict[float, Attainment],
+def fall_rate(
+    points: Iterable[Attainment],
     rate: float,
     target: float,
-    figure: Callable[[Attainment], float],
-    tolerance: float,
+    figure: Callable[[Attainment], float] = lambda seen: seen.interval.high,
+    tolerance: float = inf,
 ) -> float:
-    """Between two simulated rates in proportion, or in the middle if the cluster is saturated at the higher one;
-    beyond the highest one along the line through the last two."""
-    in_order = [points[each] for each in sorted(points) if each >= rate]
+    """Rate at which ``figure``, by default the upper confidence limit, falls to ``target``: between two simulated
+    rates in proportion, beyond the highest one along the line through the last two. If the cluster is saturated at the
+    higher one, that, or the middle if the other one is not within ``tolerance``.
+    """
+    in_order = sorted((point for point in points if point.rate >= rate), key=lambda point: point.rate)
     if len(in_order) < 2 or figure(in_order[0]) <= target:
         return in_order[0].rate if in_order else rate
     pairs = list(pairwise(in_order))
-    is_fallen = [figure(above) < target or above.is_saturated for _, above in pairs]
-    below, above = pairs[is_fallen.index(True)] if any(is_fallen) else pairs[-1]
+    below, above = next((pair for pair in pairs if figure(pair[1]) < target or pair[1].is_saturated), pairs[-1])
     high, low = figure(below), figure(above)
     if above.is_saturated:
         return above.rate if above.rate <= below.rate * tolerance else sqrt(below.rate * above.rate)
