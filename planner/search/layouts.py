@@ -190,7 +190,8 @@ def check_fits(layout: Layout, model: PlannedModel, sample: WorkloadSample) -> N
         longest = sample.longest(with_answer=pool.role is not WorkerRole.PREFILL)
         if longest > (most_tokens := _most_tokens(pool, model)):
             have = f"{pool.memory_fraction:.0%} of {pool.devices_per_worker} x {pool.hardware.name}"
-            raise FitsNowhereError(_too_large(model, have, longest, most_tokens, [pool.hardware]))
+            why = _too_large(model, have, longest, most_tokens, [pool.hardware])
+            raise FitsNowhereError(f"{pool.role.value}: {why}")
 
 
 def _most_tokens(pool: Pool, model: PlannedModel) -> int:
