@@ -306,8 +306,10 @@ class _Search:
         ]
         for entry, goodput in zip(chosen, self._searched(searches, 0.12, 0.7, "finalists"), strict=True):
             entry.goodput = goodput
-            if goodput.is_unbounded and not self._question.objective.has_rate:
-                raise too_few_requests(entry)
+            trial, required = self._trial(entry), self._question
+            stated = required.rate if required.objective.has_rate else goodput.rate
+            if goodput.rate > trial.most_rate and stated > trial.most_rate:
+                raise too_few_requests(entry, trial, may_draw=trial.num_requests != required.effort.most_requests)
         self._correct()
 
     def candidates(self) -> tuple[Candidate, ...]:
@@ -334,11 +336,13 @@ class _Search:
     def notes(self) -> tuple[str, ...]:
         """Limits of the simulations' accuracy."""
         winner = self._ranking.ranked(self._finalists())[0]
-        if winner.goodput is None or not winner.goodput.is_unbounded:
+        trial = self._trial(winner)
+        if winner.rate <= trial.most_rate:
             return ()
         return (
-            f"No rate was found that {winner.layout} does not serve: the requests are too few to overload it. Its "
-            "figures say nothing about longer runs; plan with more requests.",
+            f"{trial.num_requests:,} requests are too few to find the highest rate of {winner.layout}: above "
+            f"{rate_words(trial.most_rate)} they arrive before a steady state is reached, and its figures say nothing "
+            "about longer runs.",
         )
 
     def screening(self, num_without_memory: int) -> Screening:
