@@ -143,6 +143,21 @@ class Arrival(NamedTuple):
     """Prompts of one share wait behind each other, those of several side by side: its tenant and tier."""
 
 
+class PrefixPull(NamedTuple):
+    """A prefix of a prompt that the worker which computes the prompt is to pull from another one."""
+
+    worker_id: str
+    """The source."""
+    num_tokens: int
+    """Leading tokens of the prompt that it caches."""
+    min_tokens: int
+    """As in `pdserve.contracts.request.PrefixSource`."""
+    pull_s: float
+    """Predicted seconds of the pull."""
+    prefill_s: float
+    """Predicted seconds to compute what is pulled."""
+
+
 class PrefillChoice(NamedTuple):
     """Worker chosen to compute a prompt."""
 
@@ -152,7 +167,7 @@ class PrefillChoice(NamedTuple):
     ttft_s: float
     """Predicted seconds from now to the first new token; on a busy decode worker, with the larger correction."""
     num_cached_tokens: int
-    """Expected prefix-cache hit."""
+    """Expected prefix-cache hit, with what is pulled."""
     is_late: bool = False
     """It is unlikely to meet its TTFT objective, or would cost others more: it runs behind prompts that can."""
     is_held: bool = False
@@ -165,6 +180,8 @@ class PrefillChoice(NamedTuple):
     """Above 0: the request is refused, and may be served after so many seconds."""
     misses_per_s: float = 0.0
     """Expected misses of TTFT, times weight, that each second of delay would cost it."""
+    prefix: PrefixPull | None = None
+    """What it pulls first."""
 
 
 class Binding(NamedTuple):
@@ -177,6 +194,9 @@ class Binding(NamedTuple):
 
 class Placement:
     """Decides; the base class ignores what is reported."""
+
+    pulls_prefixes = True
+    """Whether workers may pull prefixes from others, as far as the policy knows how to choose that."""
 
     def __init__(self, costs: Costs, *, tpot_slo_s: float = 0.0) -> None:
         """``tpot_slo_s``: the tightest TPOT objective of any request; 0 for none."""
