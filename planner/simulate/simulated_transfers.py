@@ -7,6 +7,7 @@ the partial progress of each. Owned by `pdserve.planner.simulate.simulator`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -39,11 +40,20 @@ class _Offer:
 class SimulatedTransfers:
     """Offers by handle."""
 
-    def __init__(self, queue: EventQueue, *, block_size: int, pull_s: float) -> None:
+    def __init__(
+        self,
+        queue: EventQueue,
+        *,
+        block_size: int,
+        pull_s: float,
+        prefix_failed: Callable[[VirtualWorker], None],
+    ) -> None:
         """
         Args:
             pull_s: seconds per pull in addition to its bytes.
+            prefix_failed: called with the source of a pull of a prefix that failed.
         """
+        self._prefix_failed = prefix_failed
         self._queue = queue
         self._block_size = block_size
         self._pull_s = pull_s
@@ -73,6 +83,7 @@ class SimulatedTransfers:
         if handle in self._loans:
             source, pull = self._loans.pop(handle)
             self._offers.pop(handle, None)
+            self._prefix_failed(source)
             source.engine.receive(PromptReleased(handle))
             pull.worker.engine.receive(PullResult(pull.pull_id, failure="the prefix did not come"))
 

@@ -186,7 +186,12 @@ class _Simulator:
         self._dispatcher = Dispatcher(costs, settings, now_s=lambda: self._events.now_s)
         for worker in self._workers.values():
             self._dispatcher.worker_up(worker)
-        self._transfers = SimulatedTransfers(self._events, block_size=model.block_size, pull_s=overheads.pull_s)
+        self._transfers = SimulatedTransfers(
+            self._events,
+            block_size=model.block_size,
+            pull_s=overheads.pull_s,
+            prefix_failed=self._dispatcher.prefix_failed,
+        )
         self._is_sweep_due = False
         self._queue: Iterator[SimulatedRequest] = iter(requests)
         self._is_closed_loop = concurrency > 0

@@ -81,6 +81,8 @@ class Goodput(Placement):
         self._joining, self._late_joining = Joining(), Joining()
         self._late_tokens: Counter[str] = Counter()
         """Tokens of late prompts by id of the worker on which they wait."""
+        self._lends_until_s: dict[str, float] = {}
+        """When a worker may lend again, by id: pulls of prefixes from one take turns."""
         self._prefill_cost = PrefillCost()
         self._turns = HeldTurns()
         self._retry_times = RetryTimes()
@@ -116,7 +118,7 @@ class Goodput(Placement):
             self._prefill_option(arrival, view, decode, score, num_cached, cost_per_s, pull)
             for view in computing
             for num_cached in [cached.get(view.worker_id, 0)]
-            for pull in [self._prefix_pull(blocks, view, num_cached, sources, cached)]
+            for pull in [self._prefix_pull(arrival, view, num_cached, sources, cached)]
             for decode in [decodes.get(view.worker_id)] + [None] * (view.role is MIXED and bool(handoffs))
         ]
         key, best = self._least(options, lambda option, harm: option.order(blocks, harm))
@@ -184,6 +186,8 @@ class Goodput(Placement):
             self._late_tokens[choice.worker_id] += num_new
         elif view.may_decode:
             view.prefill_beside(choice.prefill_s, arrival.now_s, self._answer_s())
+        if choice.prefix is not None:
+            self._lends_until_s[choice.prefix.worker_id] = arrival.now_s + choice.prefix.pull_s
         if choice.handoff:
             (self._late_joining if is_late else self._joining).add(request_id, num_tokens)
         self._turns.placed(arrival, is_late=is_late)
@@ -210,6 +214,9 @@ class Goodput(Placement):
             view.answer_began(request_id, began_s, tokens_ahead, slo_s, weight, worker.num_steps)
             self._num_answers += 1
             self._count_lengths()
+
+    def prefix_failed(self, worker_id: str, until_s: float) -> None:
+        self._lends_until_s[worker_id] = until_s
 
     def left(self, request_id: int, num_tokens: int) -> None:
         self._forget(request_id)
@@ -390,20 +397,22 @@ class Goodput(Placement):
 
     def _prefix_pull(
         self,
-        blocks: PromptBlocks,
+        arrival: Arrival,
         view: WorkerView,
         num_cached: int,
         sources: Iterable[WorkerSnapshot],
         cached: Mapping[str, int],
     ) -> PrefixPull | None:
-        """The pull that brings a worker the most of a prompt, unless to compute that takes less time."""
-        pulls = []
+        """The pull that brings a worker the most of a prompt, behind others from its source, unless to compute that
+        takes less time."""
+        blocks, pulls = arrival.blocks, []
         for source in sources:
             same_host = source.host == view.snapshot.host
             num_pulled = cached[source.worker_id] - num_cached
             costs = [self.costs[role] for role in {source.role, view.role}]
             pull_s = max([cost.pull_s(num_pulled, same_host=same_host) for cost in costs])
-            pull_s = self._turn_s(source) + pull_s * self.pull_corrections[same_host].factor
+            waits_s = max(self._turn_s(source), self._lends_until_s.get(source.worker_id, 0.0) - arrival.now_s)
+            pull_s = waits_s + pull_s * self.pull_corrections[same_host].factor
             pulls.append((pull_s, source.worker_id, num_pulled))
         if not pulls or (best := min(pulls))[2] <= 0:
             return None

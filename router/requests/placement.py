@@ -236,6 +236,9 @@ class Placement:
         predicted_s = cost.pull_s(num_bytes / cost.kv_bytes_per_token, same_host=same_host)
         self.pull_corrections[same_host].observe(predicted_s, seconds)
 
+    def prefix_failed(self, worker_id: str, until_s: float) -> None:
+        """A worker could not pull a prefix from this one, of which none is to be pulled before ``until_s``."""
+
     def left(self, request_id: int, num_tokens: int) -> None:
         """The request is on no worker any more; its answer ended with ``num_tokens``, or 0 if it did not."""
 
