@@ -336,10 +336,10 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         if offer.lease is not lease:
             return
         offer.lease = None
-        if offer.is_withdrawn:
+        if offer.is_withdrawn and not offer.is_prefix:
             return
         if is_released or offer.is_prefix:
-            del self._offers[offer.handle]
+            self._offers.pop(offer.handle, None)
             self._send(transfer_pb2.TransferToEngine(released=transfer_pb2.Released(handle=offer.handle)))
         else:
             self._send(transfer_pb2.TransferToEngine(lease_lost=transfer_pb2.LeaseLost(handle=offer.handle)))
