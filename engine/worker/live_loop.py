@@ -177,8 +177,12 @@ class LiveLoop:
         self._sink.publish(report)
 
     def _described(self, result: PullResult) -> PullResult:
+        """A result as the routers get it: with the tokens that were pulled, not those of the whole prompt."""
         order = self._pulls.pop(result.pull_id, None)
-        return result._replace(source=order.source.address, is_prefix=bool(order.prefix)) if order else result
+        if order is None:
+            return result
+        num_pulled = max(0, result.num_tokens - order.num_cached_blocks * self._pool.block_size)
+        return result._replace(source=order.source.address, is_prefix=bool(order.prefix), num_tokens=num_pulled)
 
     def _idle_s(self) -> float:
         deadline_s = self._loop.next_deadline_s()

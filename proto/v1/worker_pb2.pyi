@@ -977,7 +977,7 @@ class TransferReport(_message.Message):
     is_prefix: _builtins.bool
     """cached blocks of a prompt to compute, of any worker"""
     num_tokens: _builtins.int
-    """of the pulled prompt, or of the prefix that was pulled"""
+    """whose KV was pulled"""
     def __init__(
         self,
         *,

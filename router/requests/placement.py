@@ -230,10 +230,9 @@ class Placement:
     def decoding(self, request_id: int, began_s: float, num_tokens: int, worker: WorkerSnapshot) -> None:
         """An answer, ``num_tokens`` long so far since ``began_s``, decodes on ``worker`` from now on."""
 
-    def pulled(self, role: WorkerRole, num_bytes: int, seconds: float, *, same_host: bool) -> None:
-        """A worker pulled so many bytes of KV, and held the prompt ``seconds`` after its last block was granted."""
-        cost = self.costs[role]
-        predicted_s = cost.pull_s(num_bytes / cost.kv_bytes_per_token, same_host=same_host)
+    def pulled(self, role: WorkerRole, num_tokens: int, seconds: float, *, same_host: bool) -> None:
+        """A worker pulled the KV of so many tokens, and held it ``seconds`` after its last block was granted."""
+        predicted_s = self.costs[role].pull_s(num_tokens, same_host=same_host)
         self.pull_corrections[same_host].observe(predicted_s, seconds)
 
     def prefix_failed(self, worker_id: str, until_s: float) -> None:

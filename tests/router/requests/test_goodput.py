@@ -557,6 +557,20 @@ def test_a_prefix_that_is_faster_to_compute_is_not_pulled() -> None:
     assert placed(slow, arrival(3, 8000), P1, source).prefix is None
 
 
+def test_prefixes_are_pulled_from_one_source_in_turns_and_not_from_one_that_failed() -> None:
+    policy = Goodput(COSTS)
+    source = D0._replace(cached_blocks=frozenset(HASHES), num_free_blocks=0)
+    waits_s = []
+    for number in range(3):
+        pull = placed(policy, arrival(number, 8000), worker(f"prefill-{number}"), source).prefix
+        assert pull is not None
+        waits_s.append(pull.pull_s)
+    assert waits_s == pytest.approx([waits_s[0] * number for number in (1, 2, 3)])
+    policy.prefix_failed("decode-0", 10.0)
+    assert placed(policy, arrival(4, 8000), P1, source).prefix is None
+    assert placed(policy, arrival(5, 8000, now_s=10.0), P1, source).prefix is not None
+
+
 def test_a_micro_batch_is_no_source_of_a_prefix() -> None:
     """Those of a worker share the address from which others pull."""
     source = D0._replace(worker_id="decode-0.1", cached_blocks=frozenset(HASHES), num_free_blocks=0)
