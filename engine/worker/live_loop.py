@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from threading import Condition, Event
 
+from pdserve.contracts.events import RequestEvent, RequestEventKind
 from pdserve.contracts.step import Executor
 from pdserve.engine.scheduling.interface import PullResult, StartPullEvent
 from pdserve.engine.worker.loop import GrammarSource, Message, ReportSink, StepLoop, StepReport, StepTimes, Wait
@@ -41,6 +42,8 @@ PULL_GRACE_S = 10.0
 """Time after a pull's deadline in which the transfer process must have reported its end, copies to a GPU included."""
 
 _log = logging.getLogger(__name__)
+
+_LOG_LEVELS = {RequestEventKind.FAILED: logging.WARNING, RequestEventKind.KV_UNAVAILABLE: logging.INFO}
 
 
 def stall_limit_s(predicted_s: float) -> float:
@@ -168,6 +171,10 @@ class LiveLoop:
                 if self._emulated_pull_s is not None:
                     min_duration_s = self._emulated_pull_s(len(order.block_ids))
             self._send_order(order_to_proto(order, min_duration_s))
+        for event in report.events:
+            if isinstance(event, RequestEvent) and (level := _LOG_LEVELS.get(event.kind)):
+                # The router's log has the same number beside the client's id.
+                _log.log(level, "request %x, attempt %d: %s", event.key.request_id, event.key.attempt, event.message)
         report.pulls = [self._described(pull) for pull in report.pulls]
         report.load = self._loop.scheduler.load()
         report.cache = self._pool.take_cache_events()

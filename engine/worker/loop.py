@@ -13,7 +13,6 @@ step if that was already submitted with rows of the same sequences.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
@@ -45,10 +44,6 @@ MAX_LIVE_REQUESTS = 16384
 MAX_FAILED_STEPS_IN_A_ROW = 16
 """After this many consecutive failures the executor is considered broken and the loop raises."""
 
-_log = logging.getLogger(__name__)
-
-_LOG_LEVELS = {RequestEventKind.FAILED: logging.WARNING, RequestEventKind.KV_UNAVAILABLE: logging.INFO}
-"""A prompt that nobody pulled is tried again, so that only the logs of live workers tell of it, not simulations."""
 _NO_LOAD = SchedulerLoad()
 _NO_CACHE_EVENTS = CacheEvents([], [])
 
@@ -527,10 +522,6 @@ class StepLoop:
             elif isinstance(event, RequestEvent):
                 if event.kind.is_terminal:
                     self._live.pop(event.key, None)
-                if level := _LOG_LEVELS.get(event.kind):
-                    # The router's log has the same number beside the client's id.
-                    key = event.key
-                    _log.log(level, "request %x, attempt %d: %s", key.request_id, key.attempt, event.message)
             elif not isinstance(event, PromptLogprobsEvent):
                 report.orders.append(event)
                 continue
