@@ -118,6 +118,8 @@ class _Loader:
         self._config, self._shape = config, config.shape
         self._quantization, self._dtype = precision.quantization, getattr(torch, precision.dtype)
         self._kernels = kernels
+        is_pinned = kernels.activation_dtype is torch.float32 and precision.cpu_products == "float32"
+        self._product_dtype = torch.float32 if is_pinned else self._dtype
         self._place = place
         self._shard = shard_of(config.shape, place)
 
@@ -132,7 +134,8 @@ class _Loader:
         )
 
     def _table(self, name: str) -> Linear:
-        return self._kernels.pack_linear(self._read(f"{name}.weight", rows=[self._shard.vocabulary]))
+        weight = self._read(f"{name}.weight", rows=[self._shard.vocabulary])
+        return self._kernels.pack_linear(weight, dtype=self._product_dtype)
 
     def _output_table(self, embedding: Linear | None) -> Linear:
         if not self._shape.tie_word_embeddings:
@@ -173,7 +176,7 @@ class _Loader:
     def _expert_mlp(self, prefix: str) -> ExpertMlp:
         if self._shape.stacked_experts:
             return self._stacked_mlp(prefix)
-        features, pack = self._shard.features, partial(self._kernels.pack_experts, dtype=self._dtype)
+        features, pack = self._shard.features, partial(self._kernels.pack_experts, dtype=self._product_dtype)
         each = [f"{prefix}experts.{expert}." for expert in self._shard.experts]
         shared = shared_gate = None
         if self._shape.shared_intermediate_size:
@@ -189,7 +192,7 @@ class _Loader:
 
     def _stacked_mlp(self, prefix: str) -> ExpertMlp:
         """Experts that are stacked. Where ranks share features, the first adds the bias of ``down``."""
-        features, pack = self._shard.features, partial(self._kernels.pack_experts, dtype=self._dtype)
+        features, pack = self._shard.features, partial(self._kernels.pack_experts, dtype=self._product_dtype)
         hidden, both, experts = range(self._shape.hidden_size), _scaled(features, 2), self._shard.experts
         gate_up, down = f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"
         gate_up_bias_XF, down_bias_XE = (
@@ -232,12 +235,12 @@ class _Loader:
         """Pack the rank's outputs of projections of the same input as one."""
         names, rows = [f"{prefix}{name}_proj.bias" for name in outputs], [*outputs.values()]
         bias = self._read(*names, rows=rows) if has_bias else None
-        return self._kernels.pack_linear(self._outputs(prefix, outputs), bias, dtype=self._dtype)
+        return self._kernels.pack_linear(self._outputs(prefix, outputs), bias, dtype=self._product_dtype)
 
     def _summed(self, name: str, inputs: range, has_bias: bool) -> Linear:
         """Pack a projection of the rank's inputs, whose product is added to those of the other ranks."""
         bias = self._read(f"{name}_proj.bias") if has_bias and self._place.tensor_rank == 0 else None
-        return self._kernels.pack_linear(self._inputs(name, inputs), bias, dtype=self._dtype)
+        return self._kernels.pack_linear(self._inputs(name, inputs), bias, dtype=self._product_dtype)
 
     def _outputs(self, prefix: str, outputs: dict[str, range]) -> torch.Tensor | GroupedWeight:
         """Some outputs of projections of the same input."""

@@ -82,12 +82,12 @@ def find_plan(
     """
     started_s = time.perf_counter()
     report = progress or (lambda fraction, text: None)
-    report(0.0, "listing layouts")
+    report(0.0, "loading the screener (the first time compiles it, in a minute)")
     _check_prices(question)
     model, effort = question.model, question.effort
     with ProcessPool(workload, num_processes or len(os.sched_getaffinity(0))) as pool:
-        report(0.01, "loading the screener (the first time compiles it, in a minute)")
         _load_scout()
+        report(0.01, "listing layouts")
         enumeration = enumerate_layouts(question)
         drawn = workload.draw(_NUM_SAMPLED, effort.seed, max_model_len=model.max_model_len)
         sample = drawn.at_rate(1.0)
@@ -239,7 +239,8 @@ class _Search:
         """A colocated layout with chunk budgets of powers of two that hold a decode batch and whose steps leave room
         for KV; any other one alone."""
         pool, model = layout.mixed, self._question.model
-        if pool is None or self._question.space.mixed_batch_tokens:
+        space = self._question.space
+        if pool is None or space.mixed_batch_tokens or space.keeps_pools:
             return [layout]
         powers = range(pool.max_batch_size.bit_length(), _MOST_CHUNK_TOKENS.bit_length())
         tuned = [replace(pool, max_batch_tokens=2**power) for power in powers]
