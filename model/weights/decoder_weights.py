@@ -21,6 +21,7 @@ import torch
 
 from pdserve.contracts.precision import Precision
 from pdserve.kernels.cpu.build import load_library
+from pdserve.kernels.cpu.dense import multiplies_bfloat16
 from pdserve.kernels.operations import DecoderKernels, Experts, Linear, QkNorm
 from pdserve.kernels.torch.dense import matrix_dtype
 from pdserve.kernels.weight_quantisation import GroupedWeight, quantise
@@ -302,6 +303,14 @@ def _return_freed_memory() -> None:
     """Return freed memory to the system: glibc would keep that of unpacked matrices, a quarter of the weights' size."""
     if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # Other C libraries have none.
         malloc_trim(0)
+
+
+def products_of(precision: Precision) -> str:
+    """Dtype in which a CPU multiplies activations and weights of this precision."""
+    if load_library() is None:
+        return str(matrix_dtype(getattr(torch, precision.dtype))).removeprefix("torch.")
+    in_bfloat16 = precision.dtype == "bfloat16" and precision.cpu_products == "auto" and multiplies_bfloat16()
+    return "bfloat16" if in_bfloat16 else "float32"
 
 
 def held_bytes(shape: ModelShape, dtype: str, quantization: str) -> int:
