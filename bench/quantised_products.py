@@ -51,9 +51,8 @@ BFLOAT16_SHAPES = ((896, 9728), (4864, 896), (896, 1152), (4096, 4096))
 """Those of Qwen2-0.5B, and a larger one."""
 BFLOAT16_ROWS = (1, 8, 16, 64, 256)
 STEPS = {
-    "prompt of 512": Step((StepRow(512, 0),)),
-    "prompt of 2048": Step((StepRow(2048, 0),)),
     **{f"{count} decode": Step((StepRow(1, 256),) * count) for count in (1, 8, 16)},
+    "prompt of 2048": Step((StepRow(2048, 0),)),
 }
 
 
@@ -147,8 +146,9 @@ def steps(num_rounds: int) -> list[dict[str, Any]]:
         for description, step in STEPS.items():
             batch = step_batch(step, layout.block_size)
             runs = {name: partial(_run, executor, batch) for name, executor in executors.items()}
-            times = fastest_s(runs, num_rounds if step.num_new < 64 else max(2, num_rounds // 10))
+            times = fastest_s(runs, num_rounds if step.num_new < 64 else 1 + num_rounds // 12)
             per_second = {name: round(step.num_new / seconds, 1) for name, seconds in times.items()}
+            Console(stderr=True).print(f"{description}: {per_second} tokens/s")
             found.append({"step": description, "tokens_per_s": per_second})
     return found
 
