@@ -84,7 +84,7 @@ def serving(model: str, *workers: dict[str, object]) -> dict[str, object]:
 
 
 def live(url: str, *arguments: str) -> int:
-    return run(["plan", "--live", url, "--window", "0.2", "--requests", "100", "--jobs", "1", *arguments])
+    return run(["plan", "--live", url, "--window", "0.2", "--requests", "600", "--jobs", "1", *arguments])
 
 
 def test_the_running_placement_is_compared_with_the_best(capsys: pytest.CaptureFixture[str], model: str) -> None:
@@ -131,7 +131,7 @@ def test_a_running_cluster_is_planned_for_by_its_address_alone(
         client = Thread(target=ask, args=(router, is_over))
         client.start()
         try:
-            command = ["plan", "--live", router.admin_url, "--window", "1", "--requests", "100", "--jobs", "1"]
+            command = ["plan", "--live", router.admin_url, "--window", "1", "--requests", "600", "--jobs", "1"]
             assert run([*command, "--json", "-"]) == 0
             shown = httpx.get(f"{router.admin_url}/metrics").text
         finally:
