@@ -15,8 +15,6 @@ never depends on it. Pure, like the scheduler.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from heapq import merge
-from itertools import islice
 from math import inf
 from typing import NamedTuple
 
@@ -96,16 +94,17 @@ class Speculation:
         if not rows or max_guesses <= 0 or step.num_chunk_tokens:
             return []
         first_share = max(self._share, _LEAST_FIRST_SHARE)
-        by_row = []
+        guesses = list[_Guess]()
         for index, limit in rows.items():
             sequence = step.sequences[index]
             if sequence.acceptance is None:
                 sequence.acceptance = first_share
                 sequence.num_plain_steps = self._num_plain_rows
-            by_row.append(_guesses(index, limit, sequence.acceptance))
+            guesses += _guesses(index, limit, sequence.acceptance)
+        guesses.sort()
         limit_s = min([s.request.max_gap_s for s in step.sequences if s.request.max_gap_s], default=inf)
         seconds = self._seconds_by_guesses(batch)
-        chosen = _best(islice(merge(*by_row), max_guesses), len(batch.rows), seconds, limit_s)
+        chosen = _best(guesses[:max_guesses], len(batch.rows), seconds, limit_s)
         numbers = dict.fromkeys(rows, 0)
         for guess in chosen:
             numbers[guess.row] = guess.number

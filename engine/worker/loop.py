@@ -13,7 +13,6 @@ step if that was already submitted with rows of the same sequences.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
@@ -45,10 +44,6 @@ MAX_LIVE_REQUESTS = 16384
 MAX_FAILED_STEPS_IN_A_ROW = 16
 """After this many consecutive failures the executor is considered broken and the loop raises."""
 
-_log = logging.getLogger(__name__)
-
-_LOG_LEVELS = {RequestEventKind.FAILED: logging.WARNING, RequestEventKind.KV_UNAVAILABLE: logging.INFO}
-"""A prompt that nobody pulled is tried again, so that only the logs of live workers tell of it, not simulations."""
 _NO_LOAD = SchedulerLoad()
 _NO_CACHE_EVENTS = CacheEvents([], [])
 
@@ -98,9 +93,18 @@ class LeaseChanged(NamedTuple):
 
 
 class PromptReleased(NamedTuple):
-    """The puller has every block of a parked prompt."""
+    """The puller has every block of a parked prompt, or a pull of lent blocks has ended."""
 
     handle: bytes
+
+
+class LendPrefix(NamedTuple):
+    """Another worker asks for cached blocks; a `GrantEvent` answers, and `PromptReleased` follows."""
+
+    handle: bytes
+    """Distinct from that of any other pull."""
+    hashes: tuple[bytes, ...]
+    """Of the blocks, in order."""
 
 
 class StartDrain(NamedTuple):
@@ -115,6 +119,7 @@ Message = (
     | SessionEnded
     | LeaseChanged
     | PromptReleased
+    | LendPrefix
     | PullResult
     | StartDrain
 )
@@ -390,6 +395,8 @@ class StepLoop:
                 scheduler.set_leased(handle, is_leased)
             case PromptReleased(handle):
                 scheduler.released(handle)
+            case LendPrefix(handle, hashes):
+                scheduler.lend(handle, hashes)
             case PullResult():
                 self._report.pulls.append(message)
                 scheduler.pull_done(message, now_s)
@@ -515,10 +522,6 @@ class StepLoop:
             elif isinstance(event, RequestEvent):
                 if event.kind.is_terminal:
                     self._live.pop(event.key, None)
-                if level := _LOG_LEVELS.get(event.kind):
-                    # The router's log has the same number beside the client's id.
-                    key = event.key
-                    _log.log(level, "request %x, attempt %d: %s", key.request_id, key.attempt, event.message)
             elif not isinstance(event, PromptLogprobsEvent):
                 report.orders.append(event)
                 continue

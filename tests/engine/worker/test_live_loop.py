@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -491,3 +492,11 @@ def test_changes_of_the_prefix_cache_are_reported_once() -> None:
     with rig.running():
         wait_until(lambda: len(rig.reports) >= 2, "two turns")
     assert [report.cache.stored for report in rig.reports if report.cache.stored] == [[b"hash"]]
+
+
+def test_the_log_names_failed_requests_as_the_router_does(caplog: pytest.LogCaptureFixture) -> None:
+    kinds = (RequestEventKind.LAST_CHUNK, RequestEventKind.KV_UNAVAILABLE, RequestEventKind.FAILED)
+    with caplog.at_level(logging.INFO):
+        Rig().loop.publish(StepReport(events=[RequestEvent(RequestKey(1, 0xAF, 0), kind, kind.name) for kind in kinds]))
+    assert caplog.messages == [f"request af, attempt 0: {kind.name}" for kind in kinds[1:]]
+    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 
 import pytest
@@ -243,16 +242,6 @@ def test_sessions_know_the_requests_that_have_not_ended(monkeypatch: pytest.Monk
     assert not rig.loop.is_drained, "the ends are not published yet"
     rig.loop.flush()
     assert rig.loop.is_drained
-
-
-def test_the_log_names_failed_requests_as_the_router_does(caplog: pytest.LogCaptureFixture) -> None:
-    rig, kinds = Rig(), (RequestEventKind.KV_UNAVAILABLE, RequestEventKind.FAILED)
-    with caplog.at_level(logging.INFO):
-        for kind in kinds:
-            rig.scheduler.events.append(RequestEvent(rig.add(1, 0xAF), kind, kind.name))
-            rig.loop.flush()
-    assert caplog.messages == [f"request af, attempt 0: {kind.name}" for kind in kinds]
-    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]
 
 
 def test_failed_steps_in_a_row_end_the_loop() -> None:

@@ -19,12 +19,14 @@ from pdserve.kernels.torch import dense as torch_dense
 from pdserve.kernels.torch.dense import matrix_dtype
 from pdserve.kernels.weight_quantisation import GroupedWeight
 from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.sharding import Place
 from pdserve.model.weights import decoder_weights
 from pdserve.model.weights.decoder_weights import (
     DenseMlp,
     ExpertMlp,
     held_bytes,
     load_decoder_weights,
+    missing_bytes,
     products_of,
 )
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
@@ -116,6 +118,24 @@ def matrices_of(mlp: DenseMlp | ExpertMlp) -> Iterator[Linear | Experts]:
         yield from mlp
     else:
         yield from (mlp.gate_up, mlp.down, *(mlp.shared or ()))
+
+
+def test_weights_that_another_worker_has_packed_take_no_memory(tmp_path: Path) -> None:
+    folder = write_family(tmp_path, "qwen2_moe")
+    config, precision = DecoderConfig.from_folder(folder), Precision(dtype="bfloat16")
+
+    def missing(precision: Precision = precision, place: Place = Place()) -> int:  # noqa: B008  # immutable
+        return missing_bytes(folder, config.shape, precision, [place])
+
+    all_bytes = held_bytes(config.shape, "bfloat16", "none")
+    assert missing() == all_bytes
+    weights = load_decoder_weights(folder, config, precision, CPU_KERNELS)
+    assert missing() == 0
+    for others in (missing(replace(precision, quantization="int8")), missing(place=Place(0, 2))):
+        assert others > 0
+    (folder / "model.safetensors").touch()
+    assert missing() == all_bytes
+    assert weights.layers
 
 
 def test_without_a_compiler_matrices_are_held_as_this_cpu_multiplies_them(
