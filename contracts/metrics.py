@@ -139,6 +139,16 @@ CACHED_PROMPT_TOKENS = Counter("pdserve_cached_prompt_tokens", "Prompt tokens wh
 CACHED_PULL_TOKENS = Counter(
     "pdserve_cached_pull_tokens", "Tokens of handed-off prompts that decode workers had cached."
 )
+PREFIX_TOKENS = Counter(
+    "pdserve_prefix_tokens",
+    "Prompt tokens whose KV was pulled from another worker's prefix cache, by the role of that worker.",
+    {"source": [each.value for each in WorkerRole]},
+)
+PREFIX_FAILURES = Counter(
+    "pdserve_prefix_failures",
+    "Pulls from another worker's prefix cache that failed, so that the tokens were computed.",
+    {"source": [each.value for each in WorkerRole]},
+)
 OUTPUT_TOKENS = Counter("pdserve_output_tokens", "Tokens sent to clients.")
 REQUEST_PROMPT_TOKENS = Histogram(
     "pdserve_request_prompt_tokens", "Prompt tokens of each request of a client.", (), LENGTH_BUCKETS

@@ -53,7 +53,8 @@ class PackLinear(Protocol):
 
         Args:
             dtype: the model's, in which a quantised weight is multiplied unless the kernels have an activation dtype. A
-                tensor has its own.
+                tensor has its own. Kernels whose activation dtype is float32 may round activations to bfloat16, and
+                sum in float32, where this and a tensor are bfloat16.
         """
         ...
 

@@ -163,6 +163,12 @@ class RouterMetrics(DispatchObserver):
         last = self.failures.pop() if self.failures and self.failures[-1].text == text else None
         self.failures.append(Failure(time.time(), text, last.times + 1 if last else 1))
 
+    def observe_prefix(self, report: worker_pb2.TransferReport, source: WorkerRole) -> None:
+        """Record one pull of a prefix from a worker of role ``source``."""
+        self[names.PREFIX_TOKENS].labels(source.value).inc(report.num_tokens)
+        if report.failure_stage not in ("", ABORTED):
+            self[names.PREFIX_FAILURES].labels(source.value).inc()
+
     def observe_transfer(self, report: worker_pb2.TransferReport, source: str, worker: str) -> None:
         """Record one pull from ``source``, as reported by the decode worker ``worker``."""
         link = source, worker

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from pdserve.contracts.deployment import MAX_REPLICAS
 from pdserve.contracts.errors import DeployError
@@ -19,6 +20,18 @@ from pdserve.deploy.cluster.worker_process import WorkerProcess
 
 PLACE_TIMEOUT_S = 60.0
 """Time that a change waits for a host with room."""
+
+
+class _Steps(NamedTuple):
+    """Of a change to other numbers of workers."""
+
+    refused: list[str]
+    """Workers that might have taken another role, and why they do not."""
+    moves: list[tuple[WorkerProcess, WorkerRole]]
+    added: list[WorkerRole]
+    removed: list[WorkerProcess]
+    is_short: bool = False
+    """Workers leave before others start: hosts do not hold both."""
 
 
 class Changes:
@@ -32,44 +45,66 @@ class Changes:
         """Have as many workers of each role: the last of those too many take the roles of missing ones, or leave.
 
         Raises:
-            DeployError: a role has no workers, or would have none or too many; or a new worker has no room, or does not
-                start.
+            DeployError: a role has no workers, or would have none or too many; or new workers have no room, and then
+                nothing has changed, or one does not start.
         """
-        pools = {role: self._pool(role) for role in replicas}
+        steps = self._steps(replicas)
+        for worker, role in steps.moves:
+            worker.relabel(role)
+        if steps.moves:
+            self._changed()
+        yield from steps.refused
+        yield from (f"{worker.name} becomes a {role.value} worker" for worker, role in steps.moves)
+        added, removed = map(self._add, steps.added), map(self._remove, steps.removed)
+        for changes in (removed, added) if steps.is_short else (added, removed):
+            for change in changes:
+                yield from change
+
+    def preview(self, replicas: Mapping[WorkerRole, int]) -> Iterator[str]:
+        """What `scale` would do and say, or raise."""
+        steps = self._steps(replicas)
+        yield from steps.refused
+        yield from (f"{worker.name} becomes a {role.value} worker, at once" for worker, role in steps.moves)
+        added = [f"a {role.value} worker starts" for role in steps.added]
+        removed = [f"{worker.name} finishes its requests and leaves" for worker in steps.removed]
+        if steps.is_short:
+            yield "hosts have no room for both: workers leave before others start, and the cluster is short of them"
+        yield from (*removed, *added) if steps.is_short else (*added, *removed)
+
+    def _steps(self, replicas: Mapping[WorkerRole, int]) -> _Steps:
+        """Steps from the workers that there are to as many of each role."""
         for role, count in replicas.items():
-            if not pools[role]:
+            if not self._pool(role):
                 raise DeployError(f"this cluster has no {role.value} workers; start it with one to scale them")
             if count < 1:
                 raise DeployError(f"{role.value}={count} leaves no {role.value} worker; pdserve down ends the cluster")
             if count > MAX_REPLICAS:
                 raise DeployError(f"{role.value}={count} is too many; have at most {MAX_REPLICAS} workers of a role")
-        yield from self._relabel(replicas)
-        for role, count in replicas.items():
-            pool = self._pool(role)
-            for _ in range(count - len(pool)):
-                yield from self._add(role)
-            for worker in pool[count:]:
-                yield from self._remove(worker)
-
-    def _relabel(self, replicas: Mapping[WorkerRole, int]) -> list[str]:
-        """Have workers that are too many take roles that have too few, all at once; returns what there is to say."""
         surplus = [worker for role, count in replicas.items() for worker in self._pool(role)[count:]]
         missing = [role for role, count in replicas.items() for _ in range(count - len(self._pool(role)))]
-        said = []
-        for role in missing[: len(surplus)]:
+        steps = _Steps([], [], [], [])
+        for role in missing:
+            if not surplus:
+                steps.added.append(role)
+                continue
             # One that can, if any, and of these one that had the role before.
             worker = min(
                 surplus, key=lambda each: (bool(self._fleet.why_not_relabel(each, role)), not _is_named(each, role))
             )
             surplus.remove(worker)
             if why_not := self._fleet.why_not_relabel(worker, role):
-                said.append(f"{worker.name} does not become a {role.value} worker, but leaves: {why_not}")
+                steps.refused.append(f"{worker.name} does not become a {role.value} worker, but leaves: {why_not}")
+                steps.added.append(role)
+                steps.removed.append(worker)
             else:
-                said.append(f"{worker.name} becomes a {role.value} worker")
-                worker.relabel(role)
-        if said:
-            self._changed()
-        return said
+                steps.moves.append((worker, role))
+        steps.removed.extend(surplus)
+        try:
+            self._fleet.find_room(steps.added)
+        except DeployError:
+            self._fleet.find_room(steps.added, steps.removed)
+            return steps._replace(is_short=True)
+        return steps
 
     def drain(self, names: Sequence[str]) -> Iterator[str]:
         """Let workers finish, and end them for good.

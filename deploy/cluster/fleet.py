@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 from pdserve.contracts.errors import DeployError
@@ -145,17 +146,37 @@ class Fleet:
         Raises:
             DeployError: no host has room.
         """
-        numbers = {needs.number for worker in self.workers if (needs := self._needs[worker.name]).role is role}
-        number = next(number for number in itertools.count() if number not in numbers)
-        needs = dataclasses.replace(next(each for each in self._needs.values() if each.role is role), number=number)
-        host = choose_hosts([needs], self._hosts_up, self._taken())[needs.name]
-        if host is None:
-            raise DeployError(f"no host has room: {_missing(needs)}; remove another worker, or add a host")
-        others = [self._needs[worker.name] for worker in self.workers if worker.host is host]
-        check_host_memory(self._launch.on_host(host.facts, [(each.role, each.number) for each in (*others, needs)]))
+        ((needs, host),) = self.find_room([role])
         self._needs[needs.name] = needs
         self._homes[needs.name] = self._away_config(needs, host)
         return self._add(self._homes[needs.name], host)
+
+    def find_room(
+        self, roles: Sequence[WorkerRole], leaving: Sequence[WorkerProcess] = ()
+    ) -> list[tuple[WorkerNeeds, Host]]:
+        """Hosts for more workers of these roles, which the launch has, once others have left; and what each needs.
+
+        Raises:
+            DeployError: no host has room for one of them.
+        """
+        numbers = {(needs.role, needs.number) for worker in self.workers for needs in [self._needs[worker.name]]}
+        added = []
+        for role in roles:
+            number = next(number for number in itertools.count() if (role, number) not in numbers)
+            numbers.add((role, number))
+            like = next(each for each in self._needs.values() if each.role is role)
+            added.append(dataclasses.replace(like, number=number))
+        taken = self._taken(leaving)
+        found = choose_hosts(added, self._hosts_up, taken)
+        placed = []
+        for needs in added:
+            if (host := found[needs.name]) is None:
+                raise DeployError(f"no host has room: {_missing(needs)}; remove another worker, or add a host")
+            here = taken.setdefault(host.address, [])
+            here.append(needs)
+            check_host_memory(self._launch.on_host(host.facts, [(each.role, each.number) for each in here]))
+            placed.append((needs, host))
+        return placed
 
     def _add(self, config: WorkerConfig, host: Host) -> WorkerProcess:
         needs = self._needs[config.worker_id]
@@ -177,7 +198,7 @@ class Fleet:
         host = worker.host
         if host.state is ProcessState.UP:
             return host.seen_s >= worker.failed_s  # a host that died with its worker is not up for long
-        taken = self._taken(worker)
+        taken = self._taken([worker])
         needs, home = self._needs[worker.name], self._homes[worker.name]
         at_home = [host for host in self._hosts_up if host.address == home.host]
         for hosts in (at_home, self._hosts_up):
@@ -191,11 +212,11 @@ class Fleet:
         """In the order of their addresses, so that a placement is the same after a restart."""
         return sorted((host for host in self.hosts if host.state is ProcessState.UP), key=lambda host: host.address)
 
-    def _taken(self, besides: WorkerProcess | None = None) -> dict[str, list[WorkerNeeds]]:
+    def _taken(self, besides: Sequence[WorkerProcess] = ()) -> dict[str, list[WorkerNeeds]]:
         """What workers need, by address of their host."""
         taken: dict[str, list[WorkerNeeds]] = {}
         for worker in self.workers:
-            if worker is not besides:
+            if worker not in besides:
                 taken.setdefault(worker.host.address, []).append(self._needs[worker.name])
         return taken
 

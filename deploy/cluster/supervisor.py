@@ -227,6 +227,8 @@ class Supervisor:
         match command:
             case {"scale": dict(replicas)}:
                 return self._changes.scale({WorkerRole(role): count for role, count in replicas.items()})
+            case {"preview": dict(replicas)}:
+                return self._changes.preview({WorkerRole(role): count for role, count in replicas.items()})
             case {"drain": list(names)}:
                 return self._changes.drain(names)
             case {"restart": list(names)}:

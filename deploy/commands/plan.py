@@ -158,6 +158,18 @@ def plan(
         float,
         typer.Option(min=0, help="Least gain in goodput for a change, as a share.", rich_help_panel=options.ANSWER),
     ] = 0.1,
+    apply: Annotated[
+        bool,
+        typer.Option(
+            "--apply",
+            help="With --live: compare other numbers of workers of each role, and change to the best.",
+            rich_help_panel=options.ANSWER,
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Show what --apply would do.", rich_help_panel=options.ANSWER),
+    ] = False,
 ) -> int:
     """Find the placement with the most goodput on given GPUs, or the fewest GPUs for a rate."""
     model_options = ModelOptions(dtype, kv_dtype, quantization, max_model_len)
@@ -173,6 +185,10 @@ def plan(
             f"traffic and GPUs are those of {live}: leave out --workload, --burstiness, --max-tokens, --rate, "
             "--objective, --policy, --decode-gpu, --kv-transport and --price"
         )
+    if (apply or dry_run) and not live:
+        raise ConfigError("--apply and --dry-run change a running cluster: name it with --live, its admin address")
+    if (apply or dry_run) and (output or gpu or hardware_file or model):
+        raise ConfigError("--apply keeps workers as they are: leave out --output, --gpu, --hardware-file and --model")
     if price is not None and decode_gpu:
         raise ConfigError("--price is of one kind of GPU, and there are two: give their prices in a --hardware-file")
     for name, value in (("rate", rate), ("price", price), ("window", window)):
@@ -192,7 +208,7 @@ def plan(
     if live:
         from pdserve.deploy.commands.plan_live import Watch, plan_live
 
-        watch = Watch(live, window, hysteresis, gpu, hardware_file)
+        watch = Watch(live, window, hysteresis, gpu, hardware_file, applies=apply and not dry_run, previews=dry_run)
         return plan_live(watch, model_options, objectives, _effort(requests, seed), outputs)
     if not gpu:
         raise ConfigError("no GPU is named; give --gpu, such as --gpu h100-sxm")

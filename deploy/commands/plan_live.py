@@ -1,7 +1,7 @@
 """``pdserve plan --live``: watches a running cluster and compares its placement with the best one.
 
 Reads placement, model, objectives and devices from the router's admin port; options override them.
-`pdserve.planner.live.replan` compares. Changes nothing but the plan's figures among the router's metrics.
+`pdserve.planner.live.replan` compares. With ``--apply``, the cluster's supervisor carries out what is proposed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
+import typer
 
 from pdserve.contracts.errors import DeployError
-from pdserve.deploy.cluster.folder import admin_headers
+from pdserve.deploy.cluster.control import send_command
+from pdserve.deploy.cluster.folder import ClusterNote, admin_headers, find_cluster
 from pdserve.deploy.commands import plan_options as options
 from pdserve.deploy.commands.plan_answer import Outputs, search, write_files
 from pdserve.deploy.commands.plan_options import ModelOptions, Objectives
@@ -26,6 +28,7 @@ from pdserve.deploy.commands.status import fetch_status, other_routers
 
 if TYPE_CHECKING:
     from pdserve.model.cost.hardware import Hardware
+    from pdserve.planner.layout import Layout
     from pdserve.planner.live.live import ObservedTraffic
     from pdserve.planner.live.replan import Proposal
     from pdserve.planner.live.running import RunningCluster, RunningWorker
@@ -43,6 +46,9 @@ class Watch(NamedTuple):
     gpu: str
     """Kind of GPU of every worker; empty takes the cluster's."""
     hardware_file: Path | None
+    applies: bool = False
+    """Carry out what is proposed. Then, and for a preview of it, only numbers of workers are compared."""
+    previews: bool = False
 
 
 def plan_live(
@@ -51,13 +57,16 @@ def plan_live(
     """Watch, search, compare and print; returns the exit status. Options override the cluster's settings."""
     from pdserve.planner.live.replan import propose
     from pdserve.planner.live.running import observed_traffic, running_cluster, running_layout, supplies
-    from pdserve.planner.search.plan import Question
+    from pdserve.planner.search.plan import Question, Space
 
     added = options.added_hardware(watch.hardware_file)
     with options.failure():
         status = fetch_status(watch.url, "--live")
         cluster = running_cluster(status)
         layout = running_layout(cluster.workers, lambda worker: _device(worker, cluster, watch.gpu, added))
+    keeps_pools = watch.applies or watch.previews
+    if keeps_pools:
+        _check_may_change(find_cluster(watch.url), status, layout)
     folder = outputs.model or _served_folder(cluster)
     served = dataclasses.replace(cluster.model, path=str(folder))
     question = Question(
@@ -65,6 +74,7 @@ def plan_live(
         slo=options.objectives(cluster.slo, objectives),
         fleet=supplies(layout, cluster.workers),
         policy=cluster.policy,
+        space=Space(running=tuple(layout.pools), keeps_pools=keeps_pools),
         effort=effort,
     )
     overrides = list(_overrides(cluster, question, model_options, objectives))
@@ -83,7 +93,42 @@ def plan_live(
     _print_proposal(proposal, found, (_words(observed), _question_words(question), *overrides), outputs)
     write_files(found, _words(observed), outputs._replace(model=folder))
     _show(watch.url, proposal)
+    if keeps_pools and proposal.is_proposed:
+        _apply(watch, layout, proposal.best.layout, to_stderr=outputs.is_json_alone)
     return 0
+
+
+def _check_may_change(note: ClusterNote, status: Mapping[str, Any], layout: Layout) -> None:
+    """Check that all workers are up and of roles whose numbers the search varies.
+
+    Raises:
+        DeployError: they are not.
+    """
+    if down := sorted({*note.down_since_s, *(each["worker_id"] for each in status["workers"] if not each["up"])}):
+        raise DeployError(f"{' and '.join(down)} is down; try again when pdserve status shows all workers up")
+    roles = [pool.role.value for pool in layout.pools]
+    if roles not in (["prefill", "decode"], ["mixed"]):
+        raise DeployError(
+            f"the cluster has {' and '.join(roles)} workers, and --apply plans for prefill and decode workers, or "
+            "mixed ones alone; change it with pdserve scale"
+        )
+
+
+def _apply(watch: Watch, old: Layout, new: Layout, *, to_stderr: bool) -> None:
+    """Have the cluster's supervisor say what the change takes, and make it."""
+
+    def say(text: str) -> None:
+        typer.echo(text, err=to_stderr)
+
+    before, after = ({pool.role.value: pool.replicas for pool in layout.pools} for layout in (old, new))
+    folder = Path(find_cluster(watch.url).folder)
+    for said in send_command(folder, {"preview": after}):
+        say(f"to do: {said}")
+    if watch.applies:
+        for said in send_command(folder, {"scale": after}):
+            say(said)
+    numbers = " ".join(f"{role}={count}" for role, count in before.items())
+    say(f"What undoes it: pdserve scale {numbers} --admin-url {watch.url}")
 
 
 def _print_proposal(proposal: Proposal, plan: Plan, introduction: Sequence[str], outputs: Outputs) -> None:

@@ -14,7 +14,7 @@ import ctypes
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,7 @@ import torch
 
 from pdserve.contracts.precision import Precision
 from pdserve.kernels.cpu.build import load_library
+from pdserve.kernels.cpu.dense import multiplies_bfloat16
 from pdserve.kernels.cpu.shared_weights import Packing, packed_form, present_bytes, shared_weights
 from pdserve.kernels.operations import DecoderKernels, Experts, Linear, QkNorm
 from pdserve.kernels.torch.dense import matrix_dtype
@@ -119,7 +120,7 @@ def _copy_key(folder: Path, shape: ModelShape, precision: Precision, place: Plac
     """Key of a rank's packed weights: equal only for the same files, unchanged since, and for the same packing."""
     statuses = [path.stat() for path in shard_paths(folder)]
     files = [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in statuses]
-    model = repr((files, shape, precision.dtype, precision.quantization, place))
+    model = repr((files, shape, replace(precision, kv_dtype="auto"), place))
     digest = blake2b(f"{model} {packed_form(os.sched_getaffinity(0))} ".encode(), digest_size=16)
     for module in (__file__, stored.__file__):
         digest.update(Path(module).read_bytes())
@@ -143,6 +144,8 @@ class _Loader:
         self._config, self._shape = config, config.shape
         self._quantization, self._dtype = precision.quantization, getattr(torch, precision.dtype)
         self._kernels = kernels
+        is_pinned = kernels.activation_dtype is torch.float32 and precision.cpu_products == "float32"
+        self._product_dtype = torch.float32 if is_pinned else self._dtype
         self._place = place
         self._shard = shard_of(config.shape, place)
 
@@ -157,8 +160,8 @@ class _Loader:
         )
 
     def _table(self, name: str) -> Linear:
-        rows = [self._shard.vocabulary]
-        return self._pack(lambda: self._kernels.pack_linear(self._read(f"{name}.weight", rows=rows)))
+        rows, dtype = [self._shard.vocabulary], self._product_dtype
+        return self._pack(lambda: self._kernels.pack_linear(self._read(f"{name}.weight", rows=rows), dtype=dtype))
 
     def _output_table(self, embedding: Linear | None) -> Linear:
         if not self._shape.tie_word_embeddings:
@@ -237,7 +240,7 @@ class _Loader:
         self, weights: Iterator[torch.Tensor | GroupedWeight], biases_XF: torch.Tensor | None = None
     ) -> Experts:
         """Pack a matrix of each expert; ``weights`` reads them."""
-        return self._pack(lambda: self._kernels.pack_experts(weights, biases_XF, dtype=self._dtype))
+        return self._pack(lambda: self._kernels.pack_experts(weights, biases_XF, dtype=self._product_dtype))
 
     def _stacked(self, name: str, expert: int, outputs: range, inputs: range) -> torch.Tensor | GroupedWeight:
         """Some outputs and inputs of one of a stack of matrices; of gates and ups, which are stored in turns, all gates
@@ -267,12 +270,16 @@ class _Loader:
         """Pack the rank's outputs of projections of the same input as one."""
         names, rows = [f"{prefix}{name}_proj.bias" for name in outputs], [*outputs.values()]
         bias = self._read(*names, rows=rows) if has_bias else None
-        return self._pack(lambda: self._kernels.pack_linear(self._outputs(prefix, outputs), bias, dtype=self._dtype))
+        return self._pack(
+            lambda: self._kernels.pack_linear(self._outputs(prefix, outputs), bias, dtype=self._product_dtype)
+        )
 
     def _summed(self, name: str, inputs: range, has_bias: bool) -> Linear:
         """Pack a projection of the rank's inputs, whose product is added to those of the other ranks."""
         bias = self._read(f"{name}_proj.bias") if has_bias and self._place.tensor_rank == 0 else None
-        return self._pack(lambda: self._kernels.pack_linear(self._inputs(name, inputs), bias, dtype=self._dtype))
+        return self._pack(
+            lambda: self._kernels.pack_linear(self._inputs(name, inputs), bias, dtype=self._product_dtype)
+        )
 
     def _outputs(self, prefix: str, outputs: dict[str, range]) -> torch.Tensor | GroupedWeight:
         """Some outputs of projections of the same input."""
@@ -334,6 +341,14 @@ def _return_freed_memory() -> None:
     """Return freed memory to the system: glibc would keep that of unpacked matrices, a quarter of the weights' size."""
     if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # Other C libraries have none.
         malloc_trim(0)
+
+
+def products_of(precision: Precision) -> str:
+    """Dtype in which a CPU multiplies activations and weights of this precision."""
+    if load_library() is None:
+        return str(matrix_dtype(getattr(torch, precision.dtype))).removeprefix("torch.")
+    in_bfloat16 = precision.dtype == "bfloat16" and precision.cpu_products == "auto" and multiplies_bfloat16()
+    return "bfloat16" if in_bfloat16 else "float32"
 
 
 def missing_bytes(folder: Path, shape: ModelShape, precision: Precision, places: Iterable[Place]) -> int:

@@ -7,7 +7,7 @@ is statistically clear and above a threshold (hysteresis), so that noise never t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -42,10 +42,16 @@ class Change:
 
     num_kept: int
     """Workers in both placements."""
+    num_relabelled: int
+    """Workers that can take another role, which needs no start."""
     num_stopped: int
     num_started: int
     load_s: float
     """Minimum time until the new workers have their weights, if all devices load from host memory in parallel."""
+
+    @property
+    def is_any(self) -> bool:
+        return bool(self.num_relabelled or self.num_started or self.num_stopped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +71,7 @@ class Proposal:
 
     @property
     def is_proposed(self) -> bool:
-        return self.is_clear and self.gain >= self.hysteresis and bool(self.change.num_started)
+        return self.is_clear and self.gain >= self.hysteresis and self.change.is_any
 
 
 def propose(
@@ -139,21 +145,49 @@ def compare(
 
 
 def change_between(old: Layout, new: Layout, model: PlannedModel) -> Change:
-    """Workers that differ in role, device, degree or limits are restarted."""
+    """Workers that differ in device, degree or limits are started anew. Those of two pools that are there before and
+    after, and differ in limits alone, may take each other's role: they keep their limits."""
     old_pools, new_pools = ({pool.role: pool for pool in layout.pools} for layout in (old, new))
-    num_kept = num_stopped = num_started = 0
-    load_s = 0.0
+    surplus: list[Pool] = []
+    missing: list[Pool] = []
+    num_kept = 0
     for role in WorkerRole:
         before, after = old_pools.get(role), new_pools.get(role)
         num_before, num_after = before.replicas if before else 0, after.replicas if after else 0
         kept = min(num_before, num_after) if before and after and _is_alike(before, after) else 0
         num_kept += kept
-        num_stopped += num_before - kept
-        num_started += num_after - kept
-        if after is not None and num_after > kept:
-            rank_bytes = after.cost(model).weight_bytes / after.devices_per_worker
-            load_s = max(load_s, rank_bytes / after.hardware.host_bandwidth)
-    return Change(num_kept=num_kept, num_stopped=num_stopped, num_started=num_started, load_s=load_s)
+        surplus += [before] * (num_before - kept) if before else []
+        missing += [after] * (num_after - kept) if after else []
+    num_relabelled, load_s = 0, 0.0
+    for pool in missing:
+        switched = next((each for each in surplus if _may_switch(each, pool, old_pools, new_pools)), None)
+        if switched is not None:
+            surplus.remove(switched)
+            num_relabelled += 1
+        else:
+            rank_bytes = pool.cost(model).weight_bytes / pool.devices_per_worker
+            load_s = max(load_s, rank_bytes / pool.hardware.host_bandwidth)
+    return Change(
+        num_kept=num_kept,
+        num_relabelled=num_relabelled,
+        num_stopped=len(surplus),
+        num_started=len(missing) - num_relabelled,
+        load_s=load_s,
+    )
+
+
+def _may_switch(before: Pool, after: Pool, old: Mapping[WorkerRole, Pool], new: Mapping[WorkerRole, Pool]) -> bool:
+    """Whether a worker of one pool can become one of another, both of which are there before and after."""
+    both = (before.role, after.role)
+    return (
+        before.role is not after.role
+        and all(role in old and role in new and _is_alike(old[role], new[role]) for role in both)
+        and _is_alike(before, dataclasses.replace(after, **{name: getattr(before, name) for name in _KEPT}))
+    )
+
+
+_KEPT = ("role", "max_batch_tokens", "max_batch_size")
+"""In these, pools may differ whose workers take each other's role."""
 
 
 def _is_alike(before: Pool, after: Pool) -> bool:
@@ -176,13 +210,14 @@ def sentences(proposal: Proposal) -> Iterator[str]:
         f"Best found: {best.layout}, goodput {_with_interval(best.goodput)}; at the observed {observed}, "
         f"{wording.share(proposal.at_observed.share)}.{_where(best.layout, proposal.at_observed)}"
     )
-    if not change.num_started and not change.num_stopped:
+    if not change.is_any:
         elsewhere = ", apart from the hosts of its workers" if running.layout.spans_hosts else ""
         yield f"Keep the placement: it is the best one found{elsewhere}."
         return
+    loading = f" Loading weights takes at least {wording.seconds(change.load_s)}." if change.num_started else ""
     yield (
-        f"The change would stop {change.num_stopped} workers, start {change.num_started} and keep {change.num_kept}. "
-        f"Loading weights takes at least {wording.seconds(change.load_s)}."
+        f"The change would move {change.num_relabelled} workers to another role, at once, stop {change.num_stopped}, "
+        f"start {change.num_started} and keep {change.num_kept}.{loading}"
     )
     yield _advice(proposal)
 

@@ -67,6 +67,12 @@ class Trial:
     """Time that the arrivals of a run of usual length take, if that leaves `LEAST_REQUESTS`."""
     seed: int = 0
 
+    @property
+    def most_rate(self) -> float:
+        """The highest rate that may be stated: beyond it all requests arrive before the first of the `LOOKS`, most of
+        them at a cluster that was idle."""
+        return self.num_requests / (LOOKS[0] * self.run_s)
+
 
 class Run(NamedTuple):
     """What a search asks for."""
@@ -107,11 +113,6 @@ class Goodput:
     @property
     def rate_per_device(self) -> float:
         return self.rate / self.num_devices
-
-    @property
-    def is_unbounded(self) -> bool:
-        """Whether all simulated rates surely met the target: there were too few requests."""
-        return all(point.surely_meets(self.target) for point in self.points)
 
 
 class Runner:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.estimates import Estimator
+from pdserve.planner.search.goodput import LOOKS, Trial
 from pdserve.planner.search.plan import InfeasibleError, InfeasibleRateError, InfeasibleSloError, Question
 from pdserve.planner.search.ranking import Entry
 from pdserve.planner.wording import rate as rate_words
@@ -48,11 +49,20 @@ def too_slow(question: Question, finalists: Sequence[Entry]) -> InfeasibleRateEr
     )
 
 
-def too_few_requests(entry: Entry) -> InfeasibleError:
-    """A layout served every rate that was tried."""
+def too_few_requests(entry: Entry, trial: Trial, *, may_draw: bool) -> InfeasibleError:
+    """The requests of ``trial`` all arrive too soon to find the goodput of a layout.
+
+    Args:
+        may_draw: the workload has more requests than ``trial``.
+    """
+    run_s, num_requests = LOOKS[0] * trial.run_s, trial.num_requests
+    num_enough = max(2 * num_requests, -(-entry.estimate.rate * trial.run_s // 1000) * 1000)
+    more = f"--requests {num_enough:.0f}" if may_draw else f"a trace of {num_enough:,.0f} requests"
+    offered = rate_words(entry.rate)
     return InfeasibleError(
-        f"the requests are too few to overload {entry.layout}, which serves them at any rate: plan with more, or name "
-        "the rate that it must serve"
+        f"{num_requests:,} requests are too few to find the highest rate of {entry.layout}: at {offered}, "
+        f"which it serves, all arrive within {seconds(num_requests / entry.rate)}, and it takes {seconds(run_s)} to "
+        f"reach a steady state; plan with {more} or for fewer devices, or name the rate that it must serve (--rate)"
     )
 
 

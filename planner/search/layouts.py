@@ -99,10 +99,16 @@ def _all(question: Question) -> Iterator[tuple[Layout, bool]]:
 
 def _workers(question: Question, role: WorkerRole, budgets: Sequence[int]) -> list[_Worker]:
     space = question.space
-    workers = []
+    like, batch_size, workers = space.like(role), _BATCH_SIZE, []
+    if space.keeps_pools and like is None:
+        return []
+    if like is not None and (space.keeps_pools or role is not WorkerRole.MIXED):
+        budgets, batch_size = (like.max_batch_tokens,), like.max_batch_size
     for supply in question.fleet:
         degrees = space.tensor_parallel or _degrees(supply.devices_per_node)
         for tensor, pipeline, budget in product(degrees, space.pipeline_parallel, budgets):
+            if space.keeps_pools and like is not None and _kind(like) != (supply.hardware.name, tensor, pipeline):
+                continue
             if tensor > supply.devices_per_node or tensor * pipeline > supply.num_devices:
                 continue
             pool = Pool(
@@ -112,12 +118,16 @@ def _workers(question: Question, role: WorkerRole, budgets: Sequence[int]) -> li
                 tensor_parallel=tensor,
                 pipeline_parallel=pipeline,
                 max_batch_tokens=budget,
-                max_batch_size=_BATCH_SIZE,
+                max_batch_size=batch_size,
             )
             holds = _holds(pool, question.model)
             if holds is not None:
                 workers.append(_Worker(pool, supply, holds))
     return workers
+
+
+def _kind(pool: Pool) -> tuple[str, int, int]:
+    return pool.hardware.name, pool.tensor_parallel, pool.pipeline_parallel
 
 
 def _holds(pool: Pool, model: PlannedModel) -> bool | None:

@@ -12,7 +12,7 @@ from enum import Enum
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import Hardware
-from pdserve.planner.layout import Layout, PlannedModel
+from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.search.estimates import Estimate, Resource
 from pdserve.planner.search.goodput import Goodput
 from pdserve.planner.simulate.attainment import Attainment
@@ -67,6 +67,14 @@ class Space:
     mixed_batch_tokens: tuple[int, ...] = ()
     """Chunk budgets of colocated workers; empty: the best power of two, as screened."""
     may_disaggregate: bool = True
+    running: tuple[Pool, ...] = ()
+    """Pools of a running cluster. Prefill and decode workers have the limits of theirs."""
+    keeps_pools: bool = False
+    """Only the numbers of workers of those pools vary."""
+
+    def like(self, role: WorkerRole) -> Pool | None:
+        """The running pool of that role."""
+        return next((pool for pool in self.running if pool.role is role), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

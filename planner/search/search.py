@@ -82,12 +82,12 @@ def find_plan(
     """
     started_s = time.perf_counter()
     report = progress or (lambda fraction, text: None)
-    report(0.0, "listing layouts")
+    report(0.0, "loading the screener (the first time compiles it, in a minute)")
     _check_prices(question)
     model, effort = question.model, question.effort
     with ProcessPool(workload, num_processes or len(os.sched_getaffinity(0))) as pool:
-        report(0.01, "loading the screener (the first time compiles it, in a minute)")
         _load_scout()
+        report(0.01, "listing layouts")
         enumeration = enumerate_layouts(question)
         drawn = workload.draw(_NUM_SAMPLED, effort.seed, max_model_len=model.max_model_len)
         sample = drawn.at_rate(1.0)
@@ -239,7 +239,8 @@ class _Search:
         """A colocated layout with chunk budgets of powers of two that hold a decode batch and whose steps leave room
         for KV; any other one alone."""
         pool, model = layout.mixed, self._question.model
-        if pool is None or self._question.space.mixed_batch_tokens:
+        space = self._question.space
+        if pool is None or space.mixed_batch_tokens or space.keeps_pools:
             return [layout]
         powers = range(pool.max_batch_size.bit_length(), _MOST_CHUNK_TOKENS.bit_length())
         tuned = [replace(pool, max_batch_tokens=2**power) for power in powers]
@@ -305,8 +306,10 @@ class _Search:
         ]
         for entry, goodput in zip(chosen, self._searched(searches, 0.12, 0.7, "finalists"), strict=True):
             entry.goodput = goodput
-            if goodput.is_unbounded and not self._question.objective.has_rate:
-                raise too_few_requests(entry)
+            trial, required = self._trial(entry), self._question
+            stated = required.rate if required.objective.has_rate else goodput.rate
+            if goodput.rate > trial.most_rate and stated > trial.most_rate:
+                raise too_few_requests(entry, trial, may_draw=trial.num_requests != required.effort.most_requests)
         self._correct()
 
     def candidates(self) -> tuple[Candidate, ...]:
@@ -333,11 +336,13 @@ class _Search:
     def notes(self) -> tuple[str, ...]:
         """Limits of the simulations' accuracy."""
         winner = self._ranking.ranked(self._finalists())[0]
-        if winner.goodput is None or not winner.goodput.is_unbounded:
+        trial = self._trial(winner)
+        if winner.rate <= trial.most_rate:
             return ()
         return (
-            f"No rate was found that {winner.layout} does not serve: the requests are too few to overload it. Its "
-            "figures say nothing about longer runs; plan with more requests.",
+            f"{trial.num_requests:,} requests are too few to find the highest rate of {winner.layout}: above "
+            f"{rate_words(trial.most_rate)} they arrive before a steady state is reached, and its figures say nothing "
+            "about longer runs.",
         )
 
     def screening(self, num_without_memory: int) -> Screening:

@@ -22,7 +22,7 @@ import numpy as np
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.contracts.events import ClientEvent, RequestEvent, TokenEvent
 from pdserve.contracts.request import Outcome, SamplingParams
-from pdserve.engine.scheduling.interface import GrantEvent, StartPullEvent
+from pdserve.engine.scheduling.interface import GrantEvent, StartPullEvent, WithdrawEvent
 from pdserve.engine.worker.loop import StepReport
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.planner.layout import Layout, PlannedModel, Pool
@@ -186,7 +186,12 @@ class _Simulator:
         self._dispatcher = Dispatcher(costs, settings, now_s=lambda: self._events.now_s)
         for worker in self._workers.values():
             self._dispatcher.worker_up(worker)
-        self._transfers = SimulatedTransfers(self._events, block_size=model.block_size, pull_s=overheads.pull_s)
+        self._transfers = SimulatedTransfers(
+            self._events,
+            block_size=model.block_size,
+            pull_s=overheads.pull_s,
+            prefix_failed=self._dispatcher.prefix_failed,
+        )
         self._is_sweep_due = False
         self._queue: Iterator[SimulatedRequest] = iter(requests)
         self._is_closed_loop = concurrency > 0
@@ -273,6 +278,8 @@ class _Simulator:
                 self._transfers.start_pull(self._workers[order.source.address], worker, order)
             elif isinstance(order, GrantEvent) and order.final:
                 self._transfers.granted_whole(worker, order)
+            elif isinstance(order, WithdrawEvent):
+                self._transfers.give_up(order.handle)
 
     def _deliver(self, worker_id: str, events: list[ClientEvent], arrives_s: float) -> None:
         self._delivered_s = arrives_s

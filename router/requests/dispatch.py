@@ -311,6 +311,10 @@ class Dispatcher:
                 # the state implies, or, before token 0, something of tokens that have overtaken it.
                 pass
 
+    def prefix_failed(self, source: Worker) -> None:
+        """A worker could not pull a prefix from ``source``."""
+        self.placement.prefix_failed(source.worker_id, self._now_s() + self._settings.cut_off_s)
+
     # Launch and end
 
     def _announce(self, attempt: Attempt, state: Prefilling) -> None:

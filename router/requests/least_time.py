@@ -49,7 +49,13 @@ class LeastTime(Placement):
 
 
 def predict_ttft_s(
-    worker: WorkerSnapshot, num_tokens: int, num_cached: int, cost: CostModel, num_behind: int = 0, least: float = 0.0
+    worker: WorkerSnapshot,
+    num_tokens: int,
+    num_cached: int,
+    cost: CostModel,
+    num_behind: int = 0,
+    least: float = 0.0,
+    num_answers: int = 0,
 ) -> float:
     """Seconds to the first new token of a prompt that joins ``worker``'s queue now.
 
@@ -58,6 +64,7 @@ def predict_ttft_s(
     Args:
         num_behind: waiting tokens that it goes before, unless they are in flight.
         least: lower bound of the worker's correction.
+        num_answers: that decode on a prefill worker, from before it became one.
     """
     num_new = num_tokens - num_cached
     budget, num_ahead = worker.max_batch_tokens, worker.num_waiting_tokens
@@ -65,10 +72,11 @@ def predict_ttft_s(
     ahead_s = queue_s(num_ahead, budget, cost)
     own_s = cost.prompt_s(num_new, num_cached, budget)
     beside_s = 0.0
-    if worker.role is not WorkerRole.PREFILL and worker.num_decoding > 0:
+    num_decoding = num_answers if worker.role is WorkerRole.PREFILL else worker.num_decoding
+    if num_decoding > 0:
         num_left = num_ahead + num_new
         chunk = min(num_left, budget)
-        step_s = cost.mixed_s(chunk, num_cached, worker.num_decoding, worker.num_context_tokens)
+        step_s = cost.mixed_s(chunk, num_cached, num_decoding, worker.num_context_tokens)
         beside_s = -(-num_left // budget) * (step_s - cost.prefill_s(chunk, num_cached))
     return (ahead_s + own_s + beside_s) * max(least, mixed_correction(worker))
 

@@ -237,7 +237,9 @@ class WorkerView:
 
     def ttft_s(self, num_tokens: int, num_cached: int, *, num_behind: int = 0) -> float:
         """Seconds to token 0 of a prompt before which all run that wait, but for ``num_behind`` tokens."""
-        return predict_ttft_s(self.snapshot, num_tokens, num_cached, self.cost, num_behind=num_behind)
+        return predict_ttft_s(
+            self.snapshot, num_tokens, num_cached, self.cost, num_behind=num_behind, num_answers=len(self.answers)
+        )
 
     def prefill_s(self, num_tokens: int, num_cached: int) -> float:
         """Seconds of a prompt's own tokens."""

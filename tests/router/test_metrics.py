@@ -102,6 +102,17 @@ def test_a_frame_becomes_the_workers_series() -> None:
     assert "decode-0" not in scrape(metrics)
 
 
+def test_prefixes_are_counted_by_the_role_of_their_source() -> None:
+    metrics = RouterMetrics()
+    metrics.observe_prefix(worker_pb2.TransferReport(num_tokens=160, bytes=9), WorkerRole.DECODE)
+    metrics.observe_prefix(worker_pb2.TransferReport(failure_stage="deadline"), WorkerRole.PREFILL)
+    metrics.observe_prefix(worker_pb2.TransferReport(failure_stage="aborted"), WorkerRole.PREFILL)
+    assert sample(metrics, "pdserve_prefix_tokens_total", source="decode") == 160
+    assert sample(metrics, "pdserve_prefix_tokens_total", source="prefill") == 0
+    assert sample(metrics, "pdserve_prefix_failures_total", source="prefill") == 1
+    assert sample(metrics, "pdserve_prefix_failures_total", source="decode") == 0
+
+
 def test_pulls_that_fail_are_counted_by_stage_and_transport() -> None:
     metrics = RouterMetrics()
     link = ("prefill-0", "decode-1")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,6 +25,9 @@ class OneHost:
 
     def __init__(self) -> None:
         self.workers = [worker(0, ProcessState.UP)]
+
+    def find_room(self, roles: Sequence[WorkerRole]) -> None:
+        pass
 
     def add_worker(self, role: WorkerRole) -> Any:
         self.workers.append(worker(1, ProcessState.STOPPED))

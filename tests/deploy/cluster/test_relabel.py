@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig
+from pdserve.contracts.errors import DeployError
 from pdserve.contracts.worker_config import WorkerEndpoint, WorkerRole
 from pdserve.deploy.cluster.changes import Changes
 from pdserve.deploy.cluster.fleet import Fleet
@@ -28,7 +29,8 @@ def a_deployment(num_prefill: int, num_decode: int, **prefill: Any) -> Deploymen
 
 def a_fleet(config: DeploymentConfig, folder: Path) -> Fleet:
     """Workers that count as up."""
-    resources = {name: float(phase.replicas) for phase in (config.prefill, config.decode) for name in phase.resources}
+    pools = (config.prefill, config.decode)
+    resources = {name: float(sum(each.replicas for each in pools)) for phase in pools for name in phase.resources}
     ray = SimpleNamespace(resources=resources, worker_resources={}, desk=None)
     fleet = Fleet(cast(Any, ray), Launch(config=config, emulate="h100-sxm"), "", folder)
     fleet.find_hosts()
@@ -128,7 +130,7 @@ def test_a_worker_keeps_its_role_over_restarts(tmp_path: Path) -> None:
     ("prefill", "key"),
     [
         ({"tensor_parallel": 2}, "prefill.tensor_parallel is 2 and decode.tensor_parallel is 1"),
-        ({"pipeline_parallel": 2}, "prefill.pipeline_parallel is 2 and decode.pipeline_parallel is 1"),
+        ({"pipeline_parallel": 5}, "prefill.pipeline_parallel is 5 and decode.pipeline_parallel is 1"),
     ],
 )
 def test_workers_of_different_pools_keep_their_roles_and_the_key_is_named(
@@ -170,3 +172,40 @@ def test_prefill_workers_on_gpus_keep_memory_to_decode_if_they_shall(
     assert fleet.why_not_relabel(worker, PREFILL) == ""
     why_not = fleet.why_not_relabel(worker, DECODE)
     assert not why_not if is_kept else why_not.startswith("switchable is false")
+
+
+def test_what_would_be_done_is_said_and_not_done(tmp_path: Path) -> None:
+    fleet = a_fleet(a_deployment(3, 1), tmp_path)
+    changes = Changes(fleet, 1.0, lambda: None)
+    assert list(changes.preview({PREFILL: 1, DECODE: 4})) == [
+        "prefill-1 becomes a decode worker, at once",
+        "prefill-2 becomes a decode worker, at once",
+        "a decode worker starts",
+    ]
+    assert list(changes.preview({PREFILL: 2})) == ["prefill-2 finishes its requests and leaves"]
+    assert [*roles(fleet).values()] == [PREFILL, PREFILL, PREFILL, DECODE]
+
+
+def test_what_hosts_do_not_hold_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    config = a_deployment(2, 1, resources={"slot": 1.0})
+    fleet = a_fleet(replace(config, decode=replace(config.decode, resources={"slot": 1.0})), tmp_path)
+    with pytest.raises(DeployError, match="no host has room: none has 1 slot left for decode-1; remove"):
+        scale(fleet, prefill=1, decode=3)
+    assert [*roles(fleet).values()] == [PREFILL, PREFILL, DECODE]
+
+
+def test_workers_leave_first_where_hosts_do_not_hold_those_that_replace_them(tmp_path: Path) -> None:
+    config = a_deployment(2, 1, resources={"slot": 1.0}, tensor_parallel=2)
+    fleet = a_fleet(replace(config, decode=replace(config.decode, resources={"slot": 1.0})), tmp_path)
+    said = list(Changes(fleet, 1.0, lambda: None).preview({PREFILL: 1, DECODE: 2}))
+    assert said[-2:] == ["prefill-1 finishes its requests and leaves", "a decode worker starts"]
+    assert "and the cluster is short of them" in said[-3]
+    for worker in fleet.workers:
+        worker.drain = lambda timeout_s: SimpleNamespace(done=lambda: True)  # type: ignore[assignment, method-assign, return-value]
+        worker.end = lambda: None  # type: ignore[method-assign]
+    change = Changes(fleet, 1.0, lambda: None).scale({PREFILL: 1, DECODE: 2})
+    assert [next(change) for _ in range(4)][1:] == [
+        "prefill-1 finishes its requests",
+        "prefill-1 has left",
+        "decode-1 starts",
+    ]

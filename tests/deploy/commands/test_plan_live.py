@@ -20,9 +20,13 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.cli import run
+from pdserve.deploy.cluster.folder import ClusterNote
+from pdserve.deploy.commands import plan_live
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
+from pdserve.planner.layout import Layout
 from tests.planner.live.test_live import Router
 from tests.planner.live.test_running import SLOW, status, status_of
+from tests.planner.stand_ins import a_pool
 from tests.planner.test_planned_model import written
 from tests.router.test_main import RouterProcess, running_router
 from tests.workers import WorkerProcess, emulated_config
@@ -31,8 +35,11 @@ COLOCATED = [status_of("mixed-0", "mixed"), status_of("mixed-1", "mixed")]
 
 
 @contextmanager
-def admin_port(document: dict[str, object], num_requests: int = 40) -> Iterator[str]:
-    """Serve ``document`` as the status, and metrics that count ``num_requests`` more requests at each read."""
+def admin_port(
+    document: dict[str, object], num_requests: int = 40, lengths: tuple[int, int] = (1000, 3)
+) -> Iterator[str]:
+    """Serve ``document`` as the status, and metrics that count ``num_requests`` more requests of these ``lengths`` at
+    each read."""
     router = Router()
 
     class Handler(BaseHTTPRequestHandler):
@@ -42,7 +49,7 @@ def admin_port(document: dict[str, object], num_requests: int = 40) -> Iterator[
             else:
                 body = router.text
                 for _ in range(num_requests):
-                    router.serve(1000, 3)
+                    router.serve(*lengths)
             self.send_response(200)
             self.end_headers()
             self.wfile.write(body.encode())
@@ -220,3 +227,90 @@ def test_what_cannot_be_compared_is_said(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+class Supervisor:
+    """Of the cluster behind an admin port: takes commands, and changes its status."""
+
+    def __init__(self, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.commands: list[dict[str, Any]] = []
+        self._document = document
+        monkeypatch.setattr("pdserve.deploy.commands.plan_live.find_cluster", lambda url: ClusterNote(pid=1))
+        monkeypatch.setattr("pdserve.deploy.commands.plan_live.send_command", self._take)
+
+    def _take(self, folder: Path, command: dict[str, Any]) -> Iterator[str]:
+        self.commands.append(command)
+        yield "a worker becomes another"
+        if "scale" in command:
+            roles = [role for role, count in command["scale"].items() for _ in range(count)]
+            self._document["workers"] = [
+                {**worker, "role": role} for worker, role in zip(self._document["workers"], roles, strict=True)
+            ]
+
+
+def test_a_wrong_number_of_prefill_workers_is_mended_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """Prompts of 100 tokens with answers of 200 keep prefill workers idle."""
+    limits = {
+        "max_model_len": 8192,
+        "block_size": 16,
+        "num_blocks": 1000,
+        "max_batch_tokens": 2048,
+        "max_batch_size": 8,
+    }
+    names = ["prefill-0", "prefill-1", "decode-0"]
+    document = serving(model, *(status_of(name, name[:-2], limits=limits) for name in names))
+    supervisor = Supervisor(document, monkeypatch)
+    change = {"prefill": 1, "decode": 2}
+    with admin_port(document, lengths=(100, 200)) as url:
+        assert live(url, "--apply") == 0
+        assert supervisor.commands == [{"preview": change}, {"scale": change}]
+        said = capsys.readouterr().out
+        assert "The change would move 1 workers to another role, at once, stop 0, start 0 and keep 2." in said
+        undo = f"What undoes it: pdserve scale prefill=2 decode=1 --admin-url {url}"
+        assert f"to do: a worker becomes another\na worker becomes another\n{undo}" in said
+        assert live(url, "--dry-run") == 0
+        assert "Keep the placement: it is the best one found." in capsys.readouterr().out
+        assert len(supervisor.commands) == 2
+
+
+def test_a_dry_run_changes_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = Supervisor({}, monkeypatch)
+    old = Layout(prefill=a_pool(WorkerRole.PREFILL, 3), decode=a_pool(WorkerRole.DECODE, 1))
+    new = Layout(prefill=a_pool(WorkerRole.PREFILL, 1), decode=a_pool(WorkerRole.DECODE, 3))
+    plan_live._apply(plan_live.Watch("a:1", 1.0, 0.1, "", None, previews=True), old, new, to_stderr=False)
+    assert supervisor.commands == [{"preview": {"prefill": 1, "decode": 3}}]
+    assert capsys.readouterr().out.endswith("What undoes it: pdserve scale prefill=3 decode=1 --admin-url a:1\n")
+
+
+@pytest.mark.parametrize(
+    ("workers", "options", "said"),
+    [
+        (COLOCATED, ("--apply", "--output", "new.yaml"), "--apply keeps workers as they are: leave out --output"),
+        ([*COLOCATED, status_of("p", "prefill")], ("--apply",), "the cluster has prefill and mixed workers"),
+        ([*COLOCATED, status_of("down", "mixed", up=False)], ("--apply",), "down is down; try again when"),
+    ],
+)
+def test_what_cannot_be_applied_is_refused_before_the_search(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    workers: list[dict[str, object]],
+    options: tuple[str, ...],
+    said: str,
+) -> None:
+    document = serving(model, *workers)
+    supervisor = Supervisor(document, monkeypatch)
+    with admin_port(document) as url:
+        assert live(url, *options) != 0
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not supervisor.commands
+
+
+def test_the_cluster_of_another_machine_is_not_changed(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    with admin_port(serving(model)) as url:
+        assert live(url, "--dry-run") == 1
+    assert f"no cluster of yours runs here at {url}" in capsys.readouterr().err

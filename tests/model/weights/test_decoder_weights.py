@@ -16,6 +16,7 @@ from pdserve.contracts.precision import Precision
 from pdserve.kernels.operations import Experts, Linear
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.torch import dense as torch_dense
+from pdserve.kernels.torch.dense import matrix_dtype
 from pdserve.kernels.weight_quantisation import GroupedWeight
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.sharding import Place
@@ -26,6 +27,7 @@ from pdserve.model.weights.decoder_weights import (
     held_bytes,
     load_decoder_weights,
     missing_bytes,
+    products_of,
 )
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.model.weights.stored import Checkpoint
@@ -52,6 +54,24 @@ def test_weights_of_another_shape_are_refused_as_a_whole(tmp_path: Path) -> None
 )
 def test_weight_bytes_are_those_that_are_held(tmp_path: Path, dtype: str, quantization: str, family: str) -> None:
     assert_held_bytes(write_family(tmp_path, family), Precision(dtype=dtype, quantization=quantization))
+
+
+def test_dtype_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    precision = Precision(dtype="bfloat16")
+    cases = (
+        (precision, "bfloat16"),
+        (replace(precision, cpu_products="float32"), "float32"),
+        (Precision(dtype="float16"), "float32"),
+        (Precision(dtype="float32"), "float32"),
+    )
+    monkeypatch.setattr(decoder_weights, "multiplies_bfloat16", lambda: True)
+    for each, products in cases:
+        assert products_of(each) == products
+    monkeypatch.setattr(decoder_weights, "multiplies_bfloat16", lambda: False)
+    assert products_of(precision) == "float32"
+    monkeypatch.setattr(decoder_weights, "load_library", lambda: None)
+    for each, _ in cases:
+        assert getattr(torch, products_of(each)) is matrix_dtype(getattr(torch, each.dtype))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -33,7 +33,7 @@ def test_a_large_and_certain_gain_is_proposed() -> None:
     assert proposal.gain == pytest.approx(0.5)
     assert proposal.is_proposed
     *_, cost, advice = sentences(proposal)
-    assert "stop 2 workers, start 2 and keep 0. Loading weights takes at least" in cost
+    assert "move 0 workers to another role, at once, stop 2, start 2 and keep 0. Loading weights takes at least" in cost
     assert advice == "Change the placement: +50% goodput, beyond the confidence intervals."
 
 
@@ -94,11 +94,15 @@ def test_a_cluster_that_serves_nothing_in_time_gains_without_bound() -> None:
     assert "a goodput, where there is none now" in list(sentences(proposal))[-1]
 
 
-def test_workers_that_both_placements_have_stay() -> None:
+def test_workers_that_both_placements_have_stay_and_those_alike_change_roles() -> None:
     old = Layout(prefill=a_pool(WorkerRole.PREFILL, 1), decode=a_pool(WorkerRole.DECODE, 3))
     new = Layout(prefill=a_pool(WorkerRole.PREFILL, 2), decode=a_pool(WorkerRole.DECODE, 2))
     change = change_between(old, new, MODEL)
-    assert (change.num_kept, change.num_stopped, change.num_started) == (3, 1, 1)
+    assert (change.num_kept, change.num_relabelled, change.num_stopped, change.num_started) == (3, 1, 0, 0)
+    assert change.is_any
+    wide = replace(new, decode=a_pool(WorkerRole.DECODE, 2, 2))
+    change = change_between(old, wide, MODEL)
+    assert (change.num_kept, change.num_relabelled, change.num_stopped, change.num_started) == (1, 0, 3, 3)
 
 
 def test_only_new_workers_load_weights_and_all_at_once() -> None:

@@ -36,7 +36,8 @@ from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, Unit
 
 WORKLOAD = PoissonWorkload(1500, 20)
 POLICIES = (DEFAULT_POLICY, "round-robin")
-LITTLE = Effort(screen_requests=200, final_requests=120, num_screened=4, num_finalists=2, tolerance=0.1)
+LITTLE = Effort(screen_requests=200, final_requests=240, num_screened=4, num_finalists=2, tolerance=0.1)
+MORE = replace(LITTLE, final_requests=600)
 
 
 def a_question(
@@ -78,7 +79,7 @@ def test_the_winner_is_told_in_full() -> None:
     plan, best = a_plan(), a_plan().best
     assert best.goodput is not None
     assert best.goodput.at_rate is not None
-    assert best.goodput.at_rate.num_requests == 120
+    assert best.goodput.at_rate.num_requests == LITTLE.final_requests
     assert best.goodput.at_rate.meets(0.9)
     assert best.saturation_margin is not None
     assert best.saturation_margin >= 1
@@ -106,14 +107,14 @@ def test_losers_say_why() -> None:
 
 
 def test_no_more_is_simulated_than_a_trace_has() -> None:
-    limited = find_plan(replace(a_question(), effort=replace(LITTLE, most_requests=80)), WORKLOAD, num_processes=1)
+    limited = find_plan(replace(a_question(), effort=replace(LITTLE, most_requests=200)), WORKLOAD, num_processes=1)
     runs = [
         point.num_requests // point.num_runs
         for candidate in limited.candidates
         if candidate.goodput
         for point in candidate.goodput.points
     ]
-    assert set(runs) == {80}
+    assert set(runs) == {200}
 
 
 def test_of_two_kinds_a_colocated_layout_takes_one_and_that_is_said() -> None:
@@ -194,10 +195,11 @@ def test_an_slo_that_only_short_runs_meet_names_the_best_that_was_seen(objective
 
 def test_figures_are_of_the_policy_that_will_serve() -> None:
     """What was found is what the router's policy attains; another policy attains something else."""
-    plans = [find_plan(replace(a_question(num_devices=4), policy=each), WORKLOAD, num_processes=1) for each in POLICIES]
+    question = replace(a_question(num_devices=4), effort=MORE)
+    plans = [find_plan(replace(question, policy=each), WORKLOAD, num_processes=1) for each in POLICIES]
     for policy, plan in zip(POLICIES, plans, strict=True):
         assert plan.best.goodput is not None
-        trial = Trial(model=LLAMA_3_8B, layout=plan.best.layout, slo=SLO, policy=policy, num_requests=120)
+        trial = Trial(model=LLAMA_3_8B, layout=plan.best.layout, slo=SLO, policy=policy, num_requests=600)
         assert Runner(WORKLOAD).attainment(trial, plan.best.rate) == plan.best.goodput.at_rate
     usual, other = plans
     assert usual.best.rate > 1.02 * other.best.rate
@@ -205,17 +207,26 @@ def test_figures_are_of_the_policy_that_will_serve() -> None:
     assert other.notes == ("Planned for the router's policy round-robin.",)
 
 
-def test_a_highest_rate_of_too_few_requests_is_refused_and_a_required_one_is_noted() -> None:
-    lenient = SloConfig(ttft_seconds=1e4, tpot_seconds=1e3)
-    with pytest.raises(InfeasibleError, match="the requests are too few to overload 1 x"):
-        find_plan(a_question(slo=lenient), WORKLOAD, num_processes=1)
-    plan = find_plan(a_question(Objective.FEWEST_DEVICES, rate=1.0, slo=lenient), WORKLOAD, num_processes=1)
-    assert any("too few to overload it" in note for note in plan.notes)
+@pytest.mark.parametrize(("most_requests", "more"), [(None, "--requests"), (240, "a trace of")])
+def test_a_highest_rate_of_too_few_requests_is_refused_and_a_required_one_is_noted(
+    most_requests: int | None, more: str
+) -> None:
+    """A TTFT objective of 5 s asks for runs of 37.5 s; 240 requests at what two devices serve take a tenth of that."""
+    effort, slo = replace(LITTLE, most_requests=most_requests), SloConfig(ttft_seconds=5, tpot_seconds=0.1)
+    too_few = r"240 requests are too few to find the highest rate of [12] x"
+    with pytest.raises(InfeasibleError, match=rf"{too_few} .* takes 37.5 s to reach a steady state; plan with {more}"):
+        find_plan(replace(a_question(slo=slo), effort=effort), WORKLOAD, num_processes=1)
+    required = replace(a_question(Objective.FEWEST_DEVICES, 1.0, slo), effort=effort)
+    plan = find_plan(required, WORKLOAD, num_processes=1)
+    assert [re.search(too_few, note) is not None for note in plan.notes] == [True]
+    with pytest.raises(InfeasibleError, match=too_few):
+        find_plan(replace(required, rate=30.0), WORKLOAD, num_processes=1)
     assert a_plan().notes == ()
 
 
 def test_estimates_are_corrected_by_what_was_simulated_once_only() -> None:
-    question = replace(a_question(num_devices=4), effort=replace(LITTLE, num_screened=2))
+    required = a_question(Objective.FEWEST_DEVICES, 5.0, num_devices=4)
+    question = replace(required, effort=replace(LITTLE, final_requests=120, num_screened=2))
     workload = PoissonWorkload(600, 200)
     plan = find_plan(question, workload, num_processes=1)
     demand = Demand.of(workload.draw(1000, 0).at_rate(1.0), block_size=16, max_model_len=question.model.max_model_len)
@@ -275,7 +286,7 @@ def test_where_all_that_seemed_to_serve_the_rate_do_not_more_devices_are_tried()
             mixed_batch_tokens=(1024, 1536, 2048, 4096),
             may_disaggregate=False,
         ),
-        effort=replace(LITTLE, final_requests=600),
+        effort=MORE,
     )
     heard: list[float] = []
     plan = find_plan(
@@ -288,8 +299,8 @@ def test_where_all_that_seemed_to_serve_the_rate_do_not_more_devices_are_tried()
 @pytest.mark.parametrize(("tpot_seconds", "is_short"), [(0.015, True), (0.2, False)])
 def test_the_chunk_budget_of_colocated_workers_is_tuned(tpot_seconds: float, is_short: bool) -> None:
     space = Space(pipeline_parallel=(1,), tensor_parallel=(1,), may_disaggregate=False)
-    slo = SloConfig(ttft_seconds=3.0, tpot_seconds=tpot_seconds)
-    question = replace(a_question(slo=slo, num_devices=1), space=space)
+    slo = SloConfig(ttft_seconds=1.0, tpot_seconds=tpot_seconds)
+    question = replace(a_question(slo=slo, num_devices=1), space=space, effort=MORE)
     best = find_plan(question, PoissonWorkload(1500, 40), num_processes=1).best
     assert best.layout.mixed is not None
     assert (best.layout.mixed.max_batch_tokens == 512) is is_short

@@ -141,6 +141,15 @@ def test_prompts_behind_do_not_delay_but_those_in_flight() -> None:
         assert view.ttft_s(500, 100, num_behind=num_behind) == expected
 
 
+def test_answers_from_before_it_became_a_prefill_worker_delay_prompts() -> None:
+    snapshot = decoder(0, 0.0)._replace(role=WorkerRole.PREFILL)
+    view = WorkerView(snapshot, COSTS)
+    assert view.ttft_s(500, 100) == predict_ttft_s(snapshot._replace(num_decoding=0), 500, 100, COST)
+    for request_id in range(NUM_ANSWERS):
+        view.answer_began(request_id, 0.0, 1.0, 1.0, 1.0, 0)
+    assert view.ttft_s(500, 100) == predict_ttft_s(decoder(0, 0.0), 500, 100, COST) > 0
+
+
 @given(st.floats(0.5, 2.0), st.lists(st.integers(0, 20), max_size=20))
 def test_steps_that_were_seen_correct_what_the_worker_reports(correction: float, steps: list[int]) -> None:
     """However many end between two snapshots."""
