@@ -144,6 +144,11 @@ PREFIX_TOKENS = Counter(
     "Prompt tokens whose KV was pulled from another worker's prefix cache, by the role of that worker.",
     {"source": [each.value for each in WorkerRole]},
 )
+PREFIX_SAVED_SECONDS = Counter(
+    "pdserve_prefix_saved_seconds",
+    "What these tokens would have taken to compute, as predicted, less the seconds of their pulls.",
+    {"source": [each.value for each in WorkerRole]},
+)
 PREFIX_FAILURES = Counter(
     "pdserve_prefix_failures",
     "Pulls from another worker's prefix cache that failed, so that the tokens were computed.",
