@@ -34,6 +34,7 @@ app = typer.Typer(
     help="Serve a language model from separate pools of prefill and decode workers.",
     epilog="Example: pdserve up --model ./Llama-3.2-1B-Instruct, then in another terminal: pdserve chat",
     add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_commands.app, name="bench")

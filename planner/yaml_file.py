@@ -53,8 +53,10 @@ def read_yaml(path: Path) -> YamlFile:
         if node is not None:
             _index(node, "", lines, set())
         return YamlFile(path, None if node is None else loader.construct_document(node), lines)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text in UTF-8; save it as UTF-8") from error
     except (yaml.YAMLError, ValueError) as error:  # PyYAML passes on what int() and the like raise
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError:

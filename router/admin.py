@@ -26,7 +26,10 @@ from pdserve.router.overview import Overview
 from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.requests.placement import Costs
 
-_WELCOME_FIELDS = ("hardware", "tensor_parallel", "pipeline_parallel", "dtype", "kv_dtype", "quantization")
+_WELCOME_FIELDS = (
+    *("hardware", "tensor_parallel", "pipeline_parallel"),
+    *("dtype", "kv_dtype", "quantization", "cpu_products", "products"),
+)
 _LIMITS = ("max_model_len", "block_size", "num_blocks", "max_batch_tokens", "max_batch_size")
 """Fields of a worker's welcome, too."""
 
