@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,7 @@ from pdserve.contracts.worker_config import TlsFiles, WorkerRole
 from pdserve.model.config.dtype import checkpoint_dtype
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.hardware_file import read_hardware_file
-from pdserve.planner.yaml_file import read_yaml
+from pdserve.planner.yaml_file import parse_value, read_yaml
 
 _NAME = "the deployment file"
 
@@ -110,6 +110,45 @@ def override(
     """Replace fields of one section by the ``values`` that are not None. Check the result afterwards."""
     given = {name: value for name, value in values.items() if value is not None}
     return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **given)})
+
+
+def read_settings(settings: Sequence[str]) -> dict[str, object]:
+    """Values of options such as ``decode.replicas=3``, by dotted key; the last one of a key counts.
+
+    Raises:
+        ConfigError: a setting has no key or no value, or its value is not YAML.
+    """
+    values = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not (key and equals):
+            raise ConfigError(f"--set is {setting!r}; write a key and its value, such as --set decode.replicas=3")
+        try:
+            values[key] = parse_value(text)
+        except ConfigError as error:
+            raise ConfigError(f"--set {key}: {error}", key) from error
+    return values
+
+
+def with_settings(config: DeploymentConfig, settings: Sequence[str]) -> DeploymentConfig:
+    """Replace any keys of a deployment file, as `read_settings` reads them. Check the result afterwards.
+
+    Raises:
+        ConfigError: an unknown key, or a bad value.
+    """
+    document = to_plain(config)
+    for key, value in read_settings(settings).items():
+        *sections, name = key.split(".")
+        place = document
+        for section in sections:
+            if not isinstance(place.get(section), dict):
+                place[section] = {}
+            place = place[section]
+        place[name] = value
+    try:
+        return from_plain(DeploymentConfig, document, "a deployment")
+    except ConfigError as error:
+        raise ConfigError(f"--set: {error}", error.key) from error
 
 
 def check_deployment(config: DeploymentConfig, *, use: Use = "serve") -> None:
