@@ -69,6 +69,10 @@ FALLBACK_REASONS = ("no_worker", "no_prefill", "no_decode", "no_room", "cut_off"
 because no prefill worker is up; no decode worker is up, or none has room; the only ones recently failed to pull, or
 failed steps."""
 
+SCALE_REASONS = ("prefill_short", "decode_short", "surplus", "failed")
+"""Values of the ``reason`` label: the load needs more prefill, or decode, workers; it needs fewer; or a change ended
+with an error, of which the supervisor's log has the text."""
+
 NO_TENANT = "anonymous"
 """Tenant of requests to a router without API keys."""
 
@@ -204,6 +208,10 @@ PLAN_GOODPUT = Gauge(
     ("placement",),
 )
 PLAN_WORKERS = Gauge("pdserve_plan_workers", "Workers of the placement that the plan found best.", ("role",))
+
+SCALE_CHANGES = Counter(
+    "pdserve_scale_changes", "Changes of the numbers of workers to follow the load.", {"reason": SCALE_REASONS}
+)
 
 # Workers, as each frame reports them to the router
 WORKER = ("worker", "role")

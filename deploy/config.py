@@ -166,6 +166,7 @@ def check_deployment(config: DeploymentConfig, *, use: Use = "serve") -> None:
 def _check_fit(config: DeploymentConfig, use: Use) -> None:
     for role in WorkerRole:
         _check_phase(role.value, config.phase(role))
+        _check_bounds(role.value, config.phase(role), config)
     if not config.mixed.replicas and not (config.prefill.replicas and config.decode.replicas):
         raise ConfigError(
             f"prefill.replicas is {config.prefill.replicas} and decode.replicas is {config.decode.replicas}; "
@@ -195,6 +196,26 @@ def _check_fit(config: DeploymentConfig, use: Use) -> None:
                 "https://chat.example.com, or * for every one",
                 "router.cors_origins",
             )
+
+
+def _check_bounds(name: str, phase: PhaseConfig, config: DeploymentConfig) -> None:
+    if not phase.max_replicas and phase.min_replicas:
+        key = f"{name}.min_replicas"
+        raise ConfigError(f"{key} is {phase.min_replicas}, and {name}.max_replicas is not given: give both", key)
+    if phase.max_replicas and config.mixed.replicas:
+        key = f"{name}.max_replicas"
+        raise ConfigError(
+            f"{key} is {phase.max_replicas}, and there are mixed workers; the load is followed by prefill and decode "
+            "workers alone: leave it out",
+            key,
+        )
+    if phase.max_replicas and not max(1, phase.min_replicas) <= phase.replicas <= phase.max_replicas:
+        key = f"{name}.replicas"
+        raise ConfigError(
+            f"{key} is {phase.replicas}; write a number from {name}.min_replicas, {max(1, phase.min_replicas)}, to "
+            f"{name}.max_replicas, {phase.max_replicas}",
+            key,
+        )
 
 
 def _check_phase(name: str, phase: PhaseConfig) -> None:
