@@ -23,8 +23,8 @@ from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import Hardware, hardware
+from pdserve.planner.autoscale import START_S, Autoscaler, Bounds
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.live.autoscale import START_S, Autoscaler, Bounds
 from pdserve.planner.simulate.simulation import Simulation
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.conversations import Conversations
