@@ -185,6 +185,11 @@ class PhaseConfig:
     """One pool of workers: prefill, decode, or mixed."""
 
     replicas: Annotated[int, between(0, MAX_REPLICAS)] = 1
+    """Workers at the start; all the time without ``max_replicas``."""
+    min_replicas: Annotated[int, between(0, MAX_REPLICAS)] = 0
+    """Fewest workers while their number follows the load; 0 is 1."""
+    max_replicas: Annotated[int, between(0, MAX_REPLICAS)] = 0
+    """Most workers; above 0, the numbers of prefill and decode workers follow the load."""
     tensor_parallel: _Degree = 1
     pipeline_parallel: _Degree = 1
     expert_parallel: bool = False

@@ -229,6 +229,8 @@ class DecoderKernels(NamedTuple):
     can capture a step."""
     device: torch.device = torch.device("cpu")
     """Device of weights, activations and `AttentionMetadata`."""
+    are_weights_shared: bool = False
+    """Packed weights are as `pdserve.kernels.cpu.shared_weights` shares them among processes."""
     mlp_rows: int | None = None
     """Tokens per MLP call, which bounds the intermediate activations, by far the largest; ``None``: all."""
 

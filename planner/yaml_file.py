@@ -63,6 +63,14 @@ def read_yaml(path: Path) -> YamlFile:
         raise ConfigError(f"{path} is nested too deeply; expected sections with keys") from None
 
 
+def parse_value(text: str) -> object:
+    """Value of YAML on one line, such as an option's. Raises ConfigError if it is not YAML."""
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{text!r} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
 def _index(node: yaml.Node, key: str, lines: dict[str, int], seen: set[int]) -> None:
     """Record the lines of all keys below ``node``."""
     if id(node) in seen:

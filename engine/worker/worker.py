@@ -280,6 +280,8 @@ class EngineWorker:
             dtype=config.precision.dtype,
             kv_dtype=config.precision.kv_dtype,
             quantization=config.precision.quantization,
+            cpu_products=config.precision.cpu_products,
+            products=backend.products,
         )
 
 

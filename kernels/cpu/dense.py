@@ -12,7 +12,7 @@ expert.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import c_float, c_int64, c_void_p
 from functools import cache
 from itertools import pairwise
@@ -197,6 +197,23 @@ class CpuLinear:
         self._multiply(self._struct, x_TE.data_ptr(), y_TF.data_ptr(), num_rows, adds)
         return y_TF
 
+    def parts(self) -> list[dict[str, Any]]:
+        """Whatever makes up the weight, for `of_parts`."""
+        return [
+            {
+                **self._held._asdict(),
+                "num_outputs": self._num_outputs,
+                "num_inputs": self._num_inputs,
+                "bias": self._bias_F,
+            }
+        ]
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Mapping[str, Any]]) -> CpuLinear:
+        (part,) = parts
+        held = {name: part[name] for name in _Held._fields}
+        return cls(_Held(**held), torch.Size((part["num_outputs"], part["num_inputs"])), part["bias"])
+
     @property
     def form(self) -> tuple[object, ...]:
         """What C++ and `CpuExperts` take to be the same of a layer's experts."""
@@ -248,6 +265,14 @@ class CpuExperts:
     @property
     def num_bytes(self) -> int:
         return sum(linear.num_bytes for linear in self._linears)
+
+    def parts(self) -> list[dict[str, Any]]:
+        """Whatever makes up the weights, for `of_parts`."""
+        return [part for linear in self._linears for part in linear.parts()]
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Mapping[str, Any]]) -> CpuExperts:
+        return cls([CpuLinear.of_parts([part]) for part in parts])
 
     def __call__(self, x_PE: torch.Tensor, starts_Y: torch.Tensor) -> torch.Tensor:
         assert starts_Y.dtype == torch.int64

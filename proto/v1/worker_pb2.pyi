@@ -498,6 +498,8 @@ class Welcome(_message.Message):
     KV_DTYPE_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
+    CPU_PRODUCTS_FIELD_NUMBER: _builtins.int
+    PRODUCTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     worker_epoch: _builtins.int
     kv_address: _builtins.str
@@ -520,6 +522,10 @@ class Welcome(_message.Message):
     """of the weights, or "none" """
     pipeline_parallel: _builtins.int
     """stages that share the layers, and micro-batches, of which this may be one"""
+    cpu_products: _builtins.str
+    """as in a deployment"""
+    products: _builtins.str
+    """dtype in which a CPU multiplies activations and weights; empty elsewhere"""
     def __init__(
         self,
         *,
@@ -538,10 +544,12 @@ class Welcome(_message.Message):
         kv_dtype: _builtins.str = ...,
         quantization: _builtins.str = ...,
         pipeline_parallel: _builtins.int = ...,
+        cpu_products: _builtins.str = ...,
+        products: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "hardware", b"hardware", "kv_address", b"kv_address", "kv_dtype", b"kv_dtype", "max_batch_size", b"max_batch_size", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model_hash", b"model_hash", "num_blocks", b"num_blocks", "pipeline_parallel", b"pipeline_parallel", "quantization", b"quantization", "tensor_parallel", b"tensor_parallel", "worker_epoch", b"worker_epoch", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cpu_products", b"cpu_products", "dtype", b"dtype", "hardware", b"hardware", "kv_address", b"kv_address", "kv_dtype", b"kv_dtype", "max_batch_size", b"max_batch_size", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model_hash", b"model_hash", "num_blocks", b"num_blocks", "pipeline_parallel", b"pipeline_parallel", "products", b"products", "quantization", b"quantization", "tensor_parallel", b"tensor_parallel", "worker_epoch", b"worker_epoch", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -160,7 +160,7 @@ class RemoteWorker(Worker):
         for report in frame.transfers:
             source, target = self._cluster.worker_at(report.source), whole_worker_id(self.worker_id)
             if report.is_prefix:
-                self._cluster.prefix_pulled(report)
+                self._cluster.prefix_pulled(self, report)
             if not report.is_prefix or not report.failure_stage:
                 self._cluster.metrics.observe_transfer(report, source, target)
             if report.num_tokens and not report.failure_stage:

@@ -47,6 +47,7 @@ KV_TRANSFER = Dashboard(
                     queries=(
                         ("sum by (source) (rate(pdserve_prefix_tokens_total[5m]))", "from {{source}} workers"),
                         ("sum(rate(pdserve_prefix_failures_total[5m]))", "pulls that failed"),
+                        ("sum(rate(pdserve_prefix_saved_seconds_total[5m]))", "seconds saved"),
                     ),
                     about="Tokens per second from the caches of other workers. What does not come is computed.",
                     width=5,

@@ -62,7 +62,7 @@ def test_a_prompt_pulls_what_it_lacks_of_the_prefix_and_computes_the_rest() -> N
 def test_a_prefix_that_does_not_come_is_computed() -> None:
     scheduler, request = a_scheduler(), a_prompt()
     pull = pulling(scheduler, request)
-    scheduler.pull_done(PullResult(pull.pull_id, failure="deadline: too slow", failure_stage="deadline"), 0.5)
+    scheduler.pull_done(PullResult(pull.pull_id, failure="deadline: too slow", num_tokens=16), 0.5)
     assert kinds(scheduler.take_events()) == [RequestEventKind.STARTED]
     assert not scheduler.table.pool.known_hashes
     assert [*step(scheduler).rows[0].tokens] == [*request.prompt_tokens]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.decoder import decoder
 from pdserve.model.decoder.decoder import Decoder
+from pdserve.model.weights.stored import Checkpoint
 from tests.kernels.paged_batch import nan_pool
 from tests.model.checkpoints import (
     FAMILIES,
@@ -153,6 +155,28 @@ def test_the_mlp_takes_some_tokens_at_a_time_and_computes_the_same(
     in_pieces = PagedDecoder(family.folder, torch.bfloat16, CPU_KERNELS._replace(gate=gate, mlp_rows=30))
     assert torch.equal(in_pieces.logits((TOKENS, 0, TABLE)), whole)
     assert {30 * pairs, 10 * pairs} <= set(taken) <= {30 * pairs, 10 * pairs, 30, 10}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "qwen2_moe", "gpt_oss"])
+def test_workers_that_share_weights_have_the_logits_of_one_with_its_own(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_family(tmp_path, family)
+    own = PagedDecoder(folder, torch.bfloat16, CPU_KERNELS._replace(are_weights_shared=False))
+    first = PagedDecoder(folder, torch.bfloat16)
+    read: list[str] = []
+    read_all = Checkpoint.read
+
+    def recorded(self: Checkpoint, *names: str, rows: Sequence[range] = ()) -> torch.Tensor:
+        read.extend(names)
+        return read_all(self, *names, rows=rows)
+
+    monkeypatch.setattr(Checkpoint, "read", recorded)
+    second = PagedDecoder(folder, torch.bfloat16)
+    assert all(name.endswith(("norm.weight", "bias", "sinks")) for name in read)
+    expected = own.logits((TOKENS, 0, TABLE))
+    assert torch.equal(first.logits((TOKENS, 0, TABLE)), expected)
+    assert torch.equal(second.logits((TOKENS, 0, TABLE)), expected)
 
 
 @pytest.mark.parametrize(("quantization", "largest_error"), [("int8", 0.15), ("int4", 2.0)])
