@@ -271,7 +271,6 @@ class Node:
             else:
                 self._fail_rows(output)
                 self.scheduler.complete(output, now_s)
-        self.check()
         return batch is not None or bool(self.in_flight)
 
     def _fail_rows(self, output: StepOutput) -> None:
