@@ -47,7 +47,7 @@ class PrefixSources:
         self._lends_until_s[worker_id] = until_s
 
     def of(self, arrival: Arrival, workers: Iterable[WorkerSnapshot], cached: Mapping[str, int]) -> Sources | None:
-        """Workers that cache the most of a prompt, a few that answer soonest; ``None`` if that is too little for a pull.
+        """Workers that cache the most of a prompt, a few that answer soonest; ``None`` if it is too little for a pull.
         Micro-batches of a pipeline share the address that others pull from, which does not tell them apart.
 
         Args:
