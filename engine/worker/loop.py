@@ -98,6 +98,12 @@ class PromptReleased(NamedTuple):
     handle: bytes
 
 
+class BlocksRestored(NamedTuple):
+    """The tier has ended a restore, with all blocks or fewer."""
+
+    restore_id: int
+
+
 class StartDrain(NamedTuple):
     """Refuse new work and finish running requests."""
 
@@ -111,6 +117,7 @@ Message = (
     | LeaseChanged
     | PromptReleased
     | PullResult
+    | BlocksRestored
     | StartDrain
 )
 
@@ -388,6 +395,8 @@ class StepLoop:
             case PullResult():
                 self._report.pulls.append(message)
                 scheduler.pull_done(message, now_s)
+            case BlocksRestored(restore_id):
+                scheduler.restored(restore_id)
             case StartDrain():
                 self.is_draining = True
 
