@@ -5,7 +5,8 @@
 With random weights, with and without the tier in turn: ``conversations`` (turns at random of conversations that fill
 1.3 pools: TTFT), ``once`` (prompts that share nothing: seconds of all), ``restart`` (TTFT of a second turn over an
 empty pool, from what the first left in the file), ``decode`` (seconds of answers beside which their blocks are copied).
-The ratios are with over without, of clock and of process time. Fails if tokens differ.
+The ratios are with over without, of clock and of process time; ``copies`` is the CPU time of the tier's thread over
+that of the process without it. Fails if tokens differ.
 """
 
 from __future__ import annotations
@@ -80,16 +81,28 @@ class Served(NamedTuple):
     process_s: float
 
 
+class MeasuredTier(FileTier):
+    cpu_s = 0.0
+    """Of its thread's work."""
+
+    def work(self) -> bool:
+        begun_s = time.thread_time()
+        try:
+            return super().work()
+        finally:
+            self.cpu_s += time.thread_time() - begun_s
+
+
 class Session:
     def __init__(self, server: Server, path: Path | None) -> None:
         """``path``: file of the tier; ``None`` without."""
         self._server, config = server, server.config
         self._ended: deque[int] = deque()
         self._pool = BlockPool(config.num_kv_blocks, BLOCK_SIZE, server.memory.generations)  # type: ignore[arg-type]
-        self.tier: FileTier | None = None
+        self.tier: MeasuredTier | None = None
         space = NO_TIER
         if path is not None:
-            self.tier = FileTier(
+            self.tier = MeasuredTier(
                 path,
                 server.memory,
                 self._pool,
@@ -219,14 +232,15 @@ class Bench:
         return self._compare([self._prompt(Random(seed + n), 17) for n in range(8)], 96, at_once=True)
 
     def _compare(self, prompts: list[list[int]], num_tokens: int, *, at_once: bool) -> dict[str, Any]:
-        served = {}
+        served, copy_s = {}, 0.0
         for name, session in self._sessions():
             served[name] = session.serve(prompts, num_tokens, at_once=at_once)
             session.close()
+            copy_s = 0.0 if session.tier is None else session.tier.cpu_s
         one, other = served["without"], served["with"]
         assert one.answers == other.answers, "the tier changes tokens"
         ratios = {"clock_ratio": other.clock_s / one.clock_s, "process_ratio": other.process_s / one.process_s}
-        return {name: round(ratio, 3) for name, ratio in ratios.items()}
+        return {name: round(ratio, 4) for name, ratio in {**ratios, "copies": copy_s / one.process_s}.items()}
 
     def restart(self, seed: int) -> dict[str, Any]:
         path, random = self._folder / f"{next(self._files)}.kv", Random(seed)

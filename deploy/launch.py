@@ -170,7 +170,7 @@ def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = ""
                 block_size=model.block_size,
                 kv_memory_bytes=phase.kv_memory_bytes,
                 swap_memory_bytes=phase.swap_memory_bytes,
-                kv_tier_path=str(Path(phase.kv_tier.path).absolute()) if phase.kv_tier else "",
+                kv_tier_path=phase.kv_tier.path if phase.kv_tier else "",
                 kv_tier_bytes=parse_bytes(phase.kv_tier.size) if phase.kv_tier else 0,
                 max_batch_tokens=phase.max_batch_tokens,
                 max_batch_size=phase.max_batch_size,

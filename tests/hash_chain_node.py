@@ -308,8 +308,7 @@ class Node:
         """One turn of a step loop; returns whether there was anything to do."""
         if self.tier is not None:
             self.tier.follow(self.pool.take_cache_events())
-            for _ in range(self._random.randrange(6)):
-                self.tier.work()
+            self._work()
         batch = self.scheduler.plan(now_s)
         if batch is not None:
             num_guesses = sum([row.max_guesses for row in batch.rows])
@@ -324,8 +323,15 @@ class Node:
             else:
                 self._fail_rows(output)
                 self.scheduler.complete(output, now_s)
+        self._work()
         self.check()
         return batch is not None or bool(self.in_flight)
+
+    def _work(self) -> None:
+        """The tier's thread gets on: before it is told what the pool has lost, too."""
+        if self.tier is not None:
+            for _ in range(self._random.randrange(4)):
+                self.tier.work()
 
     def _fail_rows(self, output: StepOutput) -> None:
         output.sampled = list(output.sampled)  # the executor reads its own

@@ -117,6 +117,15 @@ def test_a_block_evicted_before_its_copy_is_not_copied(path: Path) -> None:
     assert not worker.known
 
 
+def test_a_block_that_the_pool_has_keeps_its_copy(path: Path) -> None:
+    worker = Worker(path)
+    worker.cache(0)
+    worker.pool.share(worker.pool.match_prefix(HASHES[:1]))
+    for index in range(1, 9):
+        worker.cache(index)
+    assert worker.tier.match(HASHES[:1]) == HASHES[:1]
+
+
 def test_a_restarted_worker_finds_its_blocks(path: Path) -> None:
     worker = Worker(path)
     worker.cache(0, 1, 2)
