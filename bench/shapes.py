@@ -4,6 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+QWEN2_05B_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+}
+"""config.json of Qwen/Qwen2-0.5B, as far as a decoder depends on it."""
 LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pdserve.contracts.codec import Fraction, NotNegative, Positive, Rule, between, one_of
 from pdserve.contracts.errors import ConfigError
-from pdserve.contracts.precision import DtypeSetting, KvDtype, Precision, Quantization
+from pdserve.contracts.precision import CpuProducts, DtypeSetting, KvDtype, Precision, Quantization
 from pdserve.contracts.worker_config import DEVICE_SETTINGS, TRANSPORTS, TlsFiles, WorkerRole
 
 MAX_DEGREE = 64
@@ -100,6 +100,8 @@ class ModelConfig:
     quantization: Quantization = "auto"
     """Matrices of the layers: ``auto``, as the checkpoint has them, quantised or not; or of one that is not, ``none``,
     ``int8`` or ``int4``; ``fp8`` can be planned and simulated."""
+    cpu_products: CpuProducts = "auto"
+    """What matrices are multiplied in on CPUs: `pdserve.contracts.precision.Precision.cpu_products`."""
     max_model_len: Annotated[int, between(0, 2**24)] = 0
     """Prompt and answer tokens together; 0 takes the checkpoint's limit."""
     block_size: Annotated[int, between(1, 256)] = 16
@@ -120,7 +122,12 @@ class ModelConfig:
     def precision(self) -> Precision:
         """Of a model whose ``dtype`` is no longer ``auto``: `pdserve.deploy.config.find_dtype`."""
         assert self.dtype != "auto"
-        return Precision(dtype=self.dtype, kv_dtype=self.kv_dtype, quantization=self.quantization)
+        return Precision(
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            quantization=self.quantization,
+            cpu_products=self.cpu_products,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +203,11 @@ class PhaseConfig:
     """One pool of workers: prefill, decode, or mixed."""
 
     replicas: Annotated[int, between(0, MAX_REPLICAS)] = 1
+    """Workers at the start; all the time without ``max_replicas``."""
+    min_replicas: Annotated[int, between(0, MAX_REPLICAS)] = 0
+    """Fewest workers while their number follows the load; 0 is 1."""
+    max_replicas: Annotated[int, between(0, MAX_REPLICAS)] = 0
+    """Most workers; above 0, the numbers of prefill and decode workers follow the load."""
     tensor_parallel: _Degree = 1
     pipeline_parallel: _Degree = 1
     expert_parallel: bool = False

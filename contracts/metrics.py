@@ -69,6 +69,10 @@ FALLBACK_REASONS = ("no_worker", "no_prefill", "no_decode", "no_room", "cut_off"
 because no prefill worker is up; no decode worker is up, or none has room; the only ones recently failed to pull, or
 failed steps."""
 
+SCALE_REASONS = ("prefill_short", "decode_short", "surplus", "failed")
+"""Values of the ``reason`` label: the load needs more prefill, or decode, workers; it needs fewer; or a change ended
+with an error, of which the supervisor's log has the text."""
+
 NO_TENANT = "anonymous"
 """Tenant of requests to a router without API keys."""
 
@@ -139,6 +143,21 @@ CACHED_PROMPT_TOKENS = Counter("pdserve_cached_prompt_tokens", "Prompt tokens wh
 CACHED_PULL_TOKENS = Counter(
     "pdserve_cached_pull_tokens", "Tokens of handed-off prompts that decode workers had cached."
 )
+PREFIX_TOKENS = Counter(
+    "pdserve_prefix_tokens",
+    "Prompt tokens whose KV was pulled from another worker's prefix cache, by the role of that worker.",
+    {"source": [each.value for each in WorkerRole]},
+)
+PREFIX_SAVED_SECONDS = Counter(
+    "pdserve_prefix_saved_seconds",
+    "What these tokens would have taken to compute, as predicted, less the seconds of their pulls.",
+    {"source": [each.value for each in WorkerRole]},
+)
+PREFIX_FAILURES = Counter(
+    "pdserve_prefix_failures",
+    "Pulls from another worker's prefix cache that failed, so that the tokens were computed.",
+    {"source": [each.value for each in WorkerRole]},
+)
 OUTPUT_TOKENS = Counter("pdserve_output_tokens", "Tokens sent to clients.")
 REQUEST_PROMPT_TOKENS = Histogram(
     "pdserve_request_prompt_tokens", "Prompt tokens of each request of a client.", (), LENGTH_BUCKETS
@@ -189,6 +208,10 @@ PLAN_GOODPUT = Gauge(
     ("placement",),
 )
 PLAN_WORKERS = Gauge("pdserve_plan_workers", "Workers of the placement that the plan found best.", ("role",))
+
+SCALE_CHANGES = Counter(
+    "pdserve_scale_changes", "Changes of the numbers of workers to follow the load.", {"reason": SCALE_REASONS}
+)
 
 # Workers, as each frame reports them to the router
 WORKER = ("worker", "role")

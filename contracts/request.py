@@ -120,6 +120,22 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSource:
+    """Another worker that caches leading blocks of a prompt: the worker that computes the prompt pulls what it lacks of
+    them, and computes what does not come."""
+
+    address: str
+    """``host:port`` of the source's transfer process."""
+    worker_epoch: int
+    num_tokens: int
+    """Leading tokens of the prompt that the source caches, as far as its reports have it."""
+    min_tokens: int
+    """Tokens that must be lacking, for a pull to take less time than they do."""
+    max_s: float
+    """Seconds after which the pull is given up: what its tokens take to compute, as predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One attempt at a request, as the router sends it to a worker.
 
@@ -156,6 +172,8 @@ class GenerationRequest:
     the wire, because a wrong hash would serve one prompt's KV to another."""
     handoff: bool = False
     """True: stop after the first new token and park the KV cache for another worker to pull. False: run to the end."""
+    prefix_source: PrefixSource | None = None
+    """Where to pull a prefix of the prompt from, rather than compute it."""
 
     @property
     def num_known_tokens(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +24,16 @@ from pdserve.deploy.cluster.folder import api_key, find_cluster, running_cluster
 from pdserve.deploy.commands import bench as bench_commands
 from pdserve.deploy.commands.plan import plan
 from pdserve.deploy.commands.simulate import simulate
-from pdserve.deploy.config import check_deployment, find_dtype, names_pools, override, read_deployment, read_profile
+from pdserve.deploy.config import (
+    check_deployment,
+    find_dtype,
+    names_pools,
+    override,
+    read_deployment,
+    read_profile,
+    read_settings,
+    with_settings,
+)
 from pdserve.deploy.other_servers import remedy
 
 if TYPE_CHECKING:
@@ -34,6 +43,7 @@ app = typer.Typer(
     help="Serve a language model from separate pools of prefill and decode workers.",
     epilog="Example: pdserve up --model ./Llama-3.2-1B-Instruct, then in another terminal: pdserve chat",
     add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_commands.app, name="bench")
@@ -91,6 +101,12 @@ _Port = Annotated[int | None, typer.Option(help="Port to listen on; 0: a free on
 _Prefill = Annotated[int | None, typer.Option(help="Number of prefill workers.")]
 _Decode = Annotated[int | None, typer.Option(help="Number of decode workers.")]
 _Mixed = Annotated[int | None, typer.Option(help="Number of workers for both phases.")]
+_Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Any key of a deployment file, such as decode.max_batch_size=64; repeatable."
+    ),
+]
 _RayAddress = Annotated[
     str,
     typer.Option(envvar="RAY_ADDRESS", metavar="HOST:PORT", help="Existing Ray cluster; auto: the one of this host."),
@@ -99,7 +115,7 @@ _Emulate = Annotated[str, typer.Option(metavar="GPU", help="GPU to emulate (timi
 _Hosts = Annotated[int, typer.Option(min=1, help="Hosts of the Ray cluster to wait for.")]
 
 
-@app.command(epilog="Example: pdserve up deployment.yaml --model ./Llama-3.2-1B-Instruct --decode 2")
+@app.command(epilog="Example: pdserve up deployment.yaml --model ./Llama-3.2-1B-Instruct --set decode.replicas=2")
 def up(
     file: _File = None,
     model: _Model = None,
@@ -110,6 +126,7 @@ def up(
     prefill: _Prefill = None,
     decode: _Decode = None,
     mixed: _Mixed = None,
+    settings: _Settings = None,
     ray_address: _RayAddress = "",
     hosts: _Hosts = 1,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running requests on exit.")] = 30.0,
@@ -132,7 +149,7 @@ def up(
     config = read_deployment(file, use="emulate" if emulate else "serve") if file else DeploymentConfig()
     config = override(config, "router", host=host, port=port, log_format=log_format)
     replicas = {"prefill": prefill, "decode": decode, "mixed": mixed}
-    launch = _launch(file, config, model, replicas, ray_address, hosts, emulate)
+    launch = _launch(file, config, model, replicas, ray_address, hosts, emulate, settings or ())
     try:
         return Supervisor(
             replace(launch, time_scale=time_scale, drain_timeout_s=drain_timeout), Progress(Console())
@@ -151,6 +168,7 @@ def _launch(
     ray_address: str,
     num_hosts: int,
     emulate: str = "",
+    settings: Sequence[str] = (),
 ) -> Launch:
     from pdserve.deploy.checks.preflight import demo_model_folder
     from pdserve.deploy.cluster.host_facts import slow_dtype_reason
@@ -160,7 +178,7 @@ def _launch(
 
     if num_hosts > 1 and not ray_address:
         raise ConfigError("--hosts waits for hosts of an existing Ray cluster: add --ray-address, or leave it out")
-    config = override(config, "model", path=str(model) if model else None)
+    config = override(with_settings(config, settings), "model", path=str(model) if model else None)
     for section, num in replicas.items():
         config = override(config, section, replicas=num)
     check_deployment(config, use="emulate" if emulate else "serve")
@@ -181,6 +199,7 @@ def _launch(
     served, why = find_dtype(config.model, slow_dtype_reason if is_on_cpus else lambda dtype: "")
     launch = replace(launch, config=replace(config, model=served), dtype_reason=why)
     is_named = any(num is not None for num in replicas.values()) or (file is not None and names_pools(file))
+    is_named |= any(key.partition(".")[0] in replicas for key in read_settings(settings))
     return launch.fitted(is_layout_named=is_named) if launch.num_gpus and not ray_address else launch
 
 
@@ -193,6 +212,7 @@ def check(
     prefill: _Prefill = None,
     decode: _Decode = None,
     mixed: _Mixed = None,
+    settings: _Settings = None,
     ray_address: _RayAddress = "",
     hosts: _Hosts = 1,
 ) -> int:
@@ -202,7 +222,7 @@ def check(
     config = read_deployment(file, use="emulate" if emulate else "serve") if file else DeploymentConfig()
     config = override(config, "router", port=port)
     replicas = {"prefill": prefill, "decode": decode, "mixed": mixed}
-    return check_cluster(_launch(file, config, model, replicas, ray_address, hosts, emulate), Console())
+    return check_cluster(_launch(file, config, model, replicas, ray_address, hosts, emulate, settings or ()), Console())
 
 
 @app.command(epilog="Example: pdserve up --detach, and later: pdserve down")
@@ -399,8 +419,8 @@ def dashboards(
     return 0
 
 
-app.command(epilog="Example: pdserve plan --model ./Llama-3.1-8B --gpu h100-sxm --nodes 2 --workload chat")(plan)
-app.command(epilog="Example: pdserve simulate --model ./Llama-3.1-8B --gpu h100-sxm --workload chat --rate 4")(simulate)
+app.command(epilog="Example: pdserve plan --model ./Llama-3.1-8B --gpu h100-sxm --nodes 2 --traffic chat")(plan)
+app.command(epilog="Example: pdserve simulate --model ./Llama-3.1-8B --gpu h100-sxm --traffic chat --rate 4")(simulate)
 
 
 if __name__ == "__main__":

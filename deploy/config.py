@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,7 @@ from pdserve.contracts.worker_config import TlsFiles, WorkerRole
 from pdserve.model.config.dtype import checkpoint_dtype
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.hardware_file import read_hardware_file
-from pdserve.planner.yaml_file import read_yaml
+from pdserve.planner.yaml_file import parse_value, read_yaml
 
 _NAME = "the deployment file"
 
@@ -114,6 +114,45 @@ def override(
     return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **given)})
 
 
+def read_settings(settings: Sequence[str]) -> dict[str, object]:
+    """Values of options such as ``decode.replicas=3``, by dotted key; the last one of a key counts.
+
+    Raises:
+        ConfigError: a setting has no key or no value, or its value is not YAML.
+    """
+    values = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not (key and equals):
+            raise ConfigError(f"--set is {setting!r}; write a key and its value, such as --set decode.replicas=3")
+        try:
+            values[key] = parse_value(text)
+        except ConfigError as error:
+            raise ConfigError(f"--set {key}: {error}", key) from error
+    return values
+
+
+def with_settings(config: DeploymentConfig, settings: Sequence[str]) -> DeploymentConfig:
+    """Replace any keys of a deployment file, as `read_settings` reads them. Check the result afterwards.
+
+    Raises:
+        ConfigError: an unknown key, or a bad value.
+    """
+    document = to_plain(config)
+    for key, value in read_settings(settings).items():
+        *sections, name = key.split(".")
+        place = document
+        for section in sections:
+            if not isinstance(place.get(section), dict):
+                place[section] = {}
+            place = place[section]
+        place[name] = value
+    try:
+        return from_plain(DeploymentConfig, document, "a deployment")
+    except ConfigError as error:
+        raise ConfigError(f"--set: {error}", error.key) from error
+
+
 def check_deployment(config: DeploymentConfig, *, use: Use = "serve") -> None:
     """Check every value and how they fit together. Call it after overrides.
 
@@ -129,6 +168,7 @@ def check_deployment(config: DeploymentConfig, *, use: Use = "serve") -> None:
 def _check_fit(config: DeploymentConfig, use: Use) -> None:
     for role in WorkerRole:
         _check_phase(role.value, config.phase(role))
+        _check_bounds(role.value, config.phase(role), config)
     if not config.mixed.replicas and not (config.prefill.replicas and config.decode.replicas):
         raise ConfigError(
             f"prefill.replicas is {config.prefill.replicas} and decode.replicas is {config.decode.replicas}; "
@@ -158,6 +198,26 @@ def _check_fit(config: DeploymentConfig, use: Use) -> None:
                 "https://chat.example.com, or * for every one",
                 "router.cors_origins",
             )
+
+
+def _check_bounds(name: str, phase: PhaseConfig, config: DeploymentConfig) -> None:
+    if not phase.max_replicas and phase.min_replicas:
+        key = f"{name}.min_replicas"
+        raise ConfigError(f"{key} is {phase.min_replicas}, and {name}.max_replicas is not given: give both", key)
+    if phase.max_replicas and config.mixed.replicas:
+        key = f"{name}.max_replicas"
+        raise ConfigError(
+            f"{key} is {phase.max_replicas}, and there are mixed workers; the load is followed by prefill and decode "
+            "workers alone: leave it out",
+            key,
+        )
+    if phase.max_replicas and not max(1, phase.min_replicas) <= phase.replicas <= phase.max_replicas:
+        key = f"{name}.replicas"
+        raise ConfigError(
+            f"{key} is {phase.replicas}; write a number from {name}.min_replicas, {max(1, phase.min_replicas)}, to "
+            f"{name}.max_replicas, {phase.max_replicas}",
+            key,
+        )
 
 
 def _check_phase(name: str, phase: PhaseConfig) -> None:

@@ -49,7 +49,9 @@ _INSTEAD = {
     "pdserve": {"serve": "run pdserve up --model FOLDER"},
     "pdserve up": _UP,
     "pdserve check": _UP,
-    "pdserve plan": {"--tensor-parallel": "leave it out: the plan chooses it; pdserve simulate takes one"},
+    "pdserve plan": {
+        "--tensor-parallel": "leave it out: the plan chooses it; pdserve simulate takes --set decode.tensor_parallel=2"
+    },
     "pdserve bench serve": {
         **dict.fromkeys(("--host", "--port"), "give --base-url http://HOST:PORT"),
         **dict.fromkeys(("--backend", "--endpoint"), "leave it out: token ids go to /v1/completions"),

@@ -53,7 +53,8 @@ class PackLinear(Protocol):
 
         Args:
             dtype: the model's, in which a quantised weight is multiplied unless the kernels have an activation dtype. A
-                tensor has its own.
+                tensor has its own. Kernels whose activation dtype is float32 may round activations to bfloat16, and
+                sum in float32, where this and a tensor are bfloat16.
         """
         ...
 
@@ -228,6 +229,8 @@ class DecoderKernels(NamedTuple):
     can capture a step."""
     device: torch.device = torch.device("cpu")
     """Device of weights, activations and `AttentionMetadata`."""
+    are_weights_shared: bool = False
+    """Packed weights are as `pdserve.kernels.cpu.shared_weights` shares them among processes."""
     mlp_rows: int | None = None
     """Tokens per MLP call, which bounds the intermediate activations, by far the largest; ``None``: all."""
 

@@ -43,6 +43,7 @@ CPU_KERNELS = DecoderKernels(
     gate=cpu_dense.gate,
     rope_and_write_kv=cpu_attention.rope_and_write_kv,
     paged_attention=cpu_attention.paged_attention,
+    are_weights_shared=True,
     # A few row blocks of dense.cpp: every core gets a share, and its working set fits the caches.
     mlp_rows=256,
 )

@@ -52,12 +52,13 @@ def check_layout(message: kv_pb2.Layout, ours: KvLayout) -> KvLayout:
     return replace(ours, num_blocks=message.num_blocks)
 
 
-def check_grant(grant: kv_pb2.Grant, *, first_index: int, layout: KvLayout) -> None:
+def check_grant(grant: kv_pb2.Grant, *, first_index: int, layout: KvLayout, is_prefix: bool = False) -> None:
     """Check that a grant follows the previous one and names blocks of the source's pool.
 
     Args:
         first_index: number of blocks granted before.
         layout: the source's.
+        is_prefix: it lends cached blocks, and has no first token.
 
     Raises:
         ValueError: it does not.
@@ -71,7 +72,7 @@ def check_grant(grant: kv_pb2.Grant, *, first_index: int, layout: KvLayout) -> N
         raise ValueError(f"grants of {first_index + num_blocks} blocks from a pool of {layout.num_blocks}")
     if any(block_id >= layout.num_blocks for block_id in grant.block_ids):
         raise ValueError(f"grant of block {max(grant.block_ids)} from a pool of {layout.num_blocks}")
-    if grant.final and not grant.HasField("first_token"):
+    if grant.final and not is_prefix and not grant.HasField("first_token"):
         raise ValueError("final grant without a first token")
     if grant.final and not ends_request(grant) and layout.num_blocks_for(grant.num_tokens) != first_index + num_blocks:
         raise ValueError(f"{first_index + num_blocks} blocks granted for {grant.num_tokens} tokens")

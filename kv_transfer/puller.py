@@ -130,6 +130,8 @@ class Puller:
         async with self._stream(order.source.address, "Pull") as stream:
             opening = self._opening(order.source.worker_epoch)
             opening.handle = order.source.handle
+            opening.prefix.extend(order.prefix)
+            opening.deadline_s = order.deadline_s
             opening.num_cached_blocks = order.num_cached_blocks
             opening.transport = transport
             opening.host_id = host_id()
@@ -231,7 +233,7 @@ async def _receive_prompt(
     num_granted = 0
     num_received = 0
     while True:
-        grant = await _read_grant(stream, num_granted, layout)
+        grant = await _read_grant(stream, num_granted, layout, is_prefix=bool(order.prefix))
         granted_at_s = time.monotonic()
         if ends_request(grant):
             break
@@ -249,19 +251,19 @@ async def _receive_prompt(
             break
     return transfer_pb2.PullDone(
         pull_id=order.pull_id,
-        first_token=grant.first_token,
+        first_token=grant.first_token if grant.HasField("first_token") else None,
         num_tokens=grant.num_tokens,
         bytes=num_received * layout.block_bytes,
         seconds=time.monotonic() - granted_at_s,
     )
 
 
-async def _read_grant(stream: PullStream, num_granted: int, layout: KvLayout) -> kv_pb2.Grant:
+async def _read_grant(stream: PullStream, num_granted: int, layout: KvLayout, *, is_prefix: bool) -> kv_pb2.Grant:
     message = await stream.read("grant")
     if message.WhichOneof("body") != "grant":
         raise PullError("grant", f"a grant was expected, {message.WhichOneof('body')} came")
     try:
-        check_grant(message.grant, first_index=num_granted, layout=layout)
+        check_grant(message.grant, first_index=num_granted, layout=layout, is_prefix=is_prefix)
     except ValueError as error:
         raise PullError("grant", str(error)) from error
     return message.grant
@@ -272,7 +274,8 @@ def _missing_blocks(order: transfer_pb2.StartPull, grant: kv_pb2.Grant) -> list[
     num_cached = order.num_cached_blocks
     num_known = num_cached + len(order.block_ids)
     num_granted = grant.first_index + len(grant.block_ids)
-    if num_granted > num_known or (grant.final and num_granted != num_known):
+    is_whole = not grant.final or num_granted == num_known or order.prefix
+    if num_granted > num_known or not is_whole:
         raise PullError("grant", f"{num_granted} blocks are granted; {num_known} are cached or reserved for them")
     return [
         GrantedBlock(index, source_id, generation, order.block_ids[index - num_cached])

@@ -3,12 +3,16 @@
 Owned by the transfer process. The engine offers, grants and withdraws; pullers connect over gRPC. A lease is a
 pull's stream: it ends with the stream, or when another puller comes, which the router has sent because the first one is
 lost; only the latest lease may release the prompt.
+
+A pull of a prefix names hashes of cached blocks instead of an offer. The engine lends it those that it has, in one
+grant, until the stream ends or the puller's deadline has passed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +21,7 @@ from itertools import count
 import grpc
 from google.protobuf.message import DecodeError
 
+from pdserve.contracts.request import HANDLE_BYTES
 from pdserve.contracts.transports import choose_transport
 from pdserve.contracts.worker_config import DIRECT_TRANSPORTS
 from pdserve.kv_transfer.data_stream import DataListener, ExpectedStream
@@ -38,6 +43,8 @@ OPEN_TIMEOUT_S = 5.0
 """Timeout for the first message of a stream, after which the stream is closed."""
 MAX_UNPROVEN_PULLS = 1024
 """Streams without a first message. Further ones end the oldest, so that members' pulls find room."""
+MAX_LOAN_S = 60.0
+"""Longest loan of cached blocks, whatever its puller's deadline."""
 
 _Context = grpc.aio.ServicerContext[kv_pb2.PullMessage, kv_pb2.SourceMessage]
 _log = logging.getLogger(__name__)
@@ -58,6 +65,8 @@ class _Offer:
     num_blocks: int = 0
     """Blocks granted so far."""
     is_withdrawn: bool = False
+    is_prefix: bool = False
+    """Cached blocks, for one pull."""
     lease: _Lease | None = None
     """The latest lease, unless it has ended."""
 
@@ -129,7 +138,8 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         try:
             if offer.is_complete:
                 raise ValueError("a grant came after the final one")
-            check_grant(grant, first_index=offer.num_blocks, layout=self._memory.layout)
+            first_index, layout = offer.num_blocks, self._memory.layout
+            check_grant(grant, first_index=first_index, layout=layout, is_prefix=offer.is_prefix)
         except ValueError:
             _log.exception("the engine granted blocks that it does not have; the prompt is withdrawn")
             self.withdraw(handle)
@@ -168,7 +178,10 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             self._send(transfer_pb2.TransferToEngine(lease_opened=transfer_pb2.LeaseOpened(handle=offer.handle)))
             is_released = False
             try:
-                is_released = await self._serve(offer, opening, opened, context, lease)
+                async with asyncio.timeout(min(opening.deadline_s, MAX_LOAN_S) if offer.is_prefix else None):
+                    is_released = await self._serve(offer, opening, opened, context, lease)
+            except TimeoutError:
+                raise _RefusalError(grpc.StatusCode.ABORTED, "the puller's deadline has passed") from None
             finally:
                 lease.release.cancel()
                 self._end_lease(offer, lease, is_released)
@@ -193,7 +206,10 @@ class Source(kv_pb2_grpc.KvTransferServicer):
 
     def _admit(self, opening: kv_pb2.PullOpen) -> tuple[_Offer, kv_pb2.Opened]:
         """Return the offer that a pull requests, and the answer."""
-        offer = self._offers.get(opening.handle)
+        is_prefix = bool(opening.prefix)
+        offer = (
+            _Offer(secrets.token_bytes(HANDLE_BYTES), is_prefix=True) if is_prefix else self._offers.get(opening.handle)
+        )
         if offer is None:
             raise _RefusalError(grpc.StatusCode.NOT_FOUND, "no such prompt: it was pulled, expired or never offered")
         try:
@@ -206,6 +222,10 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             )
         except ValueError as error:
             raise _RefusalError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
+        if offer.is_prefix:
+            self._offers[offer.handle] = offer
+            lend = transfer_pb2.Lend(handle=offer.handle, prefix=opening.prefix)
+            self._send(transfer_pb2.TransferToEngine(lend=lend))
         layout = layout_message(self._memory.layout)
         return offer, kv_pb2.Opened(transport=transport, reason=reason, layout=layout, shards=self._links.shards)
 
@@ -316,10 +336,10 @@ class Source(kv_pb2_grpc.KvTransferServicer):
         if offer.lease is not lease:
             return
         offer.lease = None
-        if offer.is_withdrawn:
+        if offer.is_withdrawn and not offer.is_prefix:
             return
-        if is_released:
-            del self._offers[offer.handle]
+        if is_released or offer.is_prefix:
+            self._offers.pop(offer.handle, None)
             self._send(transfer_pb2.TransferToEngine(released=transfer_pb2.Released(handle=offer.handle)))
         else:
             self._send(transfer_pb2.TransferToEngine(lease_lost=transfer_pb2.LeaseLost(handle=offer.handle)))

@@ -20,7 +20,7 @@ import numpy as np
 from pdserve.contracts.deployment import SloConfig
 from pdserve.loadgen.load import Measurement
 from pdserve.planner.report.serving_figures import serving_figures
-from pdserve.planner.search.goodput import highest_rate, surely_missed_rate
+from pdserve.planner.search.goodput import fall_rate, highest_rate
 from pdserve.planner.simulate.attainment import Attainment, Distribution, Interval, measure
 from pdserve.planner.simulate.simulation import Simulation
 from pdserve.planner.wording import number
@@ -128,7 +128,7 @@ class Sweeper:
         attained = [point for point, _ in in_order]
         goodput = max((point.rate for point in attained if point.meets(target)), default=0.0)
         surely_met = max((point.rate for point in attained if point.surely_meets(target)), default=0.0)
-        surely_missed = surely_missed_rate(attained, goodput, target)
+        surely_missed = fall_rate(attained, goodput, target)
         is_bounded = any(point.surely_misses(target) for point in attained if point.rate > goodput)
         is_missed = any(not point.meets(target) for point in attained if point.rate > goodput)
         words = [f"{'' if is_missed else 'at least '}{number(goodput)}" if goodput else "no measured rate meets it"]

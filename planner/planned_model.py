@@ -68,7 +68,7 @@ def _with_known_scheme(values: Mapping[str, object], quantization: str) -> Mappi
         parse_scheme(values)
     except ValueError as error:
         raise ValueError(
-            f"{error}; or plan with --quantization fp8, int8 or int4, whichever has as many bytes a weight"
+            f"{error}; or plan with --set model.quantization=fp8, int8 or int4, whichever has as many bytes a weight"
         ) from error
     return values
 

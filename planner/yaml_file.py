@@ -53,12 +53,22 @@ def read_yaml(path: Path) -> YamlFile:
         if node is not None:
             _index(node, "", lines, set())
         return YamlFile(path, None if node is None else loader.construct_document(node), lines)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text in UTF-8; save it as UTF-8") from error
     except (yaml.YAMLError, ValueError) as error:  # PyYAML passes on what int() and the like raise
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply; expected sections with keys") from None
+
+
+def parse_value(text: str) -> object:
+    """Value of YAML on one line, such as an option's. Raises ConfigError if it is not YAML."""
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{text!r} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def _index(node: yaml.Node, key: str, lines: dict[str, int], seen: set[int]) -> None:

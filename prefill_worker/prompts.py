@@ -1,9 +1,9 @@
 """Prompts to compute: which ones come next, in what chunks, and where they go afterwards.
 
 Life of a prompt: `Prompts.enqueue` queues it by the time token 0 is due. It is *admitted* when its turn comes and
-blocks for the whole prompt are free, so an admitted prompt never waits for memory. Its chunks fill the token budget
-of the steps. With its last chunk it moves to `pdserve.prefill_worker.parking` (a handoff) or to `Prompts.take_ready`
-(to decode here).
+blocks for the whole prompt are free, so an admitted prompt never waits for memory. If its request names a worker to
+pull a prefix from, that comes first, while others are computed. Its chunks fill the token budget of the steps. With its
+last chunk it moves to `pdserve.prefill_worker.parking` (a handoff) or to `Prompts.take_ready` (to decode here).
 
 Order: resumed answers first, which clients are reading, in the order in which they would be given up: the one whose
 client has waited longest, however often it was lost. Then the earliest due token 0, then order of arrival. A prompt
@@ -19,9 +19,12 @@ Owned by `pdserve.engine.worker.scheduler`, which limits the tokens, sequences a
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
 from math import inf
 
+from pdserve.engine.scheduling.interface import PullResult
+from pdserve.engine.scheduling.prefixes import PrefixPulls
 from pdserve.engine.scheduling.queue import SequenceQueue
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import AdmissionBudget, PlannedStep, SequenceTable
@@ -37,10 +40,11 @@ _RESUMED_S = -1e9
 class Prompts:
     """Prompts that wait, and those of which chunks are computed."""
 
-    def __init__(self, table: SequenceTable, parking: Parking, restores: Restores) -> None:
+    def __init__(self, table: SequenceTable, parking: Parking, restores: Restores, prefixes: PrefixPulls) -> None:
         self._table = table
         self._parking = parking
         self._restores = restores
+        self._prefixes = prefixes
         self.waiting = SequenceQueue()
         """In the order in which they are admitted; callers must not modify it."""
         self.admitted: list[Sequence] = []
@@ -51,7 +55,7 @@ class Prompts:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no prompt waits or is being computed. Prompts may be parked."""
+        """Whether no prompt waits or is being computed. Prompts may be parked, or wait for the pull of a prefix."""
         return not self.waiting and not self.admitted
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -96,6 +100,8 @@ class Prompts:
                     self.waiting.discard(head)
                     continue
                 self.is_blocked = not self._try_admit(head, index, budget, now_s)
+                if head.is_pulling:
+                    continue
             if index == len(self.admitted):
                 break
             sequence = self.admitted[index]
@@ -121,19 +127,29 @@ class Prompts:
 
     def _try_admit(self, sequence: Sequence, index: int, budget: AdmissionBudget, now_s: float) -> bool:
         """Move the first waiting prompt to ``index`` of the admitted ones, with blocks for all of its tokens, if it
-        can be admitted now."""
-        if not self._may_admit(sequence, budget) or not self._table.start(sequence, budget, _num_cacheable(sequence)):
+        can be admitted now. One that pulls a prefix follows when that has ended (`pull_ended`)."""
+        num_cacheable = _num_cacheable(sequence)
+        if not self._may_admit(sequence, budget) or not self._table.start(sequence, budget, num_cacheable):
             return False
         self.waiting.discard(sequence)
-        self.admitted.insert(index, sequence)
-        if not sequence.is_preempted:
-            self._table.emit_started(sequence, now_s)
+        if not self._prefixes.try_start(sequence, num_cacheable):
+            self.admitted.insert(index, sequence)
+            if not sequence.is_preempted:
+                self._table.emit_started(sequence, now_s)
         return True
+
+    def pull_ended(self, result: PullResult, now_s: float) -> None:
+        """Have the prompt computed whose pull of a prefix has ended, from the first token without KV."""
+        sequence = self._prefixes.finish(result)
+        if sequence is not None:
+            insort(self.admitted, sequence, key=_order)
+            self._table.emit_started(sequence, now_s)
 
     def _may_park(self, sequence: Sequence) -> bool:
         """Whether the sequence may be parked. Parked and soon parked prompts take at most half of the pool; a single
         prompt may exceed that."""
-        num_taken = self._parking.num_blocks + sum(len(s.block_table) for s in self.admitted if s.is_handoff)
+        begun = (*self.admitted, *self._prefixes.sequences())
+        num_taken = self._parking.num_blocks + sum(len(s.block_table) for s in begun if s.is_handoff)
         num_blocks = sequence.num_blocks_for(len(sequence.tokens))
         return not num_taken or 2 * (num_taken + num_blocks) <= self._table.pool.num_blocks
 

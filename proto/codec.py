@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from math import isfinite
 from typing import cast
 
@@ -39,6 +39,7 @@ from pdserve.contracts.request import (
     Grammar,
     GrammarKind,
     KvSource,
+    PrefixSource,
     SamplingParams,
 )
 from pdserve.contracts.step import ModelLimits, TokenLogprobs
@@ -53,8 +54,10 @@ _REFUSALS = {code.value: code for code in RefusalCode}
 _GRAMMAR_KINDS = {kind.value: kind for kind in GrammarKind}
 _LOAD_FIELDS = SchedulerLoad._fields
 _SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name not in ("logit_bias", "grammar")]
-_REQUEST_FIELDS = [field.name for field in fields(GenerationRequest) if field.name not in ("sampling", "block_hashes")]
+_OTHER_REQUEST_FIELDS = ("sampling", "block_hashes", "prefix_source")
+_REQUEST_FIELDS = [field.name for field in fields(GenerationRequest) if field.name not in _OTHER_REQUEST_FIELDS]
 """Fields with the same name in the message. `block_hashes` is never on the wire."""
+_PREFIX_SOURCE_FIELDS = [field.name for field in fields(PrefixSource)]
 
 
 class WireError(ValueError):
@@ -140,8 +143,11 @@ def _logit_bias(message: worker_pb2.SamplingParams, vocab_size: int) -> tuple[tu
 
 
 def request_to_proto(request: GenerationRequest) -> worker_pb2.Request:
+    prefix = request.prefix_source
     return worker_pb2.Request(
-        sampling=sampling_to_proto(request.sampling), **{name: getattr(request, name) for name in _REQUEST_FIELDS}
+        sampling=sampling_to_proto(request.sampling),
+        prefix_source=None if prefix is None else worker_pb2.PrefixSource(**asdict(prefix)),
+        **{name: getattr(request, name) for name in _REQUEST_FIELDS},
     )
 
 
@@ -166,7 +172,15 @@ def request_from_proto(message: worker_pb2.Request, limits: ModelLimits) -> Gene
     given = {name: getattr(message, name) for name in _REQUEST_FIELDS}
     for name in ("prompt_tokens", "emitted_tokens"):
         given[name] = _token_ids(given[name], limits.vocab_size, name)
-    return GenerationRequest(sampling=sampling, **given)
+    prefix_source = _prefix_source(message.prefix_source) if message.HasField("prefix_source") else None
+    return GenerationRequest(sampling=sampling, prefix_source=prefix_source, **given)
+
+
+def _prefix_source(message: worker_pb2.PrefixSource) -> PrefixSource:
+    has_address = 1 <= len(message.address) <= MAX_ADDRESS_LENGTH
+    _check(has_address, f"prefix_source.address must have 1..{MAX_ADDRESS_LENGTH} letters")
+    _check(0 < message.max_s <= MAX_DURATION_S, f"prefix_source.max_s must be in (0, {MAX_DURATION_S:.0f}]")
+    return PrefixSource(**{name: getattr(message, name) for name in _PREFIX_SOURCE_FIELDS})
 
 
 def source_to_proto(source: KvSource) -> worker_pb2.KvSource:

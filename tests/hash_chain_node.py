@@ -59,6 +59,8 @@ class WorldConfig:
     row_failure: float = 0.0
     cancel: float = 0.0
     """Share of requests whose client leaves at some time."""
+    prefix_share: float = 0.0
+    """Share of prompts for which another worker is named, to pull a prefix from."""
     cancel_preempted: float = 0.0
     """Share of preemptions soon after which the client leaves."""
     is_staged: bool = False

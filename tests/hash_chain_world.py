@@ -20,7 +20,14 @@ from shutil import rmtree
 from tempfile import mkdtemp
 
 from pdserve.contracts.events import PromptLogprobsEvent, RequestEvent, RequestEventKind, RequestKey, TokenEvent
-from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, Outcome, SamplingParams
+from pdserve.contracts.request import (
+    FinishReason,
+    GenerationRequest,
+    KvSource,
+    Outcome,
+    PrefixSource,
+    SamplingParams,
+)
 from pdserve.engine.scheduling.interface import (
     AbortPullEvent,
     Event,
@@ -76,6 +83,7 @@ class _Pull:
     node: Node
     order: StartPullEvent
     opens_at_turn: int
+    handle: bytes
     is_open: bool = False
     is_aborted: bool = False
     num_grants: int = 0
@@ -96,6 +104,7 @@ class World:
         self.counts: Counter[str] = Counter()
         self._offers: dict[bytes, _Offer] = {}
         self._pulls: list[_Pull] = []
+        self._num_pulls = 0
         self._dispatches: dict[RequestKey, Dispatch] = {}
         self._alive: set[tuple[str, RequestKey]] = set()
         """(worker, attempt) pairs without a terminal event yet."""
@@ -154,10 +163,20 @@ class World:
     def _dispatch(self, client: Client, request: GenerationRequest) -> None:
         is_handoff = bool(self.prefill) and self.random.random() >= self.config.local_share
         node = self.random.choice(self.prefill if is_handoff else self.decode)
-        dispatch = Dispatch(client, replace(request, handoff=is_handoff), [node])
+        source = self._prefix_source(node, request) if self.random.random() < self.config.prefix_share else None
+        dispatch = Dispatch(client, replace(request, handoff=is_handoff, prefix_source=source), [node])
         self._dispatches[dispatch.key] = dispatch
         self._alive.add((node.name, dispatch.key))
         node.scheduler.add(dispatch.key, dispatch.request, self.now_s)
+
+    def _prefix_source(self, node: Node, request: GenerationRequest) -> PrefixSource | None:
+        """Any other worker, whatever it caches."""
+        others = [other for other in self.nodes if other is not node]
+        num_tokens = self.random.choice((0, 8, request.num_known_tokens, 1000))
+        min_tokens = self.random.choice((0, 5, 12))
+        name = self.random.choice(others).name if others else ""
+        source = PrefixSource(address=name, worker_epoch=1, num_tokens=num_tokens, min_tokens=min_tokens, max_s=1.0)
+        return source if others else None
 
     def _redispatch(self, dispatch: Dispatch, reason: str) -> None:
         """Resend an attempt with the tokens that the client has."""
@@ -282,7 +301,9 @@ class World:
                 self._offers.pop(order.handle, None)  # the puller may have released it already
             case StartPullEvent():
                 opens_at_turn = self.num_turns + self.random.randrange(4)
-                self._pulls.append(_Pull(node, order, opens_at_turn))
+                self._num_pulls += 1
+                handle = f"loan/{self._num_pulls}".encode() if order.prefix else order.source.handle
+                self._pulls.append(_Pull(node, order, opens_at_turn, handle))
             case AbortPullEvent():
                 self._abort(node, order.pull_id)
 
@@ -301,6 +322,8 @@ class World:
             node.messages.popleft()()
 
     def _grant(self, event: GrantEvent) -> None:
+        if event.is_prefix and event.handle not in self._offers:
+            return  # its pull has ended
         offer = self._offers[event.handle]
         assert event.first_index == sum(len(grant.block_ids) for grant in offer.grants)
         assert not any(grant.final for grant in offer.grants)
@@ -313,7 +336,7 @@ class World:
 
     def _move_pull(self, pull: _Pull) -> None:
         """One turn of one pull: open it, copy one grant's blocks, or end it."""
-        offer = self._offers.get(pull.order.source.handle)
+        offer = self._offers.get(pull.handle)
         is_failing = self.random.random() < self.config.pull_failure
         if pull.is_aborted and self.random.random() < 0.7:
             pull.node.transferred[list(pull.order.block_ids)] = 3  # a copy in flight
@@ -321,13 +344,23 @@ class World:
             self._end_pull(pull, "aborted" if pull.is_aborted else "copy" if is_failing else "withdrawn")
         elif self.num_turns < pull.opens_at_turn:
             return
+        elif pull.order.prefix and not pull.is_open:
+            self._borrow(pull)
         elif offer is None:
             self._end_pull(pull, "refused")
         elif not pull.is_open:
             pull.is_open = True
-            self._tell(offer.node, lambda: offer.node.scheduler.set_leased(pull.order.source.handle, True))
+            self._tell(offer.node, lambda: offer.node.scheduler.set_leased(pull.handle, True))
+        elif pull.order.prefix and self.random.random() < 0.9:
+            return  # a slow link
         elif pull.num_grants < len(offer.grants):
             self._copy(pull, offer, offer.grants[pull.num_grants])
+
+    def _borrow(self, pull: _Pull) -> None:
+        pull.is_open = True
+        node = next(node for node in self.nodes if node.name == pull.order.source.address)
+        self._offers[pull.handle] = _Offer(node)
+        self._tell(node, lambda: node.scheduler.lend(pull.handle, pull.order.prefix))
 
     def _copy(self, pull: _Pull, offer: _Offer, grant: GrantEvent) -> None:
         pull.num_grants += 1
@@ -345,7 +378,8 @@ class World:
                 pull.node.transferred[pull.order.block_ids[target]] = offer.node.transferred[block]
                 if offer.node.generations[block] != generation:
                     last = offer.grants[-1].first_token
-                    assert (last is not None and last.finish) or offer.node.orders, "a parked block was reused"
+                    is_over = last is not None and last.finish
+                    assert is_over or offer.node.orders, "a block was reused that is parked or lent"
                     self.counts["reused"] += 1
                     self._end_pull(pull, "verify")
                     return
@@ -355,7 +389,10 @@ class World:
     def _finish_pull(self, pull: _Pull, offer: _Offer, grant: GrantEvent) -> None:
         self._pulls.remove(pull)
         del self._offers[grant.handle]
-        self.counts["pulled"] += 1
+        if grant.is_prefix:
+            self.counts["prefix blocks pulled"] += len(grant.block_ids)
+        else:
+            self.counts["pulled"] += 1
         self.counts["ended at token 0"] += bool(grant.first_token and grant.first_token.finish)
         self._tell(offer.node, lambda: offer.node.scheduler.released(grant.handle))
         result = PullResult(pull_id=pull.order.pull_id, num_tokens=grant.num_tokens, first_token=grant.first_token)
@@ -369,11 +406,14 @@ class World:
     def _end_pull(self, pull: _Pull, failure: str) -> None:
         """Fail the pull after a last write of garbage to its targets."""
         self._pulls.remove(pull)
-        self.counts[f"pull failed: {failure}"] += 1
+        self.counts[f"{'prefix ' * bool(pull.order.prefix)}pull failed: {failure}"] += 1
         pull.node.transferred[list(pull.order.block_ids)] = 2
-        handle = pull.order.source.handle
+        handle = pull.handle
         source = self._offers[handle].node if pull.is_open and handle in self._offers else None
-        if source is not None:
+        if source is not None and pull.order.prefix:
+            del self._offers[handle]
+            self._tell(source, lambda: source.scheduler.released(handle))
+        elif source is not None:
             self._tell(source, lambda: source.scheduler.set_leased(handle, False))
         self._tell(pull.node, lambda: self._pull_done(pull, PullResult(pull_id=pull.order.pull_id, failure=failure)))
 

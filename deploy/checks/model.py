@@ -6,6 +6,7 @@ start, against the memory that is free by then. Never imports torch.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from pdserve.deploy.launch import Launch, worker_configs
 from pdserve.engine.worker.backend import choose_backend
 from pdserve.engine.worker.draft import read_draft
 from pdserve.engine.worker.pool_size import num_kv_blocks, num_swap_slots
+from pdserve.kernels.cpu.build import has_compiler
+from pdserve.kernels.cpu.memory_nodes import memory_nodes
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.quantisation import held_scheme, served_scheme
 from pdserve.model.config.sampling_defaults import sampling_defaults
@@ -157,17 +160,21 @@ def check_memory(configs: Sequence[WorkerConfig], model: DecoderConfig, availabl
         DeployError: they do not; the text names the setting to change.
     """
     each = []
+    weights_of: dict[object, int] = {}
     for config in configs:
         try:
             if config.emulate:
                 choose_backend(config)
             else:
-                each.append(worker_memory(config, model))
+                weights, *others = worker_memory(config, model)
+                each.append(others)
+                weights_of[_weights_copy(config)] = weights
         except ValueError as error:
             raise DeployError(f"{config.worker_id}: {error}") from error
     if not each:
         return
-    weights, kv, swap = (sum(column) for column in zip(*each, strict=True))
+    weights = sum(weights_of.values())
+    kv, swap = (sum(column) for column in zip(*each, strict=True))
     processes = len(configs) * PROCESS_BYTES
     if weights + kv + swap + processes > available:
         raise DeployError(
@@ -175,6 +182,15 @@ def check_memory(configs: Sequence[WorkerConfig], model: DecoderConfig, availabl
             f"KV cache {_size(kv)}, swap {_size(swap)}, processes {_size(processes)}) and {_size(available)} is "
             f"available; {_remedy(configs, model, weights_fit=weights + processes <= available)}"
         )
+
+
+def _weights_copy(config: WorkerConfig) -> object:
+    """What workers with one copy of the weights, as `pdserve.kernels.cpu.shared_weights` has it, have in common."""
+    if not has_compiler():
+        return config.worker_id
+    nodes = memory_nodes(config.cpu_cores or os.sched_getaffinity(0))
+    degrees = config.tensor_parallel, config.pipeline_parallel, config.expert_parallel
+    return config.precision, degrees, config.device, config.draft_path, nodes
 
 
 def _remedy(configs: Sequence[WorkerConfig], model: DecoderConfig, *, weights_fit: bool) -> str:

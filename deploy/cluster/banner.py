@@ -34,12 +34,22 @@ def banner_rows(launch: Launch, served_name: str, workers: Sequence[dict[str, An
             tokens = sum(map(num_blocks, mine)) * model.block_size
             words = [f"{count} worker{'s' * (count > 1)}{launch.layout_reason}, {tokens:,} tokens of KV cache"]
             words += [_device(launch, role, mine), f"{model.dtype} ({launch.dtype_reason})"]
+            if products := sorted({worker["products"] for worker in workers} - {""}):
+                words.append(_products(products))
             if (phase := launch.config.phase(role)).drafter != "none":
                 words.append(f"guesses by {Path(phase.draft_path).name or phase.drafter}")
             outgoing = [each for each in links if any(pair.startswith(role.value) for pair in each.pairs)]
             words += [f"KV by {each.transport} ({each.reason})" for each in outgoing]
             rows.append((role.value, ", ".join(words)))
     return rows
+
+
+def _products(dtypes: Sequence[str]) -> str:
+    """Of all workers, since an answer may go on with any."""
+    words = f"products in {' and '.join(dtypes)}"
+    if len(dtypes) > 1:
+        words += " (CPUs differ; model.cpu_products: float32 makes them compute alike)"
+    return words
 
 
 def _device(launch: Launch, role: WorkerRole, workers: Sequence[dict[str, Any]]) -> str:

@@ -1,5 +1,5 @@
-"""``pdserve bench``: benchmarks of a running server (`pdserve.deploy.commands.bench_load`), of KV transfer, and
-of the kernels on this machine's GPU.
+"""``pdserve bench``: benchmarks of a running server (`pdserve.deploy.commands.bench_load`), of the engine
+(`pdserve.deploy.commands.bench_engine`), of KV transfer, and of the kernels on this machine's GPU.
 
 Benchmarks of the project itself are modules of `pdserve.bench`.
 """
@@ -13,18 +13,20 @@ from typing import Annotated
 import typer
 
 from pdserve.contracts.errors import DeployError
+from pdserve.deploy.commands.bench_engine import engine
 from pdserve.deploy.commands.bench_load import serve, sweep
 
-app = typer.Typer(help="Measure a running server, KV transfer, or the kernels.")
+app = typer.Typer(help="Measure a running server, the engine, KV transfer, or the kernels.")
 
 
 @app.callback()
 def group() -> None:
-    """Measure a running server, KV transfer, or the kernels."""
+    """Measure a running server, the engine, KV transfer, or the kernels."""
 
 
 app.command(epilog="Example: pdserve bench serve --request-rate 4 --num-prompts 500 --dataset-name chat")(serve)
 app.command(epilog="Example: pdserve bench sweep --dataset-name chat --goodput ttft:250 tpot:50")(sweep)
+app.command(epilog="Example: pdserve bench engine --model ./Llama-3.2-1B-Instruct --report engine.html")(engine)
 
 
 @app.command(epilog="Example: pdserve bench kernels --only decode_attention --quick")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster.folder import running_clusters
 
 LOG = Path("pdserve.log")
-"""Log of a detached cluster, in the current folder."""
+"""Log of a detached cluster, in the current folder; its process holds a lock on it."""
 _POLL_S = 0.1
 
 
@@ -29,6 +30,7 @@ def start_detached(arguments: Sequence[str], console: Console) -> int:
     """
     try:
         with LOG.open("ab") as log:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             start = log.tell()
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "pdserve.deploy.cli", *arguments],
@@ -37,6 +39,8 @@ def start_detached(arguments: Sequence[str], console: Console) -> int:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+    except BlockingIOError as error:
+        raise DeployError(f"another cluster writes {LOG.absolute()}; start in another folder") from error
     except OSError as error:
         raise DeployError(f"cannot write {LOG.absolute()}: {error.strerror}; start in another folder") from error
     with LOG.open("rb") as said:

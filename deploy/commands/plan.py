@@ -7,8 +7,9 @@ question (`pdserve.deploy.commands.plan_live`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +19,7 @@ from pdserve.deploy.commands import plan_options as options
 from pdserve.deploy.commands.plan_answer import Outputs, answer, show_worker
 from pdserve.deploy.commands.plan_options import ModelOptions, Objectives
 from pdserve.deploy.commands.ray_file import PROVIDERS, ray_cluster_path
-from pdserve.deploy.config import check_deployment, override
+from pdserve.deploy.config import check_deployment, override, read_settings, with_settings
 
 if TYPE_CHECKING:
     from pdserve.planner.search.plan import Effort, Objective
@@ -31,6 +32,15 @@ MIN_REQUESTS = 100
 """With fewer requests, an objective can be met at any rate."""
 _MIN_TRAFFIC_REQUESTS = 1000
 """Least number of requests from which the search judges a workload."""
+
+
+_KEYS = (
+    *(f"model.{name}" for name in ModelOptions._fields),
+    *(f"slo.{name}" for name in Objectives._fields),
+    "router.policy",
+    "kv_transfer.transport",
+)
+"""Of a deployment file, which belong to a question."""
 
 
 def plan(
@@ -62,7 +72,7 @@ def plan(
             min=1, max=MAX_NODES, help="Hosts with the second kind. Default: --nodes.", rich_help_panel=options.GPUS
         ),
     ] = None,
-    kv_transport: options.TransportOption = "auto",
+    kv_transport: Annotated[str, typer.Option(hidden=True)] = "auto",
     hardware_file: options.HardwareFileOption = None,
     price: Annotated[
         float | None,
@@ -72,20 +82,20 @@ def plan(
     kv_dtype: options.KvDtypeOption = None,
     quantization: options.QuantizationOption = None,
     max_model_len: options.MaxModelLenOption = None,
-    workload: Annotated[
-        str,
+    traffic: options.TrafficOption = "",
+    settings: Annotated[
+        list[str] | None,
         typer.Option(
-            metavar="NAME|FILE",
-            help="Preset (chat, code, summarisation, agent) or a trace.",
+            "--set",
+            metavar="KEY=VALUE",
+            help="Key of model, slo, router.policy or kv_transfer.transport of a deployment file, such as "
+            "model.quantization=fp8; repeatable.",
             rich_help_panel=options.WHAT,
         ),
-    ] = "",
-    input_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per prompt, in place of a workload.", rich_help_panel=options.WHAT)
     ] = None,
-    output_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per answer, in place of a workload.", rich_help_panel=options.WHAT)
-    ] = None,
+    workload: options.WorkloadOption = "",
+    input_tokens: options.TokensOption = None,
+    output_tokens: options.TokensOption = None,
     burstiness: options.BurstinessOption = None,
     max_tokens: options.MaxTokensOption = 0,
     lenient: options.LenientOption = False,
@@ -172,18 +182,17 @@ def plan(
     ] = False,
 ) -> int:
     """Find the placement with the most goodput on given GPUs, or the fewest GPUs for a rate."""
+    given = _given(settings or ())
+    kv_transport, policy = given.get("kv_transfer.transport", kv_transport), given.get("router.policy", policy)
     model_options = ModelOptions(dtype, kv_dtype, quantization, max_model_len)
+    model_options = model_options._replace(**_of_section(given, "model"))
     model_config = options.model_config(ModelConfig(path=str(model or ""), dtype="bfloat16"), model_options)
-    named = options.named_lengths(input_tokens, output_tokens)
-    if named and workload:
-        raise ConfigError("--workload and --input-tokens exclude each other: name one kind of traffic")
-    is_given = (
-        named or workload or rate or decode_gpu or price or objective or burstiness is not None or max_tokens or policy
-    )
+    named = options.named_traffic(traffic, {"--workload": workload}, input_tokens, output_tokens)
+    is_given = named or rate or decode_gpu or price or objective or burstiness is not None or max_tokens or policy
     if live and (is_given or kv_transport != "auto"):
         raise ConfigError(
-            f"traffic and GPUs are those of {live}: leave out --workload, --burstiness, --max-tokens, --rate, "
-            "--objective, --policy, --decode-gpu, --kv-transport and --price"
+            f"traffic and GPUs are those of {live}: leave out --traffic, --burstiness, --max-tokens, --rate, "
+            "--objective, --decode-gpu, --price, and --set of router.policy and kv_transfer.transport"
         )
     if (apply or dry_run) and not live:
         raise ConfigError("--apply and --dry-run change a running cluster: name it with --live, its admin address")
@@ -203,7 +212,7 @@ def plan(
 
         with options.usage():
             check_drawing()
-    objectives = Objectives(ttft, tpot, attainment)
+    objectives = Objectives(ttft, tpot, attainment)._replace(**_of_section(given, "slo"))
     outputs = Outputs(output, ray_cluster, report, json, num_rows=top, num_processes=jobs, model=model)
     if live:
         from pdserve.deploy.commands.plan_live import Watch, plan_live
@@ -226,8 +235,8 @@ def plan(
 
     from pdserve.planner.search.plan import Question, Supply
 
-    traffic = options.traffic(
-        named or workload or DEFAULT_WORKLOAD,
+    described = options.traffic(
+        named or DEFAULT_WORKLOAD,
         max_model_len=planned.max_model_len,
         model=model_config,
         lenient=lenient,
@@ -237,7 +246,7 @@ def plan(
     ).with_at_least(_MIN_TRAFFIC_REQUESTS)
     question = Question(
         model=planned,
-        slo=options.objectives(traffic.usual_slo, objectives),
+        slo=options.objectives(described.usual_slo, objectives),
         fleet=tuple(
             Supply(hardware=kind, num_nodes=count, devices_per_node=gpus_per_node, dollars_per_hour=price)
             for kind, count in kinds
@@ -245,9 +254,25 @@ def plan(
         objective=_objective(objective, rate),
         rate=rate or 0.0,
         policy=config.router.policy,
-        effort=dataclasses.replace(_effort(requests, seed), most_requests=traffic.max_requests),
+        effort=dataclasses.replace(_effort(requests, seed), most_requests=described.max_requests),
     )
-    return show_worker(question, traffic, outputs) if explain else answer(question, traffic, outputs)
+    return show_worker(question, described, outputs) if explain else answer(question, described, outputs)
+
+
+def _given(settings: Sequence[str]) -> dict[str, Any]:
+    """Values of ``--set`` by key, each of which belongs to a question."""
+    check_deployment(with_settings(DeploymentConfig(), settings), use="simulate")
+    given = read_settings(settings)
+    for key in given:
+        if key not in _KEYS:
+            raise ConfigError(
+                f"--set {key}: the plan answers it, or does not depend on it; plan takes {', '.join(_KEYS)}"
+            )
+    return given
+
+
+def _of_section(given: Mapping[str, Any], section: str) -> dict[str, Any]:
+    return {key.partition(".")[2]: value for key, value in given.items() if key.startswith(f"{section}.")}
 
 
 def _ray_file(provider: str, output: Path | None, decode_gpu: str) -> Path:

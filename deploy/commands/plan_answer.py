@@ -99,7 +99,7 @@ def _smallest_worker(hardware: Hardware, model: PlannedModel) -> Pool:
     if pool is None:
         raise DeployError(
             f"no number of {hardware.name} holds {model.name or 'the model'} and one sequence of {model.max_model_len} "
-            "tokens: use larger devices, a smaller --max-model-len, or --quantization int8 or int4"
+            "tokens: use larger devices, or --set a smaller model.max_model_len, or model.quantization=int4"
         )
     return pool
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
-from pdserve.contracts.deployment import POLICIES, DeploymentConfig, ModelConfig, SloConfig
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, SloConfig
 from pdserve.contracts.errors import ConfigError, DeployError
 from pdserve.deploy.config import check_deployment, find_dtype, override
 
@@ -41,44 +42,40 @@ GpuOption = Annotated[
 DecodeGpuOption = Annotated[
     str, typer.Option(metavar="KIND", help="GPU of decode workers. Default: --gpu.", rich_help_panel=GPUS)
 ]
-TransportOption = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="How KV moves: auto (memfd, tcp), or nccl or cuda_ipc from GPU to GPU.",
-        rich_help_panel=GPUS,
-    ),
-]
 HardwareFileOption = Annotated[
     Path | None, typer.Option(help="Device file (YAML) from pdserve profile, for --gpu.", rich_help_panel=GPUS)
 ]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(help="Weights and activations: float32, bfloat16 (default), float16 or auto.", rich_help_panel=WHAT),
-]
-KvDtypeOption = Annotated[
-    str | None, typer.Option(help="KV cache: auto (the model's dtype), int8 or float8_e4m3fn.", rich_help_panel=WHAT)
-]
-QuantizationOption = Annotated[
-    str | None,
-    typer.Option(help="Layer weights: none, int8, int4 or fp8. Default: the checkpoint's.", rich_help_panel=WHAT),
-]
-MaxModelLenOption = Annotated[
-    int | None,
+SettingsOption = Annotated[
+    list[str] | None,
     typer.Option(
-        min=0,
-        help="Longest request, prompt and answer tokens. Default: the model's limit, up to 8192.",
+        "--set",
+        metavar="KEY=VALUE",
+        help="Any key of a deployment file, such as decode.replicas=3 or model.quantization=fp8; repeatable.",
+        rich_help_panel=GPUS,
+    ),
+]
+TrafficOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|FILE|P/A",
+        help="chat, code, summarisation, agent; a trace; or tokens of each prompt and answer, such as 1000/200.",
         rich_help_panel=WHAT,
     ),
 ]
+# Names of earlier versions, for which there are --set and --traffic; they end with the next version.
+DtypeOption = Annotated[str | None, typer.Option(hidden=True)]
+KvDtypeOption = Annotated[str | None, typer.Option(hidden=True)]
+QuantizationOption = Annotated[str | None, typer.Option(hidden=True)]
+MaxModelLenOption = Annotated[int | None, typer.Option(min=0, hidden=True)]
+AttainmentOption = Annotated[float | None, typer.Option(hidden=True)]
+PolicyOption = Annotated[str | None, typer.Option(hidden=True)]
+WorkloadOption = Annotated[str, typer.Option(hidden=True)]
+TokensOption = Annotated[int | None, typer.Option(min=1, hidden=True)]
 TtftOption = Annotated[
     float | None, typer.Option(help="TTFT objective, seconds. Default: the workload's.", rich_help_panel=WHAT)
 ]
 TpotOption = Annotated[
     float | None, typer.Option(help="TPOT objective, seconds. Default: the workload's.", rich_help_panel=WHAT)
-]
-AttainmentOption = Annotated[
-    float | None, typer.Option(help="Share of requests to meet both objectives. Default: 0.9.", rich_help_panel=WHAT)
 ]
 BurstinessOption = Annotated[
     float | None,
@@ -103,12 +100,12 @@ TimeUnitOption = Annotated[
     Literal["auto", "s", "ms"],
     typer.Option("--trace-time-unit", help="Unit of a Mooncake trace's times.", rich_help_panel=WHAT),
 ]
-PolicyOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help=f"Placement policy of the router: {', '.join(POLICIES)}.", rich_help_panel=WHAT),
-]
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the random numbers.", rich_help_panel=ANSWER)]
 
+TRAFFIC_REMEDY = (
+    "name one kind of traffic, such as --traffic chat, --traffic FILE, or --traffic 1000/200 for prompts of 1,000 and "
+    "answers of 200 tokens"
+)
 _FILE_WIDTH = 160
 
 
@@ -176,13 +173,26 @@ def device(name: str, added: Mapping[str, Hardware]) -> Hardware:
         return hardware(name, added=added)
 
 
-def named_lengths(input_tokens: int | None, output_tokens: int | None) -> tuple[int, int] | None:
-    """Tokens of every prompt and every answer; ``None`` if neither is given."""
-    if input_tokens is None and output_tokens is None:
-        return None
-    if input_tokens is None or output_tokens is None:
-        raise ConfigError("--input-tokens and --output-tokens need each other: give both")
-    return input_tokens, output_tokens
+def named_traffic(
+    traffic: str, others: Mapping[str, str], input_tokens: int | None, output_tokens: int | None
+) -> str | tuple[int, int]:
+    """The only traffic given: a preset or a file, or the tokens of a prompt and of an answer; empty if there is none.
+
+    Args:
+        others: earlier names of ``--traffic``, with their values.
+    """
+    if (input_tokens is None) != (output_tokens is None):
+        raise ConfigError("--input-tokens and --output-tokens need each other: give --traffic 1000/200")
+    lengths = None if input_tokens is None or output_tokens is None else (input_tokens, output_tokens)
+    names = [name for name in (traffic, *others.values()) if name]
+    if len(names) + (lengths is not None) > 1:
+        raise ConfigError(f"--traffic, {', '.join(others)} and --input-tokens exclude each other: {TRAFFIC_REMEDY}")
+    name = lengths or next(iter(names), "")
+    if not isinstance(name, str) or Path(name).exists() or not (match := re.fullmatch(r"(\w*)/(\w*)", name)):
+        return name
+    if not all(part.isdecimal() and int(part) for part in match.groups()):
+        raise ConfigError(f"--traffic is {name!r}, and there is no such file: {TRAFFIC_REMEDY}")
+    return int(match[1]), int(match[2])
 
 
 def traffic(

@@ -21,6 +21,7 @@ from pdserve.deploy.config import (
     override,
     read_deployment,
     read_profile,
+    with_settings,
 )
 from pdserve.model.weights.demo_model import DEMO_MODEL
 
@@ -30,15 +31,8 @@ if TYPE_CHECKING:
     from pdserve.planner.workload.traffic import Traffic
 
 DEFAULT_REQUESTS = 3000
-_TRAFFIC_HELP = "give --workload chat, --trace FILE, or --input-tokens and --output-tokens"
 _SHARED_NOTE = "Workers share GPUs: their memory is divided, but each step is timed as if it had the GPU to itself."
-Replicas = Annotated[int | None, typer.Option(min=1, help="Number of workers.", rich_help_panel=options.GPUS)]
-TensorParallel = Annotated[
-    int | None, typer.Option(min=1, help="Tensor parallel degree per worker.", rich_help_panel=options.GPUS)
-]
-PipelineParallel = Annotated[
-    int | None, typer.Option(min=1, help="Pipeline parallel degree per worker.", rich_help_panel=options.GPUS)
-]
+Degree = Annotated[int | None, typer.Option(min=1, hidden=True)]
 
 
 def simulate(
@@ -51,21 +45,18 @@ def simulate(
     colocated: Annotated[
         bool, typer.Option("--colocated", help="Use workers for both phases.", rich_help_panel=options.GPUS)
     ] = False,
-    replicas: Replicas = None,
-    tensor_parallel: TensorParallel = None,
-    pipeline_parallel: PipelineParallel = None,
-    prefill: Replicas = None,
-    prefill_tp: TensorParallel = None,
-    prefill_pp: PipelineParallel = None,
-    decode: Replicas = None,
-    decode_tp: TensorParallel = None,
-    decode_pp: PipelineParallel = None,
-    max_batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Token budget per step.", rich_help_panel=options.GPUS)
-    ] = None,
-    max_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Sequences decoded per step.", rich_help_panel=options.GPUS)
-    ] = None,
+    settings: options.SettingsOption = None,
+    replicas: Degree = None,
+    tensor_parallel: Degree = None,
+    pipeline_parallel: Degree = None,
+    prefill: Degree = None,
+    prefill_tp: Degree = None,
+    prefill_pp: Degree = None,
+    decode: Degree = None,
+    decode_tp: Degree = None,
+    decode_pp: Degree = None,
+    max_batch_tokens: Degree = None,
+    max_batch_size: Degree = None,
     gpus_per_node: Annotated[
         int | None,
         typer.Option(
@@ -78,6 +69,7 @@ def simulate(
     kv_dtype: options.KvDtypeOption = None,
     quantization: options.QuantizationOption = None,
     max_model_len: options.MaxModelLenOption = None,
+    traffic: options.TrafficOption = "",
     rate: Annotated[
         float | None, typer.Option(help="Requests per second. Default: as in the trace.", rich_help_panel=options.WHAT)
     ] = None,
@@ -87,22 +79,10 @@ def simulate(
             min=1, help="Concurrent requests (closed loop), in place of --rate.", rich_help_panel=options.WHAT
         ),
     ] = None,
-    workload: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Preset: chat, code, summarisation, agent.", rich_help_panel=options.WHAT),
-    ] = "",
-    trace: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE", help="Trace file: Mooncake, Azure, BurstGPT or ShareGPT.", rich_help_panel=options.WHAT
-        ),
-    ] = "",
-    input_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per prompt.", rich_help_panel=options.WHAT)
-    ] = None,
-    output_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per answer.", rich_help_panel=options.WHAT)
-    ] = None,
+    workload: options.WorkloadOption = "",
+    trace: options.WorkloadOption = "",
+    input_tokens: options.TokensOption = None,
+    output_tokens: options.TokensOption = None,
     burstiness: options.BurstinessOption = None,
     max_tokens: options.MaxTokensOption = 0,
     lenient: options.LenientOption = False,
@@ -127,7 +107,7 @@ def simulate(
 ) -> int:
     """Predict latencies, attainment and throughput of a placement under load, without a GPU."""
     options.check_writable(json)
-    config = _deployment(file, is_colocated=colocated)
+    config = with_settings(_deployment(file, is_colocated=colocated), settings or ())
     path = str(model) if model is not None else None
     if file is not None and not (path or config.model.path):
         path = str(DEMO_MODEL)
@@ -149,7 +129,9 @@ def simulate(
         config = override(config, phase, max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size)
     config = override(config, "router", policy=policy)
     check_deployment(config, use="simulate")
-    named = _named_traffic(workload, trace, input_tokens, output_tokens)
+    named = options.named_traffic(traffic, {"--workload": workload, "--trace": trace}, input_tokens, output_tokens)
+    if not named:
+        raise ConfigError(options.TRAFFIC_REMEDY)
     if concurrency is not None and rate is not None:
         raise ConfigError("--rate and --concurrency exclude each other: a closed loop has the rate that comes about")
     if rate is not None and not 0 < rate < float("inf"):
@@ -158,7 +140,7 @@ def simulate(
     from pdserve.planner.simulate.simulated_run import Run
 
     planned = options.planned_model(config.model, config.kv_transfer.transport)
-    traffic = options.traffic(
+    described = options.traffic(
         named,
         model=config.model,
         max_model_len=planned.max_model_len,
@@ -167,15 +149,15 @@ def simulate(
         burstiness=burstiness,
         max_tokens=max_tokens,
     )
-    usual = config.slo if file is not None else traffic.usual_slo
-    num_requests = requests or traffic.max_requests or DEFAULT_REQUESTS
+    usual = DeploymentConfig(slo=config.slo if file is not None else described.usual_slo)
+    num_requests = requests or described.max_requests or DEFAULT_REQUESTS
     run = Run(
         model=planned,
         layout=_layout(config, planned, _Devices(gpu, decode_gpu, hardware_file, gpus_per_node or 0)),
-        traffic=traffic,
-        slo=options.objectives(usual, options.Objectives(ttft, tpot, attainment)),
+        traffic=described,
+        slo=options.objectives(with_settings(usual, settings or ()).slo, options.Objectives(ttft, tpot, attainment)),
         num_requests=num_requests,
-        rate=0.0 if concurrency else _rate(rate, traffic, num_requests, seed),
+        rate=0.0 if concurrency else _rate(rate, described, num_requests, seed),
         concurrency=concurrency or 0,
         max_in_flight=config.router.max_queued_requests,
         policy=config.router.policy,
@@ -217,22 +199,12 @@ def _with_workers(config: DeploymentConfig, phase: str, workers: _Workers) -> De
     if not getattr(config, phase).replicas and any(value is not None for value in workers):
         remedy = (
             "--replicas, --tensor-parallel and --pipeline-parallel are of colocated workers: add --colocated, or use "
-            "--prefill, --prefill-tp, --decode, --decode-tp and the like"
+            "--set decode.replicas=2, --set prefill.tensor_parallel=2 and the like"
             if phase == "mixed"
             else f"there are no {phase} workers to give options of: leave out --colocated"
         )
         raise ConfigError(remedy)
     return override(config, phase, **workers._asdict())
-
-
-def _named_traffic(
-    workload: str, trace: str, input_tokens: int | None, output_tokens: int | None
-) -> str | tuple[int, int]:
-    """The only traffic given: a preset or a file, or the tokens of a prompt and of an answer."""
-    lengths = options.named_lengths(input_tokens, output_tokens)
-    if (bool(workload), bool(trace), lengths is not None).count(True) != 1:
-        raise ConfigError(f"name one kind of traffic: {_TRAFFIC_HELP}")
-    return lengths or workload or trace
 
 
 def _rate(rate: float | None, traffic: Traffic, num_requests: int, seed: int) -> float:

@@ -40,10 +40,12 @@ class GrantEvent(NamedTuple):
     """Final grant only: tokens whose KV the prompt's blocks hold."""
     first_token: FirstToken | None = None
     """Final grant only: the token sampled after the prompt."""
+    is_prefix: bool = False
+    """Any role: cached blocks lent to a pull of a prefix, all in one grant."""
 
     @property
     def final(self) -> bool:
-        return self.first_token is not None
+        return self.first_token is not None or self.is_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class StartPullEvent(NamedTuple):
     """Tokens whose KV the prompt's blocks hold, including cached ones."""
     deadline_s: float
     """Seconds from now until the pull times out."""
+    prefix: tuple[bytes, ...] = ()
+    """Instead of a parked prompt's, pull the leading blocks with these hashes that the source caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,5 +99,7 @@ class PullResult(NamedTuple):
     transport: str = ""
     source: str = ""
     """Address that was pulled from; set by the live loop."""
+    is_prefix: bool = False
+    """Set by the live loop."""
     seconds: float = 0.0
     num_bytes: int = 0

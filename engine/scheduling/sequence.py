@@ -195,6 +195,11 @@ class Sequence:
         assert num_tokens == len(self.tokens), f"KV of {num_tokens} tokens for a prompt of {len(self.tokens)}"
         self.num_computed = self.num_written = num_tokens
 
+    def receive_blocks(self, num_blocks: int) -> None:
+        """Record that the KV of so many blocks after the written ones was pulled."""
+        self.num_written += num_blocks * self.block_size
+        self.num_computed = self.num_written
+
     def lose_blocks(self) -> array[int]:
         """Give up all blocks, in order. All KV must be computed again."""
         assert self.is_idle, "blocks that are being written cannot be given up"

@@ -87,6 +87,8 @@ class Backend:
     grammars: Grammars
     build_executors: Callable[[PoolMemory], BuiltExecutors]
     """Takes the memory mapped by the transfer process."""
+    products: str = ""
+    """Dtype in which a CPU multiplies activations and weights; empty where no CPU does."""
     emulated_pull_s: Callable[[int], float] | None = None
     """Minimum duration of a pull of this many blocks, in seconds; ``None`` when nothing is emulated."""
 
@@ -119,6 +121,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     from pdserve.kernels.cpu.threads import use_cores
     from pdserve.model.decoder.ranks import ONE_RANK
     from pdserve.model.executors.model import ModelExecutor
+    from pdserve.model.weights.decoder_weights import products_of
 
     device = choose_device(config)
     is_on_host = is_in_host_memory(device)
@@ -193,6 +196,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
         num_swap_slots=num_slots,
         grammars=grammars,
         build_executors=build_executors,
+        products=products_of(config.precision) if is_on_host else "",
     )
 
 

@@ -129,8 +129,8 @@ class LiveLoop:
         self._times = times
         self._emulated_pull_s = emulated_pull_s
         self._tier = tier
-        self._pull_sources: dict[int, str] = {}
-        """Addresses by pull that has not ended."""
+        self._pulls: dict[int, StartPullEvent] = {}
+        """Those that have not ended, by id."""
         self._pulls_due_s: dict[int, float] = {}
         """Latest instant at which the end of each running pull is known."""
         self._turned_s = time.monotonic()
@@ -170,7 +170,7 @@ class LiveLoop:
         for order in report.orders:
             min_duration_s = 0.0
             if isinstance(order, StartPullEvent):
-                self._pull_sources[order.pull_id] = order.source.address
+                self._pulls[order.pull_id] = order
                 self._pulls_due_s[order.pull_id] = time.monotonic() + order.deadline_s + PULL_GRACE_S
                 if self._emulated_pull_s is not None:
                     min_duration_s = self._emulated_pull_s(len(order.block_ids))
@@ -179,7 +179,7 @@ class LiveLoop:
             if isinstance(event, RequestEvent) and (level := _LOG_LEVELS.get(event.kind)):
                 # The router's log has the same number beside the client's id.
                 _log.log(level, "request %x, attempt %d: %s", event.key.request_id, event.key.attempt, event.message)
-        report.pulls = [pull._replace(source=self._pull_sources.pop(pull.pull_id, "")) for pull in report.pulls]
+        report.pulls = [self._described(pull) for pull in report.pulls]
         report.load = self._loop.scheduler.load()
         cache = self._pool.take_cache_events()
         report.cache = cache if self._tier is None else self._tier.follow(cache)
@@ -187,6 +187,14 @@ class LiveLoop:
         report.decode_correction = self._times.decode_correction
         report.is_draining = self._loop.is_draining
         self._sink.publish(report)
+
+    def _described(self, result: PullResult) -> PullResult:
+        """A result as the routers get it: with the tokens that were pulled, not those of the whole prompt."""
+        order = self._pulls.pop(result.pull_id, None)
+        if order is None:
+            return result
+        num_pulled = max(0, result.num_tokens - order.num_cached_blocks * self._pool.block_size)
+        return result._replace(source=order.source.address, is_prefix=bool(order.prefix), num_tokens=num_pulled)
 
     def _idle_s(self) -> float:
         deadline_s = self._loop.next_deadline_s()

@@ -93,9 +93,18 @@ class LeaseChanged(NamedTuple):
 
 
 class PromptReleased(NamedTuple):
-    """The puller has every block of a parked prompt."""
+    """The puller has every block of a parked prompt, or a pull of lent blocks has ended."""
 
     handle: bytes
+
+
+class LendPrefix(NamedTuple):
+    """Another worker asks for cached blocks; a `GrantEvent` answers, and `PromptReleased` follows."""
+
+    handle: bytes
+    """Distinct from that of any other pull."""
+    hashes: tuple[bytes, ...]
+    """Of the blocks, in order."""
 
 
 class BlocksRestored(NamedTuple):
@@ -116,6 +125,7 @@ Message = (
     | SessionEnded
     | LeaseChanged
     | PromptReleased
+    | LendPrefix
     | PullResult
     | BlocksRestored
     | StartDrain
@@ -392,6 +402,8 @@ class StepLoop:
                 scheduler.set_leased(handle, is_leased)
             case PromptReleased(handle):
                 scheduler.released(handle)
+            case LendPrefix(handle, hashes):
+                scheduler.lend(handle, hashes)
             case PullResult():
                 self._report.pulls.append(message)
                 scheduler.pull_done(message, now_s)

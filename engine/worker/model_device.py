@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import distributed
@@ -20,8 +21,9 @@ from pdserve.kv_transfer.group_copies import GroupCopies, device_id
 from pdserve.kv_transfer.ipc_copies import IpcCopies
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.resharding import KvShard
+from pdserve.model.config.sharding import Place
 from pdserve.model.cost.cost_model import CostModel
-from pdserve.model.weights.decoder_weights import held_bytes
+from pdserve.model.weights.decoder_weights import missing_bytes
 
 CPU = torch.device("cpu")
 _FIRST_CAPABILITY = (8, 0)
@@ -80,8 +82,10 @@ def kv_memory_of(device: torch.device, config: WorkerConfig, cost: CostModel, ho
         ValueError: they do not fit.
     """
     if device == CPU:
+        degrees = config.tensor_parallel, config.pipeline_parallel, config.expert_parallel
+        places = [Place.of(rank, *degrees) for rank in range(config.tensor_parallel * config.pipeline_parallel)]
         return kv_memory_on_cpu(
-            held_bytes(cost.shape, config.precision.dtype, config.precision.quantization), host_bytes
+            missing_bytes(Path(config.model_path), cost.shape, config.precision, places), host_bytes
         )
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     needed = cost.rank_memory(max_batch_tokens=config.max_batch_tokens, max_batch_size=config.max_batch_size)

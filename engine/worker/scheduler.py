@@ -37,6 +37,7 @@ from pdserve.decode_worker.gap_limit import GapLimit, MixedSeconds
 from pdserve.decode_worker.reservations import Reservations
 from pdserve.decode_worker.swapping import NO_SWAP_SPACE, Swapping, SwapSpace
 from pdserve.engine.scheduling.interface import Event, PullResult
+from pdserve.engine.scheduling.prefixes import Lending, PrefixPulls
 from pdserve.engine.scheduling.sequence import Sequence, sum_blocks_missing
 from pdserve.engine.scheduling.speculation import MAX_GUESSES, Speculation
 from pdserve.engine.scheduling.table import AdmissionBudget, PlannedStep, SequenceTable
@@ -94,7 +95,9 @@ class Scheduler:
         self.table = SequenceTable(pool, limits)
         self.parking = Parking(self.table, park_timeout_s=park_timeout_s, mint_handle=mint_handle)
         self.restores = Restores(self.table, tier_space)
-        self.prompts = Prompts(self.table, self.parking, self.restores)
+        self.prefixes = PrefixPulls(self.table, pull_timeout_s=pull_timeout_s)
+        self.lending = Lending(self.table)
+        self.prompts = Prompts(self.table, self.parking, self.restores, self.prefixes)
         self.reservations = Reservations(self.table, pull_timeout_s=pull_timeout_s)
         self.swapping = Swapping(self.table, swap_space)
         self.running: list[Sequence] = []
@@ -132,7 +135,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, kind: RequestEventKind, message: str = "") -> None:
         self._remove_running(sequence)
-        self.reservations.drop(sequence)
+        self.reservations.drop(sequence)  # aborts the pull of a prefix, too
         self.swapping.drop(sequence)
         self.prompts.drop(sequence)
         self.parking.withdraw(sequence)
@@ -204,6 +207,8 @@ class Scheduler:
         """Allocate one more block for the sequence, preempting the last arrivals if needed; ``False`` if it must
         wait."""
         while not self._pool.can_allocate(1):
+            if self.lending.withdraw():
+                continue
             if self.table.num_retiring:
                 return False  # the steps in flight will free blocks, so no preemption
             victim = self._latest()
@@ -286,13 +291,14 @@ class Scheduler:
     def _budget(self) -> AdmissionBudget:
         """Free batch slots, and available blocks beyond the expected need of all sequences that hold blocks and
         decode now or soon."""
-        soon = [*self._local_prefills(), *self.reservations.pulling()]
+        begun = [*self.prompts.admitted, *self.prefixes.sequences()]
+        soon = [*(s for s in begun if not s.is_handoff), *self.reservations.pulling()]
         num_blocks_missing = sum_blocks_missing(self.running) + sum_blocks_missing(soon)
         if self.table.num_to_decode:
             max_batch_size = min(self._max_batch_size, max(1, self._max_batch_tokens - 1))
             num_slots = max_batch_size - len(self.running) - len(soon)
         else:
-            num_slots = self._max_batch_size - len(self.prompts.admitted)
+            num_slots = self._max_batch_size - len(begun)
         return AdmissionBudget(num_slots, self._pool.num_available - num_blocks_missing)
 
     def _join(self, sequence: Sequence) -> None:
@@ -336,6 +342,9 @@ class Scheduler:
 
     def pull_done(self, result: PullResult, now_s: float) -> None:
         """Handle the end of a pull. Called exactly once per StartPullEvent."""
+        if result.pull_id in self.prefixes:
+            self.prompts.pull_ended(result, now_s)
+            return
         sequence = self.reservations.finish(result)
         if sequence is None:
             return
@@ -361,8 +370,13 @@ class Scheduler:
         releasing the prompt, and another may come until the park timeout."""
         self.parking.set_leased(handle, is_leased)
 
+    def lend(self, handle: bytes, hashes: Collection[bytes]) -> None:
+        """Grant another worker the leading blocks of ``hashes`` that are cached here, until `released`."""
+        self.lending.lend(handle, hashes)
+
     def released(self, handle: bytes) -> None:
-        """The puller has every block: demote the local ones to cached."""
+        """The puller has every block, or a pull of a prefix has ended: demote the local ones to cached."""
+        self.lending.end(handle)
         sequence = self.parking.take_released(handle)
         if sequence is not None:
             self.table.emit(sequence.key, RequestEventKind.RELEASED)
@@ -387,11 +401,13 @@ class Scheduler:
 
     def load(self) -> SchedulerLoad:
         admitted, pulling = self.prompts.admitted, list(self.reservations.pulling())
+        num_prefixes = sum(1 for _ in self.prefixes.sequences())
         num_in_flight = self.table.num_chunk_tokens_in_flight
         return SchedulerLoad(
             num_running=len(admitted) + len(self.running) + len(pulling),
             num_waiting=len(self.prompts.waiting)
             + self.restores.num_waiting
+            + num_prefixes
             + self.reservations.num_waiting
             + self.swapping.num_waiting,
             num_parked=self.parking.num_parked,
@@ -399,7 +415,9 @@ class Scheduler:
             num_blocks_free=self._pool.num_free,
             num_blocks_cached=self._pool.num_cached,
             num_blocks_referenced=self._pool.num_referenced,
-            num_waiting_tokens=self.prompts.waiting.num_tokens + self.restores.num_tokens_left,
+            num_waiting_tokens=self.prompts.waiting.num_tokens
+            + self.restores.num_tokens_left
+            + self.prefixes.num_tokens_left,
             num_started_tokens=num_in_flight + sum([sequence.num_uncomputed for sequence in admitted]),
             num_tokens_in_flight=num_in_flight,
             num_context_tokens=sum([sequence.num_computed for sequence in admitted])

@@ -330,6 +330,8 @@ def _news(report: StepReport) -> worker_pb2.StepFrame:
             failure_stage=pull.failure_stage,
             ended_request=pull.first_token is not None and bool(pull.first_token.finish),
             source=pull.source,
+            is_prefix=pull.is_prefix,
+            num_tokens=pull.num_tokens,
         )
     if report.cache.stored or report.cache.evicted:
         news.cache.add(stored=report.cache.stored, evicted=report.cache.evicted)

@@ -14,7 +14,7 @@ from pdserve.engine.scheduling.interface import (
     TransferEvent,
     WithdrawEvent,
 )
-from pdserve.engine.worker.loop import LeaseChanged, Message, PromptReleased
+from pdserve.engine.worker.loop import LeaseChanged, LendPrefix, Message, PromptReleased
 from pdserve.proto.codec import WireError, finish_from_proto, source_to_proto
 from pdserve.proto.v1 import kv_pb2, worker_pb2
 from pdserve.proto.v1.transfer_pb2 import (
@@ -46,6 +46,7 @@ def order_to_proto(order: TransferEvent, min_duration_s: float = 0.0) -> EngineT
                 block_ids=order.block_ids,
                 deadline_s=order.deadline_s,
                 min_duration_s=min_duration_s,
+                prefix=order.prefix,
             )
             return EngineToTransfer(start_pull=start_pull)
         case AbortPullEvent(pull_id):
@@ -74,6 +75,8 @@ def message_from_proto(message: TransferToEngine, limits: ModelLimits) -> Messag
             return LeaseChanged(message.lease_lost.handle, False)
         case "released":
             return PromptReleased(message.released.handle)
+        case "lend":
+            return LendPrefix(message.lend.handle, tuple(message.lend.prefix))
         case "pull_done":
             return _pull_result(message.pull_done, limits)
         case other:

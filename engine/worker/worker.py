@@ -34,7 +34,7 @@ from pdserve.engine.scheduling.interface import PullResult
 from pdserve.engine.scheduling.speculation import DRAFT_SHARE, NGRAM_SHARE, Speculation
 from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend
 from pdserve.engine.worker.live_loop import Inbox, LiveLoop
-from pdserve.engine.worker.loop import BlocksRestored, GrammarCompiled, Message, StartDrain, StepTimes
+from pdserve.engine.worker.loop import BlocksRestored, GrammarCompiled, LendPrefix, Message, StartDrain, StepTimes
 from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.engine.worker.service import WorkerService
 from pdserve.engine.worker.staged_transfer import StagedTransfer
@@ -265,6 +265,8 @@ class EngineWorker:
         if isinstance(message, PullResult):
             pull_id, index = divmod(message.pull_id, len(self._inboxes))
             self._inboxes[index].put(message._replace(pull_id=pull_id))
+        elif isinstance(message, LendPrefix):  # routers name no pipelined worker: one inbox is all there are
+            self._inboxes[0].put(message)
         else:
             self._put_to_all(message)
 
@@ -318,6 +320,8 @@ class EngineWorker:
             dtype=config.precision.dtype,
             kv_dtype=config.precision.kv_dtype,
             quantization=config.precision.quantization,
+            cpu_products=config.precision.cpu_products,
+            products=backend.products,
         )
 
 

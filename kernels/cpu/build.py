@@ -67,6 +67,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdserve"
 
 
+def has_compiler() -> bool:
+    return shutil.which("g++") is not None
+
+
 def is_built() -> bool:
     """Report whether the cache holds the library for this machine."""
     compiler = shutil.which("g++")

@@ -8,6 +8,11 @@
 // scale per output, or a scale and perhaps a zero point per output and block of inputs. Activations and arithmetic are
 // float.
 //
+// Where the CPU multiplies pairs of bfloat16 (AVX-512 BF16), weights may be held for that instead: in steps of two
+// inputs, [panel][step][kPanel][2], the last one filled up with a zero; byte i of a step of int4 or e2m1 is input i % 2
+// of output i / 2, and in its high bits of output kLanes + i / 2. Activations are rounded to bfloat16, the weights of
+// a block become bfloat16, which is exact, and sums are float.
+//
 // An output is the sum, over blocks of `depth` inputs in order, of that block's products added up in order, less the
 // zero point times the sum of the inputs, times the scale. Every path here keeps to that, so that a row's result
 // depends on neither its neighbours nor the number of threads. The blocking is that of Goto and van de Geijn,
@@ -23,6 +28,10 @@
 #include "threads.h"
 #include "vectors.h"
 
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define PDSERVE_BFLOAT16_PRODUCTS
+#endif
+
 namespace {
 
 using namespace pdserve;
@@ -37,7 +46,7 @@ constexpr int kAheadBytes = 4096;         // Prefetched: what memory sends while
 constexpr int kTasksOfThread = 8;         // Of several products, so that all threads end together.
 constexpr int64_t kSerialWork = 1 << 17;  // Multiply-adds below which waking threads costs more than it saves.
 
-enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4, kE4m3, kE2m1 };
+enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4, kE4m3, kE2m1, kFirstOfPairs };
 
 // Of one input: the weight of an output of a panel's first half, 8, and 16 times that of its counterpart of the second.
 struct Int4Pair {
@@ -49,7 +58,37 @@ struct E2m1Pair {
   int8_t codes;
 };
 
-// Values that hold the weights of one input for a panel.
+// Of two inputs: a row's, or the weights of an output.
+struct BFloat16x2 {
+  uint32_t bits;
+};
+template <typename T>  // int8_t or E4m3.
+struct Bytesx2 {
+  T values[2];
+};
+// Of one of two inputs: the codes of an output of a panel's first half, and of its counterpart of the second.
+struct Int4x2 {
+  uint8_t codes;
+};
+struct E2m1x2 {
+  uint8_t codes;
+};
+
+// Inputs of a step, and what rows and blocks hold of them.
+template <typename W>
+constexpr int kInputs = 1;
+template <>
+constexpr int kInputs<BFloat16x2> = 2;
+template <typename T>
+constexpr int kInputs<Bytesx2<T>> = 2;
+template <>
+constexpr int kInputs<Int4x2> = 2;
+template <>
+constexpr int kInputs<E2m1x2> = 2;
+template <typename W>
+using Operand = std::conditional_t<kInputs<W> == 2, BFloat16x2, float>;
+
+// Values that hold the weights of a step for a panel.
 template <typename W>
 constexpr int kStep = kPanel;
 template <>
@@ -57,7 +96,7 @@ constexpr int kStep<Int4Pair> = kLanes;
 template <>
 constexpr int kStep<E2m1Pair> = kLanes;
 
-// Whether blocks of such values may have scales: those made of quantised ones are floats.
+// Whether blocks of such values may have scales: those made of quantised ones are floats or pairs of bfloat16.
 template <typename W>
 constexpr bool kMayScale = !std::is_same_v<W, BFloat16> && !std::is_same_v<W, Float16>;
 
@@ -92,8 +131,9 @@ struct Weight {
 };
 
 // Some inputs of some rows.
+template <typename X>
 struct Rows {
-  const float* x;
+  const X* x;
   int64_t stride;       // Values between rows.
   const float* sums;    // Of each row's inputs; null where nothing is made up for with them.
   int64_t sums_stride;
@@ -106,7 +146,7 @@ template <typename W>
 struct Block {
   const W* weights;
   int64_t stride;       // Values between panels.
-  int64_t depth;        // Inputs.
+  int64_t depth;        // Steps.
   const float* scales;  // Of the block's sums, [kPanel] for the first panel, or null.
   const uint8_t* exponents;  // Of scales, in their place, or null.
   const int8_t* zeros;  // Beside the scales, or null.
@@ -114,7 +154,7 @@ struct Block {
   const Coding& coding;
 };
 
-// The weights of one input for the outputs of a panel, as floats: first half, second half.
+// The weights of a step for the outputs of a panel, as floats or pairs of bfloat16: first half, second half.
 template <typename W>
 inline void load_panel(const W* p, Vec& low, Vec& high) {
   low = load(p);
@@ -167,6 +207,56 @@ inline void load_panel(const E2m1Pair* p, Vec& low, Vec& high) {
   high = twice_e2m1(pairs >> 4);
 }
 
+// sum + x * w.
+inline Vec add_product(Vec sum, float x, Vec w) { return sum + x * w; }
+
+#ifdef PDSERVE_BFLOAT16_PRODUCTS
+inline Vec add_product(Vec sum, BFloat16x2 x, Vec w) {
+  const auto pairs = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int32_t>(x.bits)));
+  return reinterpret_cast<Vec>(
+      _mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), pairs, reinterpret_cast<__m512bh>(w)));
+}
+
+inline void load_panel(const BFloat16x2* p, Vec& low, Vec& high) {
+  low = load(reinterpret_cast<const float*>(p));
+  high = load(reinterpret_cast<const float*>(p + kLanes));
+}
+
+// 2 * kLanes values, of at most eight digits, as bfloat16.
+template <typename T>
+inline Vec load_pairs(const T* p) {
+  return reinterpret_cast<Vec>(
+      _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(load(p + kLanes)), reinterpret_cast<__m512>(load(p))));
+}
+
+template <typename T>
+inline void load_panel(const Bytesx2<T>* p, Vec& low, Vec& high) {
+  low = load_pairs(p->values);
+  high = load_pairs(p[kLanes].values);
+}
+
+// Values of codes of four bits, `table` having the bfloat16 of each twice: five bits choose one.
+inline void look_up(__m512i table, const uint8_t* codes, Vec& low, Vec& high) {
+  const __m512i both = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
+  low = reinterpret_cast<Vec>(_mm512_permutexvar_epi16(both, table));
+  high = reinterpret_cast<Vec>(_mm512_permutexvar_epi16(_mm512_srli_epi16(both, 4), table));
+}
+
+// The bfloat16 of 16 integers, twice.
+inline __m512i table_of(Vec values) {
+  return reinterpret_cast<__m512i>(
+      _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(values), reinterpret_cast<__m512>(values)));
+}
+
+inline void load_panel(const Int4x2* p, Vec& low, Vec& high) {
+  look_up(table_of(Vec{0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1}), &p->codes, low, high);
+}
+
+inline void load_panel(const E2m1x2* p, Vec& low, Vec& high) {
+  look_up(table_of(Vec{0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}), &p->codes, low, high);
+}
+#endif
+
 // Keeps a value in a register: left alone, the compiler reads weights from memory again for every row.
 inline void keep([[maybe_unused]] Vec& x) {
 #if defined(__AVX2__)
@@ -205,7 +295,7 @@ inline void scale_sums(const S* scales, Vec& low, Vec& high) {
 // total[p][r][f] = (is_first ? 0 : total[p][r][f]) + the scaled sum over d of x[r][d] * w[p][d][f], where the block and
 // total are of kPanels panels, in total kRows * kPanel values apart.
 template <int kRows, int kPanels, int kAhead, typename W>
-inline void add_tile(const Rows& rows, const Block<W>& block, float* total, bool is_first) {
+inline void add_tile(const Rows<Operand<W>>& rows, const Block<W>& block, float* total, bool is_first) {
   Vec sum[kPanels][kRows][2] = {};
   if (kMayScale<W> && block.scales)
     for (int p = 0; p < kPanels; ++p) __builtin_prefetch(block.scales + p * block.scale_stride);
@@ -213,15 +303,17 @@ inline void add_tile(const Rows& rows, const Block<W>& block, float* total, bool
 #pragma GCC unroll 4
     for (int p = 0; p < kPanels; ++p) {
       const W* from = block.weights + p * block.stride + d * kStep<W>;
-      if constexpr (kAhead > 0) __builtin_prefetch(reinterpret_cast<const char*>(from) + kAhead);
+      if constexpr (kAhead > 0)
+        for (size_t byte = 0; byte < kStep<W> * sizeof(W); byte += 64)
+          __builtin_prefetch(reinterpret_cast<const char*>(from) + kAhead + byte);
       Vec low, high;
       load_panel(from, low, high);
       keep(low);
       keep(high);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
-        sum[p][r][0] += rows.x[r * rows.stride + d] * low;
-        sum[p][r][1] += rows.x[r * rows.stride + d] * high;
+        sum[p][r][0] = add_product(sum[p][r][0], rows.x[r * rows.stride + d], low);
+        sum[p][r][1] = add_product(sum[p][r][1], rows.x[r * rows.stride + d], high);
       }
     }
   }
@@ -257,7 +349,8 @@ inline void add_tile(const Rows& rows, const Block<W>& block, float* total, bool
 
 // add_tile of one panel, for 1 to kRows rows.
 template <int kAhead, int kRows = kTileRows, typename W>
-inline void add_small_tile(int64_t num_rows, const Rows& rows, const Block<W>& block, float* total, bool is_first) {
+inline void add_small_tile(int64_t num_rows, const Rows<Operand<W>>& rows, const Block<W>& block, float* total,
+                           bool is_first) {
   if (num_rows == kRows) return add_tile<kRows, 1, kAhead>(rows, block, total, is_first);
   if constexpr (kRows > 1) add_small_tile<kAhead, kRows - 1>(num_rows, rows, block, total, is_first);
 }
@@ -275,8 +368,8 @@ struct Prefetch {
 
 // add_tile of one panel, for any number of rows, cut into tiles of much the same size.
 template <int kAhead, typename W>
-inline void add_rows(int64_t num_rows, const Rows& rows, const Block<W>& block, float* total, bool is_first,
-                     Prefetch next = {}) {
+inline void add_rows(int64_t num_rows, const Rows<Operand<W>>& rows, const Block<W>& block, float* total,
+                     bool is_first, Prefetch next = {}) {
   const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile) {
     next.ask(tile, num_tiles);
@@ -286,15 +379,15 @@ inline void add_rows(int64_t num_rows, const Rows& rows, const Block<W>& block, 
   }
 }
 
-inline const float* as_floats(const float* from, int64_t, float*) { return from; }
-
 template <typename W>
-inline const float* as_floats(const W* from, int64_t depth, float* scratch) {
+inline const Operand<W>* as_operands(const W* from, int64_t depth, Operand<W>* scratch) {
+  if constexpr (std::is_same_v<W, Operand<W>>) return from;
+  float* to = reinterpret_cast<float*>(scratch);
   for (int64_t d = 0; d < depth; ++d) {
     Vec low, high;
     load_panel(from + d * kStep<W>, low, high);
-    store(scratch + d * kPanel, low);
-    store(scratch + d * kPanel + kLanes, high);
+    store(to + d * kPanel, low);
+    store(to + d * kPanel + kLanes, high);
   }
   return scratch;
 }
@@ -307,29 +400,31 @@ struct Tasks {
 
 template <typename W>
 struct Product {
+  using X = Operand<W>;
   const Weight& weight;
-  const float* x;     // [num_rows, num_inputs]
+  const X* x;         // [num_rows, steps]
   float* y;           // [num_rows, num_outputs]
   int64_t num_rows;
   bool adds;          // To what y holds.
   const float* sums;  // [num_rows, blocks] of x, or null.
 
-  int64_t inputs() const { return weight.num_inputs; }
+  int64_t steps() const { return (weight.num_inputs + kInputs<W> - 1) / kInputs<W>; }
+  int64_t depth() const { return weight.depth / kInputs<W>; }  // Steps of a block.
   int64_t num_panels() const { return (weight.num_outputs + kPanel - 1) / kPanel; }
 
-  // From an input on, which begins a block, of a row and those behind it.
-  Rows rows_at(int64_t row, int64_t input) const {
+  // From a step on, which begins a block, of a row and those behind it.
+  Rows<X> rows_at(int64_t row, int64_t step) const {
     const int64_t blocks = sums ? weight.num_blocks() : 0;
-    return {x + row * inputs() + input, inputs(), sums + row * blocks + (sums ? input / weight.depth : 0), blocks};
+    return {x + row * steps() + step, steps(), sums + row * blocks + (sums ? step / depth() : 0), blocks};
   }
 
-  // From an input on, of a panel and those behind it.
-  Block<W> block_at(int64_t panel, int64_t input) const {
-    const int64_t stride = inputs() * kStep<W>, scales = weight.num_scales;
-    const int64_t at = (panel * scales + (scales > 1 ? input / weight.depth : 0)) * kPanel;
-    return {static_cast<const W*>(weight.panels) + panel * stride + input * kStep<W>,
+  // From a step on, of a panel and those behind it.
+  Block<W> block_at(int64_t panel, int64_t step) const {
+    const int64_t stride = steps() * kStep<W>, scales = weight.num_scales;
+    const int64_t at = (panel * scales + (scales > 1 ? step / depth() : 0)) * kPanel;
+    return {static_cast<const W*>(weight.panels) + panel * stride + step * kStep<W>,
             stride,
-            std::min(weight.depth, inputs() - input),
+            std::min(depth(), steps() - step),
             weight.block_scales ? weight.block_scales + at : nullptr,
             weight.block_exponents ? weight.block_exponents + at : nullptr,
             weight.zeros ? weight.zeros + at : nullptr,
@@ -358,7 +453,7 @@ struct Product {
   void stream(int64_t first, int64_t end) const {
     float total[kPanels * kRows * kPanel];
     for (; first + kPanels <= end; first += kPanels) {
-      for (int64_t d = 0; d < inputs(); d += weight.depth)
+      for (int64_t d = 0; d < steps(); d += depth())
         add_tile<kRows, kPanels, kAheadBytes / kPanels>(rows_at(0, d), block_at(first, d), total, d == 0);
       for (int p = 0; p < kPanels; ++p) finish(total + p * kRows * kPanel, 0, kRows, first + p);
     }
@@ -371,37 +466,37 @@ struct Product {
     if (num_rows == 2) return stream<2, 2>(first, end);
     float total[kFewRows * kPanel];
     for (int64_t panel = first; panel < end; ++panel) {
-      for (int64_t d = 0; d < inputs(); d += weight.depth)
+      for (int64_t d = 0; d < steps(); d += depth())
         add_rows<kAheadBytes>(num_rows, rows_at(0, d), block_at(panel, d), total, d == 0);
       finish(total, 0, num_rows, panel);
     }
   }
 
-  // Many rows: a block of weights becomes floats once for a block of rows.
+  // Many rows: a block of weights becomes floats, or pairs of bfloat16, once for a block of rows.
   void multiply_block(int64_t first_row, int64_t rows, int64_t first_panel, int64_t panels) const {
-    static thread_local std::vector<float> x_block(kBlockRows * kMaxDepth), w_block(kMaxDepth * kPanel),
-        total(kBlockPanels * kBlockRows * kPanel);
-    for (int64_t d = 0; d < inputs(); d += weight.depth) {
-      const int64_t depth = block_at(first_panel, d).depth;
-      Rows block_rows = rows_at(first_row, d);
+    static thread_local std::vector<X> x_block(kBlockRows * kMaxDepth), w_block(kMaxDepth * kPanel);
+    static thread_local std::vector<float> total(kBlockPanels * kBlockRows * kPanel);
+    for (int64_t d = 0; d < steps(); d += depth()) {
+      const int64_t count = block_at(first_panel, d).depth;
+      Rows<X> block_rows = rows_at(first_row, d);
       for (int64_t r = 0; r < rows; ++r)
-        std::copy_n(block_rows.x + r * inputs(), depth, x_block.data() + r * weight.depth);
+        std::copy_n(block_rows.x + r * steps(), count, x_block.data() + r * depth());
       block_rows.x = x_block.data();
-      block_rows.stride = weight.depth;
+      block_rows.stride = depth();
       for (int64_t p = 0; p < panels; ++p) {
         const Block<W> held = block_at(first_panel + p, d);
-        const Block<float> block{as_floats(held.weights, depth, w_block.data()), 0, depth, held.scales, held.exponents,
-                                 held.zeros, 0, held.coding};
-        const W* next = p + 1 < panels ? held.weights + held.stride : block_at(first_panel, d + weight.depth).weights;
+        const Block<X> block{as_operands(held.weights, count, w_block.data()), 0, count, held.scales, held.exponents,
+                             held.zeros, 0, held.coding};
+        const W* next = p + 1 < panels ? held.weights + held.stride : block_at(first_panel, d + depth()).weights;
         add_rows<0>(rows, block_rows, block, total.data() + p * kBlockRows * kPanel, d == 0,
-                    {reinterpret_cast<const char*>(next), depth * kStep<W> * static_cast<int64_t>(sizeof(W))});
+                    {reinterpret_cast<const char*>(next), count * kStep<W> * static_cast<int64_t>(sizeof(W))});
       }
     }
     for (int64_t p = 0; p < panels; ++p)
       finish(total.data() + p * kBlockRows * kPanel, first_row, rows, first_panel + p);
   }
 
-  int64_t work() const { return num_rows * inputs() * weight.num_outputs; }
+  int64_t work() const { return num_rows * weight.num_inputs * weight.num_outputs; }
   bool has_few_rows() const { return num_rows <= kFewRows; }
 
   // Enough tasks for each of `num_threads` to have its share, even if some are slow.
@@ -422,23 +517,55 @@ struct Product {
   }
 };
 
-// [num_rows, blocks]: the sums of each block's inputs; null where they are not needed.
-const float* sum_inputs(const Weight& weight, const float* x, int64_t num_rows) {
-  if (!weight.zeros && weight.kind != kInt4) return nullptr;
-  static thread_local std::vector<float> held;
-  const int64_t blocks = weight.num_blocks();
-  held.resize(num_rows * blocks);
-  float* const sums = held.data();
+// [num_rows, steps]: rows as they are multiplied.
+template <typename W>
+const Operand<W>* as_rows(const Weight& weight, const float* x, int64_t num_rows) {
+  if constexpr (kInputs<W> == 1) return x;
+#ifdef PDSERVE_BFLOAT16_PRODUCTS
+  static thread_local std::vector<BFloat16x2> held;
+  const int64_t inputs = weight.num_inputs, steps = (inputs + 1) / 2;
+  held.resize(num_rows * steps);
+  BFloat16x2* const rows = held.data();
   Team::get().run(num_rows, num_rows > kFewRows, [&](int64_t row) {
+    for (int64_t d = 0; d < inputs; d += kLanes) {
+      const auto values = static_cast<__mmask16>((1 << std::min<int64_t>(inputs - d, kLanes)) - 1);
+      const auto pairs = static_cast<__mmask8>((1 << std::min<int64_t>(steps - d / 2, kLanes / 2)) - 1);
+      const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(values, x + row * inputs + d));
+      _mm256_mask_storeu_epi32(rows + row * steps + d / 2, pairs, reinterpret_cast<__m256i>(rounded));
+    }
+  });
+  return reinterpret_cast<const Operand<W>*>(rows);
+#endif
+}
+
+inline float sum_of(float x) { return x; }
+inline float sum_of(BFloat16x2 x) {
+  const Vec both = reinterpret_cast<Vec>(IntVec{static_cast<int32_t>(x.bits << 16), static_cast<int32_t>(x.bits & 0xffff0000)});
+  return both[0] + both[1];
+}
+constexpr float one(float) { return 1; }
+constexpr BFloat16x2 one(BFloat16x2) { return {0x3f803f80}; }
+
+// [num_rows, blocks]: the sums of each block's inputs; null where they are not needed.
+template <typename W>
+const float* sum_inputs(const Product<W>& of) {
+  const Weight& weight = of.weight;
+  if (!weight.zeros && !kCoding<W>.is_paired) return nullptr;
+  static thread_local std::vector<float> held;
+  const int64_t blocks = weight.num_blocks(), steps = of.steps();
+  held.resize(of.num_rows * blocks);
+  float* const sums = held.data();
+  Team::get().run(of.num_rows, of.num_rows > kFewRows, [&](int64_t row) {
     for (int64_t block = 0; block < blocks; ++block) {
-      const float* from = x + row * weight.num_inputs + block * weight.depth;
-      const int64_t depth = std::min(weight.depth, weight.num_inputs - block * weight.depth);
+      const Operand<W>* from = of.x + row * steps + block * of.depth();
+      const int64_t depth = std::min(of.depth(), steps - block * of.depth());
       Vec lanes{};
       int64_t d = 0;
-      for (; d + kLanes <= depth; d += kLanes) lanes += load(from + d);
+      for (; d + kLanes <= depth; d += kLanes)
+        lanes = add_product(lanes, one(Operand<W>{}), load(reinterpret_cast<const float*>(from + d)));
       float sum = 0;
       for (int lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
-      for (; d < depth; ++d) sum += from[d];
+      for (; d < depth; ++d) sum += sum_of(from[d]);
       sums[row * blocks + block] = sum;
     }
   });
@@ -457,13 +584,14 @@ void multiply(const Weight* weights, int64_t count, const int64_t* starts, const
   std::vector<Part>& parts = held;  // Those of this thread, for the team, too.
   parts.clear();
   Team& team = Team::get();
-  const float* sums = sum_inputs(weights[0], x, starts[count]);
+  const Product<W> all{weights[0], as_rows<W>(weights[0], x, starts[count]), y, starts[count], adds, nullptr};
+  const float* sums = sum_inputs(all);
   int64_t work = 0;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t start = starts[i], rows = starts[i + 1] - start, blocks = sums ? weights[i].num_blocks() : 0;
     if (rows == 0) continue;
-    const Product<W> product{weights[i], x + start * weights[i].num_inputs, y + start * weights[i].num_outputs, rows,
-                             adds, sums + start * blocks};
+    const Product<W> product{weights[i], all.x + start * all.steps(), y + start * weights[i].num_outputs, rows, adds,
+                             sums + start * blocks};
     parts.push_back({product, {1, 1}, 0});
     work += product.work();
   }
@@ -490,10 +618,15 @@ void copy_rows(const Weight& weight, const int64_t* ids, int64_t num_ids, float*
   for (int64_t i = 0; i < num_ids; ++i) {
     const int64_t panel = ids[i] / kPanel, place = ids[i] % kPanel;
     for (int64_t d = 0; d < weight.num_inputs; ++d) {
-      const Block<W> block = product.block_at(panel, d);
+      const Block<W> block = product.block_at(panel, d / kInputs<W>);
       Vec halves[2];
       load_panel(block.weights, halves[0], halves[1]);
       if (block.coding.is_paired) halves[1] -= halves[0];
+      if constexpr (kInputs<W> == 2)
+        for (Vec& half : halves) {
+          const auto pairs = reinterpret_cast<IntVec>(half);
+          half = reinterpret_cast<Vec>(d % 2 ? pairs & static_cast<int32_t>(0xffff0000) : pairs << 16);
+        }
       const int half = place / kLanes;
       const float zero = block.zeros ? block.zeros[place] : 0.0f;
       const float value = halves[half][place % kLanes] - block.coding.offsets[half] - block.coding.units[half] * zero;
@@ -514,6 +647,13 @@ void with_kind(int64_t kind, Call call) {
     case kInt4: return call(Int4Pair{});
     case kE4m3: return call(E4m3{});
     case kE2m1: return call(E2m1Pair{});
+#ifdef PDSERVE_BFLOAT16_PRODUCTS
+    case kFirstOfPairs + kBFloat16: return call(BFloat16x2{});
+    case kFirstOfPairs + kInt8: return call(Bytesx2<int8_t>{});
+    case kFirstOfPairs + kInt4: return call(Int4x2{});
+    case kFirstOfPairs + kE4m3: return call(Bytesx2<E4m3>{});
+    case kFirstOfPairs + kE2m1: return call(E2m1x2{});
+#endif
   }
 }
 
@@ -523,6 +663,15 @@ extern "C" {
 
 // Outputs of one panel.
 int64_t dense_panel_width() { return kPanel; }
+
+// Whether weights may be held for products of bfloat16.
+int64_t dense_multiplies_bfloat16() {
+#ifdef PDSERVE_BFLOAT16_PRODUCTS
+  return 1;
+#else
+  return 0;
+#endif
+}
 
 // y[num_rows, num_outputs] = x[num_rows, num_inputs] W^T + b, or y += that; all contiguous.
 void dense_multiply(const Weight* weight, const float* x, float* y, int64_t num_rows, int64_t adds) {

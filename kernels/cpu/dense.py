@@ -12,7 +12,7 @@ expert.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import c_float, c_int64, c_void_p
 from functools import cache
 from itertools import pairwise
@@ -27,10 +27,12 @@ from pdserve.kernels.weight_quantisation import GroupedWeight, e2m1_codes, expon
 # As declared in those.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _QUANTISED_KINDS = {"int8": 3, "int4": 4, "e4m3": 5, "e2m1": 6}
+_FIRST_OF_PAIRS = 7
 _MAX_DEPTH = 256
 _GATE = (c_void_p, c_void_p, c_int64, c_int64)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "dense_panel_width": (),
+    "dense_multiplies_bfloat16": (),
     "dense_multiply": (c_void_p, c_void_p, c_void_p, c_int64, c_int64),
     "dense_multiply_grouped": (c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
     "dense_combine": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64),
@@ -65,7 +67,7 @@ class _Held(NamedTuple):
 
     kind: int
     panels: torch.Tensor
-    """``[P, E, W]``; ``[P, E, L]`` for int4 and e2m1."""
+    """``[P, E, W]``; ``[P, E, L]`` for int4 and e2m1. In pairs of inputs ``[P, S, W, 2]`` and ``[P, S, L, 2]``."""
     depth: int = _MAX_DEPTH
     """Inputs of a block."""
     scales: torch.Tensor | None = None
@@ -83,42 +85,53 @@ class _Held(NamedTuple):
 def pack_linear(
     weight_FE: torch.Tensor | GroupedWeight, bias_F: torch.Tensor | None = None, *, dtype: torch.dtype = torch.float32
 ) -> CpuLinear:
-    """See `pdserve.kernels.operations.PackLinear`."""
+    """See `pdserve.kernels.operations.PackLinear`. Products in bfloat16 sum in float32."""
+    in_pairs = dtype == torch.bfloat16 and multiplies_bfloat16()
     if isinstance(weight_FE, GroupedWeight):
-        return CpuLinear(_hold(weight_FE), weight_FE.values.shape, bias_F)
-    return CpuLinear(_Held(_KINDS[weight_FE.dtype], _pack(weight_FE)), weight_FE.shape, bias_F)
+        return CpuLinear(_hold(weight_FE, in_pairs), weight_FE.values.shape, bias_F)
+    kind, panels = _KINDS[weight_FE.dtype], _pack(weight_FE)
+    if weight_FE.dtype == torch.bfloat16:
+        kind, panels = kind + in_pairs * _FIRST_OF_PAIRS, _in_pairs(panels) if in_pairs else _halves_in_turns(panels)
+    return CpuLinear(_Held(kind, panels), weight_FE.shape, bias_F)
 
 
-def _hold(weight: GroupedWeight) -> _Held:
+@cache
+def multiplies_bfloat16() -> bool:
+    """Report whether this CPU multiplies pairs of bfloat16 (AVX-512 BF16)."""
+    function = _function("dense_multiplies_bfloat16")
+    function.restype = c_int64
+    return bool(function())
+
+
+def _hold(weight: GroupedWeight, in_pairs: bool) -> _Held:
     kind, permutation = _QUANTISED_KINDS[weight.kind], weight.permutation
-    scales_FG = weight.scales
+    scales_FG, num_inputs = weight.scales, weight.values.shape[1]
+    size, depth = min(weight.group_inputs, num_inputs), _MAX_DEPTH
+    if size < num_inputs:  # As much of a group as a block has room for.
+        depth = max(depth for depth in range(1, _MAX_DEPTH + 1) if size % depth == 0)
+    in_pairs &= depth % 2 == 0
+    kind += in_pairs * _FIRST_OF_PAIRS
+    values_FE = weight.values.view(torch.int8)
+    panels = _pack(e2m1_codes(values_FE) if weight.kind == "e2m1" else values_FE)
+    if weight.kind in ("int4", "e2m1"):
+        low, high = (_in_pairs(half) if in_pairs else half for half in panels.chunk(2, dim=-1))
+        if weight.kind == "int4":
+            low = low & 15 if in_pairs else low + 8
+        panels = low | high << 4
+    elif in_pairs:
+        panels = _in_pairs(panels)
     if weight.kind == "e4m3":
-        assert weight.zeros is None
-        panels = _pack(weight.values.view(torch.int8))
         scales_FG = torch.where(_has_nan(weight), torch.nan, scales_FG) * 2**8
-    elif weight.kind == "int4":
-        low_PEL, high_PEL = _pack(weight.values).chunk(2, dim=-1)
-        panels = low_PEL + 8 | high_PEL << 4
-    elif weight.kind == "e2m1":
-        assert weight.zeros is None
-        low_PEL, high_PEL = _pack(e2m1_codes(weight.values)).chunk(2, dim=-1)
-        panels = low_PEL | high_PEL << 4
-    else:
-        panels = _pack(weight.values)
+    assert weight.zeros is None or weight.kind in ("int8", "int4")
 
     def packed(scales_FB: torch.Tensor) -> torch.Tensor:
         scales_PBW = _pack(scales_FB)
-        if weight.kind == "int4":
+        if weight.kind == "int4" and not in_pairs:
             scales_PBW[..., _panel_width() // 2 :] /= 16
         return scales_PBW
 
     if scales_FG.shape[1] == 1 and weight.zeros is None:
         return _Held(kind, panels, scales=packed(scales_FG), permutation=permutation)
-    num_inputs = weight.values.shape[1]
-    size = min(weight.group_inputs, num_inputs)
-    depth = _MAX_DEPTH
-    if size < num_inputs:  # As much of a group as a block has room for.
-        depth = max(depth for depth in range(1, _MAX_DEPTH + 1) if size % depth == 0)
 
     def of_blocks(groups_FG: torch.Tensor) -> torch.Tensor:
         if size == num_inputs:
@@ -184,6 +197,23 @@ class CpuLinear:
         self._multiply(self._struct, x_TE.data_ptr(), y_TF.data_ptr(), num_rows, adds)
         return y_TF
 
+    def parts(self) -> list[dict[str, Any]]:
+        """Whatever makes up the weight, for `of_parts`."""
+        return [
+            {
+                **self._held._asdict(),
+                "num_outputs": self._num_outputs,
+                "num_inputs": self._num_inputs,
+                "bias": self._bias_F,
+            }
+        ]
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Mapping[str, Any]]) -> CpuLinear:
+        (part,) = parts
+        held = {name: part[name] for name in _Held._fields}
+        return cls(_Held(**held), torch.Size((part["num_outputs"], part["num_inputs"])), part["bias"])
+
     @property
     def form(self) -> tuple[object, ...]:
         """What C++ and `CpuExperts` take to be the same of a layer's experts."""
@@ -216,7 +246,10 @@ def pack_experts(
 ) -> CpuExperts:
     """See `pdserve.kernels.operations.PackExperts`."""
     return CpuExperts(
-        [pack_linear(weight, None if biases_XF is None else biases_XF[index]) for index, weight in enumerate(weights)]
+        [
+            pack_linear(weight, None if biases_XF is None else biases_XF[index], dtype=dtype)
+            for index, weight in enumerate(weights)
+        ]
     )
 
 
@@ -232,6 +265,14 @@ class CpuExperts:
     @property
     def num_bytes(self) -> int:
         return sum(linear.num_bytes for linear in self._linears)
+
+    def parts(self) -> list[dict[str, Any]]:
+        """Whatever makes up the weights, for `of_parts`."""
+        return [part for linear in self._linears for part in linear.parts()]
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Mapping[str, Any]]) -> CpuExperts:
+        return cls([CpuLinear.of_parts([part]) for part in parts])
 
     def __call__(self, x_PE: torch.Tensor, starts_Y: torch.Tensor) -> torch.Tensor:
         assert starts_Y.dtype == torch.int64
@@ -291,10 +332,20 @@ def _pack(weight_FE: torch.Tensor) -> torch.Tensor:
     panels_PEW[:num_whole] = whole_FE.reshape(num_whole, width, num_inputs).transpose(1, 2)
     if num_left:
         panels_PEW[-1, :, :num_left] = left_FE.T
-    if weight_FE.dtype == torch.bfloat16:
-        halves_PE2L = panels_PEW.view(-1, num_inputs, 2, width // 2)
-        panels_PEW = halves_PE2L.transpose(2, 3).reshape(-1, num_inputs, width)
     return panels_PEW
+
+
+def _halves_in_turns(panels_PEW: torch.Tensor) -> torch.Tensor:
+    """Outputs in the order 0, L, 1, L + 1 ..., as the float32 products of bfloat16 have them."""
+    num_panels, num_inputs, width = panels_PEW.shape
+    return panels_PEW.view(num_panels, num_inputs, 2, width // 2).transpose(2, 3).reshape(panels_PEW.shape)
+
+
+def _in_pairs(panels_PEW: torch.Tensor) -> torch.Tensor:
+    """Inputs in pairs: ``[P, S, W, 2]`` with S = E / 2; zeros pad the last one."""
+    num_panels, num_inputs, width = panels_PEW.shape
+    even_PEW = pad(panels_PEW, (0, 0, 0, num_inputs % 2))
+    return even_PEW.view(num_panels, -1, 2, width).transpose(2, 3).contiguous()
 
 
 @cache

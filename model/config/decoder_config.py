@@ -70,7 +70,7 @@ class DecoderConfig:
             )
         config = parse_config(read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
         ids = dict.fromkeys([*config.eos_token_ids, *eos_token_ids(folder)])
-        return replace(config, eos_token_ids=tuple(ids))
+        return replace(config, eos_token_ids=tuple(i for i in ids if 0 <= i < config.shape.vocab_size))
 
     def limits(self, max_model_len: int) -> ModelLimits:
         """Limits for schedulers; ``max_model_len`` 0 takes the checkpoint's own limit.

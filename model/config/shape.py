@@ -377,7 +377,9 @@ def positive_int(values: Mapping[str, object], key: str, default: int | None = N
     """
     value = default if values.get(key) is None else values[key]
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}; download it again")
+        raise ValueError(
+            f"config.json: {key} must be a positive integer, not {value!r}; write the model's, or download it again"
+        )
     return value
 
 
@@ -389,5 +391,7 @@ def positive_float(values: Mapping[str, object], key: str, default: float | None
     """
     value = default if values.get(key) is None else values[key]
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise ValueError(f"config.json: {key} must be a positive number, not {value!r}; download it again")
+        raise ValueError(
+            f"config.json: {key} must be a positive number, not {value!r}; write the model's, or download it again"
+        )
     return float(value)

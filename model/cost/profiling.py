@@ -219,7 +219,7 @@ def measure_steps(
         The measured steps, and the last steps, left out if the budget is too short.
     """
     started_s = time.perf_counter()
-    batches = [_batch(step, layout.block_size) for step in steps]
+    batches = [step_batch(step, layout.block_size) for step in steps]
     probed_s = list(_probe(executor, batches, budget_s * _PROBE_SHARE))
     order = list(range(len(probed_s)))
     durations_s: list[list[float]] = [[] for _ in order]
@@ -267,7 +267,7 @@ def _summary(step: Step, layout: KvLayout, durations_s: list[float]) -> Measured
     return MeasuredStep(step, layout.num_layers, median_s, min(durations_s), spread, len(durations_s))
 
 
-def _batch(step: Step, block_size: int) -> StepBatch:
+def step_batch(step: Step, block_size: int) -> StepBatch:
     """Build the batch of ``step``: pool blocks from 0 on, none shared, sampled with the API's defaults."""
     rows, block = [], 0
     for index, (num_new, num_cached) in enumerate(step.rows):

@@ -85,7 +85,11 @@ class Guessing(NamedTuple):
 
 
 def with_guesses(batch: StepBatch, drafter: Drafter | None, matchers: GrammarMatchers | None = None) -> Guessing:
-    """Guess what the grammar prescribes, and else what ``drafter`` does."""
+    """Guess what the grammar prescribes, and else what ``drafter`` does.
+
+    Raises:
+        RuntimeError: the drafter failed, which fails the step alone.
+    """
     if not batch.may_guess:
         return Guessing([*batch.rows], 0.0)
     rows, guessing, may_draft = batch.rows, [*batch.rows], list[int]()
@@ -97,9 +101,13 @@ def with_guesses(batch: StepBatch, drafter: Drafter | None, matchers: GrammarMat
     if drafter is None or not may_draft:
         return Guessing(guessing, 0.0)
     drafting = [rows[index] for index in may_draft]
-    drafter.read(drafting)
-    start_s = time.perf_counter()
-    for index, draft in zip(may_draft, drafter.guess(drafting), strict=True):
+    try:
+        drafter.read(drafting)
+        start_s = time.perf_counter()
+        drafts = drafter.guess(drafting)
+    except Exception as error:
+        raise RuntimeError(f"the drafter failed: {error!r}") from error
+    for index, draft in zip(may_draft, drafts, strict=True):
         if draft:
             guessing[index] = replace(rows[index], guesses=draft)
     return Guessing(guessing, time.perf_counter() - start_s)

@@ -11,9 +11,11 @@ head dim. V, I, N and H count in the rank's share.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,15 +23,22 @@ import torch
 
 from pdserve.contracts.precision import Precision
 from pdserve.kernels.cpu.build import load_library
+from pdserve.kernels.cpu.dense import multiplies_bfloat16
+from pdserve.kernels.cpu.shared_weights import Packing, packed_form, present_bytes, shared_weights
 from pdserve.kernels.operations import DecoderKernels, Experts, Linear, QkNorm
 from pdserve.kernels.torch.dense import matrix_dtype
 from pdserve.kernels.weight_quantisation import GroupedWeight, quantise
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.config.sharding import Place, shard_of
+from pdserve.model.weights import stored
 from pdserve.model.weights.bytes import weight_bytes
-from pdserve.model.weights.files import check_weights, norm_names
+from pdserve.model.weights.files import check_weights, norm_names, shard_paths
 from pdserve.model.weights.stored import Checkpoint, read_matrices, read_stacked
+
+_MAX_PARAMETER_BYTES, _MAX_PADDING_BYTES = 8, 2**26
+"""Upper limits of what packed weights take: of float32, with outputs padded to whole panels; more for matrices of few
+outputs."""
 
 
 class DenseMlp(NamedTuple):
@@ -97,10 +106,25 @@ def load_decoder_weights(
         ValueError: the weights are unusable or do not match ``config``.
     """
     check_weights(folder, config.shape)
-    with Checkpoint(folder, getattr(torch, precision.dtype)) as checkpoint:
-        weights = _Loader(checkpoint, config, precision, kernels, place).weights()
+    packing: AbstractContextManager[Packing] = nullcontext(Packing())
+    if kernels.are_weights_shared:
+        key = _copy_key(folder, config.shape, precision, place)
+        packing = shared_weights(key, _MAX_PARAMETER_BYTES * config.shape.num_parameters + _MAX_PADDING_BYTES)
+    with Checkpoint(folder, getattr(torch, precision.dtype)) as checkpoint, packing as pack:
+        weights = _Loader(checkpoint, config, precision, kernels, place, pack).weights()
     _return_freed_memory()
     return weights
+
+
+def _copy_key(folder: Path, shape: ModelShape, precision: Precision, place: Place) -> str:
+    """Key of a rank's packed weights: equal only for the same files, unchanged since, and for the same packing."""
+    statuses = [path.stat() for path in shard_paths(folder)]
+    files = [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in statuses]
+    model = repr((files, shape, replace(precision, kv_dtype="auto"), place))
+    digest = blake2b(f"{model} {packed_form(os.sched_getaffinity(0))} ".encode(), digest_size=16)
+    for module in (__file__, stored.__file__):
+        digest.update(Path(module).read_bytes())
+    return digest.hexdigest()
 
 
 class _Loader:
@@ -113,11 +137,15 @@ class _Loader:
         precision: Precision,
         kernels: DecoderKernels,
         place: Place,
+        pack: Packing,
     ) -> None:
         self._checkpoint = checkpoint
+        self._pack = pack
         self._config, self._shape = config, config.shape
         self._quantization, self._dtype = precision.quantization, getattr(torch, precision.dtype)
         self._kernels = kernels
+        is_pinned = kernels.activation_dtype is torch.float32 and precision.cpu_products == "float32"
+        self._product_dtype = torch.float32 if is_pinned else self._dtype
         self._place = place
         self._shard = shard_of(config.shape, place)
 
@@ -132,7 +160,8 @@ class _Loader:
         )
 
     def _table(self, name: str) -> Linear:
-        return self._kernels.pack_linear(self._read(f"{name}.weight", rows=[self._shard.vocabulary]))
+        rows, dtype = [self._shard.vocabulary], self._product_dtype
+        return self._pack(lambda: self._kernels.pack_linear(self._read(f"{name}.weight", rows=rows), dtype=dtype))
 
     def _output_table(self, embedding: Linear | None) -> Linear:
         if not self._shape.tie_word_embeddings:
@@ -173,7 +202,7 @@ class _Loader:
     def _expert_mlp(self, prefix: str) -> ExpertMlp:
         if self._shape.stacked_experts:
             return self._stacked_mlp(prefix)
-        features, pack = self._shard.features, partial(self._kernels.pack_experts, dtype=self._dtype)
+        features = self._shard.features
         each = [f"{prefix}experts.{expert}." for expert in self._shard.experts]
         shared = shared_gate = None
         if self._shape.shared_intermediate_size:
@@ -181,16 +210,16 @@ class _Loader:
             shared_gate = self._unquantised(f"{prefix}shared_expert_gate")
         return ExpertMlp(
             router=self._unquantised(f"{prefix}gate"),
-            gate_up=pack(self._outputs(expert, {"gate": features, "up": features}) for expert in each),
-            down=pack(self._inputs(f"{expert}down", features) for expert in each),
+            gate_up=self._experts(self._outputs(expert, {"gate": features, "up": features}) for expert in each),
+            down=self._experts(self._inputs(f"{expert}down", features) for expert in each),
             shared=shared,
             shared_gate=shared_gate,
         )
 
     def _stacked_mlp(self, prefix: str) -> ExpertMlp:
         """Experts that are stacked. Where ranks share features, the first adds the bias of ``down``."""
-        features, pack = self._shard.features, partial(self._kernels.pack_experts, dtype=self._dtype)
-        hidden, both, experts = range(self._shape.hidden_size), _scaled(features, 2), self._shard.experts
+        features, experts = self._shard.features, self._shard.experts
+        hidden, both = range(self._shape.hidden_size), _scaled(features, 2)
         gate_up, down = f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"
         gate_up_bias_XF, down_bias_XE = (
             self._checkpoint.stored(f"{name}_bias", experts, outputs).to(self._kernels.device, self._dtype)
@@ -201,11 +230,17 @@ class _Loader:
             down_bias_XE = torch.zeros_like(down_bias_XE)
         return ExpertMlp(
             router=self._unquantised(f"{prefix}router", has_bias=True),
-            gate_up=pack((self._stacked(gate_up, each, both, hidden) for each in experts), gate_up_bias_XF),
-            down=pack((self._stacked(down, each, hidden, features) for each in experts), down_bias_XE),
+            gate_up=self._experts((self._stacked(gate_up, each, both, hidden) for each in experts), gate_up_bias_XF),
+            down=self._experts((self._stacked(down, each, hidden, features) for each in experts), down_bias_XE),
             shared=None,
             shared_gate=None,
         )
+
+    def _experts(
+        self, weights: Iterator[torch.Tensor | GroupedWeight], biases_XF: torch.Tensor | None = None
+    ) -> Experts:
+        """Pack a matrix of each expert; ``weights`` reads them."""
+        return self._pack(lambda: self._kernels.pack_experts(weights, biases_XF, dtype=self._product_dtype))
 
     def _stacked(self, name: str, expert: int, outputs: range, inputs: range) -> torch.Tensor | GroupedWeight:
         """Some outputs and inputs of one of a stack of matrices; of gates and ups, which are stored in turns, all gates
@@ -222,22 +257,29 @@ class _Loader:
         return self._rounded(weight_FE.to(self._kernels.device, self._dtype), inputs)
 
     def _unquantised(self, name: str, *, has_bias: bool = False) -> Linear:
-        weight, bias = self._read(f"{name}.weight"), self._read(f"{name}.bias") if has_bias else None
-        # Products of 16-bit activations would be rounded.
-        if self._kernels.activation_dtype is not torch.float32:
-            weight, bias = weight.float(), None if bias is None else bias.float()
-        return self._kernels.pack_linear(weight, bias)
+        def pack() -> Linear:
+            weight, bias = self._read(f"{name}.weight"), self._read(f"{name}.bias") if has_bias else None
+            # Products of 16-bit activations would be rounded.
+            if self._kernels.activation_dtype is not torch.float32:
+                weight, bias = weight.float(), None if bias is None else bias.float()
+            return self._kernels.pack_linear(weight, bias)
+
+        return self._pack(pack)
 
     def _joined(self, prefix: str, outputs: dict[str, range], has_bias: bool) -> Linear:
         """Pack the rank's outputs of projections of the same input as one."""
         names, rows = [f"{prefix}{name}_proj.bias" for name in outputs], [*outputs.values()]
         bias = self._read(*names, rows=rows) if has_bias else None
-        return self._kernels.pack_linear(self._outputs(prefix, outputs), bias, dtype=self._dtype)
+        return self._pack(
+            lambda: self._kernels.pack_linear(self._outputs(prefix, outputs), bias, dtype=self._product_dtype)
+        )
 
     def _summed(self, name: str, inputs: range, has_bias: bool) -> Linear:
         """Pack a projection of the rank's inputs, whose product is added to those of the other ranks."""
         bias = self._read(f"{name}_proj.bias") if has_bias and self._place.tensor_rank == 0 else None
-        return self._kernels.pack_linear(self._inputs(name, inputs), bias, dtype=self._dtype)
+        return self._pack(
+            lambda: self._kernels.pack_linear(self._inputs(name, inputs), bias, dtype=self._product_dtype)
+        )
 
     def _outputs(self, prefix: str, outputs: dict[str, range]) -> torch.Tensor | GroupedWeight:
         """Some outputs of projections of the same input."""
@@ -299,6 +341,27 @@ def _return_freed_memory() -> None:
     """Return freed memory to the system: glibc would keep that of unpacked matrices, a quarter of the weights' size."""
     if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # Other C libraries have none.
         malloc_trim(0)
+
+
+def products_of(precision: Precision) -> str:
+    """Dtype in which a CPU multiplies activations and weights of this precision."""
+    if load_library() is None:
+        return str(matrix_dtype(getattr(torch, precision.dtype))).removeprefix("torch.")
+    in_bfloat16 = precision.dtype == "bfloat16" and precision.cpu_products == "auto" and multiplies_bfloat16()
+    return "bfloat16" if in_bfloat16 else "float32"
+
+
+def missing_bytes(folder: Path, shape: ModelShape, precision: Precision, places: Iterable[Place]) -> int:
+    """`held_bytes` of a worker of these ranks, less what other workers of this host have already packed for it.
+
+    Raises:
+        ValueError: as there.
+    """
+    num_bytes = held_bytes(shape, precision.dtype, precision.quantization)
+    if load_library() is None:
+        return num_bytes
+    present = sum(present_bytes(_copy_key(folder, shape, precision, place)) for place in places)
+    return max(0, num_bytes - present)
 
 
 def held_bytes(shape: ModelShape, dtype: str, quantization: str) -> int:

@@ -11,11 +11,11 @@ are those of the simulator that drives the live schedulers and the router's own 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import pairwise
-from math import ceil, exp, inf, log
+from math import ceil, exp, inf, log, sqrt
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
@@ -136,19 +136,29 @@ class Runner:
             half: partial(seems_over, slo=trial.slo),
             usual: partial(seems_over, slo=trial.slo, growth=longest / usual),
         }
-        simulation = simulate(
-            trial.model,
-            trial.layout,
-            requests[:longest],
-            slo=trial.slo,
-            max_in_flight=_max_in_flight(trial),
-            policy=trial.policy,
-            cost_of=lambda pool: self._cost(trial.model, replace(pool, replicas=1)),
-            looks={length: look for length, look in looks.items() if length < longest},
-        )
         num_looks = NUM_LOOKS if half < longest else 1
-        is_short = half < longest and simulation.offered_until_s < requests[usual - 1].arrived_s
-        return measure([simulation], trial.slo, rate, num_looks=num_looks, is_short=is_short)
+
+        def seen_at(lengths: Sequence[int]) -> tuple[Attainment, bool]:
+            """What a run that may end at ``lengths`` attains, and whether it is shorter than usual."""
+            simulation = simulate(
+                trial.model,
+                trial.layout,
+                requests[:longest],
+                slo=trial.slo,
+                max_in_flight=_max_in_flight(trial),
+                policy=trial.policy,
+                cost_of=lambda pool: self._cost(trial.model, replace(pool, replicas=1)),
+                looks={length: looks[length] for length in lengths if length < longest},
+            )
+            is_short = half < longest and simulation.offered_until_s < requests[usual - 1].arrived_s
+            return measure([simulation], trial.slo, rate, num_looks=num_looks, is_short=is_short), is_short
+
+        seen, is_short = seen_at((half, usual))
+        target = trial.slo.attainment
+        if is_short and not (seen.surely_meets(target) or seen.surely_misses(target)):
+            # The look was a guess: with the last answers it is not sure.
+            seen, _ = seen_at((usual,))
+        return seen
 
     def scouted(self, trial: Trial, rate: float) -> Attainment:
         """What the scout attains at ``rate``, by ``least-time`` and with all of ``num_requests``.
@@ -222,15 +232,12 @@ def search_goodput(trial: Trial, start_rate: float, *, tolerance: float = 0.02) 
     if not rate and met:
         rates = bracketing(max(met), _STEP, 1 + tolerance)
         rate = yield from answered(rates, trial, lambda seen: seen.meets(target), points)
-    for _ in range(_MOST_END_RUNS if rate else 0):
-        missed_rate = surely_missed_rate(list(points.values()), rate, target)
-        if any(1 / (1 + tolerance) < point / missed_rate < 1 + tolerance for point in points):
-            break
-        points[missed_rate] = yield from single_run(trial, missed_rate)
+    most_runs = _MOST_END_RUNS if rate else 0
+    high = yield from search_fall(trial, rate, points, lambda seen: seen.interval.high, 1 + tolerance, most_runs)
     in_order = tuple(points[each] for each in sorted(points))
     return Goodput(
         rate=rate,
-        interval=Interval(sure_rate, surely_missed_rate(in_order, rate, target)),
+        interval=Interval(sure_rate, high),
         target=target,
         num_devices=trial.layout.num_devices,
         points=in_order,
@@ -349,16 +356,49 @@ def highest_rate(meets: Callable[[float], bool], start_rate: float, step: float,
         return found
 
 
-def surely_missed_rate(points: Sequence[Attainment], rate: float, target: float) -> float:
-    """Rate at which the upper confidence limit falls to ``target``, or the first that saturates the cluster:
-    between two simulated rates in proportion, beyond the highest one along the line through the last two."""
+def search_fall(
+    trial: Trial,
+    rate: float,
+    points: dict[float, Attainment],
+    figure: Callable[[Attainment], float],
+    tolerance: float,
+    most_runs: int,
+) -> Search[float]:
+    """Rate at which ``figure`` falls to the target of ``trial``, or the first that saturates the cluster.
+
+    Args:
+        rate: one at which it has not fallen; results of lower ones are left out.
+        points: results by rate; those of at most ``most_runs`` further runs are added, until one is near.
+        tolerance: ratio of the result to a near one.
+    """
+    for _ in range(most_runs):
+        found = fall_rate(points.values(), rate, trial.slo.attainment, figure, tolerance)
+        if any(1 / tolerance < point / found < tolerance for point in points):
+            break
+        points[found] = yield from single_run(trial, found)
+    return fall_rate(points.values(), rate, trial.slo.attainment, figure, tolerance)
+
+
+def fall_rate(
+    points: Iterable[Attainment],
+    rate: float,
+    target: float,
+    figure: Callable[[Attainment], float] = lambda seen: seen.interval.high,
+    tolerance: float = inf,
+) -> float:
+    """Rate at which ``figure``, by default the upper confidence limit, falls to ``target``: between two simulated
+    rates in proportion, beyond the highest one along the line through the last two. If the cluster is saturated at the
+    higher one, that, or the middle if the other one is not within ``tolerance``.
+    """
     in_order = sorted((point for point in points if point.rate >= rate), key=lambda point: point.rate)
-    if len(in_order) < 2 or in_order[0].interval.high <= target:
+    if len(in_order) < 2 or figure(in_order[0]) <= target:
         return in_order[0].rate if in_order else rate
     pairs = list(pairwise(in_order))
-    below, above = next((pair for pair in pairs if pair[1].surely_misses(target)), pairs[-1])
-    high, low = below.interval.high, above.interval.high
-    if above.is_saturated or high <= low or high <= target:
+    below, above = next((pair for pair in pairs if figure(pair[1]) < target or pair[1].is_saturated), pairs[-1])
+    high, low = figure(below), figure(above)
+    if above.is_saturated:
+        return above.rate if above.rate <= below.rate * tolerance else sqrt(below.rate * above.rate)
+    if high <= low or high <= target:
         return above.rate
     steps = (high - target) / (high - low)
     return below.rate * exp(min(steps, 3.0) * log(above.rate / below.rate))

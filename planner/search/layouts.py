@@ -213,7 +213,7 @@ def _too_large(model: PlannedModel, have: str, longest: int, most_tokens: int, k
     what = f"the weights of {name} do not fit {have}"
     if most_tokens > 0:
         what = (
-            f"the longest request, {longest} tokens, does not fit {have} beside {name}, but --max-model-len "
+            f"the longest request, {longest} tokens, does not fit {have} beside {name}, but --set model.max_model_len="
             f"{most_tokens} does"
         )
     smallest = [found for kind in kinds if (found := smallest_worker(kind, model)) is not None]

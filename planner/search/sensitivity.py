@@ -10,25 +10,25 @@ from typing import Any
 
 from pdserve.model.cost.hardware import slowed
 from pdserve.planner.layout import Layout
-from pdserve.planner.search.goodput import Goodput, Search, Trial, answered, bracketing
+from pdserve.planner.search.goodput import Goodput, Search, Trial, answered, bracketing, search_fall
 from pdserve.planner.search.plan import Sensitivity
 
 TIME_FACTORS = (0.9, 1.1)
-_SATURATION_STEP, _TOLERANCE = 1.15, 1.05
+_TOLERANCE = 1.05
+_MOST_SATURATION_RUNS = 10
 
 
 def search_saturation(trial: Trial, goodput: Goodput) -> Search[float]:
-    """Highest rate at which the winner attains half of its target in a steady state.
+    """Rate at which the winner attains half of its target, or has no steady state.
 
     Args:
         trial: that found its ``goodput``, which is above 0.
     """
     trial = replace(trial, slo=replace(trial.slo, attainment=goodput.target / 2))
-    target = trial.slo.attainment
-    known = {point.rate: point for point in goodput.points if point.surely_meets(target) or point.surely_misses(target)}
-    start_rate = max((rate for rate, point in known.items() if point.meets(target)), default=goodput.rate)
-    rates = bracketing(start_rate, _SATURATION_STEP, _TOLERANCE)
-    return (yield from answered(rates, trial, lambda seen: seen.meets(target), known))
+    points = {point.rate: point for point in goodput.points}
+    return (
+        yield from search_fall(trial, goodput.rate, points, lambda seen: seen.share, _TOLERANCE, _MOST_SATURATION_RUNS)
+    )
 
 
 def search_sensitivity(trial: Trial, goodput: Goodput, factor: float) -> Search[Sensitivity]:

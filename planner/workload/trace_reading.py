@@ -35,17 +35,20 @@ def recognise(path: Path) -> str:
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         line = next((line for line in iter(lambda: file.readline(_MAX_FIRST_LINE_CHARACTERS), "") if line.strip()), "")
     line = line.strip()
+    if "\0" in line or "\ufffd" in line:
+        raise ValueError(f"{path} is no text in UTF-8: unpack it if it is compressed, or save it as UTF-8")
     if line.startswith("["):
         return "sharegpt"
     names = _names(line)
     if line.startswith("{") and {"input_length", "text_input"} & names and "output_length" in names:
         return "mooncake"
     for name, (fields, _) in _OF_LINES.items():
-        if names.issuperset(fields):
+        if names.issuperset(fields) and name != "mooncake":
             return name
     known = "; ".join(f"{name} ({', '.join(fields)})" for name, (fields, _) in _OF_LINES.items())
     raise ValueError(
-        f"{path}:1: no known trace begins with {line[:80]!r}: use {known}; or sharegpt (a JSON array of conversations)"
+        f"{path}:1: no known trace begins with {line[:80]!r}: use {known}; or sharegpt (a JSON array of "
+        "conversations); mooncake is JSON, an object in each line"
     )
 
 

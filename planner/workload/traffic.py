@@ -80,7 +80,8 @@ class Traffic:
         if num_longer > _MOST_SHORTENED * len(num_tokens):
             raise ValueError(
                 f"{num_longer:,} of {len(num_tokens):,} requests are longer than {most} tokens, the longest has "
-                f"{num_tokens.max()}: give --max-model-len {num_tokens.max()} for all, or {most} to shorten them"
+                f"{num_tokens.max()}: give --set model.max_model_len={num_tokens.max()} for all, or {most} to shorten "
+                "them"
             )
 
     def with_at_least(self, num_requests: int) -> Traffic:

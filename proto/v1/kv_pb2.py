@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.proto.v1 import worker_pb2 as pdserve_dot_proto_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/proto/v1/kv.proto\x12\npdserve.v1\x1a\x1dpdserve/proto/v1/worker.proto\"\xb0\x01\n\x0bPullMessage\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.PullOpenH\x00\x12&\n\x07release\x18\x02 \x01(\x0b\x32\x13.pdserve.v1.ReleaseH\x00\x12#\n\x03key\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.StoreKeyH\x00\x12&\n\x04send\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.SendBlocksH\x00\x42\x06\n\x04\x62ody\"\xd7\x01\n\x08PullOpen\x12\x14\n\x0cworker_epoch\x18\x01 \x01(\x04\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\"\n\x06layout\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.Layout\x12\x19\n\x11num_cached_blocks\x18\x04 \x01(\r\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\r\n\x05proof\x18\x07 \x01(\x0c\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12#\n\x06shards\x18\t \x03(\x0b\x32\x13.pdserve.v1.KvShard\"W\n\x07KvShard\x12\x12\n\nfirst_head\x18\x01 \x01(\r\x12\x10\n\x08\x65nd_head\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\r\x12\x11\n\tend_layer\x18\x04 \x01(\r\"\t\n\x07Release\"&\n\x08StoreKey\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"E\n\nSendBlocks\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"\xa0\x01\n\x06Layout\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x10\n\x08head_dim\x18\x08 \x01(\r\"\x86\x01\n\rSourceMessage\x12$\n\x06opened\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.OpenedH\x00\x12\"\n\x05grant\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.GrantH\x00\x12#\n\x03key\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.StoreKeyH\x00\x42\x06\n\x04\x62ody\"\xe8\x01\n\x06Opened\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x11\n\tpool_path\x18\x02 \x01(\t\x12\x12\n\npool_inode\x18\x03 \x01(\x04\x12\"\n\x06layout\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.Layout\x12\x11\n\tdata_port\x18\x05 \x01(\r\x12\x0e\n\x06ticket\x18\x06 \x01(\x0c\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12#\n\x06shards\x18\t \x03(\x0b\x32\x13.pdserve.v1.KvShard\x12(\n\nrank_pools\x18\x08 \x03(\x0b\x32\x14.pdserve.v1.RankPool\"\x81\x01\n\x08RankPool\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x13\n\x0bref_counter\x18\x04 \x01(\x0c\x12\x1a\n\x12ref_counter_offset\x18\x05 \x01(\x04\x12\x11\n\tfile_path\x18\x06 \x01(\t\"\x94\x01\n\x05Grant\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\x12\r\n\x05\x66inal\x18\x04 \x01(\x08\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12+\n\x0b\x66irst_token\x18\x06 \x01(\x0b\x32\x16.pdserve.v1.FirstToken\"E\n\nFirstToken\x12\r\n\x05token\x18\x01 \x01(\r\x12(\n\x06\x66inish\x18\x02 \x01(\x0e\x32\x18.pdserve.v1.FinishReason2\x8c\x01\n\nKvTransfer\x12>\n\x04Pull\x12\x17.pdserve.v1.PullMessage\x1a\x19.pdserve.v1.SourceMessage(\x01\x30\x01\x12>\n\x04Link\x12\x17.pdserve.v1.PullMessage\x1a\x19.pdserve.v1.SourceMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/proto/v1/kv.proto\x12\npdserve.v1\x1a\x1dpdserve/proto/v1/worker.proto\"\xb0\x01\n\x0bPullMessage\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.PullOpenH\x00\x12&\n\x07release\x18\x02 \x01(\x0b\x32\x13.pdserve.v1.ReleaseH\x00\x12#\n\x03key\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.StoreKeyH\x00\x12&\n\x04send\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.SendBlocksH\x00\x42\x06\n\x04\x62ody\"\xfb\x01\n\x08PullOpen\x12\x14\n\x0cworker_epoch\x18\x01 \x01(\x04\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\"\n\x06layout\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.Layout\x12\x19\n\x11num_cached_blocks\x18\x04 \x01(\r\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\r\n\x05proof\x18\x07 \x01(\x0c\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\t\x12#\n\x06shards\x18\t \x03(\x0b\x32\x13.pdserve.v1.KvShard\x12\x0e\n\x06prefix\x18\n \x03(\x0c\x12\x12\n\ndeadline_s\x18\x0b \x01(\x01\"W\n\x07KvShard\x12\x12\n\nfirst_head\x18\x01 \x01(\r\x12\x10\n\x08\x65nd_head\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\r\x12\x11\n\tend_layer\x18\x04 \x01(\r\"\t\n\x07Release\"&\n\x08StoreKey\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"E\n\nSendBlocks\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"\xa0\x01\n\x06Layout\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x10\n\x08head_dim\x18\x08 \x01(\r\"\x86\x01\n\rSourceMessage\x12$\n\x06opened\x18\x01 \x01(\x0b\x32\x12.pdserve.v1.OpenedH\x00\x12\"\n\x05grant\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.GrantH\x00\x12#\n\x03key\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.StoreKeyH\x00\x42\x06\n\x04\x62ody\"\xe8\x01\n\x06Opened\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x11\n\tpool_path\x18\x02 \x01(\t\x12\x12\n\npool_inode\x18\x03 \x01(\x04\x12\"\n\x06layout\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.Layout\x12\x11\n\tdata_port\x18\x05 \x01(\r\x12\x0e\n\x06ticket\x18\x06 \x01(\x0c\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12#\n\x06shards\x18\t \x03(\x0b\x32\x13.pdserve.v1.KvShard\x12(\n\nrank_pools\x18\x08 \x03(\x0b\x32\x14.pdserve.v1.RankPool\"\x81\x01\n\x08RankPool\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x13\n\x0bref_counter\x18\x04 \x01(\x0c\x12\x1a\n\x12ref_counter_offset\x18\x05 \x01(\x04\x12\x11\n\tfile_path\x18\x06 \x01(\t\"\x94\x01\n\x05Grant\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\x12\r\n\x05\x66inal\x18\x04 \x01(\x08\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12+\n\x0b\x66irst_token\x18\x06 \x01(\x0b\x32\x16.pdserve.v1.FirstToken\"E\n\nFirstToken\x12\r\n\x05token\x18\x01 \x01(\r\x12(\n\x06\x66inish\x18\x02 \x01(\x0e\x32\x18.pdserve.v1.FinishReason2\x8c\x01\n\nKvTransfer\x12>\n\x04Pull\x12\x17.pdserve.v1.PullMessage\x1a\x19.pdserve.v1.SourceMessage(\x01\x30\x01\x12>\n\x04Link\x12\x17.pdserve.v1.PullMessage\x1a\x19.pdserve.v1.SourceMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,27 +35,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PULLMESSAGE']._serialized_start=73
   _globals['_PULLMESSAGE']._serialized_end=249
   _globals['_PULLOPEN']._serialized_start=252
-  _globals['_PULLOPEN']._serialized_end=467
-  _globals['_KVSHARD']._serialized_start=469
-  _globals['_KVSHARD']._serialized_end=556
-  _globals['_RELEASE']._serialized_start=558
-  _globals['_RELEASE']._serialized_end=567
-  _globals['_STOREKEY']._serialized_start=569
-  _globals['_STOREKEY']._serialized_end=607
-  _globals['_SENDBLOCKS']._serialized_start=609
-  _globals['_SENDBLOCKS']._serialized_end=678
-  _globals['_LAYOUT']._serialized_start=681
-  _globals['_LAYOUT']._serialized_end=841
-  _globals['_SOURCEMESSAGE']._serialized_start=844
-  _globals['_SOURCEMESSAGE']._serialized_end=978
-  _globals['_OPENED']._serialized_start=981
-  _globals['_OPENED']._serialized_end=1213
-  _globals['_RANKPOOL']._serialized_start=1216
-  _globals['_RANKPOOL']._serialized_end=1345
-  _globals['_GRANT']._serialized_start=1348
-  _globals['_GRANT']._serialized_end=1496
-  _globals['_FIRSTTOKEN']._serialized_start=1498
-  _globals['_FIRSTTOKEN']._serialized_end=1567
-  _globals['_KVTRANSFER']._serialized_start=1570
-  _globals['_KVTRANSFER']._serialized_end=1710
+  _globals['_PULLOPEN']._serialized_end=503
+  _globals['_KVSHARD']._serialized_start=505
+  _globals['_KVSHARD']._serialized_end=592
+  _globals['_RELEASE']._serialized_start=594
+  _globals['_RELEASE']._serialized_end=603
+  _globals['_STOREKEY']._serialized_start=605
+  _globals['_STOREKEY']._serialized_end=643
+  _globals['_SENDBLOCKS']._serialized_start=645
+  _globals['_SENDBLOCKS']._serialized_end=714
+  _globals['_LAYOUT']._serialized_start=717
+  _globals['_LAYOUT']._serialized_end=877
+  _globals['_SOURCEMESSAGE']._serialized_start=880
+  _globals['_SOURCEMESSAGE']._serialized_end=1014
+  _globals['_OPENED']._serialized_start=1017
+  _globals['_OPENED']._serialized_end=1249
+  _globals['_RANKPOOL']._serialized_start=1252
+  _globals['_RANKPOOL']._serialized_end=1381
+  _globals['_GRANT']._serialized_start=1384
+  _globals['_GRANT']._serialized_end=1532
+  _globals['_FIRSTTOKEN']._serialized_start=1534
+  _globals['_FIRSTTOKEN']._serialized_end=1603
+  _globals['_KVTRANSFER']._serialized_start=1606
+  _globals['_KVTRANSFER']._serialized_end=1746
 # @@protoc_insertion_point(module_scope)

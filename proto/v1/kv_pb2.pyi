@@ -79,6 +79,8 @@ class PullOpen(_message.Message):
     PROOF_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
     worker_epoch: _builtins.int
     handle: _builtins.bytes
     num_cached_blocks: _builtins.int
@@ -91,6 +93,8 @@ class PullOpen(_message.Message):
     """that the puller knows the cluster token: pdserve.proto.token_proof"""
     device: _builtins.str
     """how other devices reach the pool, and ids of its own; empty if they do not"""
+    deadline_s: _builtins.float
+    """with a prefix: seconds after which the source takes them back"""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """the puller's; must match the source's"""
@@ -98,6 +102,10 @@ class PullOpen(_message.Message):
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvShard]:
         """with a device: of each rank"""
+
+    @_builtins.property
+    def prefix(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """instead of a handle: hashes of blocks, of which the source lends the leading ones it caches"""
 
     def __init__(
         self,
@@ -111,10 +119,12 @@ class PullOpen(_message.Message):
         proof: _builtins.bytes = ...,
         device: _builtins.str = ...,
         shards: _abc.Iterable[Global___KvShard] | None = ...,
+        prefix: _abc.Iterable[_builtins.bytes] | None = ...,
+        deadline_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "handle", b"handle", "host_id", b"host_id", "layout", b"layout", "num_cached_blocks", b"num_cached_blocks", "proof", b"proof", "shards", b"shards", "transport", b"transport", "worker_epoch", b"worker_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "device", b"device", "handle", b"handle", "host_id", b"host_id", "layout", b"layout", "num_cached_blocks", b"num_cached_blocks", "prefix", b"prefix", "proof", b"proof", "shards", b"shards", "transport", b"transport", "worker_epoch", b"worker_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -394,7 +404,9 @@ Global___RankPool: _TypeAlias = RankPool  # noqa: Y015
 
 @_typing.final
 class Grant(_message.Message):
-    """Blocks whose KV is complete. The last grant of a prompt carries what decoding needs to go on."""
+    """Blocks whose KV is complete. The last grant of a prompt carries what decoding needs to go on. A pull of a prefix has
+    one grant, which has no first token.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -153,6 +153,7 @@ class StartPull(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     MIN_DURATION_S_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     pull_id: _builtins.int
     num_cached_blocks: _builtins.int
     """leading blocks not to pull"""
@@ -165,6 +166,10 @@ class StartPull(_message.Message):
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """targets of the blocks after those"""
 
+    @_builtins.property
+    def prefix(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """instead of a parked prompt's, pull cached blocks with these hashes"""
+
     def __init__(
         self,
         *,
@@ -174,10 +179,11 @@ class StartPull(_message.Message):
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         deadline_s: _builtins.float = ...,
         min_duration_s: _builtins.float = ...,
+        prefix: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "deadline_s", b"deadline_s", "min_duration_s", b"min_duration_s", "num_cached_blocks", b"num_cached_blocks", "pull_id", b"pull_id", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "deadline_s", b"deadline_s", "min_duration_s", b"min_duration_s", "num_cached_blocks", b"num_cached_blocks", "prefix", b"prefix", "pull_id", b"pull_id", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -230,6 +236,7 @@ class TransferToEngine(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     LINK_ORDER_FIELD_NUMBER: _builtins.int
     COPY_ORDER_FIELD_NUMBER: _builtins.int
+    LEND_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___Ready: ...
     @_builtins.property
@@ -248,6 +255,8 @@ class TransferToEngine(_message.Message):
     def link_order(self) -> Global___LinkOrder: ...
     @_builtins.property
     def copy_order(self) -> Global___CopyOrder: ...
+    @_builtins.property
+    def lend(self) -> Global___Lend: ...
     def __init__(
         self,
         *,
@@ -260,12 +269,13 @@ class TransferToEngine(_message.Message):
         stage: Global___Stage | None = ...,
         link_order: Global___LinkOrder | None = ...,
         copy_order: Global___CopyOrder | None = ...,
+        lend: Global___Lend | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "copy_order", b"copy_order", "lease_lost", b"lease_lost", "lease_opened", b"lease_opened", "link_order", b"link_order", "pull_done", b"pull_done", "ready", b"ready", "released", b"released", "stage", b"stage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "copy_order", b"copy_order", "lease_lost", b"lease_lost", "lease_opened", b"lease_opened", "lend", b"lend", "link_order", b"link_order", "pull_done", b"pull_done", "ready", b"ready", "released", b"released", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "copy_order", b"copy_order", "lease_lost", b"lease_lost", "lease_opened", b"lease_opened", "link_order", b"link_order", "pull_done", b"pull_done", "ready", b"ready", "released", b"released", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "copy_order", b"copy_order", "lease_lost", b"lease_lost", "lease_opened", b"lease_opened", "lend", b"lend", "link_order", b"link_order", "pull_done", b"pull_done", "ready", b"ready", "released", b"released", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "lease_opened", "lease_lost", "released", "pull_done", "alive", "stage", "link_order", "copy_order"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ready", "lease_opened", "lease_lost", "released", "pull_done", "alive", "stage", "link_order", "copy_order", "lend"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -344,6 +354,33 @@ class LeaseLost(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaseLost: _TypeAlias = LeaseLost  # noqa: Y015
+
+@_typing.final
+class Lend(_message.Message):
+    """Grant the leading blocks that are cached here, all at once. `Released` follows in any case."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    @_builtins.property
+    def prefix(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """their hashes"""
+
+    def __init__(
+        self,
+        *,
+        handle: _builtins.bytes = ...,
+        prefix: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "prefix", b"prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lend: _TypeAlias = Lend  # noqa: Y015
 
 @_typing.final
 class Released(_message.Message):

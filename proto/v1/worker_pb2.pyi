@@ -224,6 +224,7 @@ class Request(_message.Message):
     STALL_SLO_S_FIELD_NUMBER: _builtins.int
     MAX_GAP_S_FIELD_NUMBER: _builtins.int
     PATIENCE_S_FIELD_NUMBER: _builtins.int
+    PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     attempt: _builtins.int
     cache_salt: _builtins.bytes
@@ -243,6 +244,8 @@ class Request(_message.Message):
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
+    @_builtins.property
+    def prefix_source(self) -> Global___PrefixSource: ...
     def __init__(
         self,
         *,
@@ -259,14 +262,51 @@ class Request(_message.Message):
         stall_slo_s: _builtins.float = ...,
         max_gap_s: _builtins.float = ...,
         patience_s: _builtins.float = ...,
+        prefix_source: Global___PrefixSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix_source", b"prefix_source", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "deadline_s", b"deadline_s", "emitted_tokens", b"emitted_tokens", "handoff", b"handoff", "max_gap_s", b"max_gap_s", "patience_s", b"patience_s", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stall_slo_s", b"stall_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "deadline_s", b"deadline_s", "emitted_tokens", b"emitted_tokens", "handoff", b"handoff", "max_gap_s", b"max_gap_s", "patience_s", b"patience_s", "prefix_source", b"prefix_source", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stall_slo_s", b"stall_slo_s", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Request: _TypeAlias = Request  # noqa: Y015
+
+@_typing.final
+class PrefixSource(_message.Message):
+    """Another worker that caches leading blocks of the prompt: pull what is lacking of them, rather than compute it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    WORKER_EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_S_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """of its transfer process"""
+    worker_epoch: _builtins.int
+    num_tokens: _builtins.int
+    min_tokens: _builtins.int
+    """if at least so many are lacking"""
+    max_s: _builtins.float
+    """then compute them"""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        worker_epoch: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        min_tokens: _builtins.int = ...,
+        max_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "max_s", b"max_s", "min_tokens", b"min_tokens", "num_tokens", b"num_tokens", "worker_epoch", b"worker_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixSource: _TypeAlias = PrefixSource  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
@@ -458,6 +498,8 @@ class Welcome(_message.Message):
     KV_DTYPE_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
+    CPU_PRODUCTS_FIELD_NUMBER: _builtins.int
+    PRODUCTS_FIELD_NUMBER: _builtins.int
     NUM_TIER_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     worker_epoch: _builtins.int
@@ -481,6 +523,10 @@ class Welcome(_message.Message):
     """of the weights, or "none" """
     pipeline_parallel: _builtins.int
     """stages that share the layers, and micro-batches, of which this may be one"""
+    cpu_products: _builtins.str
+    """as in a deployment"""
+    products: _builtins.str
+    """dtype in which a CPU multiplies activations and weights; empty elsewhere"""
     num_tier_blocks: _builtins.int
     """of the tier below the pool; what either holds is reported as cached"""
     def __init__(
@@ -501,11 +547,13 @@ class Welcome(_message.Message):
         kv_dtype: _builtins.str = ...,
         quantization: _builtins.str = ...,
         pipeline_parallel: _builtins.int = ...,
+        cpu_products: _builtins.str = ...,
+        products: _builtins.str = ...,
         num_tier_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "hardware", b"hardware", "kv_address", b"kv_address", "kv_dtype", b"kv_dtype", "max_batch_size", b"max_batch_size", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model_hash", b"model_hash", "num_blocks", b"num_blocks", "num_tier_blocks", b"num_tier_blocks", "pipeline_parallel", b"pipeline_parallel", "quantization", b"quantization", "tensor_parallel", b"tensor_parallel", "worker_epoch", b"worker_epoch", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cpu_products", b"cpu_products", "dtype", b"dtype", "hardware", b"hardware", "kv_address", b"kv_address", "kv_dtype", b"kv_dtype", "max_batch_size", b"max_batch_size", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model_hash", b"model_hash", "num_blocks", b"num_blocks", "num_tier_blocks", b"num_tier_blocks", "pipeline_parallel", b"pipeline_parallel", "products", b"products", "quantization", b"quantization", "tensor_parallel", b"tensor_parallel", "worker_epoch", b"worker_epoch", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -939,6 +987,8 @@ class TransferReport(_message.Message):
     FAILURE_STAGE_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     ENDED_REQUEST_FIELD_NUMBER: _builtins.int
+    IS_PREFIX_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     seconds: _builtins.float
     bytes: _builtins.int
@@ -948,6 +998,10 @@ class TransferReport(_message.Message):
     """address of the prefill worker's transfer process"""
     ended_request: _builtins.bool
     """by token 0: nothing was left to pull"""
+    is_prefix: _builtins.bool
+    """cached blocks of a prompt to compute, of any worker"""
+    num_tokens: _builtins.int
+    """whose KV was pulled"""
     def __init__(
         self,
         *,
@@ -957,10 +1011,12 @@ class TransferReport(_message.Message):
         failure_stage: _builtins.str = ...,
         source: _builtins.str = ...,
         ended_request: _builtins.bool = ...,
+        is_prefix: _builtins.bool = ...,
+        num_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "ended_request", b"ended_request", "failure_stage", b"failure_stage", "seconds", b"seconds", "source", b"source", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "ended_request", b"ended_request", "failure_stage", b"failure_stage", "is_prefix", b"is_prefix", "num_tokens", b"num_tokens", "seconds", b"seconds", "source", b"source", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

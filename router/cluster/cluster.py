@@ -19,7 +19,7 @@ from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.worker_config import TlsFiles, WorkerEndpoint, WorkerRole, whole_worker_id
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.remote_worker import RemoteWorker, SessionRefusedError
-from pdserve.router.metrics import RouterMetrics
+from pdserve.router.metrics import ABORTED, RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.requests.settings import SWEEP_S
@@ -194,6 +194,17 @@ class Cluster:
         """Id of the worker whose transfer process listens at ``kv_address``; its micro-batches share it."""
         ids = (worker.worker_id for worker in self.workers.values() if worker.kv_address == kv_address)
         return whole_worker_id(next(ids, "unknown"))
+
+    def prefix_pulled(self, worker: RemoteWorker, report: worker_pb2.TransferReport) -> None:
+        """A pull of a prefix by ``worker`` has ended. A source that failed is left alone for a while."""
+        source, num_tokens = self.workers.get(self.worker_at(report.source)), report.num_tokens
+        if source is None:
+            return
+        cost = self.dispatcher.costs[worker.role]
+        prefill_s = cost.prompt_s(num_tokens, 0, worker.max_batch_tokens) if num_tokens else 0.0
+        self.metrics.observe_prefix(report, source.role, prefill_s * worker.prefill_correction)
+        if report.failure_stage not in ("", ABORTED):
+            self.dispatcher.prefix_failed(source)
 
     def worker_lost(self, worker: RemoteWorker) -> None:
         """A worker's session broke; the cluster is unproven if those left serve no requests."""

@@ -159,10 +159,13 @@ class RemoteWorker(Worker):
             dispatcher.worker_up(self)
         for report in frame.transfers:
             source, target = self._cluster.worker_at(report.source), whole_worker_id(self.worker_id)
-            self._cluster.metrics.observe_transfer(report, source, target)
-            if report.bytes and not report.failure_stage:
+            if report.is_prefix:
+                self._cluster.prefix_pulled(self, report)
+            if not report.is_prefix or not report.failure_stage:
+                self._cluster.metrics.observe_transfer(report, source, target)
+            if report.num_tokens and not report.failure_stage:
                 is_same_host = report.source.rpartition(":")[0] == self.host
-                dispatcher.placement.pulled(self.role, report.bytes, report.seconds, same_host=is_same_host)
+                dispatcher.placement.pulled(self.role, report.num_tokens, report.seconds, same_host=is_same_host)
         endings = []
         for message in frame.events:
             event = event_from_proto(message)

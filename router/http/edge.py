@@ -243,7 +243,7 @@ class Edge:
         return body.service_tier
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, self.served_name):
+        if name not in (None, "", self.served_name):
             message = f"the model `{name}` does not exist; this server has `{self.served_name}`"
             raise ApiError(404, message, param="model", code="model_not_found")
 

@@ -28,10 +28,15 @@ _TEXTS = {
 }  # fmt: skip
 """Type of a part to the member that holds its text."""
 _SYSTEM = ("system", "developer")
-_MAY_BE_EMPTY = ("assistant", "tool")
+_MAY_BE_EMPTY = ("assistant", "developer", "system", "tool")
+_THOUGHTS = ("thinking", "reasoning", "reasoning_text")
+"""Types of parts with an assistant's reasoning."""
 _BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 """First line of Claude Code's system text. It differs in each request, so that no prefix would be shared."""
-_HOSTED_CALLS = ("code_interpreter_call", "file_search_call", "image_generation_call", "web_search_call")
+_HOSTED_CALLS = (
+    "code_interpreter_call", "file_search_call", "image_generation_call", "mcp_approval_request",
+    "mcp_approval_response", "mcp_call", "mcp_list_tools", "web_search_call",
+)  # fmt: skip
 """Items of tools that another server ran."""
 
 FREE_TEXT = "input"
@@ -46,7 +51,9 @@ def _joined_text(value: object) -> object:
         raise PydanticCustomError("content", "Input should be a string or a list of text parts")
     texts = []
     for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, str):
+            part = {"text": part}
+        kind = part.get("type", "text") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in _TEXTS:
             message = "Parts of the type {kind} are not supported: the model reads text alone"
             raise PydanticCustomError("content", message, {"kind": kind[:MAX_NAME_CHARS]})
@@ -85,12 +92,12 @@ class ToolCall(Body):
     """Call in an assistant's message."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: CalledFunction
 
     def for_template(self) -> dict[str, object]:
         function = {"name": self.function.name, "arguments": self.function.arguments}
-        return {"id": self.id or "", "type": self.type, "function": function}
+        return {"id": self.id or "", "type": "function", "function": function}
 
 
 class ChatMessage(Body):
@@ -108,11 +115,21 @@ class ChatMessage(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_content(cls, message: object) -> object:
-        """An assistant's message may have no text, as at OpenAI, and a tool may return nothing."""
-        if isinstance(message, dict) and message.get("role") in _MAY_BE_EMPTY and message.get("content") is None:
+    def _read_content(cls, message: object) -> object:
+        """All but a user's message may have no text. A tool may return any JSON. Reasoning may be among the parts."""
+        if not isinstance(message, dict) or isinstance(message.get("content"), str):
+            return message
+        role, content = message.get("role"), message.get("content")
+        if content is None and role in _MAY_BE_EMPTY:
             return {**message, "content": ""}
-        return message
+        if not isinstance(content, list):
+            return {**message, "content": json.dumps(content, ensure_ascii=False)} if role == "tool" else message
+        thoughts = [part for part in content if isinstance(part, dict) and part.get("type") in _THOUGHTS]
+        if role != "assistant" or not thoughts:
+            return message
+        texts = [part.get("thinking", part.get("text")) for part in thoughts]
+        reasoning = "".join(text for text in texts if isinstance(text, str))
+        return {"reasoning": reasoning, **message, "content": [part for part in content if part not in thoughts]}
 
     def for_template(self) -> dict[str, object]:
         message: dict[str, object] = {"role": self.role, "content": self.content}
@@ -164,7 +181,7 @@ def messages_of(
     reasoning = ""
     for index, item in enumerate(items):
         place = f"input.{index}"
-        match item.get("type", "message"):
+        match item.get("type") or "message":
             case "message":
                 message = {"role": item.get("role"), "content": item.get("content")}
             case "function_call" | "custom_tool_call":
@@ -226,8 +243,6 @@ def turns_of(system: object, turns: Sequence[Mapping[str, Any]], places: dict[st
             for number, block in enumerate(content):
                 place = f"messages.{index}.content.{number}"
                 match block.get("type") if isinstance(block, dict) else None:
-                    case "thinking":
-                        message["reasoning"] = f"{message.get('reasoning', '')}{block.get('thinking') or ''}"
                     case "tool_use":
                         calls = message.setdefault("tool_calls", [])
                         call = f"messages.{len(messages)}.tool_calls.{len(calls)}"
@@ -242,7 +257,7 @@ def turns_of(system: object, turns: Sequence[Mapping[str, Any]], places: dict[st
                         places[f"messages.{len(messages)}"] = place
                         result = {"tool_call_id": block.get("tool_use_id"), "content": _result_of(block)}
                         messages.append({"role": "tool", **result})
-                    case "redacted_thinking" | "server_tool_use":  # of another server
+                    case "redacted_thinking" | "server_tool_use" | "mcp_tool_use":  # of another server
                         pass
                     case str() as kind if kind.endswith("_tool_result"):
                         pass

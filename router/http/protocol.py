@@ -150,9 +150,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def _end_with_connection(cycle: RequestResponseCycle) -> None:
-    """Have uvicorn send a body as it is, which the end of the connection ends: HTTP/1.0 knows no chunks."""
+    """Have uvicorn send a body as it is, which the end of the connection ends: HTTP/1.0 knows no chunks, and no interim
+    responses."""
     send = cycle.send
-    cycle.chunked_encoding = False
+    cycle.chunked_encoding = cycle.waiting_for_100_continue = False
 
     async def send_bare(message: ASGISendEvent) -> None:
         if message["type"] == "http.response.body":

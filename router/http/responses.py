@@ -85,7 +85,6 @@ class ResponsesBody(ConvertedBody):
         if _LOGPROBS in (self.include or ()):
             raise refusal("include", f"has {_LOGPROBS}, which is not supported; leave it out")
         self._places |= _PLACES
-        choice = self.tool_choice
         return self._chat_of(
             {
                 "temperature": self.temperature,
@@ -95,7 +94,7 @@ class ResponsesBody(ConvertedBody):
                 "messages": messages_of(self.instructions, self.input, self._places),
                 "response_format": _response_format((self.text or {}).get("format")),
                 "tools": self._chat_tools(),
-                "tool_choice": _chat_tool(choice) if isinstance(choice, dict) else choice,
+                "tool_choice": self.tool_choice,
             }
         )
 
@@ -134,7 +133,7 @@ def _flat(
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, object]:
-    """A tool or choice of one, whose members a chat has one level deeper."""
+    """A tool, whose members a chat has one level deeper."""
     function = {
         name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None
     }

@@ -21,7 +21,12 @@ from pdserve.router.text.harmony import EFFORTS
 from pdserve.router.text.tool_calls import ToolFormat
 
 _OWN_VARIABLES = frozenset({"add_generation_prompt", "messages", "tools"})
+_WISHES = frozenset({"enable_thinking", "reasoning_effort", "thinking"})
+"""Variables that clients set whatever the model: one that never reasons, or always, cannot follow."""
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+_MODES = {"auto": "auto", "none": "none", "any": "required", "required": "required"}
+"""Choices that name no function, as clients write them."""
+_NAMING = ("function", "custom")
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
@@ -52,7 +57,7 @@ def tools_of(body: ChatBody, style: ToolFormat | None, requested: Grammar | None
     Raises:
         ApiError: one is malformed, ``style`` is None, or the body contradicts a forced call.
     """
-    offered, choice = body.tools or [], "auto" if body.tool_choice in (None, "") else body.tool_choice
+    offered, choice = _allowed(body.tools or [], body.tool_choice)
     functions = {}
     for index, tool in enumerate(offered):
         function = _function(tool, f"tools.{index}")
@@ -82,10 +87,10 @@ def template_options(body: TemplatedBody, template: ChatTemplate | None) -> Mapp
     it, the nearest that the model knows; templates that can only turn reasoning on and off have ``enable_thinking``.
 
     Raises:
-        ApiError: the template does not read one, or it is not the client's to set.
+        ApiError: the template does not read one that is no wish about reasoning, or it is not the client's to set.
     """
     known = frozenset() if template is None else template.variables - _OWN_VARIABLES
-    given = body.chat_template_kwargs or {}
+    given = {name: value for name, value in (body.chat_template_kwargs or {}).items() if name not in _WISHES - known}
     for name in given:
         if name not in known or name.endswith("_token"):
             message = f"has {name[:MAX_NAME_CHARS]!r}, which the model's chat template does not read; leave it out"
@@ -118,6 +123,24 @@ def _function(tool: object, place: str) -> _Function:
     return _Function(name, parameters or _ANY_OBJECT, bool(is_strict))
 
 
+def _allowed(tools: list[dict[str, object]], choice: object) -> tuple[list[dict[str, object]], object]:
+    """Tools among which the model may choose, and the choice: a name, or an object that names a function."""
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        inner = choice.get("allowed_tools", choice)
+        listed = inner.get("tools") if isinstance(inner, dict) else None
+        if isinstance(listed, list):
+            names = [*map(_name, listed)]
+            tools, choice = [tool for tool in tools if _name(tool) in names], inner.get("mode")
+    mode = choice.get("type") if isinstance(choice, dict) else choice or "auto"
+    return tools, _MODES.get(mode, choice) if isinstance(mode, str) else choice
+
+
+def _name(tool: object) -> object:
+    """Name in a tool or a choice of one, which may have it inside ``function`` or itself."""
+    inner = tool.get("function", tool) if isinstance(tool, dict) else None
+    return inner.get("name") if isinstance(inner, dict) else None
+
+
 def _forced(choice: object, functions: Mapping[str, _Function]) -> list[_Function]:
     """Functions of which the model has to call one; empty if it may answer with text."""
     if choice in ("auto", "none"):
@@ -126,9 +149,8 @@ def _forced(choice: object, functions: Mapping[str, _Function]) -> list[_Functio
         if not functions:
             raise refusal("tool_choice", "is required, and there are no tools; send some")
         return [*functions.values()]
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+    name = _name(choice)
+    if not isinstance(name, str) or (isinstance(choice, dict) and choice.get("type", "function") not in _NAMING):
         named = '{"type": "function", "function": {"name": "..."}}'
         raise refusal("tool_choice", f"should be auto, none, required, or {named}")
     if name not in functions:

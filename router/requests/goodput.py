@@ -22,10 +22,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from math import inf, log
+from heapq import nsmallest
+from math import ceil, inf, log
 from typing import Any, NamedTuple, TypeVar
 
-from pdserve.contracts.worker_config import WorkerRole
+from pdserve.contracts.worker_config import WorkerRole, whole_worker_id
 from pdserve.router.requests.goodput_rules import (
     LATE_S,
     HeldTurns,
@@ -37,6 +38,7 @@ from pdserve.router.requests.goodput_rules import (
     slack_misses,
     tpot_chance,
 )
+from pdserve.router.requests.least_time import mixed_correction
 from pdserve.router.requests.lengths import Lengths, TtftErrors
 from pdserve.router.requests.placement import (
     Arrival,
@@ -44,12 +46,13 @@ from pdserve.router.requests.placement import (
     Costs,
     Placement,
     PrefillChoice,
+    PrefixPull,
     PromptBlocks,
     WorkerSnapshot,
     shortfall,
     tie_order,
 )
-from pdserve.router.requests.shortlist import by_backlog, by_room
+from pdserve.router.requests.shortlist import NUM_SCORED, by_backlog, by_room
 from pdserve.router.requests.worker_view import WorkerView
 
 PREFILL, DECODE, MIXED = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.MIXED
@@ -78,6 +81,8 @@ class Goodput(Placement):
         self._joining, self._late_joining = Joining(), Joining()
         self._late_tokens: Counter[str] = Counter()
         """Tokens of late prompts by id of the worker on which they wait."""
+        self._lends_until_s: dict[str, float] = {}
+        """When a worker may lend again, by id: pulls of prefixes from one take turns."""
         self._prefill_cost = PrefillCost()
         self._turns = HeldTurns()
         self._retry_times = RetryTimes()
@@ -95,6 +100,7 @@ class Goodput(Placement):
         fleet = {role: [worker for worker in workers if worker.role is role] for role in WorkerRole}
         cached = blocks.cached_on(workers)
         views = [self._updated(worker) for worker in self._shortlist(blocks, fleet, cached)]
+        sources = self._prefix_sources(workers, cached)
         joining = self._joining.part_of(len(fleet[DECODE]))
         decodes = {
             view.worker_id: self._decode_option(arrival, view, cached, joining, has_decode=bool(fleet[DECODE]))
@@ -109,8 +115,10 @@ class Goodput(Placement):
         num_workers = len(computing) * len(workers) / len(views)  # as many of all as of those on the short list
         cost_per_s = self._prefill_cost.misses_per_s(arrival.now_s) / num_workers
         options = [
-            self._prefill_option(arrival, view, decode, score, cached.get(view.worker_id, 0), cost_per_s)
+            self._prefill_option(arrival, view, decode, score, num_cached, cost_per_s, pull)
             for view in computing
+            for num_cached in [cached.get(view.worker_id, 0)]
+            for pull in [self._prefix_pull(arrival, view, num_cached, sources, cached)]
             for decode in [decodes.get(view.worker_id)] + [None] * (view.role is MIXED and bool(handoffs))
         ]
         key, best = self._least(options, lambda option, harm: option.order(blocks, harm))
@@ -178,6 +186,8 @@ class Goodput(Placement):
             self._late_tokens[choice.worker_id] += num_new
         elif view.may_decode:
             view.prefill_beside(choice.prefill_s, arrival.now_s, self._answer_s())
+        if choice.prefix is not None:
+            self._lends_until_s[choice.prefix.worker_id] = arrival.now_s + choice.prefix.pull_s
         if choice.handoff:
             (self._late_joining if is_late else self._joining).add(request_id, num_tokens)
         self._turns.placed(arrival, is_late=is_late)
@@ -204,6 +214,9 @@ class Goodput(Placement):
             view.answer_began(request_id, began_s, tokens_ahead, slo_s, weight, worker.num_steps)
             self._num_answers += 1
             self._count_lengths()
+
+    def prefix_failed(self, worker_id: str, until_s: float) -> None:
+        self._lends_until_s[worker_id] = until_s
 
     def left(self, request_id: int, num_tokens: int) -> None:
         self._forget(request_id)
@@ -344,22 +357,70 @@ class Goodput(Placement):
         decode_score: float,
         num_cached: int,
         cost_per_s: float,
+        pull: PrefixPull | None = None,
     ) -> _PrefillOption:
         """What the prompt may expect on a worker, and others from it.
 
         Args:
             decode: its answer there; None if it is handed off, for a ``decode_score``.
             cost_per_s: misses that a second of delay to what arrives at the worker would cause, per second.
+            pull: adds to the ``num_cached`` tokens there.
         """
         num_tokens, weight, slack_s = arrival.blocks.num_tokens, arrival.weight, arrival.wanted_s - arrival.now_s
+        num_cached, pull_s = (pull.num_tokens, pull.pull_s) if pull else (num_cached, 0.0)
         prefill_s, due_s = view.prefill_s(num_tokens, num_cached), _due_s(arrival, view)
-        ttft_s = view.ttft_s(num_tokens, num_cached, num_behind=view.prompts.num_tokens_after(due_s))
+        ttft_s = pull_s + view.ttft_s(num_tokens, num_cached, num_behind=view.prompts.num_tokens_after(due_s))
         spread_s = max(MIN_TTFT_SPREAD_S, self._errors[decode is None].spread * ttft_s)
         ttft_chance = chance((slack_s - ttft_s) / spread_s)
         gain = decode.gain(weight * ttft_chance) if decode else handoff_score(ttft_chance, decode_score)
         cost = cost_per_s * prefill_s * ttft_s
         gain -= cost + slack_misses(weight, ttft_s / (max(slack_s, ttft_s) if slack_s < inf else 1.0))
-        return _PrefillOption(view, decode, num_cached, prefill_s, due_s, ttft_s, ttft_chance, spread_s, cost, gain)
+        return _PrefillOption(
+            view, decode, num_cached, prefill_s, due_s, ttft_s, ttft_chance, spread_s, cost, gain, pull
+        )
+
+    def _prefix_sources(self, workers: Iterable[WorkerSnapshot], cached: Mapping[str, int]) -> list[WorkerSnapshot]:
+        """Workers that cache the most of a prompt, a few that answer soonest. Micro-batches of a pipeline share the
+        address that others pull from, which does not tell them apart."""
+        most = max(cached.values(), default=0) if self.pulls_prefixes else 0
+        have_most = (each for each in workers if most and cached.get(each.worker_id) == most)
+        whole = [each for each in have_most if whole_worker_id(each.worker_id) == each.worker_id]
+        return nsmallest(NUM_SCORED, whole, key=self._turn_s)
+
+    def _turn_s(self, worker: WorkerSnapshot) -> float:
+        """Seconds of a step of the worker, after which it answers a pull."""
+        num_tokens = min(worker.num_waiting_tokens, worker.max_batch_tokens)
+        if not num_tokens:
+            return worker.next_step_s if worker.num_decoding else 0.0
+        step_s = self.costs[worker.role].mixed_s(num_tokens, 0, worker.num_decoding, worker.num_context_tokens)
+        return step_s * mixed_correction(worker)
+
+    def _prefix_pull(
+        self,
+        arrival: Arrival,
+        view: WorkerView,
+        num_cached: int,
+        sources: Iterable[WorkerSnapshot],
+        cached: Mapping[str, int],
+    ) -> PrefixPull | None:
+        """The pull that brings a worker the most of a prompt, behind others from its source, unless to compute that
+        takes less time."""
+        blocks, pulls = arrival.blocks, []
+        for source in sources:
+            same_host = source.host == view.snapshot.host
+            num_pulled = cached[source.worker_id] - num_cached
+            costs = [self.costs[role] for role in {source.role, view.role}]
+            pull_s = max([cost.pull_s(num_pulled, same_host=same_host) for cost in costs])
+            waits_s = max(self._turn_s(source), self._lends_until_s.get(source.worker_id, 0.0) - arrival.now_s)
+            pull_s = waits_s + pull_s * self.pull_corrections[same_host].factor
+            pulls.append((pull_s, source.worker_id, num_pulled))
+        if not pulls or (best := min(pulls))[2] <= 0:
+            return None
+        (pull_s, source_id, num_pulled), num_tokens = best, num_cached + best[2]
+        prefill_s = view.prefill_s(blocks.num_tokens, num_cached) - view.prefill_s(blocks.num_tokens, num_tokens)
+        if pull_s >= prefill_s:
+            return None
+        return PrefixPull(source_id, num_tokens, ceil(num_pulled * pull_s / prefill_s), pull_s, prefill_s)
 
     def _least(self, options: Sequence[_Option], key: Callable[[_Option, float], _Key]) -> tuple[_Key, _Option]:
         """The option with the least key, which grows with the harm to answers that decode there. That takes most of the
@@ -487,6 +548,7 @@ class _PrefillOption(NamedTuple):
     decode: _DecodeOption | None
     """Its answer there; None if it is handed off."""
     num_cached: int
+    """Tokens that the worker caches, or will when it has pulled them."""
     prefill_s: float
     """Seconds of its own tokens."""
     due_s: float
@@ -499,6 +561,8 @@ class _PrefillOption(NamedTuple):
     """Misses that its seconds are expected to cause among prompts behind it."""
     gain: float
     """Score, less the harm."""
+    pull: PrefixPull | None
+    """What it pulls first."""
 
     def harm(self, lengths: Lengths) -> float:
         """Expected misses of answers that decode there."""
@@ -517,8 +581,10 @@ class _PrefillOption(NamedTuple):
         return self.cost * (self.ttft_s - self.prefill_s * (1 + chunk) / 2) / self.ttft_s
 
     def choice(self) -> PrefillChoice:
-        view, decode, num_cached, prefill_s, due_s, ttft_s, *_ = self
-        return PrefillChoice(view.worker_id, decode is None, ttft_s, num_cached, prefill_s=prefill_s, due_s=due_s)
+        view, decode, num_cached, prefill_s, due_s, ttft_s, *_, pull = self
+        return PrefillChoice(
+            view.worker_id, decode is None, ttft_s, num_cached, prefill_s=prefill_s, due_s=due_s, prefix=pull
+        )
 
 
 def _due_s(arrival: Arrival, view: WorkerView) -> float:

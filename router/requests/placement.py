@@ -143,6 +143,21 @@ class Arrival(NamedTuple):
     """Prompts of one share wait behind each other, those of several side by side: its tenant and tier."""
 
 
+class PrefixPull(NamedTuple):
+    """A prefix of a prompt that the worker which computes the prompt is to pull from another one."""
+
+    worker_id: str
+    """The source."""
+    num_tokens: int
+    """Leading tokens of the prompt that it caches."""
+    min_tokens: int
+    """As in `pdserve.contracts.request.PrefixSource`."""
+    pull_s: float
+    """Predicted seconds of the pull."""
+    prefill_s: float
+    """Predicted seconds to compute what is pulled."""
+
+
 class PrefillChoice(NamedTuple):
     """Worker chosen to compute a prompt."""
 
@@ -152,7 +167,7 @@ class PrefillChoice(NamedTuple):
     ttft_s: float
     """Predicted seconds from now to the first new token; on a busy decode worker, with the larger correction."""
     num_cached_tokens: int
-    """Expected prefix-cache hit."""
+    """Expected prefix-cache hit, with what is pulled."""
     is_late: bool = False
     """It is unlikely to meet its TTFT objective, or would cost others more: it runs behind prompts that can."""
     is_held: bool = False
@@ -165,6 +180,8 @@ class PrefillChoice(NamedTuple):
     """Above 0: the request is refused, and may be served after so many seconds."""
     misses_per_s: float = 0.0
     """Expected misses of TTFT, times weight, that each second of delay would cost it."""
+    prefix: PrefixPull | None = None
+    """What it pulls first."""
 
 
 class Binding(NamedTuple):
@@ -177,6 +194,9 @@ class Binding(NamedTuple):
 
 class Placement:
     """Decides; the base class ignores what is reported."""
+
+    pulls_prefixes = True
+    """Whether workers may pull prefixes from others, as far as the policy knows how to choose that."""
 
     def __init__(self, costs: Costs, *, tpot_slo_s: float = 0.0) -> None:
         """``tpot_slo_s``: the tightest TPOT objective of any request; 0 for none."""
@@ -210,11 +230,13 @@ class Placement:
     def decoding(self, request_id: int, began_s: float, num_tokens: int, worker: WorkerSnapshot) -> None:
         """An answer, ``num_tokens`` long so far since ``began_s``, decodes on ``worker`` from now on."""
 
-    def pulled(self, role: WorkerRole, num_bytes: int, seconds: float, *, same_host: bool) -> None:
-        """A worker pulled so many bytes of KV, and held the prompt ``seconds`` after its last block was granted."""
-        cost = self.costs[role]
-        predicted_s = cost.pull_s(num_bytes / cost.kv_bytes_per_token, same_host=same_host)
+    def pulled(self, role: WorkerRole, num_tokens: int, seconds: float, *, same_host: bool) -> None:
+        """A worker pulled the KV of so many tokens, and held it ``seconds`` after its last block was granted."""
+        predicted_s = self.costs[role].pull_s(num_tokens, same_host=same_host)
         self.pull_corrections[same_host].observe(predicted_s, seconds)
+
+    def prefix_failed(self, worker_id: str, until_s: float) -> None:
+        """A worker could not pull a prefix from this one, of which none is to be pulled before ``until_s``."""
 
     def left(self, request_id: int, num_tokens: int) -> None:
         """The request is on no worker any more; its answer ended with ``num_tokens``, or 0 if it did not."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
 
-from pdserve.contracts.request import GenerationRequest
+from pdserve.contracts.request import GenerationRequest, PrefixSource
 from pdserve.contracts.worker_config import WorkerRole, whole_worker_id
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.admission import Admission
@@ -20,7 +20,14 @@ from pdserve.router.requests.attempt import Attempt, Decision, Held, Loss, Parke
 from pdserve.router.requests.attempt_table import AttemptTable
 from pdserve.router.requests.blame import Blame
 from pdserve.router.requests.observer import DispatchObserver
-from pdserve.router.requests.placement import Arrival, Placement, PromptBlocks, prefill_candidates, shortfall
+from pdserve.router.requests.placement import (
+    Arrival,
+    Placement,
+    PrefixPull,
+    PromptBlocks,
+    prefill_candidates,
+    shortfall,
+)
 from pdserve.router.requests.retries import Retries
 from pdserve.router.requests.settings import DispatchSettings
 
@@ -295,8 +302,21 @@ class Placer:
             max_gap_s=self._settings.slo.tier(spec.tier).max_gap_seconds,
             block_hashes=spec.block_hashes,
             handoff=choice.handoff,
+            prefix_source=self._prefix_source(choice.prefix),
         )
         self._table.move(attempt, Prefilling(worker, sent, decision))
+
+    def _prefix_source(self, pull: PrefixPull | None) -> PrefixSource | None:
+        if pull is None:
+            return None
+        source = self._workers[pull.worker_id]
+        return PrefixSource(
+            address=source.kv_address,
+            worker_epoch=source.epoch,
+            num_tokens=pull.num_tokens,
+            min_tokens=pull.min_tokens,
+            max_s=pull.prefill_s,
+        )
 
     def park(self, attempt: Attempt, state: Parked) -> None:
         """Have the prompt, which is parked without a decode worker, bound in a next turn."""

@@ -27,5 +27,5 @@ class DispatchSettings:
     """Maximum seconds that a new request waits for a worker. Long enough to hide a quick restart of a worker; a client
     that would wait longer had better retry, perhaps elsewhere."""
     cut_off_s: float = 10.0
-    """Seconds after a failed pull during which its decode worker is avoided for prompts of the same prefill worker, and
-    for which a worker is left alone that failed several requests."""
+    """Seconds after a failed pull during which its decode worker is avoided for prompts of the same prefill worker, or
+    no prefix is pulled from its source, and for which a worker is left alone that failed several requests."""

@@ -36,7 +36,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
     assert f"Example: pdserve {command}" in run.stdout
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",)])
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
 def test_without_a_command_there_is_help(arguments: tuple[str, ...]) -> None:
     run = pdserve(*arguments)
     assert run.returncode == 0

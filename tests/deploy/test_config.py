@@ -240,3 +240,34 @@ def test_the_example_in_the_readme_is_valid() -> None:
 def test_swap_memory_is_automatic_none_or_a_size(written: str, num_bytes: int | None) -> None:
     config = parse_deployment(yaml.safe_load(f"decode: {{swap_memory: {written}}}"))
     assert config.decode.swap_memory_bytes == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        (
+            {"prefill": {"min_replicas": 2}},
+            "prefill.min_replicas is 2, and prefill.max_replicas is not given: give both",
+        ),
+        (
+            {"decode": {"replicas": 5, "max_replicas": 4}},
+            "decode.replicas is 5; write a number from decode.min_replicas, 1, to decode.max_replicas, 4",
+        ),
+        (
+            {"prefill": {"replicas": 1, "min_replicas": 2, "max_replicas": 4}},
+            "prefill.replicas is 1; write a number from",
+        ),
+        (
+            {"mixed": {"replicas": 1, "max_replicas": 2}},
+            "mixed.max_replicas is 2, and there are mixed workers; the load",
+        ),
+        (
+            {"mixed": {"replicas": 1}, "decode": {"max_replicas": 2}},
+            "decode.max_replicas is 2, and there are mixed workers",
+        ),
+    ],
+)
+def test_bounds_of_workers_that_follow_the_load_fit(document: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_deployment(document)
+    assert said in str(caught.value)

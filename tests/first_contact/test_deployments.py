@@ -144,9 +144,29 @@ def test_a_deployment_becomes_what_is_right(path: Path, folder: Path, monkeypatc
     for name, config in configs.items():
         assert (config.device == "cpu") == (found[name]["gpus"] == 0)
     hardware = case.machine.gpu if case.machine.torch_sees_gpu else "cpu"
-    statuses = [{"role": config.role.value, "hardware": hardware, "load": POOL} for config in configs.values()]
+    status = {"hardware": hardware, "load": POOL, "products": "bfloat16" if hardware == "cpu" else ""}
+    statuses = [{"role": config.role.value, **status} for config in configs.values()]
     rows = dict(banner_rows(fleet.launches[0], "m", statuses))
     assert set(rows) == {"model", "answers end"} | {config.role.value for config in configs.values()}
     for row, parts in case.right.banner.items():
         for part in parts:
             assert part in rows[row]
+
+
+def test_cpus_that_multiply_in_different_dtypes_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = FOLDER / "no_gpu.yaml"
+    case = from_plain(Case, yaml.safe_load(path.read_text()), path.name)
+    fleet = placed(case, folder, on_machine(case.machine, monkeypatch))
+    roles = {worker._config.role.value for worker in fleet.workers}
+    for dtypes, words in (
+        (("bfloat16",), "products in bfloat16,"),
+        (("bfloat16", "float32"), "products in bfloat16 and float32 (CPUs differ; model.cpu_products: float32 makes"),
+        (("",), ""),
+    ):
+        statuses = [
+            {"role": role, "hardware": "cpu", "load": POOL, "products": dtype} for role in roles for dtype in dtypes
+        ]
+        rows = dict(banner_rows(fleet.launches[0], "m", statuses))
+        for role in roles:
+            assert words in f"{rows[role]},"
+            assert ("products" in rows[role]) is bool(words)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from pdserve.kernels.cpu.dense import multiplies_bfloat16
 from pdserve.kernels.cpu.threads import use_threads
 from pdserve.kernels.operations import DecoderKernels, Linear
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
@@ -20,20 +21,32 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NUM_ROWS = (0, 1, 2, 3, 5, 6, 7, 12, 23, 24, 25, 49, 70, 192, 193, 300)
 SHAPES = ((1, 1), (16, 3), (17, 255), (33, 256), (48, 257), (65, 600), (150, 96))
 QUANTISED = ("int8", "int4")
+IN_BFLOAT16 = " in bf16"
+"""Ends the name of a form that is multiplied in bfloat16, where the CPU has instructions for it."""
 
 both_kernels = pytest.mark.parametrize("kernels", [CPU_KERNELS, TORCH_KERNELS], ids=["cpu", "torch"])
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
-every_weight = pytest.mark.parametrize("form", [*DTYPES, *QUANTISED])
+every_weight = pytest.mark.parametrize(
+    "form", [*DTYPES, *QUANTISED, *(form + IN_BFLOAT16 for form in ("bf16", *QUANTISED))]
+)
 
 
 def cpu_linear(form: str, weight_FE: torch.Tensor, bias_F: torch.Tensor | None = None) -> Linear:
-    if form in QUANTISED:
-        return CPU_KERNELS.pack_linear(quantise(weight_FE, form), bias_F)
-    return CPU_KERNELS.pack_linear(weight_FE.to(DTYPES[form]), bias_F)
+    dtype = torch.bfloat16 if form.endswith(IN_BFLOAT16) else torch.float32
+    form = form.removesuffix(IN_BFLOAT16)
+    weight = quantise(weight_FE, form) if form in QUANTISED else weight_FE.to(DTYPES[form])
+    return CPU_KERNELS.pack_linear(weight, bias_F, dtype=dtype)
+
+
+def random_rows(form: str, num_rows: int, num_inputs: int, seed: int = 0) -> torch.Tensor:
+    """Values that products in bfloat16 do not round, for a form that has them."""
+    x_TE = random(num_rows, num_inputs, seed=seed)
+    return x_TE.bfloat16().float() if form.endswith(IN_BFLOAT16) else x_TE
 
 
 def held(form: str, weight_FE: torch.Tensor) -> torch.Tensor:
     """What ``form`` keeps of a weight, in float64."""
+    form = form.removesuffix(IN_BFLOAT16)
     if form in QUANTISED:
         return dequantise(quantise(weight_FE, form)).double()
     return weight_FE.to(DTYPES[form]).double()
@@ -52,7 +65,7 @@ def test_product_of_any_shape(form: str, shape: tuple[int, int], biased: bool) -
     bias_F = random(num_outputs, seed=1) if biased else None
     linear = cpu_linear(form, weight_FE, bias_F)
     for num_rows in NUM_ROWS:
-        x_TE = random(num_rows, num_inputs, seed=num_rows)
+        x_TE = random_rows(form, num_rows, num_inputs, seed=num_rows)
         expected = x_TE.double() @ held(form, weight_FE).T + (0 if bias_F is None else bias_F.double())
         y_TF = linear(x_TE)
         assert y_TF.dtype == torch.float32
@@ -82,7 +95,33 @@ def test_a_row_depends_on_neither_its_neighbours_nor_the_number_of_threads(form:
             assert torch.equal(linear(x_TE[400 - num_rows :]), together[400 - num_rows :])
 
 
-@pytest.mark.parametrize("form", DTYPES)
+@every_weight
+def test_a_token_of_a_prompt_gets_what_it_gets_alone(form: str) -> None:
+    """In batches of 1 to 2,048 rows on one thread and two: bit for bit."""
+    linear = cpu_linear(form, random(70, 300) / 17)
+    x_TE = random(2048, 300)
+    use_threads(1)
+    alone = torch.cat([linear(x_TE[row : row + 1]) for row in range(2048)])
+    for num_threads in (1, 2):
+        use_threads(num_threads)
+        for num_rows in (2, 3, 11, 13, 48, 49, 383, 385, 1023, 2048):
+            assert torch.equal(linear(x_TE[-num_rows:]), alone[-num_rows:])
+
+
+@pytest.mark.parametrize("form", ["bf16", *QUANTISED])
+@pytest.mark.parametrize("num_inputs", [1, 2, 15, 17, 31, 33, 256, 700])
+def test_products_in_bfloat16_are_those_of_rounded_activations(form: str, num_inputs: int) -> None:
+    linear, plain = (cpu_linear(each, random(40, num_inputs)) for each in (form + IN_BFLOAT16, form))
+    for num_rows in (1, 3, 60):
+        x_TE = random(num_rows, num_inputs, seed=1)
+        if multiplies_bfloat16():
+            assert torch.equal(linear(x_TE), linear(x_TE.bfloat16().float()))
+            assert not torch.equal(linear(x_TE), plain(x_TE))
+        else:
+            assert torch.equal(linear(x_TE), plain(x_TE))
+
+
+@pytest.mark.parametrize("form", [*DTYPES, "bf16" + IN_BFLOAT16])
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 70])
 def test_nan_and_infinity_go_where_they_belong(form: str, num_rows: int) -> None:
     weight_FE = random(40, 300)
@@ -145,10 +184,13 @@ def test_bytes_are_those_of_the_dtype() -> None:
         "int8": 64 * 100 + 64 * 4 + 64 * 4,
         "int4": 64 * 100 // 2 + 64 * 4 + 64 * 4,
     }
+    for form in ("bf16", *QUANTISED):
+        plain = cpu_linear(form, weight_FE, bias_F)
+        assert cpu_linear(form + IN_BFLOAT16, weight_FE, bias_F).num_bytes == plain.num_bytes
     assert cpu_linear("int4", random(64, 300)).num_bytes == 64 * 300 // 2 + 64 * 3 * 4
 
 
-@pytest.mark.parametrize("form", QUANTISED)
+@pytest.mark.parametrize("form", [*QUANTISED, *(form + IN_BFLOAT16 for form in QUANTISED)])
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 70])
 def test_a_weight_that_is_not_finite_makes_its_output_nan_when_quantised(form: str, num_rows: int) -> None:
     weight_FE = random(20, 300)

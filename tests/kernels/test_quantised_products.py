@@ -15,6 +15,7 @@ PER_OUTPUT = 10**6
 FORMS = [
     *(Form("int4", group, has_zeros) for group in (32, 64, 96, 128, 512, PER_OUTPUT) for has_zeros in (False, True)),
     *(Form("int8", group, has_zeros) for group in (32, 128, PER_OUTPUT) for has_zeros in (False, True)),
+    *(Form(kind, 13, True) for kind in ("int8", "int4")),  # an odd number, which is not multiplied in bfloat16
     *(Form("e4m3", group) for group in (32, 128, PER_OUTPUT)),
     *(Form("e2m1", group) for group in (32, PER_OUTPUT)),
 ]
@@ -22,6 +23,8 @@ FORMS = [
 NUM_ROWS = (1, 2, 7, 12, 50, 300)
 NUM_OUTPUTS, NUM_INPUTS = 150, 650
 
+# In bfloat16 where the CPU has instructions for it.
+both_products = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
 
 
@@ -31,13 +34,15 @@ def permuted(weight: GroupedWeight, seed: int = 0) -> GroupedWeight:
 
 @every_form
 @pytest.mark.parametrize("is_permuted", [False, True], ids=["", "permuted"])
-def test_product_and_rows(form: Form, is_permuted: bool) -> None:
+@both_products
+def test_product_and_rows(form: Form, is_permuted: bool, dtype: torch.dtype) -> None:
     weight, bias_F = random_weight(form, NUM_OUTPUTS, NUM_INPUTS), random(NUM_OUTPUTS)
     weight = permuted(weight) if is_permuted else weight
     whole_FE = dequantise(weight).double()
-    linear = CPU_KERNELS.pack_linear(weight, bias_F)
+    linear = CPU_KERNELS.pack_linear(weight, bias_F, dtype=dtype)
     for num_rows in NUM_ROWS:
-        x_TE = random(num_rows, NUM_INPUTS, seed=num_rows) + 0.5  # whose sum is not near 0
+        # Not rounded, and of a sum that is not near 0.
+        x_TE = (random(num_rows, NUM_INPUTS, seed=num_rows) + 0.5).to(dtype).float()
         size_TF = x_TE.abs().double() @ whole_FE.abs().T + bias_F.abs().double()
         error_TF = linear(x_TE).double() - (x_TE.double() @ whole_FE.T + bias_F.double())
         assert (error_TF.abs() <= (4e-6 if form.has_zeros else 1e-6) * size_TF).all()
@@ -48,8 +53,9 @@ def test_product_and_rows(form: Form, is_permuted: bool) -> None:
 
 
 @every_form
-def test_a_row_depends_on_neither_its_neighbours_nor_the_number_of_threads(form: Form) -> None:
-    linear = CPU_KERNELS.pack_linear(random_weight(form, 400, NUM_INPUTS))
+@both_products
+def test_a_row_depends_on_neither_its_neighbours_nor_the_number_of_threads(form: Form, dtype: torch.dtype) -> None:
+    linear = CPU_KERNELS.pack_linear(random_weight(form, 400, NUM_INPUTS), dtype=dtype)
     x_TE = random(300, NUM_INPUTS)
     together_TF = linear(x_TE)
     for num_threads in (1, 2):
@@ -59,14 +65,15 @@ def test_a_row_depends_on_neither_its_neighbours_nor_the_number_of_threads(form:
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 70])
-def test_every_pair_of_values_of_four_bits(num_rows: int) -> None:
+@both_products
+def test_every_pair_of_values_of_four_bits(num_rows: int, dtype: torch.dtype) -> None:
     """A panel holds outputs side by side in a byte: each pair, of which one is the lowest, too."""
     values_FE = torch.arange(-8, 8, dtype=torch.int8).repeat(4, 16)
     values_FE = torch.cat((values_FE.repeat(4, 1), values_FE.repeat_interleave(16, dim=1)[:, :256].repeat(4, 1)))
     weight = GroupedWeight(values_FE, torch.ones(32, 1), "int4", 256)
     for width in (16, 8):  # of AVX-512, of others
         order = torch.arange(32).view(2, -1, width).transpose(0, 1).flatten()
-        linear = CPU_KERNELS.pack_linear(weight._replace(values=values_FE[order]))
+        linear = CPU_KERNELS.pack_linear(weight._replace(values=values_FE[order]), dtype=dtype)
         x_TE = torch.eye(256)[:num_rows] + torch.eye(256)[-num_rows:]
         assert torch.equal(linear(x_TE), x_TE @ values_FE[order].float().T)
         assert torch.equal(linear.rows(torch.arange(32)), values_FE[order].float())
@@ -86,9 +93,10 @@ def test_inputs_of_gpt_oss(form: Form | None, num_inputs: int) -> None:
         assert torch.equal(experts(x_TE, starts_Y), linear(x_TE))
 
 
-def test_every_e4m3_is_read_exactly_and_nan_stays() -> None:
+@both_products
+def test_every_e4m3_is_read_exactly_and_nan_stays(dtype: torch.dtype) -> None:
     values_FE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(8, 32)
-    linear = CPU_KERNELS.pack_linear(GroupedWeight(values_FE, torch.ones(8, 1), "e4m3", 32))
+    linear = CPU_KERNELS.pack_linear(GroupedWeight(values_FE, torch.ones(8, 1), "e4m3", 32), dtype=dtype)
     rows_FE = linear.rows(torch.arange(8))
     has_nan = [3, 7]
     assert rows_FE[has_nan].isnan().all()
@@ -98,11 +106,12 @@ def test_every_e4m3_is_read_exactly_and_nan_stays() -> None:
     expected_TF = x_TE.double() @ values_FE.double().T
     torch.testing.assert_close(linear(x_TE).double()[:, of_numbers], expected_TF[:, of_numbers], rtol=1e-6, atol=0)
     grouped = GroupedWeight(values_FE.view(4, 64), torch.ones(4, 2), "e4m3", 32)
-    rows_FE = CPU_KERNELS.pack_linear(grouped).rows(torch.arange(4))
+    rows_FE = CPU_KERNELS.pack_linear(grouped, dtype=dtype).rows(torch.arange(4))
     assert rows_FE.isnan().any(dim=0).tolist() == [False] * 32 + [True] * 32
 
 
-def test_every_e2m1_is_read_exactly() -> None:
+@both_products
+def test_every_e2m1_is_read_exactly(dtype: torch.dtype) -> None:
     """In both halves of a panel, with every other one."""
     codes_FE = torch.arange(16, dtype=torch.int8).repeat(4, 16)
     codes_FE = torch.cat((codes_FE.repeat(4, 1), codes_FE.repeat_interleave(16, dim=1)[:, :256].repeat(4, 1)))
@@ -112,7 +121,7 @@ def test_every_e2m1_is_read_exactly() -> None:
     for width in (16, 8):  # of AVX-512, of others
         order = torch.arange(32).view(2, -1, width).transpose(0, 1).flatten()
         weight = GroupedWeight(twice_e2m1(codes_FE)[order], torch.full((32, 8), 0.5), "e2m1", 32)
-        linear = CPU_KERNELS.pack_linear(weight)
+        linear = CPU_KERNELS.pack_linear(weight, dtype=dtype)
         assert torch.equal(linear.rows(torch.arange(32)), expected_FE[order])
         for x_TE in (torch.eye(256)[:1], torch.eye(256)[::3].contiguous()):
             assert torch.equal(linear(x_TE), x_TE @ expected_FE[order].T)
@@ -131,7 +140,8 @@ def test_bytes_of_groups_and_zero_points() -> None:
 
 @pytest.mark.parametrize("form", [None, *FORMS], ids=str)
 @pytest.mark.parametrize("is_permuted", [False, True], ids=["", "permuted"])
-def test_experts_multiply_as_each_alone(form: Form | None, is_permuted: bool) -> None:
+@both_products
+def test_experts_multiply_as_each_alone(form: Form | None, is_permuted: bool, dtype: torch.dtype) -> None:
     """Bit for bit, with none, few and many rows each, and rows of none behind them."""
     counts = (0, 1, 0, 3, 60, 2, 1, 0)
     if form is None:
@@ -144,7 +154,8 @@ def test_experts_multiply_as_each_alone(form: Form | None, is_permuted: bool) ->
         if first.permutation is not None:
             other = other._replace(permutation=first.permutation.flip(0))
         weights = [first if count % 2 else other for count in counts]
-    experts, linears = CPU_KERNELS.pack_experts(weights), [CPU_KERNELS.pack_linear(weight) for weight in weights]
+    experts = CPU_KERNELS.pack_experts(weights, dtype=dtype)
+    linears = [CPU_KERNELS.pack_linear(weight, dtype=dtype) for weight in weights]
     assert experts.num_bytes == sum(linear.num_bytes for linear in linears)
     starts_Y = torch.tensor([0, *counts]).cumsum(dim=0)
     x_PE = random(70, NUM_INPUTS)

@@ -79,6 +79,16 @@ class Peer:
             grant.first_token.CopyFrom(kv_pb2.FirstToken(token=token, finish=finish))
         self.process.send(transfer_pb2.EngineToTransfer(grant=transfer_pb2.OfferedGrant(handle=handle, grant=grant)))
 
+    def lend(self, handle: bytes, block_ids: Sequence[int]) -> None:
+        """Grant cached blocks to a pull of a prefix."""
+        grant = kv_pb2.Grant(
+            block_ids=block_ids,
+            generations=[self.memory.generations[block_id] for block_id in block_ids],
+            final=True,
+            num_tokens=len(block_ids) * self.layout.block_size,
+        )
+        self.process.send(transfer_pb2.EngineToTransfer(grant=transfer_pb2.OfferedGrant(handle=handle, grant=grant)))
+
     def withdraw(self, handle: bytes) -> None:
         self.process.send(transfer_pb2.EngineToTransfer(withdraw=transfer_pb2.Withdraw(handle=handle)))
 
@@ -93,6 +103,7 @@ class Peer:
         deadline_s: float = TIMEOUT_S,
         min_duration_s: float = 0.0,
         epoch: int = EPOCH,
+        prefix: Sequence[bytes] = (),
     ) -> None:
         """Order the transfer process to pull from address ``source``."""
         self.process.send(
@@ -104,6 +115,7 @@ class Peer:
                     block_ids=block_ids,
                     deadline_s=deadline_s,
                     min_duration_s=min_duration_s,
+                    prefix=prefix,
                 )
             )
         )

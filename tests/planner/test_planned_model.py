@@ -74,9 +74,12 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
         ({"quantization_config": ["fp8"]}, r"quantization_config must be an object, not \['fp8'\]; download it again"),
         (
             {"quantization_config": {"quant_method": "hqq"}},
-            r"quant_method is 'hqq', .*; or plan with --quantization",
+            r"quant_method is 'hqq', .*; or plan with --set model.quantization",
         ),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, r"bits is 3, .*; or plan with --quantization"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 3}},
+            r"bits is 3, .*; or plan with --set model.quant",
+        ),
         ({"num_key_value_heads": 5}, "num_key_value_heads 5 does not divide num_attention_heads 32"),
     ],
 )
@@ -131,7 +134,7 @@ def test_quantised_weights_are_planned_as_asked_and_not_served(tmp_path: Path, m
 def test_the_language_model_of_a_multimodal_one_is_planned_as_asked_too(tmp_path: Path) -> None:
     text = {**CONFIG, "quantization_config": {"quant_method": "hqq"}}
     folder = written(tmp_path / "model", architectures=["Mistral3ForConditionalGeneration"], text_config=text)
-    with pytest.raises(ValueError, match=r"'hqq', .*; or plan with --quantization"):
+    with pytest.raises(ValueError, match=r"'hqq', .*; or plan with --set model.quantization"):
         read_planned_model(folder)
     model = read_planned_model(folder, precision=Precision(quantization="int4"))
     assert model.shape.scheme is None

@@ -40,6 +40,7 @@ class ScriptedWorker(WorkerServicer):
             "max_model_len": 4096, "block_size": 4, "num_blocks": 256, "max_batch_tokens": 256,
             "max_batch_size": 8, "tensor_parallel": 2, "pipeline_parallel": 1,
             "dtype": "bfloat16", "kv_dtype": "auto", "quantization": "none",
+            "cpu_products": "auto", "products": "",
             **welcome,
         }  # fmt: skip
         self.load: dict[str, Any] = {"num_blocks_free": self.welcome["num_blocks"]}

@@ -108,6 +108,20 @@ def test_a_frame_becomes_the_workers_series() -> None:
     assert "decode-0" not in scrape(metrics)
 
 
+def test_prefixes_are_counted_by_the_role_of_their_source() -> None:
+    metrics = RouterMetrics()
+    for seconds in (0.5, 9.0):
+        report = worker_pb2.TransferReport(num_tokens=80, bytes=9, seconds=seconds)
+        metrics.observe_prefix(report, WorkerRole.DECODE, 2.0)
+    metrics.observe_prefix(worker_pb2.TransferReport(failure_stage="deadline"), WorkerRole.PREFILL, 0.0)
+    metrics.observe_prefix(worker_pb2.TransferReport(failure_stage="aborted"), WorkerRole.PREFILL, 0.0)
+    assert sample(metrics, "pdserve_prefix_saved_seconds_total", source="decode") == 1.5
+    assert sample(metrics, "pdserve_prefix_tokens_total", source="decode") == 160
+    assert sample(metrics, "pdserve_prefix_tokens_total", source="prefill") == 0
+    assert sample(metrics, "pdserve_prefix_failures_total", source="prefill") == 1
+    assert sample(metrics, "pdserve_prefix_failures_total", source="decode") == 0
+
+
 def test_pulls_that_fail_are_counted_by_stage_and_transport() -> None:
     metrics = RouterMetrics()
     link = ("prefill-0", "decode-1")

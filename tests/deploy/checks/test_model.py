@@ -14,6 +14,7 @@ from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseCon
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
+from pdserve.deploy.checks import model as model_checks
 from pdserve.deploy.checks.model import PROCESS_BYTES, check_memory, check_model, worker_memory
 from pdserve.deploy.launch import Launch
 from pdserve.model.config.decoder_config import DecoderConfig
@@ -271,7 +272,7 @@ def test_a_draft_model_that_cannot_guess_is_refused(whole: Path) -> None:
 def test_what_does_not_fit_is_refused_with_the_setting_to_change(
     model: DecoderConfig, workers: list[WorkerConfig], spare: int, said: str
 ) -> None:
-    fixed_bytes = len(workers) * (weight_bytes(model.shape, "float32", "none").total + PROCESS_BYTES)
+    fixed_bytes = weight_bytes(model.shape, "float32", "none").total + len(workers) * PROCESS_BYTES
     with pytest.raises(DeployError, match=said):
         check_memory(workers, model, fixed_bytes + spare)
 
@@ -288,6 +289,24 @@ def test_a_quantised_checkpoint_takes_its_own_memory_and_no_other_setting(model:
         check_memory([replace(a_worker(), precision=Precision(quantization="int4"))], quantised, 2**40)
     with pytest.raises(DeployError, match="decode-0: tensor_parallel 4 divides the 64 inputs of the heads within"):
         check_memory([replace(a_worker(), tensor_parallel=4)], quantised, 2**40)
+
+
+def test_workers_share_weights_unless_they_hold_others_or_nothing_is_compiled(
+    model: DecoderConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = [a_worker(), replace(a_worker(WorkerRole.PREFILL), worker_id="prefill-0")]
+    needed = worker_memory(a_worker(), model)
+    once = needed.weights + 2 * (needed.kv + PROCESS_BYTES)
+    check_memory(workers, model, once)
+    with pytest.raises(DeployError, match="2 workers need"):
+        check_memory(workers, model, once - 1)
+    others = [workers[0], replace(workers[1], tensor_parallel=2)]
+    with pytest.raises(DeployError, match="2 workers need"):
+        check_memory(others, model, once + needed.weights - 1)
+    monkeypatch.setattr(model_checks, "has_compiler", lambda: False)
+    with pytest.raises(DeployError, match="2 workers need"):
+        check_memory(workers, model, once + needed.weights - 1)
+    check_memory(workers, model, once + needed.weights)
 
 
 def test_what_fits_passes(model: DecoderConfig) -> None:

@@ -15,9 +15,9 @@ from pdserve.deploy.cli import run
 from pdserve.deploy.config import read_deployment
 from tests.planner.test_planned_model import written
 
-SMALL = ("--gpus-per-node", "2", "--requests", "100", "--jobs", "1")
+SMALL = ("--gpus-per-node", "2", "--requests", "400", "--jobs", "1")
 SMALLEST = ("--gpus-per-node", "1", "--requests", "100", "--jobs", "1")
-SHORT = ("--input-tokens", "1000", "--output-tokens", "3")
+SHORT = ("--traffic", "1000/3")
 
 
 class Planned(NamedTuple):
@@ -169,8 +169,25 @@ def test_a_rate_gets_the_fewest_gpus(capsys: pytest.CaptureFixture[str], tmp_pat
         (["--gpu", "h100", "--decode-gpu", "l40"], 2, "unknown hardware 'l40'; use one of l40s"),
         (["--gpu", "h100", "--workload", "chta"], 2, "no preset 'chta': use chat"),
         (["--gpu", "h100", "--workload", "/absent.csv"], 2, "cannot read /absent.csv: No such file"),
-        (["--gpu", "h100", "--workload", "chat", *SHORT], 2, "--workload and --input-tokens exclude each other"),
+        (["--gpu", "h100", "--workload", "chat", *SHORT], 2, "--traffic, --workload and --input-tokens exclude each"),
         (["--gpu", "h100", "--input-tokens", "5"], 2, "--input-tokens and --output-tokens need each other"),
+        (
+            ["--gpu", "h100", "--traffic", "chat", "--workload", "code"],
+            2,
+            "name one kind of traffic, such as",
+        ),
+        (["--gpu", "h100", "--traffic", "1000/0"], 2, "--traffic is '1000/0', and there is no such file: name one"),
+        (["--gpu", "h100", "--traffic", "chta"], 2, "no preset 'chta': use chat"),
+        (["--gpu", "h100", "--set", "decode.replicas=3"], 2, "--set decode.replicas: the plan answers it"),
+        (
+            ["--gpu", "h100", "--set", "model.kv_dtpe=int8"],
+            2,
+            "'kv_dtpe' in model; did you mean 'kv_dtype'",
+        ),
+        (["--gpu", "h100", "--set", "slo.ttft_seconds=0"], 2, "--set: slo.ttft_seconds is 0.0; write a number above 0"),
+        (["--gpu", "h100", "--set", "slo"], 2, "--set is 'slo'; write a key and its value, such as --set decode"),
+        (["--gpu", "h100", "--set", "slo.attainment={"], 2, "--set slo.attainment: '{' is not valid YAML"),
+        (["--live", "http://127.0.0.1:9", "--set", "router.policy=least-time"], 2, "traffic and GPUs are those of"),
         (["--gpu", "h100", "--rate", "-5"], 2, "--rate is -5.0; write a number above 0"),
         (["--gpu", "h100", "--objective", "best"], 2, "--objective is 'best'; write one of rate, rate-per-device"),
         (["--gpu", "h100", "--objective", "least-cost"], 2, "--objective least-cost needs a rate: add --rate"),

@@ -20,7 +20,7 @@ from pdserve.deploy.config import parse_deployment
 from tests.planner.test_planned_model import written
 
 BASE = ("simulate", "--gpu", "h100-sxm", "--requests", "50")
-SHORT = ("--input-tokens", "200", "--output-tokens", "5")
+SHORT = ("--traffic", "200/5")
 
 
 @pytest.fixture
@@ -52,6 +52,21 @@ def test_the_default_is_a_worker_for_each_phase(capsys: pytest.CaptureFixture[st
     assert result["layout"]["text"] == "1 x P(TP1) + 1 x D(TP1)"
     assert result["model"]["dtype"] == "bfloat16"
     assert result["steady_state"]["num_requests"] == 50
+
+
+def test_settings_are_those_of_a_deployment_file_and_of_the_earlier_options(
+    capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    usual = ("--model", model, "--rate", "20")
+    keys = ["decode.replicas=2", "prefill.tensor_parallel=2", "model.dtype=float16", "router.policy=least-time"]
+    keys += ["slo.ttft_seconds=0.5", "slo.attainment=0.8"]
+    new = simulated(capsys, *usual, "--traffic", "200/5", *(part for key in keys for part in ("--set", key)))
+    lengths = ("--input-tokens", "200", "--output-tokens", "5")
+    named = ("--decode", "2", "--prefill-tp", "2", "--dtype", "float16", "--policy", "least-time")
+    old = simulated(capsys, *usual, *lengths, *named, "--ttft", "0.5", "--attainment", "0.8")
+    assert {**new, "elapsed_s": 0} == {**old, "elapsed_s": 0}
+    assert new["layout"]["text"] == "1 x P(TP2) + 2 x D(TP1)"
+    assert new["slo"]["attainment"] == 0.8
 
 
 def test_clients_may_set_a_limit(capsys: pytest.CaptureFixture[str], model: str) -> None:
@@ -132,6 +147,9 @@ def test_tables_are_for_people_and_files_for_programs(capsys: pytest.CaptureFixt
         (["--gpu", "h100", "--rate", "1", "--workload", "chta"], 2, "no preset 'chta': use chat"),
         (["--gpu", "h100", "--rate", "1", "--workload", "code", *SHORT], 2, "name one kind of traffic"),
         (["--gpu", "h100"], 2, "no rate is named: give --rate"),
+        (["--gpu", "h100", "--rate", "1", "--set", "decode.replica=2"], 2, "in decode; did you mean 'replicas'?"),
+        (["--gpu", "h100", "--rate", "1", "--set", "decode=2"], 2, "--set: decode holds 2 (int); write keys"),
+        (["--gpu", "h100", "--rate", "1", "--set", "decode.replicas=two"], 2, "write a whole number"),
         (["--gpu", "h100", "--rate", "0"], 2, "--rate is 0.0; write requests per second"),
         (["--gpu", "h100", "--rate", "nan"], 2, "--rate is nan; write requests per second"),
         (["--gpu", "h100", "--rate", "1", "--concurrency", "1"], 2, "--rate and --concurrency exclude each other"),
@@ -157,7 +175,7 @@ def test_tables_are_for_people_and_files_for_programs(capsys: pytest.CaptureFixt
 def test_a_mistake_gets_one_line_and_its_exit_code(
     capsys: pytest.CaptureFixture[str], model: str, arguments: list[str], status: int, said: str
 ) -> None:
-    traffic = () if "--workload" in arguments and "--input-tokens" not in arguments else SHORT
+    traffic = () if "--workload" in arguments and "--traffic" not in arguments else SHORT
     assert run(["simulate", "--model", model, "--requests", "5", *traffic, *arguments]) == status
     error = capsys.readouterr().err
     assert said in error

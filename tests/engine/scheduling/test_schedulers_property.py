@@ -37,6 +37,7 @@ configs = st.builds(
     is_staged=st.booleans(),
     right_guesses=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]),
     num_tier_blocks=st.sampled_from([0, 70, 200]),
+    prefix_share=st.sampled_from([0.0, 0.5, 1.0]),
 )
 
 
@@ -101,8 +102,9 @@ LONG_ANSWERS = WorldConfig(num_decode_blocks=104, max_model_len=400)
         ),
         replace(LONG_ANSWERS, pipeline_depth=1, right_guesses=0.8, num_swap_slots=60, cancel_preempted=0.2),
         replace(LONG_ANSWERS, pipeline_depth=2, right_guesses=0.8),
+        replace(LONG_ANSWERS, num_decode=2, right_guesses=0.8, num_swap_slots=60, local_share=0.5, prefix_share=1.0),
     ],
-    ids=["everything fails", "answers outgrow the pool", "steps are planned ahead"],
+    ids=["everything fails", "answers outgrow the pool", "steps are planned ahead", "prefixes are pulled"],
 )
 def test_guesses_change_no_token(config: WorldConfig) -> None:
     world = World(config, seed=5)
@@ -179,6 +181,36 @@ def test_every_kind_of_trouble_is_met() -> None:
         "choice over cached blocks",
     ):
         assert world.counts[count] > 0, f"no {count!r}"
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize("num_blocks", [20, 64])
+def test_prefixes_that_are_pulled_change_no_token(num_blocks: int, is_staged: bool) -> None:
+    config = WorldConfig(
+        num_prefill=2,
+        num_decode=2,
+        num_prefill_blocks=num_blocks,
+        num_decode_blocks=num_blocks + 12,
+        max_batch_tokens=8,
+        num_swap_slots=20,
+        relabel=0.02,
+        local_share=0.3,
+        pull_failure=0.05,
+        step_failure=0.005,
+        row_failure=0.005,
+        cancel=0.2,
+        prefix_share=0.8,
+        is_staged=is_staged,
+    )
+    counts = Counter[str]()
+    for seed in range(3):
+        world = World(config, seed)
+        submit_many(world, 80, max_prompt=40, max_answer=40, max_choices=3)
+        world.run(MAX_TURNS)
+        assert {client.outcome for client in world.clients} == {Outcome.FINISHED, Outcome.CANCELLED}
+        counts += world.counts
+    assert counts["prefix blocks pulled"] > 20
+    assert counts["prefix pull failed: copy"] > 10
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])

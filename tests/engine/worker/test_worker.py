@@ -21,6 +21,7 @@ from pdserve.contracts.codec import to_json
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
+from pdserve.model.weights.decoder_weights import products_of
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.proto.v1 import worker_pb2
 from tests.expected_tokens import expected_tokens
@@ -179,7 +180,9 @@ def test_further_choices_compute_and_pull_only_the_last_block_of_their_prompt(ch
             assert worker.process.wait(DEADLINE_S) == 0
 
 
-def real_model_config(checkpoint: Path, role: WorkerRole, core: int, quantization: str = "none") -> WorkerConfig:
+def real_model_config(
+    checkpoint: Path, role: WorkerRole, core: int, quantization: str = "none", dtype: str = "float32"
+) -> WorkerConfig:
     """Configuration with quantised KV if weights are quantised."""
     cores = sorted(os.sched_getaffinity(0))
     return WorkerConfig(
@@ -190,7 +193,9 @@ def real_model_config(checkpoint: Path, role: WorkerRole, core: int, quantizatio
         device="cpu",
         num_kv_blocks=64,
         max_batch_tokens=64,
-        precision=Precision(kv_dtype="auto" if quantization == "none" else "int8", quantization=quantization),
+        precision=Precision(
+            dtype=dtype, kv_dtype="auto" if quantization == "none" else "int8", quantization=quantization
+        ),
         cpu_cores=(cores[core % len(cores)],),
     )
 
@@ -209,15 +214,19 @@ def test_choices_of_the_real_model_differ_and_are_the_same_over_a_cached_prompt(
             assert len({tuple(answer) for answer in answers}) == 3
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_a_handoff_of_the_real_model_equals_a_mixed_worker(checkpoint: Path, quantization: str) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [("none", "float32"), ("int8", "float32"), ("int4", "float32"), ("none", "bfloat16"), ("int4", "bfloat16")],
+)
+def test_a_handoff_of_the_real_model_equals_a_mixed_worker(checkpoint: Path, quantization: str, dtype: str) -> None:
     """Token by token, int8 KV included: compiled kernels compute a row alike in any batch."""
-    config = partial(real_model_config, checkpoint, quantization=quantization)
+    config = partial(real_model_config, checkpoint, quantization=quantization, dtype=dtype)
     requests = [a_request(n, num_prompt=50 + 20 * n) for n in range(4)]
     with WorkerProcess(config(WorkerRole.MIXED, 0)) as mixed_worker, mixed_worker.connect() as mixed:
         for request in requests:
             mixed.submit(request)
         expected = [mixed.wait_for_answer(request.request_id) for request in requests]
+        assert mixed.welcome.products == products_of(Precision(dtype=dtype))
     assert len({tuple(answer) for answer in expected}) > 1
     with (
         WorkerProcess(config(WorkerRole.PREFILL, 0)) as prefill_worker,

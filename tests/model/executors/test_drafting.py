@@ -77,3 +77,13 @@ def test_only_rows_that_may_have_guesses_get_some() -> None:
 def test_guesses_are_right_up_to_the_first_that_is_not() -> None:
     assert [num_right([4, 5, 6], tokens) for tokens in ([4, 5, 6, 1], [4, 5, 1, 6], [1, 5, 6, 1])] == [3, 2, 0]
     assert num_right([], [4]) == 0
+
+
+def test_a_fault_of_the_drafter_fails_the_step_alone() -> None:
+    class Broken(NgramDrafter):
+        def read(self, rows: Sequence[StepRow]) -> None:
+            raise IndexError("9999")
+
+    batch = StepBatch(step_id=0, rows=[a_row([1, 2], 3)], may_guess=True)
+    with pytest.raises(RuntimeError, match="the drafter failed: IndexError"):
+        with_guesses(batch, Broken())

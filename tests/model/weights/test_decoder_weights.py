@@ -4,6 +4,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,19 @@ from pdserve.contracts.precision import Precision
 from pdserve.kernels.operations import Experts, Linear
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.torch import dense as torch_dense
+from pdserve.kernels.torch.dense import matrix_dtype
 from pdserve.kernels.weight_quantisation import GroupedWeight
 from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.sharding import Place
 from pdserve.model.weights import decoder_weights
-from pdserve.model.weights.decoder_weights import DenseMlp, ExpertMlp, held_bytes, load_decoder_weights
+from pdserve.model.weights.decoder_weights import (
+    DenseMlp,
+    ExpertMlp,
+    held_bytes,
+    load_decoder_weights,
+    missing_bytes,
+    products_of,
+)
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.model.weights.stored import Checkpoint
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
@@ -44,6 +54,24 @@ def test_weights_of_another_shape_are_refused_as_a_whole(tmp_path: Path) -> None
 )
 def test_weight_bytes_are_those_that_are_held(tmp_path: Path, dtype: str, quantization: str, family: str) -> None:
     assert_held_bytes(write_family(tmp_path, family), Precision(dtype=dtype, quantization=quantization))
+
+
+def test_dtype_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    precision = Precision(dtype="bfloat16")
+    cases = (
+        (precision, "bfloat16"),
+        (replace(precision, cpu_products="float32"), "float32"),
+        (Precision(dtype="float16"), "float32"),
+        (Precision(dtype="float32"), "float32"),
+    )
+    monkeypatch.setattr(decoder_weights, "multiplies_bfloat16", lambda: True)
+    for each, products in cases:
+        assert products_of(each) == products
+    monkeypatch.setattr(decoder_weights, "multiplies_bfloat16", lambda: False)
+    assert products_of(precision) == "float32"
+    monkeypatch.setattr(decoder_weights, "load_library", lambda: None)
+    for each, _ in cases:
+        assert getattr(torch, products_of(each)) is matrix_dtype(getattr(torch, each.dtype))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -90,6 +118,24 @@ def matrices_of(mlp: DenseMlp | ExpertMlp) -> Iterator[Linear | Experts]:
         yield from mlp
     else:
         yield from (mlp.gate_up, mlp.down, *(mlp.shared or ()))
+
+
+def test_weights_that_another_worker_has_packed_take_no_memory(tmp_path: Path) -> None:
+    folder = write_family(tmp_path, "qwen2_moe")
+    config, precision = DecoderConfig.from_folder(folder), Precision(dtype="bfloat16")
+
+    def missing(precision: Precision = precision, place: Place = Place()) -> int:  # noqa: B008  # immutable
+        return missing_bytes(folder, config.shape, precision, [place])
+
+    all_bytes = held_bytes(config.shape, "bfloat16", "none")
+    assert missing() == all_bytes
+    weights = load_decoder_weights(folder, config, precision, CPU_KERNELS)
+    assert missing() == 0
+    for others in (missing(replace(precision, quantization="int8")), missing(place=Place(0, 2))):
+        assert others > 0
+    (folder / "model.safetensors").touch()
+    assert missing() == all_bytes
+    assert weights.layers
 
 
 def test_without_a_compiler_matrices_are_held_as_this_cpu_multiplies_them(

@@ -44,6 +44,7 @@ def status_of(worker_id: str, role: str, **changes: object) -> dict[str, object]
         "dtype": "bfloat16",
         "kv_dtype": "auto",
         "quantization": "auto",
+        "cpu_products": "auto",
         "limits": {
             "max_model_len": 8192,
             "block_size": 16,

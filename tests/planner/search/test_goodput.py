@@ -162,6 +162,16 @@ def test_a_run_ends_soon_unless_its_rate_is_near_the_goodput(
     assert measure([shorter], SLO, rate).share == seen.share
 
 
+@pytest.mark.parametrize(("rate", "num_requests"), [(20.0, 200), (60.0, 400)])
+def test_a_run_that_ended_too_soon_to_be_sure_is_repeated_longer(
+    monkeypatch: pytest.MonkeyPatch, rate: float, num_requests: int
+) -> None:
+    monkeypatch.setattr(goodput_module, "LEAST_REQUESTS", 400)
+    monkeypatch.setattr(goodput_module, "seems_over", lambda *times, **settings: True)
+    trial = replace(a_trial(num_requests=2000), run_s=1.0)
+    assert Runner(SHORT).attainment(trial, rate).num_requests == num_requests
+
+
 def test_the_policy_of_a_trial_is_the_routers() -> None:
     runner, trial = Runner(SHORT), a_trial(disaggregated(2, 2), num_requests=300)
     attained = {runner.attainment(replace(trial, policy=policy), 60.0) for policy in ("goodput", "round-robin")}

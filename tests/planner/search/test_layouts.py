@@ -135,7 +135,7 @@ def test_a_length_that_fits_nowhere_names_the_longest_that_would() -> None:
         FitsNowhereError, match=r"the longest request, 1048576 tokens, does not fit 1 x h100-sxm"
     ) as why:
         enumerate_layouts(a_question(supply, model=long))
-    most = int(str(why.value).partition(", but --max-model-len ")[2].split()[0])
+    most = int(str(why.value).partition(", but --set model.max_model_len=")[2].split()[0])
     assert enumerate_layouts(a_question(supply, model=replace(long, max_model_len=most))).layouts
     with pytest.raises(FitsNowhereError):
         enumerate_layouts(a_question(supply, model=replace(long, max_model_len=most + 1)))

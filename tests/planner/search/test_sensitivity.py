@@ -30,7 +30,10 @@ def test_a_winner_saturates_where_half_is_attained_and_serves_more_the_faster_it
     runner = SlowedRunner(share)
     goodput = find_goodput(runner, TRIAL, 9.0)
     saturation_rate = carried_out(search_saturation(TRIAL, goodput), runner)
-    assert share(saturation_rate) >= 0.45 > share(1.05 * saturation_rate)
+    num_runs = runner.num_runs
+    assert share(saturation_rate / 1.05) > 0.45 > share(1.05 * saturation_rate)
+    assert carried_out(search_saturation(TRIAL, goodput), runner) == saturation_rate
+    assert runner.num_runs - num_runs <= 3
     faster, slower = (carried_out(search_sensitivity(TRIAL, goodput, each), runner) for each in TIME_FACTORS)
     assert (faster.time_factor, slower.time_factor) == (0.9, 1.1)
     assert faster.rate == pytest.approx(goodput.rate / 0.9, rel=0.05)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import time
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
@@ -17,7 +18,7 @@ from pdserve.router.cluster.remote_worker import RemoteWorker, SessionRefusedErr
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.settings import DispatchSettings
-from tests.router.rig import COST
+from tests.router.rig import COST, sample
 from tests.router.scripted_worker import ScriptedWorker, until
 
 
@@ -123,15 +124,37 @@ def test_pulls_that_ended_correct_the_predictions_of_others(source_host: str) ->
     endpoint = WorkerEndpoint(worker_id="d", role=WorkerRole.DECODE, address="10.0.0.1:1", epoch=1)
     worker = RemoteWorker(endpoint, Cluster(dispatcher, RouterMetrics()))
     worker.session_opened(worker_pb2.Welcome(num_blocks=2))
-    num_bytes, is_near = 1000 * COST.kv_bytes_per_token, source_host == "10.0.0.1"
+    is_near = source_host == "10.0.0.1"
     seconds = 3 * COST.pull_s(1000, same_host=is_near)
-    report = worker_pb2.TransferReport(transport="tcp", source=f"{source_host}:7", bytes=num_bytes, seconds=seconds)
-    failed = worker_pb2.TransferReport(source=f"{source_host}:7", bytes=num_bytes, seconds=9.0, failure_stage="copy")
+    report = worker_pb2.TransferReport(
+        transport="tcp", source=f"{source_host}:7", bytes=9, num_tokens=1000, seconds=seconds
+    )
+    failed = worker_pb2.TransferReport(source=f"{source_host}:7", num_tokens=1000, seconds=9.0, failure_stage="copy")
     for _ in range(3000):
         worker.frame_received(worker_pb2.StepFrame(transfers=[report, failed]))
     factors = [correction.factor for correction in dispatcher.placement.pull_corrections]
     assert factors[is_near] == pytest.approx(3, rel=0.01)
     assert factors[not is_near] == 1
+
+
+def test_a_source_is_left_alone_from_which_a_prefix_could_not_be_pulled() -> None:
+    dispatcher = Dispatcher({WorkerRole.DECODE: COST}, DispatchSettings(), lambda: 5.0)
+    cluster = Cluster(dispatcher, RouterMetrics())
+    for name in ("decode-0", "decode-1"):
+        endpoint = WorkerEndpoint(worker_id=name, role=WorkerRole.DECODE, address="10.0.0.1:1", epoch=1)
+        cluster.workers[name] = worker = RemoteWorker(endpoint, cluster)
+        worker.session_opened(worker_pb2.Welcome(kv_address=f"{name}:7", max_batch_tokens=32))
+    reports = [
+        worker_pb2.TransferReport(source="decode-0:7", is_prefix=True, num_tokens=64, transport="memfd"),
+        worker_pb2.TransferReport(source="decode-0:7", is_prefix=True, failure_stage="deadline"),
+        worker_pb2.TransferReport(source="decode-1:7", is_prefix=True, failure_stage="aborted"),
+        worker_pb2.TransferReport(source="gone:7", is_prefix=True, failure_stage="connect"),
+    ]
+    with patch.object(dispatcher.placement, "prefix_failed") as prefix_failed:
+        worker.frame_received(worker_pb2.StepFrame(transfers=reports))
+    prefix_failed.assert_called_once_with("decode-0", 5.0 + DispatchSettings().cut_off_s)
+    saved_s = sample(cluster.metrics, "pdserve_prefix_saved_seconds_total", source="decode")
+    assert saved_s == pytest.approx(COST.prompt_s(64, 0, 32))
 
 
 def test_a_grammar_is_announced_once_in_a_session() -> None:

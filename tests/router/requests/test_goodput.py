@@ -499,6 +499,7 @@ def test_the_best_candidate_of_all_is_chosen(
     loads: list[tuple[int, int, int, float, int]], num_tokens: int, late_s: float
 ) -> None:
     policy, workers = Goodput(COSTS, tpot_slo_s=0.03), list[WorkerSnapshot]()
+    policy.pulls_prefixes = False
     for each, (num_waiting, num_answers, num_free, correction, num_cached) in zip((P0, P1, D0, D1), loads, strict=True):
         is_decode = each.role is WorkerRole.DECODE
         one = each._replace(
@@ -520,6 +521,60 @@ def test_the_best_candidate_of_all_is_chosen(
         assert max(gains.values()) < MIN_SCORE
     else:
         assert gains[choice.worker_id] == pytest.approx(max(gains.values()), abs=1e-6)
+
+
+def test_a_prefix_is_pulled_from_the_worker_that_caches_most_and_answers_soonest() -> None:
+    policy, prompt = Goodput(COSTS, tpot_slo_s=0.05), arrival(1, 8000)
+    cached = frozenset(HASHES[: 7000 // BLOCK_SIZE])
+    busy = P0._replace(num_waiting_tokens=30_000, cached_blocks=cached)
+    less = D1._replace(cached_blocks=frozenset(HASHES[: 3000 // BLOCK_SIZE]), num_free_blocks=0)
+    idle = D0._replace(cached_blocks=cached, num_free_blocks=0)
+    choice = placed(policy, prompt, busy, P1, idle, less)
+    pull = choice.prefix
+    assert pull is not None
+    assert (choice.worker_id, pull.worker_id) == ("prefill-1", "decode-0")
+    assert pull.num_tokens == choice.num_cached_tokens == 7000 // BLOCK_SIZE * BLOCK_SIZE
+    assert pull.pull_s == COST.pull_s(pull.num_tokens, same_host=True)
+    whole_s, rest_s = (COST.prompt_s(8000 - each, each, P1.max_batch_tokens) for each in (0, pull.num_tokens))
+    assert pull.prefill_s == whole_s - rest_s
+    assert choice.ttft_s == pull.pull_s + rest_s
+    assert pull.min_tokens / pull.num_tokens == pytest.approx(pull.pull_s / pull.prefill_s, rel=0.01)
+    policy.left(1, 0)
+    waits = idle._replace(num_waiting_tokens=2000)
+    later = placed(policy, prompt, busy, P1, waits, less).prefix
+    assert later is not None
+    assert later.pull_s > pull.pull_s, "it is asked in the midst of a step"
+
+
+def test_a_prefix_that_is_faster_to_compute_is_not_pulled() -> None:
+    prompt = arrival(1, 200)
+    source = D0._replace(cached_blocks=frozenset(HASHES[:1]), num_free_blocks=0)
+    assert placed(Goodput(COSTS), prompt, P1, source).prefix is None
+    slow = Goodput(COSTS)
+    source = source._replace(cached_blocks=frozenset(HASHES), host="there")
+    assert placed(slow, arrival(2, 8000), P1, source).prefix is not None
+    slow.pull_corrections[False].factor = 1000.0
+    assert placed(slow, arrival(3, 8000), P1, source).prefix is None
+
+
+def test_prefixes_are_pulled_from_one_source_in_turns_and_not_from_one_that_failed() -> None:
+    policy = Goodput(COSTS)
+    source = D0._replace(cached_blocks=frozenset(HASHES), num_free_blocks=0)
+    waits_s = []
+    for number in range(3):
+        pull = placed(policy, arrival(number, 8000), worker(f"prefill-{number}"), source).prefix
+        assert pull is not None
+        waits_s.append(pull.pull_s)
+    assert waits_s == pytest.approx([waits_s[0] * number for number in (1, 2, 3)])
+    policy.prefix_failed("decode-0", 10.0)
+    assert placed(policy, arrival(4, 8000), P1, source).prefix is None
+    assert placed(policy, arrival(5, 8000, now_s=10.0), P1, source).prefix is not None
+
+
+def test_a_micro_batch_is_no_source_of_a_prefix() -> None:
+    """Those of a worker share the address from which others pull."""
+    source = D0._replace(worker_id="decode-0.1", cached_blocks=frozenset(HASHES), num_free_blocks=0)
+    assert placed(Goodput(COSTS), arrival(1, 8000), P1, source).prefix is None
 
 
 def test_what_an_answer_may_lose_is_told_unless_all_is_lost() -> None:
