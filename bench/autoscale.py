@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import Hardware, hardware
+from pdserve.planner.autoscale import START_S, Autoscaler, Bounds
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.live.autoscale import START_S, Autoscaler, Bounds
 from pdserve.planner.simulate.simulation import Simulation
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.conversations import Conversations
@@ -116,10 +117,10 @@ def summary(case: Case, found: Simulation, num_prefill: int, num_decode: int) ->
 
 
 def best_fixed(case: Case, scaled: dict[str, Any]) -> dict[str, Any]:
-    """Of the fewest workers, from the most that ``scaled`` had; prefill workers in its proportion, and one more or
-    less."""
+    """Of the fewest workers, from the mean number that ``scaled`` had on; prefill workers in its proportion, and one
+    more or less."""
     numbers = [change[2:] for change in scaled["changes"]]
-    total = max(map(sum, numbers))
+    total = ceil(scaled["worker_s"] / (case.requests[-1].arrived_s - case.requests[0].arrived_s))
     share = sum(prefill for prefill, _ in numbers) / sum(map(sum, numbers))
 
     def best(total: int) -> dict[str, Any]:
@@ -130,11 +131,8 @@ def best_fixed(case: Case, scaled: dict[str, Any]) -> dict[str, Any]:
             sys.stderr.write(f"{case.name}: {num_prefill} + {total - num_prefill}: {found[-1]['attained']:.1%}\n")
         return max(found, key=lambda each: float(each["attained"]))
 
-    result = best(total)
-    while result["attained"] < SHARE:
-        result = best(total := total + 1)
-    while (fewer := best(total := total - 1))["attained"] >= SHARE:
-        result = fewer
+    while (result := best(total))["attained"] < SHARE:
+        total += 1
     return result
 
 

@@ -326,7 +326,6 @@ class Node:
                 self._fail_rows(output)
                 self.scheduler.complete(output, now_s)
         self._work()
-        self.check()
         return batch is not None or bool(self.in_flight)
 
     def _work(self) -> None:

@@ -1,6 +1,6 @@
 """Has the numbers of workers of a live cluster follow its load, by the changes that `pdserve scale` makes.
 
-`pdserve.planner.live.autoscale` decides. The supervisor calls `Autoscaling.turn` in its loop, which asks the routers
+`pdserve.planner.autoscale` decides. The supervisor calls `Autoscaling.turn` in its loop, which asks the routers
 for the demand every `WINDOW_S`.
 """
 
@@ -14,7 +14,7 @@ from pdserve.deploy.cluster.changes import Changes
 from pdserve.deploy.cluster.fleet import Fleet
 from pdserve.deploy.cluster.router_process import RouterProcess
 from pdserve.deploy.launch import Launch
-from pdserve.planner.live.autoscale import ROLES, WINDOW_S, Autoscaler, Bounds, Decision
+from pdserve.planner.autoscale import ROLES, WINDOW_S, Autoscaler, Bounds, Decision
 from pdserve.router.requests.demand import Demand
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from itertools import count
 
 from pdserve.contracts.worker_config import WorkerRole
+from pdserve.planner.autoscale import ROLES, Autoscaler
 from pdserve.planner.layout import Pool
-from pdserve.planner.live.autoscale import ROLES, Autoscaler
 from pdserve.planner.simulate.event_queue import EventQueue
 from pdserve.planner.simulate.simulated_cluster import ClusterBuilder, VirtualWorker
 from pdserve.planner.simulate.simulation import Scaled

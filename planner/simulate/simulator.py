@@ -25,8 +25,8 @@ from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.engine.scheduling.interface import GrantEvent, StartPullEvent, WithdrawEvent
 from pdserve.engine.worker.loop import StepReport
 from pdserve.model.cost.cost_model import CostModel
+from pdserve.planner.autoscale import WINDOW_S, Autoscaler
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.live.autoscale import WINDOW_S, Autoscaler
 from pdserve.planner.simulate.event_queue import EventQueue
 from pdserve.planner.simulate.simulated_cluster import ClusterBuilder
 from pdserve.planner.simulate.simulated_scaling import Scaling

@@ -1,6 +1,6 @@
 """The work that requests bring, in seconds of one worker, by the cost model: what an autoscaler decides by.
 
-Owned by the dispatcher, live and in the planner's simulator alike; `pdserve.planner.live.autoscale` reads it. Pure.
+Owned by the dispatcher, live and in the planner's simulator alike; `pdserve.planner.autoscale` reads it. Pure.
 """
 
 from __future__ import annotations

@@ -414,7 +414,8 @@ class Goodput(Placement):
             waits_s = max(self._turn_s(source), self._lends_until_s.get(source.worker_id, 0.0) - arrival.now_s)
             pull_s = waits_s + pull_s * self.pull_corrections[same_host].factor
             pulls.append((pull_s, source.worker_id, num_pulled))
-        if not pulls or (best := min(pulls))[2] <= 0:
+        # One that leaves most of it to compute may be growing as its source computes the same prompt.
+        if not pulls or 2 * (best := min(pulls))[2] < blocks.num_tokens - num_cached:
             return None
         (pull_s, source_id, num_pulled), num_tokens = best, num_cached + best[2]
         prefill_s = view.prefill_s(blocks.num_tokens, num_cached) - view.prefill_s(blocks.num_tokens, num_tokens)

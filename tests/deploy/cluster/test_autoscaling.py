@@ -14,7 +14,7 @@ from pdserve.contracts.errors import DeployError
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.cluster.autoscaling import Autoscaling
 from pdserve.deploy.launch import Launch
-from pdserve.planner.live.autoscale import WINDOW_S
+from pdserve.planner.autoscale import WINDOW_S
 from pdserve.router.requests.demand import Demand
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE

@@ -9,8 +9,8 @@ import numpy as np
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.worker_config import WorkerRole
+from pdserve.planner.autoscale import Autoscaler, Bounds
 from pdserve.planner.layout import Layout
-from pdserve.planner.live.autoscale import Autoscaler, Bounds
 from pdserve.planner.simulate.simulation import Simulation
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.requests import SimulatedRequest

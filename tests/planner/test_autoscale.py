@@ -6,7 +6,7 @@ import numpy as np
 
 from pdserve.contracts.metrics import SCALE_REASONS
 from pdserve.contracts.worker_config import WorkerRole
-from pdserve.planner.live.autoscale import PREFILL_SHARE, WINDOW_S, Autoscaler, Bounds, Decision
+from pdserve.planner.autoscale import PREFILL_SHARE, WINDOW_S, Autoscaler, Bounds, Decision
 from pdserve.router.requests.demand import Demand
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
