@@ -245,6 +245,11 @@ SWAP_OUTS = Counter("pdserve_swap_outs", "Preempted sequences copied to the host
 SWAP_INS = Counter("pdserve_swap_ins", "Preempted sequences copied back.", WORKER)
 GUESSES = Counter("pdserve_guesses", "Tokens that speculative decoding guessed.", WORKER)
 RIGHT_GUESSES = Counter("pdserve_right_guesses", "Guesses that were the answers' next tokens.", WORKER)
+RESTORED_TOKENS = Counter("pdserve_kv_tier_restored_tokens", "Prompt tokens whose KV the tier had.", WORKER)
+RESTORES = Counter("pdserve_kv_tier_restores", "Prompts that waited for KV of the tier.", WORKER)
+RESTORES_GIVEN_UP = Counter(
+    "pdserve_kv_tier_restores_given_up", "Those that computed it, because the tier took as long.", WORKER
+)
 TRANSFER_SECONDS = Histogram(
     "pdserve_kv_transfer_seconds", "Pulls, from request to verified.", ("transport",), TTFT_BUCKETS_S
 )

@@ -54,6 +54,8 @@ def read_deployment(path: Path, *, use: Use = "serve") -> DeploymentConfig:
         if (phase := config.phase(role)).draft_path:
             speculation = {"draft": from_folder(phase, "draft_path")["draft_path"]}
             config = override(config, role.value, speculation=speculation)
+        if (tier := phase.kv_tier) is not None:
+            config = override(config, role.value, kv_tier={**to_plain(tier), **from_folder(tier, "path")})
     config = override(config, "router", **from_folder(config.router, *_ROUTER_FILES))
     if tls := config.security.tls:
         tls = TlsFiles(**from_folder(tls, *to_plain(tls)))
@@ -226,6 +228,11 @@ def _check_phase(name: str, phase: PhaseConfig) -> None:
         key = f"{name}.speculation"
         why = "prefill workers decode nothing" if name == "prefill" else "guesses are made on CPUs only so far"
         raise ConfigError(f"{key} is {phase.drafter}; {why}: leave it out", key)
+    if phase.kv_tier is not None and (phase.device == "cuda" or phase.pipeline_parallel > 1):
+        key = f"{name}.kv_tier"
+        raise ConfigError(
+            f"{key} is set; there is one on CPUs only so far, with pipeline_parallel 1: leave it out", key
+        )
     if phase.draft_path and phase.pipeline_parallel > 1:
         key = f"{name}.speculation"
         raise ConfigError(f"{key} has a draft model, which needs pipeline_parallel 1; use ngram or none", key)

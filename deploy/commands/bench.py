@@ -35,8 +35,11 @@ def kernels(
     quick: Annotated[bool, typer.Option("--quick", help="Measure few shapes per kernel.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over a kernel and its peers.")] = 3,
     compile_only: Annotated[
-        bool, typer.Option("--compile-only", help="Compile for a Hopper GPU and show registers, spills, shared memory.")
+        bool, typer.Option("--compile-only", help="Compile without a GPU and show registers, spills, shared memory.")
     ] = False,
+    capability: Annotated[
+        int, typer.Option(metavar="N", help="GPU to compile for: 80, 86, 89, 90 (Hopper), 100 or 120.")
+    ] = 90,
     folder: Annotated[
         Path, typer.Option(exists=True, file_okay=False, help="Folder for the dated file of results.")
     ] = Path(),
@@ -56,6 +59,7 @@ def kernels(
         quick=quick,
         num_rounds=rounds,
         compile_only=compile_only,
+        capability=capability,
         as_json=as_json,
         folder=folder,
         hardware=hardware,

@@ -149,6 +149,18 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("decode: {swap_memory: -1}", "decode.swap_memory is -1; write auto, 0, or bytes with a unit"),
         ("decode: {swap_memory: [1]}", "decode.swap_memory is [1] (list); write auto, 0, or bytes with a unit"),
         ("prefill: {swap_memory: 1GiB}", "prefill workers preempt nothing: leave it out"),
+        ("prefill: {kv_tier: {path: /tmp}}", "prefill.kv_tier"),
+        (
+            "prefill: {kv_tier: {path: '', size: 1GiB}}",
+            "path is empty; name a folder for the files, or leave out kv_tier",
+        ),
+        ("prefill: {kv_tier: {path: x, size: auto}}", "prefill.kv_tier.size is 'auto'; write bytes with a unit"),
+        ("prefill: {kv_tier: {path: x, size: 1GiB, device: cuda}}", "prefill.kv_tier"),
+        (
+            "mixed: {kv_tier: {path: x, size: 1GiB}, device: cuda}",
+            "mixed.kv_tier is set; there is one on CPUs only so far",
+        ),
+        ("decode: {kv_tier: {path: x, size: 1GiB}, pipeline_parallel: 2}", "with pipeline_parallel 1: leave it out"),
         ("decode: {speculation: eagle}", "decode.speculation is 'eagle'; write none, ngram, or {draft: FOLDER}"),
         ("decode: {speculation: {eagle: x}}", "write none, ngram, or {draft: FOLDER}"),
         ("decode: {speculation: {draft: ''}}", "write none, ngram, or {draft: FOLDER}"),

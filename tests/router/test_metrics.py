@@ -60,6 +60,9 @@ def test_a_frame_becomes_the_workers_series() -> None:
         num_swap_ins=1,
         num_guesses=7,
         num_right_guesses=5,
+        num_restored_tokens=96,
+        num_restores=3,
+        num_restores_given_up=1,
     )
     step = worker_pb2.Step(seconds=0.01, num_tokens=3, predicted_s=0.008)
     labels = {"worker": "decode-0", "role": "decode"}
@@ -76,6 +79,9 @@ def test_a_frame_becomes_the_workers_series() -> None:
     assert sample(metrics, "pdserve_swap_ins_total", **labels) == 1
     assert sample(metrics, "pdserve_guesses_total", **labels) == 7
     assert sample(metrics, "pdserve_right_guesses_total", **labels) == 5
+    assert sample(metrics, "pdserve_kv_tier_restored_tokens_total", **labels) == 96
+    assert sample(metrics, "pdserve_kv_tier_restores_total", **labels) == 3
+    assert sample(metrics, "pdserve_kv_tier_restores_given_up_total", **labels) == 1
     worker.observe(worker_pb2.Load(num_preemptions=2, num_blocks_referenced=5, num_blocks_parked=6))
     assert sample(metrics, "pdserve_kv_blocks", state="referenced", **labels) == 0, "prompts share blocks"
     assert sample(metrics, "pdserve_kv_blocks", state="parked", **labels) == 5

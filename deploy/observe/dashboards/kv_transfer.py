@@ -88,6 +88,36 @@ KV_TRANSFER = Dashboard(
             ),
         ),
         Row(
+            title="Does the tier below the pool help?",
+            reading="Only with `kv_tier`. Restores that are given up: its disk is slower than computing the prompts.",
+            panels=(
+                Panel(
+                    title="Prompt tokens found",
+                    unit="short",
+                    queries=(
+                        (
+                            "sum(rate(pdserve_cached_prompt_tokens_total[5m])) - "
+                            "sum(rate(pdserve_kv_tier_restored_tokens_total[5m]))",
+                            "in the pool",
+                        ),
+                        ("sum(rate(pdserve_kv_tier_restored_tokens_total[5m]))", "in the tier"),
+                    ),
+                    about="Tokens per second.",
+                    width=12,
+                    is_stacked=True,
+                ),
+                Panel(
+                    title="Prompts that waited for the tier",
+                    unit="cps",
+                    queries=(
+                        ("sum by (worker) (rate(pdserve_kv_tier_restores_total[5m]))", "{{worker}}"),
+                        ("sum by (worker) (rate(pdserve_kv_tier_restores_given_up_total[5m]))", "{{worker}}, given up"),
+                    ),
+                    width=12,
+                ),
+            ),
+        ),
+        Row(
             title="What fails?",
             reading="`connect` and `deadline` are the network, `copy` a data stream that broke or could not be opened, "
             "`refused` and `grant` a source that is gone, `verify` damaged data, which is never decoded on.",
