@@ -24,7 +24,8 @@ from pdserve.kernels.weight_quantisation import GroupedWeight
 from pdserve.model.config import sharding
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.sharding import Place
-from pdserve.model.weights import decoder_weights, files, stored
+from pdserve.model.weights import decoder_weights, files
+from pdserve.model.weights import stored as stored_weights
 from pdserve.model.weights.decoder_weights import (
     DenseMlp,
     ExpertMlp,
@@ -143,7 +144,7 @@ def test_weights_that_another_worker_has_packed_take_no_memory(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "module", [shared_weights, dense, weight_quantisation, decoder_weights, stored, files, sharding]
+    "module", [shared_weights, dense, weight_quantisation, decoder_weights, stored_weights, files, sharding]
 )
 def test_other_code_does_not_use_the_copy(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint(tmp_path)
