@@ -105,6 +105,8 @@ class Scheduler:
         self._pool = pool
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_size = max_batch_size
+        self._is_stuck = False
+        """Nothing runs, and what waits lacks room."""
         self._num_preemptions = 0
         self._mixed_s = mixed_s
         self._speculation = speculation
@@ -165,7 +167,9 @@ class Scheduler:
             self.plan_new_work(step, now_s)
         if self._speculation is not None:
             self._plan_guesses(step, self._speculation)
-        return self.table.commit(step)
+        batch = self.table.commit(step)
+        self._is_stuck = not self.table.steps_in_flight and self._has_waiting_work()
+        return batch
 
     def expire(self, now_s: float) -> None:
         """End requests past their deadline and parked prompts that timed out."""
@@ -371,8 +375,9 @@ class Scheduler:
         self.parking.set_leased(handle, is_leased)
 
     def lend(self, handle: bytes, hashes: Collection[bytes]) -> None:
-        """Grant another worker the leading blocks of ``hashes`` that are cached here, until `released`."""
-        self.lending.lend(handle, hashes)
+        """Grant another worker the leading blocks of ``hashes`` that are cached here, until `released`. None while only
+        loans may keep work here from running: it must not wait for one loan after the other."""
+        self.lending.lend(handle, () if self._is_stuck else hashes)
 
     def released(self, handle: bytes) -> None:
         """The puller has every block, or a pull of a prefix has ended: demote the local ones to cached."""
