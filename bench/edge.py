@@ -6,6 +6,9 @@ Workers are emulated. In turns, the CPU time of both servers for a token: their 
 tokens per second and process. And the TTFT of single requests, less the time that a worker computed their prompts,
 beside that of the bare app, which sends its first token at once. Streams load both meanwhile: as many as would take
 half of the router's core if its load grew with them. It is less, because steps grow, too.
+
+At last bodies of up to 8 MiB, of one kind after the other: p99 of the gaps between tokens of the streams meanwhile, as
+a multiple of that without bodies, and by how much the longest gap exceeds the median.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import multiprocessing
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from multiprocessing.connection import Connection
@@ -46,6 +49,7 @@ BARE_EVENT = (
     b'[{"index":0,"text":" the","logprobs":null,"finish_reason":null}]}\n\n'
 )
 PATH = "/v1/completions"
+BODY_BYTES = 8 * 2**20 - 2**10
 
 
 def time_first_tokens(address: str, seconds: float, results: Connection) -> None:
@@ -67,8 +71,66 @@ def time_first_tokens(address: str, seconds: float, results: Connection) -> None
     results.send(ttft_s)
 
 
-def stream(url: str, num_streams: int, seconds: float, results: Connection) -> None:
-    """Number of tokens of streams."""
+def large_bodies() -> dict[str, tuple[str, bytes]]:
+    """Path and body by kind, each as near to the edge's bounds as it may be before it is refused, or beyond them."""
+    chat, call = (
+        "/v1/chat/completions",
+        '{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"%s"}}]}',
+    )
+    kinds = {
+        "one text": (PATH, '{"prompt":"', "the time ", '"}', BODY_BYTES),
+        "an escaped text": (PATH, '{"prompt":"', "\\u00e9", '"}', BODY_BYTES),
+        "token ids": (PATH, '{"prompt":[7', ",77777", "]}", 2**20 - 1),
+        "messages": (chat, '{"messages":[{"role":"user","content":"x"}',
+                     ',{"role":"user","content":"%s"}' % ("x" * 450), "]}", 2**14 - 1),
+        "values of calls": (chat, '{"messages":[{"role":"user","content":"x"}',
+                            "," + call % ('{\\"a\\":[1' + ",1" * 200 + "]}"), "]}", 2**14 - 1),
+        "values of a call": (chat, '{"messages":[' + call.partition("%s")[0] + "[1", ",1", ']"}}]}]}', BODY_BYTES),
+    }  # fmt: skip
+    return {
+        kind: (path, (begin + part * min((BODY_BYTES - len(begin + end)) // len(part), most) + end).encode())
+        for kind, (path, begin, part, end, most) in kinds.items()
+    }
+
+
+def num_tokens(answers: Sequence[StreamedAnswer]) -> int:
+    return sum(len(answer.token_s) for answer in answers)
+
+
+def gaps_s(answers: Sequence[StreamedAnswer]) -> np.ndarray:
+    return np.concatenate([np.diff(answer.token_s) for answer in answers])
+
+
+def beside_bodies(url: str, num_streams: int, seconds: float) -> dict[str, dict[str, float]]:
+    """Gaps between tokens while bodies of each kind arrive, one after the other."""
+    gaps_ms: dict[str, np.ndarray] = {}
+    received, results = multiprocessing.Pipe(duplex=False)
+    for kind, (path, body) in {"none": (PATH, b""), **large_bodies()}.items():
+        with running(stream, url, num_streams, seconds, results, gaps_s):
+            while not received.poll(0.2):
+                if body:
+                    with closing(HTTPConnection(urlsplit(url).netloc, timeout=120)) as connection:
+                        connection.request("POST", path, body, {"Content-Type": "application/json"})
+                        connection.getresponse().read()
+            gaps_ms[kind] = 1e3 * received.recv()
+    p99_ms = {kind: float(np.percentile(gaps, 99)) for kind, gaps in gaps_ms.items()}
+    return {
+        kind: {
+            "itl_p99_of_none": round(p99_ms[kind] / p99_ms["none"], 2),
+            "longest_over_median_ms": round(float(gaps.max() - np.median(gaps)), 1),
+        }
+        for kind, gaps in gaps_ms.items()
+    }
+
+
+def stream(
+    url: str,
+    num_streams: int,
+    seconds: float,
+    results: Connection,
+    result: Callable[[Sequence[StreamedAnswer]], Any] = num_tokens,
+) -> None:
+    """What ``result`` makes of the answers of streams."""
     body = json.dumps({"prompt": [7] * 100, "max_tokens": 1900, "ignore_eos": True, "stream": True}).encode()
 
     async def run() -> None:
@@ -77,7 +139,7 @@ def stream(url: str, num_streams: int, seconds: float, results: Connection) -> N
         answers = [StreamedAnswer() for _ in range(num_streams)]
         await asyncio.gather(*(client.complete(body, answer, seconds) for answer in answers))
         client.close()
-        results.send(sum(len(answer.token_s) for answer in answers))
+        results.send(result(answers))
 
     asyncio.run(run())
 
@@ -206,8 +268,10 @@ def main() -> None:
             _, share = first_tokens(cluster.url, pid, arguments.streams, seconds)
             num_streams = round(0.5 / share * arguments.streams)
             ttft = compare_first_tokens(cluster.url, pid, num_streams, seconds, request_log)
+            bodies = beside_bodies(cluster.url, arguments.streams, seconds)
     sizes = {"streams": arguments.streams, "seconds": seconds}
-    publish({**sizes, "beside_bare": beside_bare, "ttft_beside_streams": ttft}, arguments.json)
+    beside = {"beside_bare": beside_bare, "ttft_beside_streams": ttft, "beside_bodies": bodies}
+    publish({**sizes, **beside}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Compiles the Triton kernels for a GPU that is not here: registers, spills, shared memory, instructions.
+"""Compiles the Triton kernels for a GPU that is not here: registers, spills, shared memory, instructions, copies ahead.
 
-``pdserve bench kernels --compile-only`` compiles every launch of serving for sm_90 and prints one line for each. The
-launchers run as in serving, on small tensors in host memory, except for the launch itself, so that exactly the
-requested variants are compiled.
+``pdserve bench kernels --compile-only`` compiles every launch of serving for sm_90, or for the GPU of ``--capability``,
+and prints one line for each. The launchers run as in serving, on small tensors in host memory, except for the launch
+itself, so that exactly the requested variants are compiled.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ from pdserve.kernels.triton.sampling import draw_tokens, find_top_p
 from pdserve.kernels.weight_quantisation import GroupedWeight
 
 HOPPER = 90
-MAX_SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, HOPPER: 227 * 1024}
-"""Limit of one program on GPUs of compute capability 8.0, 8.9 and 9.0."""
+MAX_SHARED_BYTES = {
+    capability: kib * 1024 for capability, kib in ((80, 163), (86, 99), (89, 99), (HOPPER, 227), (100, 227), (120, 99))
+}
+"""Limit of one program by compute capability: 80 is 8.0, of an A100; 120 is 12.0, of consumers' Blackwell."""
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _NUM_OUTPUTS, _NUM_INPUTS = 128, 4096
 """Of a quantised weight."""
@@ -62,6 +64,8 @@ class Compiled(NamedTuple):
     spilled_bytes: int
     shared_bytes: int
     has_wgmma: bool
+    num_ahead: int
+    """Groups of asynchronous copies that the loop leaves in flight where it waits for one; 0 if it waits for all."""
 
 
 class WeightForm(NamedTuple):
@@ -150,11 +154,18 @@ def _measure(kernel: Any) -> Compiled:
         ).stdout
     # The stack holds spilled registers only.
     registers, stack = (int(re.findall(rf"{what}:(\d+)", usage)[0]) for what in ("REG", "STACK"))
-    return Compiled(registers, stack, kernel.metadata.shared, "wgmma" in kernel.asm["ptx"])
+    waits = re.findall(r"async_wait .*num = (\d+)", kernel.asm["ttgir"])
+    num_ahead = max(map(int, waits), default=0)
+    return Compiled(registers, stack, kernel.metadata.shared, "wgmma" in kernel.asm["ptx"], num_ahead)
 
 
-def launches() -> list[Launch]:
-    """Every kind of launch of every kernel: dtypes, head dims, and rules that make other code."""
+def launches(capability: int = HOPPER) -> list[Launch]:
+    """Every kind of launch of every kernel: dtypes, head dims, and rules that make other code. GPUs before Ada have no
+    float8 KV."""
+    return [launch for launch in _all_launches() if capability >= 89 or "over float8" not in launch.name]
+
+
+def _all_launches() -> list[Launch]:
     attentions: list[Callable[[str], Launch]] = [
         *(partial(attention_launch, dtype=_BF16, kv_dtype=_BF16, head_dim=dim) for dim in (64, 128, 256)),
         *(
@@ -336,21 +347,23 @@ def fits(kernel: Compiled, capability: int = HOPPER) -> bool:
     return kernel.spilled_bytes == 0 and kernel.shared_bytes <= MAX_SHARED_BYTES[capability]
 
 
-def compile_all(some: Iterable[Launch], echo: Callable[[str], None], *, as_json: bool = False) -> int:
+def compile_all(
+    some: Iterable[Launch], echo: Callable[[str], None], *, capability: int = HOPPER, as_json: bool = False
+) -> int:
     """Compile launches, and print a line for each of their kernels, or one JSON document.
 
     Returns:
         The exit status: 1 if one of them does not fit.
     """
     if not as_json:
-        echo(f"{'launch':60} registers  spilled  shared KiB  wgmma")
+        echo(f"{'launch':60} registers  spilled  shared KiB  ahead  wgmma")
     rows = []
     for launch in some:
-        for kernel in compile_launch(launch):
-            rows.append({"launch": launch.name, **kernel._asdict(), "fits": fits(kernel)})
+        for kernel in compile_launch(launch, capability):
+            rows.append({"launch": launch.name, **kernel._asdict(), "fits": fits(kernel, capability)})
             if not as_json:
                 sizes = f"{kernel.num_registers:9}  {kernel.spilled_bytes:7}  {kernel.shared_bytes / 1024:10.1f}"
-                echo(f"{launch.name:60} {sizes}  {kernel.has_wgmma}")
+                echo(f"{launch.name:60} {sizes}  {kernel.num_ahead:5}  {kernel.has_wgmma}")
     if as_json:
-        echo(json.dumps({"target": f"sm_{HOPPER}", "triton": triton.__version__, "kernels": rows}))
+        echo(json.dumps({"target": f"sm_{capability}", "triton": triton.__version__, "kernels": rows}))
     return 0 if all(row["fits"] for row in rows) else 1

@@ -35,7 +35,7 @@ from pdserve.contracts.step import Executor, StepBatch, StepOutput
 from pdserve.kernels.cpu.threads import use_threads
 from pdserve.kernels.operations import Experts, Linear
 from pdserve.kernels.selection import CPU_KERNELS
-from pdserve.kernels.weight_quantisation import GroupedWeight
+from pdserve.kernels.weight_quantisation import GroupedWeight, dequantise
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.cost.profiling import ProfiledModel, profiled_executor, step_batch
 from pdserve.model.cost.step_grid import Step, StepRow
@@ -49,7 +49,7 @@ NUM_EXPERTS, PER_TOKEN, HIDDEN, FEATURES = 48, 8, 2048, 768
 NUM_TOKENS = (1, 8, 256)
 BFLOAT16_SHAPES = ((896, 9728), (4864, 896), (896, 1152), (4096, 4096))
 """Those of Qwen2-0.5B, and a larger one."""
-BFLOAT16_ROWS = (1, 8, 16, 64, 256)
+BFLOAT16_ROWS = (1, 8, 64, 256)
 STEPS = {
     **{f"{count} decode": Step((StepRow(1, 256),) * count) for count in (1, 8, 16)},
     "prompt of 2048": Step((StepRow(2048, 0),)),
@@ -100,21 +100,33 @@ def products(num_rounds: int) -> list[dict[str, Any]]:
 
 def bfloat16_products(num_rounds: int) -> list[dict[str, Any]]:
     found = []
-    for (num_inputs, num_outputs), num_rows in product(BFLOAT16_SHAPES, BFLOAT16_ROWS):
-        weight_FE, x_TE = torch.randn(num_outputs, num_inputs).bfloat16(), torch.randn(num_rows, num_inputs)
-        rounded = CPU_KERNELS.pack_linear(weight_FE, dtype=torch.bfloat16)
-        runs: dict[str, Callable[[], torch.Tensor]] = {
-            "float32": partial(CPU_KERNELS.pack_linear(weight_FE), x_TE),
-            **{f"x{parts}": partial(_in_parts, rounded, x_TE, parts) for parts in (1, 2, 3)},
-            "oneDNN": partial(torch.mm, x_TE.bfloat16(), weight_FE.T),
-        }
-        exact_TF = x_TE.double() @ weight_FE.double().T
-        times = fastest_s(runs, num_rounds if num_rows < 64 else num_rounds // 4)
-        for name, run in runs.items():
-            error = float((run().double() - exact_TF).square().mean().sqrt() / exact_TF.square().mean().sqrt())
-            gflops = round(2e-9 * num_rows * num_inputs * num_outputs / times[name], 1)
-            shape = {"inputs": num_inputs, "outputs": num_outputs, "rows": num_rows}
-            found.append({**shape, "form": name, "us": round(times[name] * 1e6), "gflops": gflops, "rms_error": error})
+    for form, (num_inputs, num_outputs) in product(("bf16", "int8", "int4 128"), BFLOAT16_SHAPES):
+        weight = weight_of(form, num_outputs, num_inputs)
+        whole_FE = weight if isinstance(weight, torch.Tensor) else dequantise(weight)
+        plain, rounded = (CPU_KERNELS.pack_linear(weight, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+        for num_rows in BFLOAT16_ROWS:
+            x_TE = torch.randn(num_rows, num_inputs)
+            runs: dict[str, Callable[[], torch.Tensor]] = {"float32": partial(plain, x_TE)}
+            most_parts = 3 if form == "bf16" else 1
+            runs |= {f"x{num}": partial(_in_parts, rounded, x_TE, num) for num in range(1, most_parts + 1)}
+            if form == "bf16":
+                runs["oneDNN"] = partial(torch.mm, x_TE.bfloat16(), whole_FE.T)
+            exact_TF = x_TE.double() @ whole_FE.double().T
+            times = fastest_s(runs, num_rounds if num_rows < 64 else num_rounds // 4)
+            size = float(exact_TF.square().mean().sqrt())
+            errors = {
+                name: float((run().double() - exact_TF).square().mean().sqrt()) / size for name, run in runs.items()
+            }
+            found.append(
+                {
+                    "weight": form,
+                    "inputs": num_inputs,
+                    "outputs": num_outputs,
+                    "rows": num_rows,
+                    "us": {name: round(1e6 * seconds) for name, seconds in times.items()},
+                    "rms_error": {name: float(f"{error:.1e}") for name, error in errors.items()},
+                }
+            )
     return found
 
 

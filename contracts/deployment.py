@@ -43,6 +43,10 @@ def _is_memory(value: str | int) -> bool:
         return False
 
 
+def _is_size(value: str) -> bool:
+    return value != "auto" and _is_memory(value)
+
+
 def parse_ports(text: str) -> tuple[int, int]:
     """First and last port of ``first-last``; (0, 0), any free ones, of an empty text.
 
@@ -176,6 +180,20 @@ class SloConfig(Tier):
         return self if name == DEFAULT_TIER else self.tiers[name]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvTierConfig:
+    """A tier below the KV pool of each worker on CPUs: a file that outlives the worker."""
+
+    path: str
+    """Folder of the files, on each worker's host. They hold KV of prompts and answers; their owner alone reads them."""
+    size: Annotated[str, Rule(_is_size, _SIZE)]
+    """Of each worker's file; larger than its ``kv_memory``."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("path is empty; name a folder for the files, or leave out kv_tier")
+
+
 MAX_REPLICAS = 64
 """Of one pool."""
 
@@ -185,6 +203,11 @@ class PhaseConfig:
     """One pool of workers: prefill, decode, or mixed."""
 
     replicas: Annotated[int, between(0, MAX_REPLICAS)] = 1
+    """Workers at the start; all the time without ``max_replicas``."""
+    min_replicas: Annotated[int, between(0, MAX_REPLICAS)] = 0
+    """Fewest workers while their number follows the load; 0 is 1."""
+    max_replicas: Annotated[int, between(0, MAX_REPLICAS)] = 0
+    """Most workers; above 0, the numbers of prefill and decode workers follow the load."""
     tensor_parallel: _Degree = 1
     pipeline_parallel: _Degree = 1
     expert_parallel: bool = False
@@ -199,6 +222,9 @@ class PhaseConfig:
     swap_memory: _SwapMemory = "auto"
     """Host memory for the KV of preempted sequences: ``auto``, 0, or bytes with a unit. ``auto`` is a quarter of
     the KV pool's size. Prefill workers never preempt."""
+    kv_tier: KvTierConfig | None = None
+    """On CPUs: keep copies of cached KV blocks in a file, ``{path: FOLDER, size: 8GiB}``, from which prompts take what
+    the pool has evicted, or lost with a worker, where that is faster than computing it. None without."""
     max_batch_tokens: Annotated[int, between(1, 2**20)] = 2048
     """Upper limit of new tokens per step: the chunk budget of prefill."""
     max_batch_size: Annotated[int, between(1, 2**16)] = 256

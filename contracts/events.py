@@ -146,3 +146,9 @@ class SchedulerLoad(NamedTuple):
     num_guesses: int = 0
     """Tokens guessed and computed, since the worker started."""
     num_right_guesses: int = 0
+    num_restored_tokens: int = 0
+    """Prompt tokens whose KV came from the tier."""
+    num_restores: int = 0
+    """Prompts that waited for some."""
+    num_restores_given_up: int = 0
+    """And computed them, because the tier was slower than that."""

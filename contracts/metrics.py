@@ -69,6 +69,10 @@ FALLBACK_REASONS = ("no_worker", "no_prefill", "no_decode", "no_room", "cut_off"
 because no prefill worker is up; no decode worker is up, or none has room; the only ones recently failed to pull, or
 failed steps."""
 
+SCALE_REASONS = ("prefill_short", "decode_short", "surplus", "failed")
+"""Values of the ``reason`` label: the load needs more prefill, or decode, workers; it needs fewer; or a change ended
+with an error, of which the supervisor's log has the text."""
+
 NO_TENANT = "anonymous"
 """Tenant of requests to a router without API keys."""
 
@@ -144,6 +148,11 @@ PREFIX_TOKENS = Counter(
     "Prompt tokens whose KV was pulled from another worker's prefix cache, by the role of that worker.",
     {"source": [each.value for each in WorkerRole]},
 )
+PREFIX_SAVED_SECONDS = Counter(
+    "pdserve_prefix_saved_seconds",
+    "What these tokens would have taken to compute, as predicted, less the seconds of their pulls.",
+    {"source": [each.value for each in WorkerRole]},
+)
 PREFIX_FAILURES = Counter(
     "pdserve_prefix_failures",
     "Pulls from another worker's prefix cache that failed, so that the tokens were computed.",
@@ -200,6 +209,10 @@ PLAN_GOODPUT = Gauge(
 )
 PLAN_WORKERS = Gauge("pdserve_plan_workers", "Workers of the placement that the plan found best.", ("role",))
 
+SCALE_CHANGES = Counter(
+    "pdserve_scale_changes", "Changes of the numbers of workers to follow the load.", {"reason": SCALE_REASONS}
+)
+
 # Workers, as each frame reports them to the router
 WORKER = ("worker", "role")
 WORKER_UP = Gauge("pdserve_worker_up", "1 while the session with the worker stands.", WORKER)
@@ -232,6 +245,11 @@ SWAP_OUTS = Counter("pdserve_swap_outs", "Preempted sequences copied to the host
 SWAP_INS = Counter("pdserve_swap_ins", "Preempted sequences copied back.", WORKER)
 GUESSES = Counter("pdserve_guesses", "Tokens that speculative decoding guessed.", WORKER)
 RIGHT_GUESSES = Counter("pdserve_right_guesses", "Guesses that were the answers' next tokens.", WORKER)
+RESTORED_TOKENS = Counter("pdserve_kv_tier_restored_tokens", "Prompt tokens whose KV the tier had.", WORKER)
+RESTORES = Counter("pdserve_kv_tier_restores", "Prompts that waited for KV of the tier.", WORKER)
+RESTORES_GIVEN_UP = Counter(
+    "pdserve_kv_tier_restores_given_up", "Those that computed it, because the tier took as long.", WORKER
+)
 TRANSFER_SECONDS = Histogram(
     "pdserve_kv_transfer_seconds", "Pulls, from request to verified.", ("transport",), TTFT_BUCKETS_S
 )

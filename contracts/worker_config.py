@@ -77,6 +77,10 @@ class WorkerConfig:
     """0 takes an automatic share of free memory."""
     swap_memory_bytes: int | None = None
     """Host memory for the KV of preempted sequences; ``None`` takes a share of the pool's size."""
+    kv_tier_path: str = ""
+    """Folder of the file that keeps copies of cached KV blocks; empty keeps none."""
+    kv_tier_bytes: int = 0
+    """Size of that file."""
     max_batch_tokens: int = 2048
     max_batch_size: int = 256
     speculation: str = "none"

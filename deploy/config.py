@@ -54,6 +54,8 @@ def read_deployment(path: Path, *, use: Use = "serve") -> DeploymentConfig:
         if (phase := config.phase(role)).draft_path:
             speculation = {"draft": from_folder(phase, "draft_path")["draft_path"]}
             config = override(config, role.value, speculation=speculation)
+        if (tier := phase.kv_tier) is not None:
+            config = override(config, role.value, kv_tier={**to_plain(tier), **from_folder(tier, "path")})
     config = override(config, "router", **from_folder(config.router, *_ROUTER_FILES))
     if tls := config.security.tls:
         tls = TlsFiles(**from_folder(tls, *to_plain(tls)))
@@ -166,6 +168,7 @@ def check_deployment(config: DeploymentConfig, *, use: Use = "serve") -> None:
 def _check_fit(config: DeploymentConfig, use: Use) -> None:
     for role in WorkerRole:
         _check_phase(role.value, config.phase(role))
+        _check_bounds(role.value, config.phase(role), config)
     if not config.mixed.replicas and not (config.prefill.replicas and config.decode.replicas):
         raise ConfigError(
             f"prefill.replicas is {config.prefill.replicas} and decode.replicas is {config.decode.replicas}; "
@@ -197,6 +200,26 @@ def _check_fit(config: DeploymentConfig, use: Use) -> None:
             )
 
 
+def _check_bounds(name: str, phase: PhaseConfig, config: DeploymentConfig) -> None:
+    if not phase.max_replicas and phase.min_replicas:
+        key = f"{name}.min_replicas"
+        raise ConfigError(f"{key} is {phase.min_replicas}, and {name}.max_replicas is not given: give both", key)
+    if phase.max_replicas and config.mixed.replicas:
+        key = f"{name}.max_replicas"
+        raise ConfigError(
+            f"{key} is {phase.max_replicas}, and there are mixed workers; the load is followed by prefill and decode "
+            "workers alone: leave it out",
+            key,
+        )
+    if phase.max_replicas and not max(1, phase.min_replicas) <= phase.replicas <= phase.max_replicas:
+        key = f"{name}.replicas"
+        raise ConfigError(
+            f"{key} is {phase.replicas}; write a number from {name}.min_replicas, {max(1, phase.min_replicas)}, to "
+            f"{name}.max_replicas, {phase.max_replicas}",
+            key,
+        )
+
+
 def _check_phase(name: str, phase: PhaseConfig) -> None:
     if name == "prefill" and phase.swap_memory_bytes:
         key = "prefill.swap_memory"
@@ -205,6 +228,11 @@ def _check_phase(name: str, phase: PhaseConfig) -> None:
         key = f"{name}.speculation"
         why = "prefill workers decode nothing" if name == "prefill" else "guesses are made on CPUs only so far"
         raise ConfigError(f"{key} is {phase.drafter}; {why}: leave it out", key)
+    if phase.kv_tier is not None and (phase.device == "cuda" or phase.pipeline_parallel > 1):
+        key = f"{name}.kv_tier"
+        raise ConfigError(
+            f"{key} is set; there is one on CPUs only so far, with pipeline_parallel 1: leave it out", key
+        )
     if phase.draft_path and phase.pipeline_parallel > 1:
         key = f"{name}.speculation"
         raise ConfigError(f"{key} has a draft model, which needs pipeline_parallel 1; use ngram or none", key)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.contracts.codec import to_json
-from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig, parse_ports
+from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig, parse_bytes, parse_ports
 from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.deploy.cluster.host_facts import LOOPBACK, HostFacts
 from pdserve.deploy.cluster.resources import CoreSplit, gpu_shares, split_cores
@@ -170,6 +170,8 @@ def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = ""
                 block_size=model.block_size,
                 kv_memory_bytes=phase.kv_memory_bytes,
                 swap_memory_bytes=phase.swap_memory_bytes,
+                kv_tier_path=phase.kv_tier.path if phase.kv_tier else "",
+                kv_tier_bytes=parse_bytes(phase.kv_tier.size) if phase.kv_tier else 0,
                 max_batch_tokens=phase.max_batch_tokens,
                 max_batch_size=phase.max_batch_size,
                 speculation=phase.drafter,

@@ -15,6 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+SHORT_TOKENS = 8
+"""Most new tokens of a row that kernels may attend for as for a decode row."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
@@ -46,6 +49,8 @@ class AttentionMetadata:
     """Fewest new tokens of any row, padding excluded."""
     max_new_tokens: int
     """Most new tokens of any row."""
+    most_short_tokens: int
+    """Most new tokens of any row that has at most `SHORT_TOKENS`; 0 if none has."""
 
     @property
     def num_tokens(self) -> int:
@@ -89,11 +94,19 @@ class AttentionMetadata:
             num_tokens=sum(num_new_tokens) + num_padding,
             min_new_tokens=min(num_new_tokens),
             max_new_tokens=max(num_new_tokens),
+            most_short_tokens=most_short(num_new_tokens),
         )
 
     @classmethod
     def of_words(
-        cls, words: torch.Tensor, *, num_rows: int, num_tokens: int, min_new_tokens: int, max_new_tokens: int
+        cls,
+        words: torch.Tensor,
+        *,
+        num_rows: int,
+        num_tokens: int,
+        min_new_tokens: int,
+        max_new_tokens: int,
+        most_short_tokens: int,
     ) -> AttentionMetadata:
         """View a buffer from `attention_words`, on any device; spare room at its end belongs to ``block_ids``."""
         num_block_ids = len(words) - num_tokens - 1 - 2 * (num_rows + 1) - num_rows
@@ -111,6 +124,7 @@ class AttentionMetadata:
             positions=positions,
             min_new_tokens=min_new_tokens,
             max_new_tokens=max_new_tokens,
+            most_short_tokens=most_short_tokens,
         )
 
     def to(self, device: torch.device) -> AttentionMetadata:
@@ -124,7 +138,13 @@ class AttentionMetadata:
             num_tokens=self.num_tokens,
             min_new_tokens=self.min_new_tokens,
             max_new_tokens=self.max_new_tokens,
+            most_short_tokens=self.most_short_tokens,
         )
+
+
+def most_short(num_new_tokens: Sequence[int]) -> int:
+    """``AttentionMetadata.most_short_tokens`` of such rows."""
+    return max((count for count in num_new_tokens if count <= SHORT_TOKENS), default=0)
 
 
 def attention_words(

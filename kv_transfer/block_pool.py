@@ -16,10 +16,12 @@ from typing import NamedTuple
 
 
 class CacheEvents(NamedTuple):
-    """Net change of the prefix cache since the last call. The two lists share no hash."""
+    """Net change of the prefix cache since the last call. The first two lists share no hash."""
 
     stored: list[bytes]
     evicted: list[bytes]
+    forgotten: Sequence[bytes] = ()
+    """All whose content was doubtful: no copy of it may be used."""
 
 
 class BlockPool:
@@ -61,6 +63,7 @@ class BlockPool:
         self._num_referenced = 0
         self._stored: dict[bytes, None] = {}
         self._evicted: dict[bytes, None] = {}
+        self._forgotten: list[bytes] = []
 
     @property
     def num_free(self) -> int:
@@ -181,7 +184,8 @@ class BlockPool:
     def forget(self, block_ids: Iterable[int]) -> None:
         """Remove the blocks from the prefix cache because their content is doubtful. References do not change."""
         for block in block_ids:
-            if self._hashes[block] is not None:
+            if (block_hash := self._hashes[block]) is not None:
+                self._forgotten.append(block_hash)
                 self._drop_hashes([block])
                 if block in self._cached:
                     del self._cached[block]
@@ -194,9 +198,10 @@ class BlockPool:
 
     def take_cache_events(self) -> CacheEvents:
         """Return what the prefix cache gained and lost since the last call, for the router's index."""
-        events = CacheEvents(list(self._stored), list(self._evicted))
+        events = CacheEvents(list(self._stored), list(self._evicted), self._forgotten)
         self._stored.clear()
         self._evicted.clear()
+        self._forgotten = []
         return events
 
     def check_integrity(self) -> None:

@@ -257,9 +257,13 @@ def _pull_message(message: LinkMessage) -> kv_pb2.PullMessage:
 class GroupReceiver:
     """Receives blocks through the link to their source, straight into the engine's pool."""
 
-    def __init__(self, links: PullerLinks, source: worker_pb2.KvSource, shards: Sequence[kv_pb2.KvShard]) -> None:
+    def __init__(
+        self, links: PullerLinks, source: worker_pb2.KvSource, handle: bytes, shards: Sequence[kv_pb2.KvShard]
+    ) -> None:
         self._links = links
         self._source = source
+        self._handle = handle
+        """Of the prompt or the loan."""
         self._shards = shards
         """Of the source's ranks."""
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -283,8 +287,8 @@ class GroupReceiver:
                     raise LinkError("the source has ended the pull")
                 if link.closed.done():  # by another pull, which abandoned its copy
                     continue
-                first, handle = blocks[0].position, self._source.handle
-                link.outgoing.put_nowait(kv_pb2.SendBlocks(handle=handle, first_index=first, num_blocks=len(blocks)))
+                request = kv_pb2.SendBlocks(handle=self._handle, first_index=blocks[0].position, num_blocks=len(blocks))
+                link.outgoing.put_nowait(request)
                 try:
                     return await link.fetch(blocks, self._ended)
                 except LinkError as error:

@@ -204,7 +204,7 @@ class Puller:
                     ipc_source = IpcSource(source.worker_epoch, opened.pool_inode, opened.rank_pools, opened.shards)
                     yield IpcReceiver(self._ipc_orders, ipc_source, pool)
             case "nccl":
-                group = GroupReceiver(self._links, source, opened.shards)
+                group = GroupReceiver(self._links, source, opened.handle, opened.shards)
                 stream.on_end(group.end)
                 yield group
             case "tcp":

@@ -226,8 +226,10 @@ class Source(kv_pb2_grpc.KvTransferServicer):
             self._offers[offer.handle] = offer
             lend = transfer_pb2.Lend(handle=offer.handle, prefix=opening.prefix)
             self._send(transfer_pb2.TransferToEngine(lend=lend))
-        layout = layout_message(self._memory.layout)
-        return offer, kv_pb2.Opened(transport=transport, reason=reason, layout=layout, shards=self._links.shards)
+        layout, shards = layout_message(self._memory.layout), self._links.shards
+        return offer, kv_pb2.Opened(
+            transport=transport, reason=reason, layout=layout, shards=shards, handle=offer.handle
+        )
 
     async def _serve(
         self,

@@ -29,6 +29,7 @@ from pdserve.engine.scheduling.queue import SequenceQueue
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import AdmissionBudget, PlannedStep, SequenceTable
 from pdserve.prefill_worker.parking import Parking
+from pdserve.prefill_worker.restores import Restores
 
 PATIENCE_S = 10.0
 """A request without a TTFT objective is ordered as if its first token were due this many seconds after arrival."""
@@ -39,9 +40,10 @@ _RESUMED_S = -1e9
 class Prompts:
     """Prompts that wait, and those of which chunks are computed."""
 
-    def __init__(self, table: SequenceTable, parking: Parking, prefixes: PrefixPulls) -> None:
+    def __init__(self, table: SequenceTable, parking: Parking, restores: Restores, prefixes: PrefixPulls) -> None:
         self._table = table
         self._parking = parking
+        self._restores = restores
         self._prefixes = prefixes
         self.waiting = SequenceQueue()
         """In the order in which they are admitted; callers must not modify it."""
@@ -63,6 +65,7 @@ class Prompts:
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence, if it waits or is admitted."""
         self.waiting.discard(sequence)
+        self._restores.drop(sequence)
         if sequence in self.admitted:
             self.admitted.remove(sequence)
 
@@ -93,6 +96,9 @@ class Prompts:
             if head is not None and not self.is_blocked and self._goes_before(head, index):
                 if index and _gives_way(head, self.admitted[0], now_s):
                     break
+                if self._may_admit(head, budget) and self._restores.begin(head, budget, _num_cacheable(head), now_s):
+                    self.waiting.discard(head)
+                    continue
                 self.is_blocked = not self._try_admit(head, index, budget, now_s)
                 if head.is_pulling:
                     continue
@@ -115,14 +121,15 @@ class Prompts:
     def _goes_before(self, head: Sequence, index: int) -> bool:
         return index == len(self.admitted) or _order(head) < _order(self.admitted[index])
 
+    def _may_admit(self, sequence: Sequence, budget: AdmissionBudget) -> bool:
+        """Whether a prompt can be admitted now if there are blocks for it."""
+        return budget.num_slots > 0 and sequence.is_idle and (not sequence.is_handoff or self._may_park(sequence))
+
     def _try_admit(self, sequence: Sequence, index: int, budget: AdmissionBudget, now_s: float) -> bool:
         """Move the first waiting prompt to ``index`` of the admitted ones, with blocks for all of its tokens, if it
         can be admitted now. One that pulls a prefix follows when that has ended (`pull_ended`)."""
-        if budget.num_slots <= 0 or not sequence.is_idle or (sequence.is_handoff and not self._may_park(sequence)):
-            return False
-        # At least the last token is recomputed, to sample after it; the whole prompt if its logprobs are requested.
-        num_cacheable = 0 if sequence.wants_prompt_logprobs else (len(sequence.tokens) - 1) // sequence.block_size
-        if not self._table.start(sequence, budget, num_cacheable):
+        num_cacheable = _num_cacheable(sequence)
+        if not self._may_admit(sequence, budget) or not self._table.start(sequence, budget, num_cacheable):
             return False
         self.waiting.discard(sequence)
         if not self._prefixes.try_start(sequence, num_cacheable):
@@ -165,6 +172,11 @@ class Prompts:
         on; the sampled token is pending."""
         ready, self._ready = self._ready, []
         return ready
+
+
+def _num_cacheable(sequence: Sequence) -> int:
+    """Blocks that need not be computed. The last token is, to sample after it; all if it asks for logprobs."""
+    return 0 if sequence.wants_prompt_logprobs else (len(sequence.tokens) - 1) // sequence.block_size
 
 
 def _due_s(sequence: Sequence) -> float:

@@ -19,6 +19,7 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
+from pdserve.contracts import metrics
 from pdserve.contracts.worker_config import WorkerEndpoint, WorkerRole
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.cluster.remote_worker import RemoteWorker
@@ -114,6 +115,18 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
     async def put_plan(plan: PlanFigures) -> None:
         """Show the figures of a plan among the metrics."""
         cluster.metrics.planned({"running": plan.running, "best": plan.best}, plan.workers)
+
+    @app.get("/demand")
+    async def show_demand() -> dict[str, Any]:
+        """The work that requests bring, for the supervisor."""
+        return cluster.dispatcher.demand()._asdict()
+
+    @app.put("/scaled")
+    async def put_scaled(reason: str) -> None:
+        """Count a change of the numbers of workers among the metrics."""
+        if reason not in metrics.SCALE_REASONS:
+            raise HTTPException(400, f"reason is none of {', '.join(metrics.SCALE_REASONS)}")
+        cluster.metrics[metrics.SCALE_CHANGES].labels(reason).inc()
 
     @app.post("/drain")
     async def drain() -> dict[str, Any]:

@@ -163,9 +163,10 @@ class RouterMetrics(DispatchObserver):
         last = self.failures.pop() if self.failures and self.failures[-1].text == text else None
         self.failures.append(Failure(time.time(), text, last.times + 1 if last else 1))
 
-    def observe_prefix(self, report: worker_pb2.TransferReport, source: WorkerRole) -> None:
-        """Record one pull of a prefix from a worker of role ``source``."""
+    def observe_prefix(self, report: worker_pb2.TransferReport, source: WorkerRole, prefill_s: float) -> None:
+        """Record one pull of a prefix, of ``prefill_s`` to compute, from a worker of role ``source``."""
         self[names.PREFIX_TOKENS].labels(source.value).inc(report.num_tokens)
+        self[names.PREFIX_SAVED_SECONDS].labels(source.value).inc(max(0.0, prefill_s - report.seconds))
         if report.failure_stage not in ("", ABORTED):
             self[names.PREFIX_FAILURES].labels(source.value).inc()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 from random import Random
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,11 +21,13 @@ from pdserve.engine.scheduling.interface import Event
 from pdserve.engine.scheduling.speculation import Speculation
 from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.kv_transfer.file_tier import FileTier
 from pdserve.kv_transfer.host_staging import HostStaging
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.model.executors.drafting import Drafter
 from pdserve.model.executors.emulated import EmulatedExecutor
 from pdserve.model.executors.hash_chain import ROOT_STATE, HashVocabulary, link, mix64, sampling_salt
+from pdserve.prefill_worker.restores import TierSpace
 
 VOCAB_SIZE = 500
 EOS = 7
@@ -60,6 +65,10 @@ class WorldConfig:
     """Share of preemptions soon after which the client leaves."""
     is_staged: bool = False
     """Pulls read and write a staging copy of the pool; orders and messages of transfer processes wait for it."""
+    num_tier_blocks: int = 0
+    """Slots of each worker's tier, a file; 0 without."""
+    kill: float = 0.0
+    """Share of turns before which a worker is killed, and its tier's file damaged half the time; another one starts."""
     right_guesses: float | None = None
     """Share of drafts on decode workers that are right throughout; ``None`` if nothing is guessed."""
 
@@ -193,15 +202,34 @@ def _staging(memory: np.ndarray, layout: KvLayout) -> tuple[HostStaging, np.ndar
     return staging, view
 
 
+def damage(path: Path, random: Random) -> None:
+    """Flip bytes of a tier's file, or cut it."""
+    with path.open("r+b") as file:
+        size = path.stat().st_size
+        if random.random() < 0.3:
+            file.truncate(random.randrange(size))
+            return
+        for _ in range(random.randrange(1, 40)):
+            file.seek(random.randrange(4096, size))
+            file.write(bytes([random.randrange(256)]))
+
+
 class Node:
     """A worker: a scheduler, its pool, and the executor under both."""
 
-    def __init__(self, config: WorldConfig, name: str, *, decodes: bool, random: Random) -> None:
+    def __init__(self, config: WorldConfig, name: str, *, decodes: bool, random: Random, folder: Path) -> None:
         self.name = name
-        self.generations = [0] * (config.num_decode_blocks if decodes else config.num_prefill_blocks)
-        self.pool = BlockPool(len(self.generations), config.block_size, self.generations)
+        self.config, self._decodes, self._random = config, decodes, random
+        self.tier_path = folder / f"{name}.kv"
+        self.tier: FileTier | None = None
+        self.handles = (f"{name}/{number}".encode() for number in count())
+        self.start()
+
+    def start(self) -> None:
+        """Begin with an empty pool, and with what the file of the tier holds."""
+        config, decodes, random = self.config, self._decodes, self._random
         layout = KvLayout(
-            num_blocks=self.pool.num_blocks,
+            num_blocks=config.num_decode_blocks if decodes else config.num_prefill_blocks,
             num_kv_heads=1,
             num_layers=1,
             block_size=config.block_size,
@@ -209,7 +237,22 @@ class Node:
             dtype="uint64",
             model_hash="hash-chain",
         )
-        self.memory = np.zeros(layout.shape, dtype=np.uint64)
+        own = PoolMemory.create(layout)
+        self.generations = cast(MutableSequence[int], own.generations)
+        self.pool = BlockPool(layout.num_blocks, config.block_size, self.generations)
+        self.memory = np.frombuffer(own.blocks, np.uint64).reshape(layout.shape)
+        os.close(own.fd)  # the views keep the mapping
+        own.fd = -1
+        if config.num_tier_blocks:
+            self.tier = FileTier(
+                self.tier_path,
+                own,
+                self.pool,
+                size_bytes=(config.num_tier_blocks + 2) * 4500,
+                max_model_len=config.max_model_len,
+                secret="the cluster's",
+                on_restored=lambda restore_id: self.scheduler.restored(restore_id),
+            )
         self.staging: HostStaging | None = None
         self.transferred = self.memory
         """Memory that pulls read and write."""
@@ -238,7 +281,6 @@ class Node:
         self.in_flight: deque[tuple[int, StepHandle]] = deque()
         self.sleeps_until_turn = 0
         self.max_batch_tokens = config.max_batch_tokens
-        handles = (f"{name}/{number}".encode() for number in count())
         limits = ModelLimits(max_model_len=config.max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=eos)
         space = SwapSpace(
             num_slots=config.num_swap_slots,
@@ -247,16 +289,28 @@ class Node:
         self.scheduler = Scheduler(
             self.pool,
             limits,
-            mint_handle=lambda: next(handles),
+            mint_handle=lambda: next(self.handles),
             max_batch_tokens=config.max_batch_tokens,
             max_batch_size=config.max_batch_size,
             park_timeout_s=config.park_timeout_s,
             swap_space=space,
+            tier_space=TierSpace(tier=self.tier, compute_s=lambda num_tokens, num_cached: 0.01 * num_tokens),
             speculation=None if drafter is None else Speculation(_random_seconds(random)),
         )
 
+    def kill(self) -> None:
+        """Start anew, after damage to the file half the time."""
+        assert self.tier is not None
+        self.tier.close()
+        if self._random.random() < 0.5:
+            damage(self.tier_path, self._random)
+        self.start()
+
     def turn(self, now_s: float) -> bool:
         """One turn of a step loop; returns whether there was anything to do."""
+        if self.tier is not None:
+            self.tier.follow(self.pool.take_cache_events())
+            self._work()
         batch = self.scheduler.plan(now_s)
         if batch is not None:
             num_guesses = sum([row.max_guesses for row in batch.rows])
@@ -271,8 +325,14 @@ class Node:
             else:
                 self._fail_rows(output)
                 self.scheduler.complete(output, now_s)
-        self.check()
+        self._work()
         return batch is not None or bool(self.in_flight)
+
+    def _work(self) -> None:
+        """The tier's thread gets on: before it is told what the pool has lost, too."""
+        if self.tier is not None:
+            for _ in range(self._random.choice((0, 0, 0, 0, 0, 0, 1, 30))):
+                self.tier.work()
 
     def _fail_rows(self, output: StepOutput) -> None:
         output.sampled = list(output.sampled)  # the executor reads its own

@@ -13,7 +13,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from random import Random
+from shutil import rmtree
+from tempfile import mkdtemp
 
 from pdserve.contracts.events import PromptLogprobsEvent, RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.request import (
@@ -89,6 +93,8 @@ class World:
     def __init__(self, config: WorldConfig, seed: int) -> None:
         self.config = config
         self.random = Random(seed)
+        self._folder = Path(mkdtemp()) if config.num_tier_blocks else Path()
+        """Of the tiers' files, until the run ends."""
         self.now_s = 1000.0
         self.num_turns = 0
         self.prefill = [self._node(f"prefill-{i}", decodes=False) for i in range(config.num_prefill)]
@@ -106,7 +112,7 @@ class World:
         """Number of prompt log probabilities each attempt has emitted."""
 
     def _node(self, name: str, *, decodes: bool) -> Node:
-        return Node(self.config, name, decodes=decodes, random=self.random)
+        return Node(self.config, name, decodes=decodes, random=self.random, folder=self._folder)
 
     # Clients and router
 
@@ -411,6 +417,26 @@ class World:
             self._tell(source, lambda: source.scheduler.set_leased(handle, False))
         self._tell(pull.node, lambda: self._pull_done(pull, PullResult(pull_id=pull.order.pull_id, failure=failure)))
 
+    # Workers that end
+
+    def kill(self, node: Node) -> None:
+        """Start a worker anew. Its pulls end, those from it fail, and the router resends what it had."""
+        self.counts["killed"] += 1
+        self._count(node)
+        node.in_flight.clear()
+        node.orders.clear()
+        node.messages.clear()
+        for pull in [pull for pull in self._pulls if pull.node is node]:
+            self._pulls.remove(pull)
+            offer = self._offers.get(pull.order.source.handle)
+            if pull.is_open and offer is not None:
+                self._tell(offer.node, partial(offer.node.scheduler.set_leased, pull.order.source.handle, False))
+        self._offers = {handle: offer for handle, offer in self._offers.items() if offer.node is not node}
+        self._alive = {(name, key) for name, key in self._alive if name != node.name}
+        node.kill()
+        for dispatch in [each for each in self._dispatches.values() if node in each.nodes]:
+            self._redispatch(dispatch, "killed")
+
     # Roles
 
     def take_roles(self, num_prefill: int) -> None:
@@ -431,6 +457,8 @@ class World:
         self.now_s += self.random.random() * 0.02
         if self.config.relabel and len(self.nodes) > 1 and self.random.random() < self.config.relabel:
             self.take_roles(self.random.randrange(1, len(self.nodes)))
+        if self.config.kill and self.random.random() < self.config.kill:
+            self.kill(self.random.choice(self.nodes))
         is_busy = False
         for node in self.random.sample(self.nodes, len(self.nodes)):
             if self.random.random() < 0.05:
@@ -475,12 +503,23 @@ class World:
             assert not node.in_flight
             load = node.scheduler.load()
             assert load.num_swap_slots_used == 0, f"{node.name} keeps {load.num_swap_slots_used} slots"
-            self.counts["preemptions"] += load.num_preemptions
-            self.counts["right guesses"] += load.num_right_guesses
-            self.counts["wrong guesses"] += load.num_guesses - load.num_right_guesses
-            self.counts["swap-outs"] += load.num_swap_outs
-            self.counts["swap-ins"] += load.num_swap_ins
+            self._count(node)
+            if node.tier is not None:
+                node.tier.close()
+        if self.config.num_tier_blocks:
+            rmtree(self._folder)
         assert not self._alive, f"never ended: {self._alive}"
+
+    def _count(self, node: Node) -> None:
+        """Add what a worker did since it started."""
+        load = node.scheduler.load()
+        self.counts["preemptions"] += load.num_preemptions
+        self.counts["right guesses"] += load.num_right_guesses
+        self.counts["wrong guesses"] += load.num_guesses - load.num_right_guesses
+        self.counts["swap-outs"] += load.num_swap_outs
+        self.counts["swap-ins"] += load.num_swap_ins
+        self.counts["restored tokens"] += load.num_restored_tokens
+        self.counts["given up"] += load.num_restores_given_up
 
     def _is_empty(self) -> bool:
         loads = [node.scheduler.load() for node in self.nodes]

@@ -29,7 +29,7 @@ from pdserve.bench.kernels.report import (
     show_kernels,
     write_dated,
 )
-from pdserve.bench.kernels_compile import compile_all, launches
+from pdserve.bench.kernels_compile import HOPPER, MAX_SHARED_BYTES, compile_all, launches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,8 @@ class Settings:
     quick: bool = False
     num_rounds: int = 3
     compile_only: bool = False
+    capability: int = HOPPER
+    """Of the GPU to compile for: a key of `pdserve.bench.kernels_compile.MAX_SHARED_BYTES`."""
     as_json: bool = False
     """Print JSON instead of tables."""
     folder: Path = Path()
@@ -55,10 +57,13 @@ def run(settings: Settings, echo: Echo) -> int:
         NoGpuError: there is no GPU.
     """
     if settings.compile_only:
-        named = [launch for launch in launches() if settings.only in launch.name]
+        if settings.capability not in MAX_SHARED_BYTES:
+            known = ", ".join(map(str, MAX_SHARED_BYTES))
+            raise ValueError(f"kernels are not compiled for capability {settings.capability}: use one of {known}")
+        named = [launch for launch in launches(settings.capability) if settings.only in launch.name]
         if not named:
             raise ValueError(f"no launch is named {settings.only!r}: use a part of a kernel's name, such as gate")
-        return compile_all(named, echo, as_json=settings.as_json)
+        return compile_all(named, echo, capability=settings.capability, as_json=settings.as_json)
     cases = chosen_cases(settings.only, quick=settings.quick)
     device = cuda_device()
     document = machine(device, settings.hardware) | {"clocks": {}, "failures": {}}

@@ -55,10 +55,9 @@ class Changes:
             self._changed()
         yield from steps.refused
         yield from (f"{worker.name} becomes a {role.value} worker" for worker, role in steps.moves)
-        added, removed = map(self._add, steps.added), map(self._remove, steps.removed)
-        for changes in (removed, added) if steps.is_short else (added, removed):
-            for change in changes:
-                yield from change
+        changes = self._add(steps.added), self._remove_all(steps.removed)
+        for change in reversed(changes) if steps.is_short else changes:
+            yield from change
 
     def preview(self, replicas: Mapping[WorkerRole, int]) -> Iterator[str]:
         """What `scale` would do and say, or raise."""
@@ -133,14 +132,24 @@ class Changes:
             self._changed()
             yield from self._start(worker)
 
-    def _add(self, role: WorkerRole) -> Iterator[str]:
-        worker = self._fleet.add_worker(role)
+    def _add(self, roles: Sequence[WorkerRole]) -> Iterator[str]:
+        """Start workers, all at once."""
+        added = [self._fleet.add_worker(role) for role in roles]
         try:
-            yield from self._start(worker)
+            for worker in added:
+                yield from self._start(worker)
         except DeployError:
-            self._fleet.workers.remove(worker)
+            for worker in added:
+                if worker.state is not ProcessState.UP:
+                    self._fleet.workers.remove(worker)
+                if worker.state is ProcessState.STARTING:
+                    worker.end()
             self._changed()
             raise
+
+    def _remove_all(self, workers: Sequence[WorkerProcess]) -> Iterator[str]:
+        for worker in workers:
+            yield from self._remove(worker)
 
     def _remove(self, worker: WorkerProcess) -> Iterator[str]:
         yield from self._finish(worker)

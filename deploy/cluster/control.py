@@ -57,8 +57,7 @@ class ControlPort:
             self._change = _begun(begin, command)
         try:
             if said := next(self._change):
-                assert self._client is not None
-                _send(self._client, {"say": said})
+                self._tell({"say": said})
             return said
         except StopIteration:
             self._finish("")
@@ -70,6 +69,16 @@ class ControlPort:
         self._finish(failure)
         return failure
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a change is in progress, or a command waits."""
+        return self._change is not None or bool(self._waiting)
+
+    def begin(self, change: Iterator[str]) -> None:
+        """Begin a change that nobody sent; none is in progress."""
+        assert self._change is None
+        self._change = change
+
     def close(self) -> None:
         if self._client is not None:
             self._finish("the cluster ends")
@@ -78,10 +87,14 @@ class ControlPort:
         self._listener.close()
 
     def _finish(self, error: str) -> None:
-        assert self._client is not None
-        _send(self._client, {"error": error})
-        self._client.close()
+        self._tell({"error": error})
+        if self._client is not None:
+            self._client.close()
         self._client = self._change = None
+
+    def _tell(self, line: dict[str, str]) -> None:
+        if self._client is not None:  # a change that nobody sent has none
+            _send(self._client, line)
 
 
 def _send(client: socket.socket, line: dict[str, str]) -> None:

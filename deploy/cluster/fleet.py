@@ -69,6 +69,15 @@ class Fleet:
         ]
         return {role: roles.count(role) for role in WorkerRole}
 
+    @property
+    def present(self) -> dict[WorkerRole, int]:
+        """Number of workers of each role, up or not."""
+        return {role: sum(worker.role is role for worker in self.workers) for role in WorkerRole}
+
+    @property
+    def is_on_gpus(self) -> bool:
+        return any(needs.gpu_share for needs in self._needs.values())
+
     def find_hosts(self) -> list[Host]:
         """Take the live nodes of Ray as hosts; returns those that are gone."""
         if not self._launch.ray_address:

@@ -23,6 +23,7 @@ from pdserve.contracts.worker_config import WorkerEndpoint
 from pdserve.deploy.cluster.processes import end_session, last_error, start_tied
 from pdserve.deploy.cluster.supervised_process import SupervisedProcess
 from pdserve.router.process_config import RouterProcessConfig
+from pdserve.router.requests.demand import Demand
 
 CHECK_INTERVAL_S = 2.0
 HANG_S = 10.0
@@ -72,6 +73,19 @@ class RouterProcess(SupervisedProcess):
                 self._http.put(f"{self.admin_url}/{name}", json=body, headers=self._admin_headers()).is_success
                 for name, body in lists.items()
             )
+
+    def demand(self) -> Demand | None:
+        """The work that its requests bring; None if it does not answer."""
+        try:
+            answer = self._http.get(f"{self.admin_url}/demand", headers=self._admin_headers())
+            return Demand(**answer.raise_for_status().json())
+        except (httpx.HTTPError, ValueError, TypeError):
+            return None
+
+    def count_change(self, reason: str) -> None:
+        """Have it count a change of the numbers of workers, unless it does not answer."""
+        with suppress(httpx.HTTPError):
+            self._http.put(f"{self.admin_url}/scaled", params={"reason": reason}, headers=self._admin_headers())
 
     def is_ready(self) -> bool:
         """True if both phases have answered a real request. Asks the admin port: ``/health`` may need an API key."""

@@ -27,6 +27,7 @@ from pdserve.contracts.errors import DeployError
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.checks import preflight
 from pdserve.deploy.checks.model import NO_CHAT_TEMPLATE, check_model
+from pdserve.deploy.cluster.autoscaling import Autoscaling
 from pdserve.deploy.cluster.banner import banner_rows
 from pdserve.deploy.cluster.changes import Changes
 from pdserve.deploy.cluster.control import ControlPort
@@ -106,6 +107,7 @@ class Supervisor:
             self._fleet = Fleet(self._ray, launch, self._cluster_token, self._folder)
             self._control = ControlPort(self._folder)
             self._changes = Changes(self._fleet, launch.drain_timeout_s, self._tell_of_workers)
+            self._autoscaling = Autoscaling(launch, self._fleet, self._changes)
             try:
                 self._begin(model_warning)
                 while not self._num_signals:
@@ -149,6 +151,7 @@ class Supervisor:
         if self._is_ready and (said := self._control.turn(self._begin_change)):
             self._progress.note("change", said)
         up = [router for router in self._routers if router.state is ProcessState.UP]
+        self._follow_load(up)
         for router in up:
             if router.are_lists_due:
                 endpoints = [endpoint for worker in self._workers for endpoint in worker.endpoints]
@@ -159,6 +162,14 @@ class Supervisor:
         if not self._is_ready and time.monotonic() > self._start_deadline_s:
             reason = f"hosts: {self._waits_for}" if self._waits_for else "try a smaller model"
             raise DeployError(f"the cluster does not serve after {self._start_timeout_s:.0f} s; {reason}")
+
+    def _follow_load(self, routers: list[RouterProcess]) -> None:
+        """Begin the change that the load asks for, if any."""
+        may_change = self._is_ready and not self._num_signals and not self._is_silent and routers == self._routers
+        if may_change and self._ray.state is ProcessState.UP:
+            change = self._autoscaling.turn(time.monotonic(), routers, is_busy=self._control.is_busy)
+            if change is not None:
+                self._control.begin(change)
 
     def _reconcile_processes(self) -> None:
         """Check every process once."""

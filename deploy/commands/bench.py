@@ -1,5 +1,5 @@
-"""``pdserve bench``: benchmarks of a running server (`pdserve.deploy.commands.bench_load`), of KV transfer, and
-of the kernels on this machine's GPU.
+"""``pdserve bench``: benchmarks of a running server (`pdserve.deploy.commands.bench_load`), of the engine
+(`pdserve.deploy.commands.bench_engine`), of KV transfer, and of the kernels on this machine's GPU.
 
 Benchmarks of the project itself are modules of `pdserve.bench`.
 """
@@ -13,18 +13,20 @@ from typing import Annotated
 import typer
 
 from pdserve.contracts.errors import DeployError
+from pdserve.deploy.commands.bench_engine import engine
 from pdserve.deploy.commands.bench_load import serve, sweep
 
-app = typer.Typer(help="Measure a running server, KV transfer, or the kernels.")
+app = typer.Typer(help="Measure a running server, the engine, KV transfer, or the kernels.")
 
 
 @app.callback()
 def group() -> None:
-    """Measure a running server, KV transfer, or the kernels."""
+    """Measure a running server, the engine, KV transfer, or the kernels."""
 
 
 app.command(epilog="Example: pdserve bench serve --request-rate 4 --num-prompts 500 --dataset-name chat")(serve)
 app.command(epilog="Example: pdserve bench sweep --dataset-name chat --goodput ttft:250 tpot:50")(sweep)
+app.command(epilog="Example: pdserve bench engine --model ./Llama-3.2-1B-Instruct --report engine.html")(engine)
 
 
 @app.command(epilog="Example: pdserve bench kernels --only decode_attention --quick")
@@ -33,8 +35,11 @@ def kernels(
     quick: Annotated[bool, typer.Option("--quick", help="Measure few shapes per kernel.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over a kernel and its peers.")] = 3,
     compile_only: Annotated[
-        bool, typer.Option("--compile-only", help="Compile for a Hopper GPU and show registers, spills, shared memory.")
+        bool, typer.Option("--compile-only", help="Compile without a GPU and show registers, spills, shared memory.")
     ] = False,
+    capability: Annotated[
+        int, typer.Option(metavar="N", help="GPU to compile for: 80, 86, 89, 90 (Hopper), 100 or 120.")
+    ] = 90,
     folder: Annotated[
         Path, typer.Option(exists=True, file_okay=False, help="Folder for the dated file of results.")
     ] = Path(),
@@ -54,6 +59,7 @@ def kernels(
         quick=quick,
         num_rounds=rounds,
         compile_only=compile_only,
+        capability=capability,
         as_json=as_json,
         folder=folder,
         hardware=hardware,

@@ -111,7 +111,7 @@ def serve(
         objectives = _objectives(goodput, more_objectives)
         metrics = figures.parse_metrics(percentile_metrics)
         percentiles = figures.parse_percentiles(metric_percentiles)
-        traffic = _workload(dataset_name, dataset_path, (input_len, output_len, range_ratio), burstiness, time_unit)
+        traffic = workload_of(dataset_name, dataset_path, (input_len, output_len, range_ratio), burstiness, time_unit)
         target = _Target(url, traffic, num_prompts, seed, max_model_len, vocab_size, time_scale, max_concurrency)
     measured = target.load(request_rate)
     if not objectives:
@@ -191,7 +191,7 @@ def sweep(
         objectives = _objectives(goodput, more_objectives)
         if "e2el" in objectives:
             raise ValueError("--goodput e2el: a sweep judges ttft and tpot; leave it out")
-        traffic = _workload(dataset_name, dataset_path, (input_len, output_len, range_ratio), burstiness, time_unit)
+        traffic = workload_of(dataset_name, dataset_path, (input_len, output_len, range_ratio), burstiness, time_unit)
         target = _Target(url, traffic, num_prompts, seed, max_model_len, vocab_size, time_scale, max_concurrency)
     usual = traffic.slo or SloConfig()
     slo = SloConfig(
@@ -352,7 +352,7 @@ def _rates(text: str) -> list[float]:
     return rates
 
 
-def _workload(
+def workload_of(
     name: str,
     path: Path | None,
     lengths: tuple[int, int, float],

@@ -76,7 +76,7 @@ def run_profile(request: ProfileRequest, console: Console) -> int:
     served, _ = find_dtype(request.model, slow_dtype_reason)
     for count in counts:
         budget_s = request.budget_s / len(counts)
-        model = _profiled_model(served, tuple(cores[:count]))
+        model = profiled_model(served, tuple(cores[:count]))
         fit, measured = _profile(model, count, budget_s, console)
         devices[fit.hardware.name] = fit.hardware
         show(fit, measured, console)
@@ -110,7 +110,7 @@ def _other_devices(path: Path) -> dict[str, Hardware]:
         raise DeployError(f"{error}; repair it, or name another --output") from error
 
 
-def _profiled_model(model: ModelConfig, cores: tuple[int, ...]) -> ProfiledModel:
+def profiled_model(model: ModelConfig, cores: tuple[int, ...]) -> ProfiledModel:
     path = Path(model.path)
     folder = path if path.is_dir() else path.parent
     if not (folder / "config.json").is_file() or (path != folder and path.name != "config.json"):
@@ -141,7 +141,7 @@ def _profile(
 ) -> tuple[CostFit, list[MeasuredStep]]:
     from pdserve.model.cost.profiling import measure_model
 
-    with _restored_affinity(), _bar(console) as bar:
+    with restored_affinity(), progress_bar(console) as bar:
         task = bar.add_task(f"{num_cores} cores", total=1.0, step="")
         try:
             profile = measure_model(
@@ -177,7 +177,7 @@ def _profile(
 
 
 @contextmanager
-def _restored_affinity() -> Iterator[None]:
+def restored_affinity() -> Iterator[None]:
     """Restore this process's cores afterwards: measuring pins it."""
     affinity = os.sched_getaffinity(0)
     try:
@@ -193,7 +193,7 @@ def _processor() -> str:
     return names[0] if names else os.uname().machine
 
 
-def _bar(console: Console) -> Progress:
+def progress_bar(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -146,6 +146,18 @@ ALERTS = (
         "`pdserve plan --live URL` proposes a placement.",
     ),
     Alert(
+        name="ScaleFlaps",
+        expr='sum(increase(pdserve_scale_changes_total{reason="surplus"}[30m])) > 5 and '
+        'sum(increase(pdserve_scale_changes_total{reason=~"prefill_short|decode_short"}[30m])) > 5',
+        for_="0m",
+        severity="ticket",
+        impact="Workers are added and taken away again, six times and more in half an hour. Each start costs its time.",
+        query="sum by (reason) (increase(pdserve_scale_changes_total[30m]))",
+        steps="If the load itself comes and goes in minutes, raise `min_replicas` to what it needs at its height. Else "
+        "compare steps with the prediction, as for *StepsSlowerThanPredicted*. `failed`: the supervisor's log has the "
+        "reason.",
+    ),
+    Alert(
         name="PrefillBusierThanDecode",
         expr=f'avg({BUSY}{{role="prefill"}}) > 0.8 and avg({BUSY}{{role="decode"}}) < 0.5',
         for_="10m",

@@ -54,6 +54,8 @@ class Sequence:
     """Handle under which the prompt is offered for pulling; empty if it is not offered."""
     acceptance: float | None = None
     """Share of guesses that are right, as estimated from those so far; ``None`` before it might have any."""
+    was_restored: bool = False
+    """Whether the tier was asked for its blocks since it lost the last ones."""
     num_plain_steps: int = 0
     """Steps in a row in which it might have had guesses and had none."""
 
@@ -203,7 +205,7 @@ class Sequence:
         assert self.is_idle, "blocks that are being written cannot be given up"
         blocks, self.block_table = self.block_table, array("i")
         self.num_computed = self.num_written = self.num_registered_blocks = 0
-        self.is_retiring = False
+        self.is_retiring = self.was_restored = False
         return blocks
 
 

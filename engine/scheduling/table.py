@@ -267,18 +267,24 @@ class SequenceTable:
         """
         pool = self.pool
         cached = pool.match_prefix(sequence.iter_block_hashes(num_cacheable))
-        num_blocks = sequence.num_blocks_for(len(sequence.tokens))
-        num_expected = num_blocks if sequence.is_handoff else sequence.num_blocks_expected()
-        num_taken = num_expected - len(cached) + pool.num_unreferenced(cached)
+        num_taken = self.num_blocks_taken(sequence, cached)
         if budget.num_slots <= 0 or num_taken > budget.num_blocks:
             return False
-        if not sequence.is_handoff:
+        is_handoff = sequence.is_handoff
+        num_blocks = sequence.num_blocks_for(len(sequence.tokens))
+        if not is_handoff:
             num_blocks = sequence.num_blocks_with_headroom()
         pool.share(cached)
         sequence.start_at(cached, pool.allocate(num_blocks - len(cached)))
         budget.num_slots -= 1
         budget.num_blocks -= num_taken
         return True
+
+    def num_blocks_taken(self, sequence: Sequence, cached: list[int]) -> int:
+        """Available blocks that the sequence is expected to need if it starts with the ``cached`` ones."""
+        is_handoff, num_known = sequence.is_handoff, len(sequence.tokens)
+        num_expected = sequence.num_blocks_for(num_known) if is_handoff else sequence.num_blocks_expected()
+        return num_expected - len(cached) + self.pool.num_unreferenced(cached)
 
     def retire(self, sequence: Sequence) -> None:
         """Free the sequence's blocks, now or once nothing in flight writes to them."""

@@ -130,6 +130,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
     _check_ranks(config, is_on_host)
     _check_transport(config, is_on_host)
     _check_speculation(config, is_on_host)
+    _check_tier(config, is_on_host)
     check_kv_dtype(device, cost.kv_dtype)
     draft_bytes = 0 if draft is None else draft.cost.weight_bytes
     memory = kv_memory_of(device, config, cost, max(0, available_memory_bytes() - draft_bytes))
@@ -272,6 +273,13 @@ def _check_transport(config: WorkerConfig, is_on_host: bool) -> None:
             "kv_transfer.transport is cuda_ipc, and other processes may not open memory in expandable segments: remove "
             "expandable_segments from PYTORCH_CUDA_ALLOC_CONF, or use auto"
         )
+
+
+def _check_tier(config: WorkerConfig, is_on_host: bool) -> None:
+    """Raise ValueError where the worker's pool can have no tier below it."""
+    if config.kv_tier_path and (not is_on_host or config.pipeline_parallel > 1):
+        where = "pipelines have" if is_on_host else "GPUs, emulated ones too, have"
+        raise ValueError(f"{config.role.value}.kv_tier is set, and {where} no tier so far: leave it out")
 
 
 def _check_speculation(config: WorkerConfig, is_on_host: bool) -> None:
@@ -439,6 +447,7 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
     """Emulate a GPU: its step times, its transfer times, and as many blocks as its memory would hold."""
     _check_transport(config, is_on_host=True)
     _check_speculation(config, _device(config).is_host)
+    _check_tier(config, is_on_host=False)
     model = DecoderConfig.from_folder(Path(config.model_path))
     read_draft(config, model)  # refuses one
     limits = model.limits(config.max_model_len)

@@ -23,6 +23,7 @@ from pdserve.engine.worker.loop import GrammarSource, Message, ReportSink, StepL
 from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.engine.worker.transfer_messages import order_to_proto
 from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.kv_transfer.file_tier import FileTier
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer
 
 MAX_WAITING_MESSAGES = 8192
@@ -110,6 +111,7 @@ class LiveLoop:
         times: StepTimes,
         grammars: GrammarSource | None = None,
         emulated_pull_s: Callable[[int], float] | None = None,
+        tier: FileTier | None = None,
     ) -> None:
         """
         Args:
@@ -117,6 +119,7 @@ class LiveLoop:
             send_order: sends a message to the transfer process.
             emulated_pull_s: minimum duration of a pull of this many blocks, in seconds; ``None`` when nothing is
                 emulated.
+            tier: the one below the pool; ``None`` without.
         """
         self._loop = StepLoop(scheduler=scheduler, executor=executor, sink=self, grammars=grammars, times=times)
         self._pool = pool
@@ -125,6 +128,7 @@ class LiveLoop:
         self._send_order = send_order
         self._times = times
         self._emulated_pull_s = emulated_pull_s
+        self._tier = tier
         self._pulls: dict[int, StartPullEvent] = {}
         """Those that have not ended, by id."""
         self._pulls_due_s: dict[int, float] = {}
@@ -177,7 +181,8 @@ class LiveLoop:
                 _log.log(level, "request %x, attempt %d: %s", event.key.request_id, event.key.attempt, event.message)
         report.pulls = [self._described(pull) for pull in report.pulls]
         report.load = self._loop.scheduler.load()
-        report.cache = self._pool.take_cache_events()
+        cache = self._pool.take_cache_events()
+        report.cache = cache if self._tier is None else self._tier.follow(cache)
         report.prefill_correction = self._times.prefill_correction
         report.decode_correction = self._times.decode_correction
         report.is_draining = self._loop.is_draining

@@ -107,6 +107,12 @@ class LendPrefix(NamedTuple):
     """Of the blocks, in order."""
 
 
+class BlocksRestored(NamedTuple):
+    """The tier has ended a restore, with all blocks or fewer."""
+
+    restore_id: int
+
+
 class StartDrain(NamedTuple):
     """Refuse new work and finish running requests."""
 
@@ -121,6 +127,7 @@ Message = (
     | PromptReleased
     | LendPrefix
     | PullResult
+    | BlocksRestored
     | StartDrain
 )
 
@@ -400,6 +407,8 @@ class StepLoop:
             case PullResult():
                 self._report.pulls.append(message)
                 scheduler.pull_done(message, now_s)
+            case BlocksRestored(restore_id):
+                scheduler.restored(restore_id)
             case StartDrain():
                 self.is_draining = True
 

@@ -45,6 +45,7 @@ from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.transports import ABORTED, REFUSED
 from pdserve.prefill_worker.parking import Parking
 from pdserve.prefill_worker.prompts import Prompts
+from pdserve.prefill_worker.restores import NO_TIER, Restores, TierSpace
 
 DEFAULT_PARK_TIMEOUT_S = 30.0
 DEFAULT_PULL_TIMEOUT_S = 60.0
@@ -66,6 +67,7 @@ class Scheduler:
         park_timeout_s: float = DEFAULT_PARK_TIMEOUT_S,
         pull_timeout_s: float = DEFAULT_PULL_TIMEOUT_S,
         swap_space: SwapSpace = NO_SWAP_SPACE,
+        tier_space: TierSpace = NO_TIER,
         mixed_s: MixedSeconds | None = None,
         speculation: Speculation | None = None,
     ) -> None:
@@ -79,6 +81,7 @@ class Scheduler:
             park_timeout_s: a parked prompt without a pull is freed after this long.
             pull_timeout_s: a pull times out after this long.
             swap_space: host memory for preempted sequences; none by default.
+            tier_space: a tier that prompts are restored from; none by default.
             mixed_s: predicts steps with prefill, to bound them by ``max_gap_s`` of requests; ``None`` bounds none.
             speculation: chooses the guesses of each step; ``None`` if the executor makes none.
 
@@ -91,9 +94,10 @@ class Scheduler:
             )
         self.table = SequenceTable(pool, limits)
         self.parking = Parking(self.table, park_timeout_s=park_timeout_s, mint_handle=mint_handle)
+        self.restores = Restores(self.table, tier_space)
         self.prefixes = PrefixPulls(self.table, pull_timeout_s=pull_timeout_s)
         self.lending = Lending(self.table)
-        self.prompts = Prompts(self.table, self.parking, self.prefixes)
+        self.prompts = Prompts(self.table, self.parking, self.restores, self.prefixes)
         self.reservations = Reservations(self.table, pull_timeout_s=pull_timeout_s)
         self.swapping = Swapping(self.table, swap_space)
         self.running: list[Sequence] = []
@@ -101,6 +105,8 @@ class Scheduler:
         self._pool = pool
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_size = max_batch_size
+        self._is_stuck = False
+        """Nothing runs, and what waits lacks room."""
         self._num_preemptions = 0
         self._mixed_s = mixed_s
         self._speculation = speculation
@@ -161,7 +167,9 @@ class Scheduler:
             self.plan_new_work(step, now_s)
         if self._speculation is not None:
             self._plan_guesses(step, self._speculation)
-        return self.table.commit(step)
+        batch = self.table.commit(step)
+        self._is_stuck = not self.table.steps_in_flight and self._has_waiting_work()
+        return batch
 
     def expire(self, now_s: float) -> None:
         """End requests past their deadline and parked prompts that timed out."""
@@ -170,6 +178,8 @@ class Scheduler:
             self._end(sequence, RequestEventKind.FAILED, message)
         for sequence in self.parking.take_expired(now_s):
             self._end(sequence, RequestEventKind.KV_UNAVAILABLE, "parked: nobody pulled the prompt in time")
+        for sequence in self.restores.take_late(now_s):
+            self.prompts.enqueue(sequence)
 
     def _has_waiting_work(self) -> bool:
         return bool(self.reservations.num_waiting or self.swapping.num_waiting or not self.prompts.is_idle)
@@ -365,8 +375,9 @@ class Scheduler:
         self.parking.set_leased(handle, is_leased)
 
     def lend(self, handle: bytes, hashes: Collection[bytes]) -> None:
-        """Grant another worker the leading blocks of ``hashes`` that are cached here, until `released`."""
-        self.lending.lend(handle, hashes)
+        """Grant another worker the leading blocks of ``hashes`` that are cached here, until `released`. None while only
+        loans may keep work here from running: it must not wait for one loan after the other."""
+        self.lending.lend(handle, () if self._is_stuck else hashes)
 
     def released(self, handle: bytes) -> None:
         """The puller has every block, or a pull of a prefix has ended: demote the local ones to cached."""
@@ -376,11 +387,17 @@ class Scheduler:
             self.table.emit(sequence.key, RequestEventKind.RELEASED)
             self.table.close(sequence)
 
+    def restored(self, restore_id: int) -> None:
+        """The tier has written the blocks that a prompt waits for, or cannot."""
+        sequence = self.restores.finish(restore_id)
+        if sequence is not None:
+            self.prompts.enqueue(sequence)
+
     # What others see
 
     def next_deadline_s(self) -> float | None:
         """Time at which `plan` has something to expire; ``None`` if never."""
-        first_s = min(self.parking.next_expiry_s(), self.table.next_deadline_s())
+        first_s = min(self.parking.next_expiry_s(), self.table.next_deadline_s(), self.restores.next_deadline_s())
         return first_s if first_s < inf else None
 
     def take_events(self) -> list[Event]:
@@ -394,6 +411,7 @@ class Scheduler:
         return SchedulerLoad(
             num_running=len(admitted) + len(self.running) + len(pulling),
             num_waiting=len(self.prompts.waiting)
+            + self.restores.num_waiting
             + num_prefixes
             + self.reservations.num_waiting
             + self.swapping.num_waiting,
@@ -402,7 +420,9 @@ class Scheduler:
             num_blocks_free=self._pool.num_free,
             num_blocks_cached=self._pool.num_cached,
             num_blocks_referenced=self._pool.num_referenced,
-            num_waiting_tokens=self.prompts.waiting.num_tokens + self.prefixes.num_tokens_left,
+            num_waiting_tokens=self.prompts.waiting.num_tokens
+            + self.restores.num_tokens_left
+            + self.prefixes.num_tokens_left,
             num_started_tokens=num_in_flight + sum([sequence.num_uncomputed for sequence in admitted]),
             num_tokens_in_flight=num_in_flight,
             num_context_tokens=sum([sequence.num_computed for sequence in admitted])
@@ -414,6 +434,9 @@ class Scheduler:
             num_swap_slots_used=self.swapping.num_slots_used,
             num_guesses=0 if self._speculation is None else self._speculation.num_guesses,
             num_right_guesses=0 if self._speculation is None else self._speculation.num_right,
+            num_restored_tokens=self.restores.num_restored_tokens,
+            num_restores=self.restores.num_begun,
+            num_restores_given_up=self.restores.num_given_up,
         )
 
     def check_integrity(self) -> None:

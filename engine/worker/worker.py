@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 from pdserve.contracts.request import HANDLE_BYTES
@@ -33,14 +34,16 @@ from pdserve.engine.scheduling.interface import PullResult
 from pdserve.engine.scheduling.speculation import DRAFT_SHARE, NGRAM_SHARE, Speculation
 from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend
 from pdserve.engine.worker.live_loop import Inbox, LiveLoop
-from pdserve.engine.worker.loop import GrammarCompiled, LendPrefix, Message, StartDrain, StepTimes
+from pdserve.engine.worker.loop import BlocksRestored, GrammarCompiled, LendPrefix, Message, StartDrain, StepTimes
 from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.engine.worker.service import WorkerService
 from pdserve.engine.worker.staged_transfer import StagedTransfer
 from pdserve.engine.worker.transfer_messages import message_from_proto
 from pdserve.kv_transfer.block_pool import BlockPool
+from pdserve.kv_transfer.file_tier import FileTier
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
+from pdserve.prefill_worker.restores import TierSpace
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, TransferToEngine
 
@@ -158,7 +161,7 @@ class EngineWorker:
         loops, addresses = [], {}
         for index, executor in enumerate(built.executors):
             own = micro_batch_config(config, index)
-            loop, service = self._build_loop(own, index, backend, memory, executor, transfer)
+            loop, service = self._build_loop(own, index, backend, memory, executor, transfer, stack)
             loops.append(loop)
             addresses[own.worker_id] = service.start()
             stack.callback(service.stop)
@@ -172,16 +175,19 @@ class EngineWorker:
         memory: PoolMemory,
         executor: Executor,
         transfer: TransferProcess | StagedTransfer,
+        stack: ExitStack,
     ) -> tuple[LiveLoop, WorkerService]:
         """Build the loop and service of a micro-batch with its own ``config``."""
         num_blocks = backend.layout.num_blocks // config.pipeline_parallel
         # typeshed does not count a memoryview as a MutableSequence.
         generations = cast(MutableSequence[int], memory.generations)
         pool = BlockPool(num_blocks, config.block_size, generations, first_block=index * num_blocks)
+        tier = self._build_tier(config, index, backend, memory, pool, stack)
+        num_tier_blocks = 0 if tier is None else tier.num_slots
         service = WorkerService(
             config,
             backend.limits,
-            self._welcome(config, backend, num_blocks, transfer.address),
+            self._welcome(config, backend, num_blocks, num_tier_blocks, transfer.address),
             self._inboxes[index],
             is_healthy=self.is_healthy,
             announce=backend.grammars.find,
@@ -195,6 +201,12 @@ class EngineWorker:
             max_batch_size=config.max_batch_size,
             park_timeout_s=config.park_timeout_s,
             swap_space=swap_space(backend.cost, backend.num_swap_slots, config.max_batch_tokens),
+            tier_space=TierSpace(
+                tier=tier,
+                compute_s=lambda num_tokens, num_cached: (
+                    backend.cost.prompt_s(num_tokens, num_cached, config.max_batch_tokens) * times.prefill_correction
+                ),
+            ),
             mixed_s=times.mixed_s,
             speculation=speculation_of(config, times),
         )
@@ -208,8 +220,33 @@ class EngineWorker:
             times=times,
             grammars=backend.grammars,
             emulated_pull_s=backend.emulated_pull_s,
+            tier=tier,
         )
         return loop, service
+
+    def _build_tier(
+        self,
+        config: WorkerConfig,
+        index: int,
+        backend: Backend,
+        memory: PoolMemory,
+        pool: BlockPool,
+        stack: ExitStack,
+    ) -> FileTier | None:
+        if not config.kv_tier_path:
+            return None
+        tier = FileTier(
+            Path(config.kv_tier_path) / f"{config.worker_id}.kv",
+            memory,
+            pool,
+            size_bytes=config.kv_tier_bytes,
+            max_model_len=backend.limits.max_model_len,
+            secret=config.cluster_token,
+            on_restored=lambda restore_id: self._inboxes[index].put(BlocksRestored(restore_id)),
+        )
+        tier.start(config.transfer_cpu_cores)
+        stack.callback(tier.close)
+        return tier
 
     def _put_to_all(self, message: Message) -> None:
         for inbox in self._inboxes:
@@ -263,7 +300,9 @@ class EngineWorker:
 
         return StagedTransfer(built.staging, start, on_message, on_failure, built.copies)
 
-    def _welcome(self, config: WorkerConfig, backend: Backend, num_blocks: int, kv_address: str) -> worker_pb2.Welcome:
+    def _welcome(
+        self, config: WorkerConfig, backend: Backend, num_blocks: int, num_tier_blocks: int, kv_address: str
+    ) -> worker_pb2.Welcome:
         return worker_pb2.Welcome(
             worker_id=config.worker_id,
             worker_epoch=self._epoch,
@@ -272,6 +311,7 @@ class EngineWorker:
             max_model_len=backend.limits.max_model_len,
             block_size=config.block_size,
             num_blocks=num_blocks,
+            num_tier_blocks=num_tier_blocks,
             max_batch_tokens=config.max_batch_tokens,
             max_batch_size=config.max_batch_size,
             hardware=backend.cost.hardware.name,

@@ -30,6 +30,7 @@ from pdserve.kernels.cpu.dense import CpuExperts, CpuLinear
 from pdserve.kernels.cpu.memory_nodes import memory_nodes
 
 _PROCESSES = Path("/proc")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SEAL_FUTURE_WRITE = 0x10
 """F_SEAL_FUTURE_WRITE of Linux 5.1, without a name in the standard library: only the mapping of who packed is written
 to."""
@@ -87,8 +88,8 @@ def packed_form(cores: Iterable[int]) -> str:
     """Whatever a packed copy depends on besides the model: code, CPU, and the memory nodes of ``cores``, because others
     are slower to read."""
     digest = blake2b(digest_size=16)
-    for module in (dense, weight_quantisation):
-        digest.update(Path(str(module.__file__)).read_bytes())
+    for file in (__file__, dense.__file__, weight_quantisation.__file__):
+        digest.update(Path(file).read_bytes())
     library = load_library()
     assert library is not None
     return f"{digest.hexdigest()} {library._name} {sorted(memory_nodes(cores))}"
@@ -205,13 +206,14 @@ def _described(path: Path) -> _File:
 
 
 def _lock(key: str, stack: ExitStack) -> None:
-    """Hold the lock of ``key``, a byte of a file of all keys, until ``stack`` ends. Raises OSError if that fails, or
-    who has it does not progress."""
+    """Hold this host's lock of ``key``, a byte of a file of all keys, until ``stack`` ends. Other hosts may have the
+    file, too. Raises OSError if that fails, or who has it does not progress."""
     folder = cache_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(folder / "weights.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     stack.callback(os.close, fd)
-    offset = int.from_bytes(blake2b(key.encode(), digest_size=7).digest(), "little")
+    digest = blake2b(key.encode() + _BOOT_ID.read_bytes(), digest_size=7)
+    offset = int.from_bytes(digest.digest(), "little")
     num_bytes, deadline = -1, time.monotonic() + _MAX_SILENCE_S
     while True:
         try:

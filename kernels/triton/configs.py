@@ -1,7 +1,7 @@
-"""Tile sizes of the Triton kernels by shape, fixed in advance so that serving never tunes.
+"""Tile sizes of the Triton kernels by shape and GPU, fixed in advance so that serving never tunes.
 
-Launchers read them. Every tile compiles for Hopper without spilling registers, as the tests of
-`pdserve.bench.kernels_compile` check.
+Launchers read them. Tiles are chosen from what the compiler makes of them, without a GPU: no register is spilled,
+shared memory fits, and keys and values are loaded ahead, as `pdserve.bench.kernels_compile` and its tests check.
 """
 
 from __future__ import annotations
@@ -24,10 +24,35 @@ class AttentionTile(NamedTuple):
     """Keys per iteration."""
     num_warps: int
     num_stages: int
-    """Key tiles loaded ahead."""
+    """Steps of the loop in flight. A load of block ids comes before each key tile: five stages leave a key tile in
+    flight where the loop waits for another, or six with scales, and three none."""
 
 
 _FLOAT32_OVER_QUANTISED = AttentionTile(16, 16, 4, 1)
+_PREFILL_TILES = {
+    (90, False): (AttentionTile(128, 64, 8, 5), AttentionTile(128, 64, 8, 5), AttentionTile(128, 32, 8, 5)),
+    (90, True): (AttentionTile(128, 64, 8, 6), AttentionTile(128, 64, 8, 6), AttentionTile(64, 32, 8, 6)),
+    (100, False): (AttentionTile(64, 64, 8, 5), AttentionTile(64, 64, 8, 5), AttentionTile(64, 32, 8, 5)),
+    (100, True): (AttentionTile(64, 64, 8, 6), AttentionTile(64, 64, 8, 6), AttentionTile(64, 16, 8, 6)),
+    (80, False): (AttentionTile(128, 64, 8, 5), AttentionTile(128, 32, 8, 5), AttentionTile(64, 16, 8, 5)),
+    (80, True): (AttentionTile(64, 64, 8, 6), AttentionTile(64, 64, 8, 6), AttentionTile(64, 16, 8, 6)),
+}
+"""In half precision, by kind of GPU (`_kind`) and whether KV is quantised: for head sizes up to 64, 128 and 256."""
+_DECODE_TILES = {
+    False: (AttentionTile(16, 64, 4, 5), AttentionTile(16, 64, 4, 5), AttentionTile(16, 32, 4, 5)),
+    True: (AttentionTile(16, 32, 4, 6), AttentionTile(16, 32, 4, 6), AttentionTile(16, 16, 4, 6)),
+}
+"""In half precision, on every GPU."""
+
+
+def _of_head_dim(tiles: tuple[AttentionTile, AttentionTile, AttentionTile], head_dim: int) -> AttentionTile:
+    return tiles[0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
+
+
+def _kind(capability: int) -> int:
+    """90 for Hopper, 100 for data centres' Blackwell, and 80 for GPUs with the instructions of Ampere, consumers'
+    Blackwell among them, most of which have 99 KiB of shared memory."""
+    return 80 if capability < 90 or capability >= 120 else 90 if capability < 100 else 100
 
 
 def prefill_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
@@ -37,22 +62,15 @@ def prefill_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
         if kv_pool.scales is not None:
             return _FLOAT32_OVER_QUANTISED
         return AttentionTile(32, 32, 4, 2) if head_dim <= 64 else AttentionTile(16, 16, 4, 2)
-    if head_dim <= 64 and kv_pool.scales is None:
-        # wgmma leaves registers to the accumulators.
-        return AttentionTile(128, 64, 4 if compute_capability(q_TND.device) >= 90 else 8, 3)
-    if head_dim <= 128:
-        return AttentionTile(128, 64, 8, 3)
-    return AttentionTile(128 if kv_pool.scales is None else 64, 32, 8, 2)
+    kind = _kind(compute_capability(q_TND.device))
+    return _of_head_dim(_PREFILL_TILES[kind, kv_pool.scales is not None], head_dim)
 
 
 def decode_tile(q_TND: torch.Tensor, kv_pool: KvPool) -> AttentionTile:
     """Return the tile for `pdserve.kernels.triton.decode_attention`, which has few rows."""
     if q_TND.dtype == torch.float32:
         return AttentionTile(16, 16, 4, 3) if kv_pool.scales is None else _FLOAT32_OVER_QUANTISED
-    head_dim = kv_pool.shape.head_dim
-    if kv_pool.scales is not None:
-        return AttentionTile(16, 32, 4, 5) if head_dim <= 128 else AttentionTile(16, 16, 4, 4)
-    return AttentionTile(16, 64, 4, 3) if head_dim <= 128 else AttentionTile(16, 32, 4, 3)
+    return _of_head_dim(_DECODE_TILES[kv_pool.scales is not None], kv_pool.shape.head_dim)
 
 
 class KvSplit(NamedTuple):

@@ -3,7 +3,8 @@
 Called by `pdserve.kernels.triton.attention`. Rows are split into chunks of keys, so that a few long rows keep a GPU
 busy and a long row among short ones does not delay the launch; a second kernel merges a row's chunks. The chunk length
 follows from all row lengths, on the device: every program reads the lengths and finds its chunk by a prefix sum. The
-grid depends on shapes alone, so nothing is read back or planned ahead, and a CUDA graph can replay a step.
+grids depend on shapes alone, so nothing is read back or planned ahead, and a CUDA graph can replay a step. The merge
+has programs for as many rows as there are chunks wanted, since no more can be split.
 
 Target: ``bytes / (0.9 bandwidth)`` with ``bytes = sum_r k_r H (2 D b + 8 if quantised)``, k_r keys of b bytes per
 element. Each merged chunk adds ``8 (D + 2)`` bytes per query head: in bfloat16, as much as 4 N / H keys.
@@ -103,7 +104,8 @@ def decode_attention(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    _merge_kernel[metadata.num_rows, max_new_tokens * num_heads](
+    max_split = metadata.num_rows if split.is_fixed else min(metadata.num_rows, split.num_chunks)
+    _merge_kernel[max_split, max_new_tokens * num_heads](
         o_TND,
         partial_WHQD,
         lse_WHQ,
@@ -166,10 +168,11 @@ def _chunk_kernel(
     of the pool as `attend`, at head 0. A row of one chunk is written to o, and the merge has nothing to do."""
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
-    num_chunks_R, end_R, chunk_tokens = _plan(
+    num_chunks_R, chunk_tokens = _plan(
         query_starts_ptr, kv_lengths_ptr, num_rows, max_new_tokens, window, num_chunks_wanted,
         CHUNK_TOKENS, IS_FIXED, MAX_ROWS, KEYS, HAS_WINDOW,
     )  # fmt: skip
+    end_R = tl.cumsum(num_chunks_R)
     row = tl.sum((end_R <= program).to(tl.int32))
     if row >= num_rows:
         return
@@ -256,20 +259,24 @@ def _merge_kernel(
     PADDED_DIM: tl.constexpr,
     SPLITS: tl.constexpr = 16,
 ):
-    """Grid ``(rows, max_new_tokens * N)``; pointers as `_chunk_kernel`. One query head of one token each."""
-    row = tl.program_id(0)
-    num_chunks_R, end_R, _ = _plan(
+    """Grid ``(most split rows, max_new_tokens * N)``; pointers as `_chunk_kernel`. One query head of one token each."""
+    program = tl.program_id(0)
+    num_chunks_R, _ = _plan(
         query_starts_ptr, kv_lengths_ptr, num_rows, max_new_tokens, window, num_chunks_wanted,
         CHUNK_TOKENS, IS_FIXED, MAX_ROWS, KEYS, HAS_WINDOW,
     )  # fmt: skip
+    is_split_R = (num_chunks_R > 1).to(tl.int32)
+    if program >= tl.sum(is_split_R):
+        return
+    row = tl.sum((tl.cumsum(is_split_R) <= program).to(tl.int32))
     num_chunks = _element(num_chunks_R, row)
     num_heads = tl.num_programs(1) // max_new_tokens
     token = tl.program_id(1) // num_heads
     head = tl.program_id(1) % num_heads
     query_start = tl.load(query_starts_ptr + row)
-    if (num_chunks <= 1) | (query_start + token >= tl.load(query_starts_ptr + row + 1)):
+    if query_start + token >= tl.load(query_starts_ptr + row + 1):
         return
-    begin = _element(end_R, row) - num_chunks
+    begin = tl.sum(tl.where(tl.arange(0, MAX_ROWS) < row, num_chunks_R, 0))
     dim_D = tl.arange(0, PADDED_DIM)
     is_dim_D = dim_D < HEAD_DIM
     acc_D = tl.zeros([PADDED_DIM], tl.float32)
@@ -312,8 +319,8 @@ def _plan(
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """How all rows are cut: chunks of each row and of those up to its end, and tokens of a chunk, a multiple of
-    ``KEYS``. Rows that are not short have none; all together have at most ``num_chunks_wanted`` more than rows."""
+    """How all rows are cut: chunks of each row, and tokens of a chunk, a multiple of ``KEYS``. Rows that are not short
+    have none; all together have at most ``num_chunks_wanted`` more than rows, and as many rows at most have several."""
     row_R = tl.arange(0, MAX_ROWS)
     is_row_R = row_R < num_rows
     num_new_R = tl.load(query_starts_ptr + row_R + 1, mask=is_row_R, other=0)
@@ -327,7 +334,7 @@ def _plan(
         shared = tl.cdiv(tl.cdiv(tl.sum(seen_R), num_chunks_wanted), KEYS) * KEYS
         chunk_tokens = tl.maximum(shared, CHUNK_TOKENS)
     num_chunks_R = tl.cdiv(seen_R, chunk_tokens)
-    return num_chunks_R, tl.cumsum(num_chunks_R), chunk_tokens
+    return num_chunks_R, chunk_tokens
 
 
 @triton.jit

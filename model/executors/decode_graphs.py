@@ -20,6 +20,7 @@ import torch
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import StepRow
 from pdserve.kernels.kv_pool import KvPool
+from pdserve.kernels.metadata import SHORT_TOKENS
 from pdserve.kernels.operations import SamplingKernels
 from pdserve.model.decoder.decoder import Decoder
 from pdserve.model.executors.device_queue import DeviceQueue
@@ -34,7 +35,7 @@ _FEW_TOKENS = (1, 16, 32, 64)
 _MANY_TOKENS = 128
 _ROWS = 16
 """Steps of fewer rows launch the same kernels."""
-_PROMPTS = 64
+_PROMPTS = 256
 """Prompts in one step, at least, where fewer rows decode together."""
 
 _log = logging.getLogger(__name__)
@@ -109,12 +110,14 @@ class DecodeGraphs:
 
 
 def warmup_shapes(max_rows: int) -> list[StepShape]:
-    """Steps to warm up: single prompt chunks, and a chunk with up to ``max_rows`` or `_PROMPTS` other rows."""
-    alone = [StepShape(1, tokens, 1, tokens, tokens) for tokens in (*_FEW_TOKENS, _MANY_TOKENS)]
+    """Steps to warm up: single prompt chunks, and a chunk with up to ``max_rows`` or `_PROMPTS` other rows, which have
+    one new token or, with guesses or at the end of a prompt, several."""
+    alone = [StepShape.of([tokens], 1) for tokens in (*_FEW_TOKENS, _MANY_TOKENS)]
     sizes = [_ROWS]
     while sizes[-1] < max(max_rows, _PROMPTS):
         sizes.append(2 * sizes[-1])
-    return [*alone, *(StepShape(size, size + _MANY_TOKENS, 1, 1, _MANY_TOKENS) for size in sizes)]
+    others = [(size, short) for size in sizes for short in (1, SHORT_TOKENS)]
+    return [*alone, *(StepShape(size, size + _MANY_TOKENS, 1, 1, _MANY_TOKENS, short) for size, short in others)]
 
 
 def warm_up(

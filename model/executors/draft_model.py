@@ -182,7 +182,7 @@ class DraftModel:
         lengths = [len(tokens) for _, _, tokens in chunks]
         outputs = [end - 1 for end in accumulate(lengths)] if drawing else []
         words = pack_step(new, [-1] * len(new), outputs, self._layout, self._num_embedded)
-        shape = StepShape(len(new), sum(lengths), len(outputs), min(lengths), max(lengths))
+        shape = StepShape.of(lengths, len(outputs))
         tensors = StepTensors.of(torch.from_numpy(words), shape)
         return self._model.forward(tensors.tokens.long(), self._pool, tensors.metadata, tensors.outputs)
 

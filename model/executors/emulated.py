@@ -233,8 +233,9 @@ class EmulatedExecutor:
             raise RuntimeError(f"a block id is outside the pool of {self._num_blocks}")
         pool = np.frombuffer(self._states, np.uint64).reshape(-1, 2, self._block_size)[blocks]
         states, links = pool[:, 0].reshape(-1), pool[:, 1].reshape(-1)
-        before = np.roll(states, 1)
-        before[starts] = ROOT_STATE
+        before = np.empty_like(states)
+        before[1:] = states[:-1]
+        before[starts] = ROOT_STATE  # the first is 0
         tokens = (links - before) * np.uint64(INVERSE_STRIDE) - np.uint64(1)
         is_wrong = (tokens >= self._vocabulary.size) | (_mix64(links) != states)
         num_wrong_before = np.concatenate(([0], is_wrong.cumsum()))

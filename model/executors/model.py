@@ -327,7 +327,7 @@ class ModelExecutor:
                 num_padding=padding or 0,
                 draws=draws,
             ),
-            shape=StepShape(len(rows), sum(num_new), len(tokens_O), min(num_new), max(num_new)),
+            shape=StepShape.of(num_new, len(tokens_O)),
             num_sampling=num_sampling,
             prompt_lengths=tuple(len(rows[index].prompt_targets) for index in outputs.asking),
             is_decode=outputs.is_decode,

@@ -39,7 +39,7 @@ from pdserve.model.executors.step_inputs import StepShape, StepTensors
 from pdserve.model.sampling.logprobs import pieces_of
 from pdserve.model.sampling.sampling import likeliest
 
-_NUM_COUNTS = 13
+_NUM_COUNTS = 14
 """Words of an encoded step before the lengths of its prompts."""
 _NO_WORDS = np.empty(0, np.int32)
 
@@ -49,7 +49,7 @@ class PackedStep(NamedTuple):
 
     words: npt.NDArray[np.int32] = _NO_WORDS
     """`pdserve.model.executors.step_inputs.pack_step`."""
-    shape: StepShape = StepShape(0, 0, 0, 0, 0)
+    shape: StepShape = StepShape(0, 0, 0, 0, 0, 0)
     """Without padding."""
     num_sampling: int = 0
     prompt_lengths: tuple[int, ...] = ()

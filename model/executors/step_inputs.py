@@ -18,7 +18,7 @@ import torch
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import StepRow
-from pdserve.kernels.metadata import AttentionMetadata, attention_words
+from pdserve.kernels.metadata import AttentionMetadata, attention_words, most_short
 
 
 class OutputRows(NamedTuple):
@@ -62,6 +62,13 @@ class StepShape(NamedTuple):
     """0 if all new tokens are outputs, or none are."""
     min_new_tokens: int
     max_new_tokens: int
+    most_short_tokens: int
+    """As in `AttentionMetadata`."""
+
+    @classmethod
+    def of(cls, num_new: Sequence[int], num_outputs: int) -> StepShape:
+        """Shape of a step of rows with so many new tokens."""
+        return cls(len(num_new), sum(num_new), num_outputs, min(num_new), max(num_new), most_short(num_new))
 
 
 class StepTensors(NamedTuple):
@@ -89,6 +96,7 @@ class StepTensors(NamedTuple):
             num_tokens=num_tokens,
             min_new_tokens=shape.min_new_tokens,
             max_new_tokens=shape.max_new_tokens,
+            most_short_tokens=shape.most_short_tokens,
         )
         return cls(tokens_T, previous_T, outputs_O, metadata)
 
@@ -99,7 +107,7 @@ class StepTensors(NamedTuple):
 
 def decode_shape(num_rows: int) -> StepShape:
     """Shape of a step whose rows all have one new token and sample."""
-    return StepShape(num_rows, num_rows, 0, 1, 1)
+    return StepShape(num_rows, num_rows, 0, 1, 1, 1)
 
 
 def num_input_words(shape: StepShape, num_block_ids: int) -> int:

@@ -28,10 +28,11 @@ from pdserve.kernels.cpu.shared_weights import Packing, packed_form, present_byt
 from pdserve.kernels.operations import DecoderKernels, Experts, Linear, QkNorm
 from pdserve.kernels.torch.dense import matrix_dtype
 from pdserve.kernels.weight_quantisation import GroupedWeight, quantise
+from pdserve.model.config import sharding
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.config.sharding import Place, shard_of
-from pdserve.model.weights import stored
+from pdserve.model.weights import files, stored
 from pdserve.model.weights.bytes import weight_bytes
 from pdserve.model.weights.files import check_weights, norm_names, shard_paths
 from pdserve.model.weights.stored import Checkpoint, read_matrices, read_stacked
@@ -119,11 +120,11 @@ def load_decoder_weights(
 def _copy_key(folder: Path, shape: ModelShape, precision: Precision, place: Place) -> str:
     """Key of a rank's packed weights: equal only for the same files, unchanged since, and for the same packing."""
     statuses = [path.stat() for path in shard_paths(folder)]
-    files = [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in statuses]
-    model = repr((files, shape, replace(precision, kv_dtype="auto"), place))
+    shards = [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in statuses]
+    model = repr((shards, shape, replace(precision, kv_dtype="auto"), place))
     digest = blake2b(f"{model} {packed_form(os.sched_getaffinity(0))} ".encode(), digest_size=16)
-    for module in (__file__, stored.__file__):
-        digest.update(Path(module).read_bytes())
+    for file in (__file__, stored.__file__, files.__file__, sharding.__file__):
+        digest.update(Path(file).read_bytes())
     return digest.hexdigest()
 
 

@@ -7,7 +7,7 @@ Built for `pdserve.planner.simulate.simulator`. A pipeline-parallel worker has a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 from pdserve.contracts.events import RequestKey
@@ -118,6 +118,12 @@ class VirtualWorker(Worker):
         )
 
 
+def _handles() -> Callable[[], bytes]:
+    """Distinct handles in a deterministic order."""
+    numbers = count(1)
+    return lambda: next(numbers).to_bytes(16, "big")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterBuilder:
     """Builds all workers of a layout."""
@@ -130,6 +136,7 @@ class ClusterBuilder:
     turn_s: float
     queue: EventQueue
     sink: WorkerSink
+    mint_handle: Callable[[], bytes] = field(default_factory=_handles)
 
     def workers(self) -> dict[str, VirtualWorker]:
         """All workers, by id.
@@ -137,18 +144,16 @@ class ClusterBuilder:
         Raises:
             ValueError: the weights leave no memory for KV.
         """
-        mint_handle = _handles()
         hosts = self.layout.worker_hosts
         return {
             worker.worker_id: worker
             for pool in self.layout.pools
             for replica, worker_hosts in enumerate(hosts[pool.role])
-            for worker in self._micro_batches(pool, replica, "+".join(map(str, worker_hosts)), mint_handle)
+            for worker in self.micro_batches(pool, replica, "+".join(map(str, worker_hosts)))
         }
 
-    def _micro_batches(
-        self, pool: Pool, replica: int, host: str, mint_handle: Callable[[], bytes]
-    ) -> list[VirtualWorker]:
+    def micro_batches(self, pool: Pool, replica: int, host: str) -> list[VirtualWorker]:
+        """Those of one worker of ``pool``."""
         num_micro_batches = pool.pipeline_parallel
         num_blocks = pool.micro_batch_blocks(self.model, self.costs[pool.role])
         stage = Stage(num_micro_batches)
@@ -156,20 +161,18 @@ class ClusterBuilder:
             f"{pool.role.value}-{replica}" + (f".{micro_batch}" if num_micro_batches > 1 else "")
             for micro_batch in range(num_micro_batches)
         ]
-        workers = [self._worker(name, pool, host, num_blocks, stage, mint_handle) for name in names]
+        workers = [self._worker(name, pool, host, num_blocks, stage) for name in names]
         for each in workers:  # pulls of all micro-batches take turns in the worker's connection
             each.egress, each.ingress = workers[0].egress, workers[0].ingress
         return workers
 
-    def _worker(
-        self, worker_id: str, pool: Pool, host: str, num_blocks: int, stage: Stage, mint_handle: Callable[[], bytes]
-    ) -> VirtualWorker:
+    def _worker(self, worker_id: str, pool: Pool, host: str, num_blocks: int, stage: Stage) -> VirtualWorker:
         block_pool = BlockPool(num_blocks, self.model.block_size, caches_content=self.is_sharing)
         max_batch_size = max(1, pool.max_batch_size // pool.pipeline_parallel)
         engine = SimulatedWorker(
             worker_id,
             pool.role,
-            scheduler=self._scheduler(pool, block_pool, max_batch_size, mint_handle),
+            scheduler=self._scheduler(pool, block_pool, max_batch_size),
             block_pool=block_pool,
             cost=self.costs[pool.role],
             stage=stage,
@@ -187,14 +190,12 @@ class ClusterBuilder:
             max_batch_size=max_batch_size,
         )
 
-    def _scheduler(
-        self, pool: Pool, block_pool: BlockPool, max_batch_size: int, mint_handle: Callable[[], bytes]
-    ) -> Scheduler:
+    def _scheduler(self, pool: Pool, block_pool: BlockPool, max_batch_size: int) -> Scheduler:
         limits = ModelLimits(max_model_len=self.model.max_model_len, vocab_size=self.model.shape.vocab_size)
         return Scheduler(
             block_pool,
             limits,
-            mint_handle=mint_handle,
+            mint_handle=self.mint_handle,
             max_batch_tokens=pool.max_batch_tokens,
             max_batch_size=max_batch_size,
             swap_space=swap_space(
@@ -202,9 +203,3 @@ class ClusterBuilder:
             ),
             mixed_s=StepTimes(self.costs[pool.role]).mixed_s,
         )
-
-
-def _handles() -> Callable[[], bytes]:
-    """Distinct handles in a deterministic order."""
-    numbers = count(1)
-    return lambda: next(numbers).to_bytes(16, "big")

@@ -5,10 +5,10 @@ Arrays have one entry per request, in order of arrival; times are seconds on the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf, nan
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -131,6 +131,14 @@ class WorkerUse:
     """Pulls from another host."""
 
 
+class Scaled(NamedTuple):
+    """A change of the numbers of workers."""
+
+    at_s: float
+    reason: str
+    replicas: Mapping[WorkerRole, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
     """Result of one run."""
@@ -145,3 +153,7 @@ class Simulation:
     """Time of the last event."""
     offered_until_s: float = inf
     """Time of the last arrival of an open loop; later turns of conversations arrive while the load falls."""
+    worker_s: float = 0.0
+    """Seconds of all workers, from the start of each to its end."""
+    scaled: Sequence[Scaled] = ()
+    """Changes by an autoscaler."""

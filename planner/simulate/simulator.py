@@ -25,9 +25,11 @@ from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.engine.scheduling.interface import GrantEvent, StartPullEvent, WithdrawEvent
 from pdserve.engine.worker.loop import StepReport
 from pdserve.model.cost.cost_model import CostModel
+from pdserve.planner.autoscale import WINDOW_S, Autoscaler
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.event_queue import EventQueue
 from pdserve.planner.simulate.simulated_cluster import ClusterBuilder
+from pdserve.planner.simulate.simulated_scaling import Scaling
 from pdserve.planner.simulate.simulated_transfers import SimulatedTransfers
 from pdserve.planner.simulate.simulated_worker import END_TOKEN, SimulatedWorker
 from pdserve.planner.simulate.simulation import RequestRecord, RequestTimes, Simulation, request_times
@@ -77,6 +79,8 @@ def simulate(
     policy: str = DEFAULT_POLICY,
     cost_of: Callable[[Pool], CostModel] | None = None,
     looks: Mapping[int, Look] = NO_LOOKS,
+    autoscaler: Autoscaler | None = None,
+    start_s: float = 0.0,
 ) -> Simulation:
     """Serve ``requests`` on ``layout``.
 
@@ -91,12 +95,16 @@ def simulate(
         cost_of: cost model of a pool's workers; `Pool.cost` by default.
         looks: by numbers of ``requests``; as soon as so many arrived, the rest may be left out. The result is that of a
             simulation of the others alone.
+        autoscaler: changes the numbers of workers, of which ``layout`` has the first ones.
+        start_s: seconds that a worker which it adds takes to start.
 
     Raises:
         ValueError: the model does not fit, or does not divide by the layout's degrees.
     """
     settings = DispatchSettings(policy=policy, max_in_flight=max_in_flight, slo=slo)
     run = _Simulator(model, layout, requests, settings, overheads or Overheads(), concurrency, cost_of, looks)
+    if autoscaler is not None:
+        run.scale_by(autoscaler, start_s)
     with _no_garbage_collection():
         return run.simulate()
 
@@ -174,7 +182,7 @@ class _Simulator:
         """Arrival of the events that the dispatcher is handling."""
         predict = cost_of or (lambda pool: pool.cost(model))
         costs = {pool.role: predict(pool) for pool in layout.pools}
-        self._workers = ClusterBuilder(
+        self._builder = ClusterBuilder(
             model=model,
             layout=layout,
             costs=costs,
@@ -182,7 +190,9 @@ class _Simulator:
             turn_s=overheads.turn_s,
             queue=self._events,
             sink=self,
-        ).workers()
+        )
+        self._workers = self._builder.workers()
+        self._scaling: Scaling | None = None
         self._dispatcher = Dispatcher(costs, settings, now_s=lambda: self._events.now_s)
         for worker in self._workers.values():
             self._dispatcher.worker_up(worker)
@@ -193,6 +203,7 @@ class _Simulator:
             prefix_failed=self._dispatcher.prefix_failed,
         )
         self._is_sweep_due = False
+        self._is_any_expected = True
         self._queue: Iterator[SimulatedRequest] = iter(requests)
         self._is_closed_loop = concurrency > 0
         self._looks = looks
@@ -222,10 +233,25 @@ class _Simulator:
         self._events.run()
         return self._result()
 
+    def scale_by(self, autoscaler: Autoscaler, start_s: float) -> None:
+        """Have the numbers of workers follow the load."""
+        self._scaling = Scaling(autoscaler, start_s, self._builder, self._workers, self._dispatcher, self._events)
+        self._scale_later()
+
+    def _scale_later(self) -> None:
+        self._events.at(self.now_s + WINDOW_S, self._scale)
+
+    def _scale(self) -> None:
+        assert self._scaling is not None
+        self._scaling.turn()
+        if self._dispatcher.num_in_flight or self._is_any_expected:
+            self._scale_later()
+
     # Arrivals
 
     def _expect_next(self) -> None:
         request = next(self._queue, None)
+        self._is_any_expected = request is not None
         if request is not None:
             self._expect(request, self.now_s if self._is_closed_loop else request.arrived_s)
 
@@ -327,6 +353,8 @@ class _Simulator:
         return Simulation(
             times=request_times(self._records),
             workers=[worker.use() for worker in self._workers.values()],
+            scaled=self._scaling.history if self._scaling else (),
+            worker_s=self._scaling.worker_s(self._ended_s) if self._scaling else len(self._workers) * self._ended_s,
             gap_s=np.array(lengths_us, np.float64) / 1e6,
             gap_weights=np.array([gaps_us[length_us] for length_us in lengths_us], np.float64),
             ended_s=self._ended_s,

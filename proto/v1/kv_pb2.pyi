@@ -318,6 +318,7 @@ class Opened(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     RANK_POOLS_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """"memfd", "tcp", "nccl" or "cuda_ipc" """
     pool_path: _builtins.str
@@ -330,6 +331,8 @@ class Opened(_message.Message):
     """tcp: shown there"""
     reason: _builtins.str
     """of the choice"""
+    handle: _builtins.bytes
+    """nccl: what `SendBlocks` is to name, also of blocks that are lent"""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """the source's"""
@@ -354,10 +357,11 @@ class Opened(_message.Message):
         reason: _builtins.str = ...,
         shards: _abc.Iterable[Global___KvShard] | None = ...,
         rank_pools: _abc.Iterable[Global___RankPool] | None = ...,
+        handle: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_port", b"data_port", "layout", b"layout", "pool_inode", b"pool_inode", "pool_path", b"pool_path", "rank_pools", b"rank_pools", "reason", b"reason", "shards", b"shards", "ticket", b"ticket", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_port", b"data_port", "handle", b"handle", "layout", b"layout", "pool_inode", b"pool_inode", "pool_path", b"pool_path", "rank_pools", b"rank_pools", "reason", b"reason", "shards", b"shards", "ticket", b"ticket", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -500,6 +500,7 @@ class Welcome(_message.Message):
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
     CPU_PRODUCTS_FIELD_NUMBER: _builtins.int
     PRODUCTS_FIELD_NUMBER: _builtins.int
+    NUM_TIER_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     worker_epoch: _builtins.int
     kv_address: _builtins.str
@@ -526,6 +527,8 @@ class Welcome(_message.Message):
     """as in a deployment"""
     products: _builtins.str
     """dtype in which a CPU multiplies activations and weights; empty elsewhere"""
+    num_tier_blocks: _builtins.int
+    """of the tier below the pool; what either holds is reported as cached"""
     def __init__(
         self,
         *,
@@ -546,10 +549,11 @@ class Welcome(_message.Message):
         pipeline_parallel: _builtins.int = ...,
         cpu_products: _builtins.str = ...,
         products: _builtins.str = ...,
+        num_tier_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cpu_products", b"cpu_products", "dtype", b"dtype", "hardware", b"hardware", "kv_address", b"kv_address", "kv_dtype", b"kv_dtype", "max_batch_size", b"max_batch_size", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model_hash", b"model_hash", "num_blocks", b"num_blocks", "pipeline_parallel", b"pipeline_parallel", "products", b"products", "quantization", b"quantization", "tensor_parallel", b"tensor_parallel", "worker_epoch", b"worker_epoch", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cpu_products", b"cpu_products", "dtype", b"dtype", "hardware", b"hardware", "kv_address", b"kv_address", "kv_dtype", b"kv_dtype", "max_batch_size", b"max_batch_size", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model_hash", b"model_hash", "num_blocks", b"num_blocks", "num_tier_blocks", b"num_tier_blocks", "pipeline_parallel", b"pipeline_parallel", "products", b"products", "quantization", b"quantization", "tensor_parallel", b"tensor_parallel", "worker_epoch", b"worker_epoch", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -839,6 +843,9 @@ class Load(_message.Message):
     NUM_TOKENS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     NUM_GUESSES_FIELD_NUMBER: _builtins.int
     NUM_RIGHT_GUESSES_FIELD_NUMBER: _builtins.int
+    NUM_RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_RESTORES_FIELD_NUMBER: _builtins.int
+    NUM_RESTORES_GIVEN_UP_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_parked: _builtins.int
@@ -870,6 +877,12 @@ class Load(_message.Message):
     num_guesses: _builtins.int
     """tokens guessed and computed, since the worker started"""
     num_right_guesses: _builtins.int
+    num_restored_tokens: _builtins.int
+    """prompt tokens whose KV came from the tier"""
+    num_restores: _builtins.int
+    """prompts that waited for some"""
+    num_restores_given_up: _builtins.int
+    """and computed them, because the tier was slower than that"""
     def __init__(
         self,
         *,
@@ -893,10 +906,13 @@ class Load(_message.Message):
         num_tokens_in_flight: _builtins.int = ...,
         num_guesses: _builtins.int = ...,
         num_right_guesses: _builtins.int = ...,
+        num_restored_tokens: _builtins.int = ...,
+        num_restores: _builtins.int = ...,
+        num_restores_given_up: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_correction", b"decode_correction", "draining", b"draining", "num_blocks_cached", b"num_blocks_cached", "num_blocks_free", b"num_blocks_free", "num_blocks_parked", b"num_blocks_parked", "num_blocks_referenced", b"num_blocks_referenced", "num_context_tokens", b"num_context_tokens", "num_guesses", b"num_guesses", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_right_guesses", b"num_right_guesses", "num_running", b"num_running", "num_started_tokens", b"num_started_tokens", "num_swap_ins", b"num_swap_ins", "num_swap_outs", b"num_swap_outs", "num_swap_slots_used", b"num_swap_slots_used", "num_tokens_in_flight", b"num_tokens_in_flight", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_correction", b"prefill_correction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_correction", b"decode_correction", "draining", b"draining", "num_blocks_cached", b"num_blocks_cached", "num_blocks_free", b"num_blocks_free", "num_blocks_parked", b"num_blocks_parked", "num_blocks_referenced", b"num_blocks_referenced", "num_context_tokens", b"num_context_tokens", "num_guesses", b"num_guesses", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_restored_tokens", b"num_restored_tokens", "num_restores", b"num_restores", "num_restores_given_up", b"num_restores_given_up", "num_right_guesses", b"num_right_guesses", "num_running", b"num_running", "num_started_tokens", b"num_started_tokens", "num_swap_ins", b"num_swap_ins", "num_swap_outs", b"num_swap_outs", "num_swap_slots_used", b"num_swap_slots_used", "num_tokens_in_flight", b"num_tokens_in_flight", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_correction", b"prefill_correction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

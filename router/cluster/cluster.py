@@ -195,12 +195,14 @@ class Cluster:
         ids = (worker.worker_id for worker in self.workers.values() if worker.kv_address == kv_address)
         return whole_worker_id(next(ids, "unknown"))
 
-    def prefix_pulled(self, report: worker_pb2.TransferReport) -> None:
-        """A worker's pull of a prefix has ended. A source that failed is left alone for a while: others compute."""
-        source = self.workers.get(self.worker_at(report.source))
+    def prefix_pulled(self, worker: RemoteWorker, report: worker_pb2.TransferReport) -> None:
+        """A pull of a prefix by ``worker`` has ended. A source that failed is left alone for a while."""
+        source, num_tokens = self.workers.get(self.worker_at(report.source)), report.num_tokens
         if source is None:
             return
-        self.metrics.observe_prefix(report, source.role)
+        cost = self.dispatcher.costs[worker.role]
+        prefill_s = cost.prompt_s(num_tokens, 0, worker.max_batch_tokens) if num_tokens else 0.0
+        self.metrics.observe_prefix(report, source.role, prefill_s * worker.prefill_correction)
         if report.failure_stage not in ("", ABORTED):
             self.dispatcher.prefix_failed(source)
 

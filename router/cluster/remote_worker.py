@@ -130,7 +130,7 @@ class RemoteWorker(Worker):
         self.load = SchedulerLoad(num_blocks_free=welcome.num_blocks)
         self.prefill_correction = self.decode_correction = 1.0
         self.is_draining = False
-        self.cached_blocks = BlockSet(welcome.num_blocks)
+        self.cached_blocks = BlockSet(welcome.num_blocks + welcome.num_tier_blocks)
         self._announced.clear()
         log.info("worker %s is up at %s", self.worker_id, self.endpoint.address)
         self._came_up()
@@ -160,7 +160,7 @@ class RemoteWorker(Worker):
         for report in frame.transfers:
             source, target = self._cluster.worker_at(report.source), whole_worker_id(self.worker_id)
             if report.is_prefix:
-                self._cluster.prefix_pulled(report)
+                self._cluster.prefix_pulled(self, report)
             if not report.is_prefix or not report.failure_stage:
                 self._cluster.metrics.observe_transfer(report, source, target)
             if report.num_tokens and not report.failure_stage:
@@ -192,7 +192,7 @@ class RemoteWorker(Worker):
 
     def _update_cached_blocks(self, events: worker_pb2.CacheEvents) -> None:
         if events.cleared:
-            self.cached_blocks = BlockSet(self.welcome.num_blocks)
+            self.cached_blocks = BlockSet(self.welcome.num_blocks + self.welcome.num_tier_blocks)
         self.cached_blocks.difference_update(events.evicted)
         self.cached_blocks.update(events.stored)
 

@@ -62,6 +62,9 @@ class WorkerMetrics:
             "num_swap_ins": series(metrics[names.SWAP_INS]),
             "num_guesses": series(metrics[names.GUESSES]),
             "num_right_guesses": series(metrics[names.RIGHT_GUESSES]),
+            "num_restored_tokens": series(metrics[names.RESTORED_TOKENS]),
+            "num_restores": series(metrics[names.RESTORES]),
+            "num_restores_given_up": series(metrics[names.RESTORES_GIVEN_UP]),
         }
         self._load: worker_pb2.Load = before._load if before else worker_pb2.Load()
         self._scraped: worker_pb2.Load = before._scraped if before else worker_pb2.Load()

@@ -197,7 +197,8 @@ def refusal_of(error: ValidationError) -> ApiError:
 class Structure:
     """Counts what a body would build, while it arrives. Never counts less, whether the bytes are JSON or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_values: int = MAX_VALUES) -> None:
+        self._most_values = most_values
         self._num_quotes = self._num_containers = self._num_commas = 0
         self._is_in_string = False
         self._rest = b""
@@ -227,7 +228,7 @@ class Structure:
         for what, number, most in (
             ("strings", self._num_quotes // 2, MAX_STRINGS),
             ("objects and lists", self._num_containers, MAX_CONTAINERS),
-            ("values", self._num_commas + 1, MAX_VALUES),
+            ("values", self._num_commas + 1, min(self._most_values, MAX_VALUES)),
         ):
             if number > most:
                 raise ApiError(400, f"the request body has more than {most} {what}; send fewer")

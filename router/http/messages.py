@@ -12,16 +12,20 @@ from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+import msgspec
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from pdserve.router.http.errors import MAX_NAME_CHARS, refusal
-from pdserve.router.http.json_body import Body
+from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, refusal
+from pdserve.router.http.json_body import Body, Structure
 
 MAX_MESSAGE_CALLS = 128
 """Maximum tool calls in one message."""
 MAX_MESSAGES = 2**14
 """Maximum messages in one chat. Each delays other requests, however short it is."""
+MAX_CALL_VALUES = 2**16
+"""Maximum values in the arguments of all calls. No other thread runs while those of one are read or written, or while
+all are looked through for garbage."""
 
 _TEXTS = {
     "text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text", "tool_reference": "tool_name",
@@ -77,13 +81,31 @@ def call_arguments(value: object) -> dict[str, object]:
     return value or {}
 
 
+def _bounded_arguments(value: object) -> dict[str, object]:
+    text = value.encode(errors="replace") if isinstance(value, str) else msgspec.json.encode(value)
+    try:
+        Structure(MAX_CALL_VALUES).add(text)
+    except ApiError:
+        raise _too_many_values() from None
+    return call_arguments(value)
+
+
+def _too_many_values() -> PydanticCustomError:
+    return PydanticCustomError("arguments", "Calls may have {most} values at most", {"most": MAX_CALL_VALUES})
+
+
+def _num_values(value: object) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(_num_values, inner))
+
+
 MessageText = Annotated[str, BeforeValidator(_joined_text, json_schema_input_type=str | list[dict[str, str]])]
 
 
 class CalledFunction(Body):
     name: str
     arguments: Annotated[
-        object, PlainValidator(call_arguments, json_schema_input_type=str | dict[str, object] | None)
+        object, PlainValidator(_bounded_arguments, json_schema_input_type=str | dict[str, object] | None)
     ] = Field(default_factory=dict)
     """JSON text, which may be empty, or an object."""
 
@@ -123,7 +145,7 @@ class ChatMessage(Body):
         if content is None and role in _MAY_BE_EMPTY:
             return {**message, "content": ""}
         if not isinstance(content, list):
-            return {**message, "content": json.dumps(content, ensure_ascii=False)} if role == "tool" else message
+            return {**message, "content": msgspec.json.encode(content).decode()} if role == "tool" else message
         thoughts = [part for part in content if isinstance(part, dict) and part.get("type") in _THOUGHTS]
         if role != "assistant" or not thoughts:
             return message
@@ -146,7 +168,18 @@ class ChatMessage(Body):
         return message
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+def _bounded_calls(messages: list[ChatMessage]) -> list[ChatMessage]:
+    calls = (call for message in messages for call in message.tool_calls or ())
+    if sum(_num_values(call.function.arguments) for call in calls) > MAX_CALL_VALUES:
+        raise _too_many_values()
+    return messages
+
+
+Messages = Annotated[
+    list[ChatMessage],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    AfterValidator(_bounded_calls),
+]
 
 
 def forms_of(messages: Sequence[ChatMessage]) -> Iterator[list[dict[str, object]]]:

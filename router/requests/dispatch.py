@@ -47,6 +47,7 @@ from pdserve.router.requests.attempt import (
 )
 from pdserve.router.requests.attempt_table import AttemptTable
 from pdserve.router.requests.blame import Blame
+from pdserve.router.requests.demand import Demand, DemandMeter
 from pdserve.router.requests.failover import FailOver
 from pdserve.router.requests.observer import DispatchObserver
 from pdserve.router.requests.placement import Costs, tie_order
@@ -113,6 +114,7 @@ class Dispatcher:
         self._failover = FailOver(
             self.attempts, self._placer, blame, retries, self._observer, now_s, max_silence_s=settings.max_silence_s
         )
+        self._demand = DemandMeter(costs, self.placement.tpot_slo_s)
         self._request_ids = itertools.count(1)
         self._silent_at_s = inf
         """No choice has been silent for too long before then."""
@@ -130,6 +132,10 @@ class Dispatcher:
     def tiers(self) -> tuple[str, ...]:
         """Names of the tiers, the default one first."""
         return DEFAULT_TIER, *self._settings.slo.tiers
+
+    def demand(self) -> Demand:
+        """The work that requests bring, in seconds of one worker."""
+        return self._demand.now(self.workers.values(), self.attempts.all.values())
 
     # Requests
 
@@ -171,6 +177,7 @@ class Dispatcher:
         self.admission.accepted(spec)
         self.num_accepted += 1
         self._observer.accepted(spec)
+        self._demand.accepted(spec)
         now_s = self._now_s()
         attempt.journey.spent("tokenise", now_s - spec.arrived_s, now_s)
         self._launch(attempt)
@@ -345,6 +352,7 @@ class Dispatcher:
     def _end_choice(self, attempt: Attempt, finisher: Worker | None = None) -> None:
         """End a complete choice; ``finisher`` sent its last token."""
         request = attempt.request
+        self._demand.answer_ended(len(request.spec.prompt_tokens), len(attempt.emitted))
         self._drop(attempt, Ended(len(attempt.emitted), finisher))
         del request.attempts[attempt.choice]
         self._placer.put_others(attempt)
@@ -445,6 +453,7 @@ class Dispatcher:
             request.is_started = True
             request.num_cached_tokens = min(event.num_cached_tokens, len(request.spec.prompt_tokens))
             self._observer.prompt_started(request.num_cached_tokens)
+            self._demand.prompt_started(request)
             request.prompt_started(request.num_cached_tokens)
 
     def _joined(self, attempt: Attempt, state: Parked) -> None:

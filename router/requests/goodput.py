@@ -22,11 +22,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from heapq import nsmallest
-from math import ceil, inf, log
+from math import inf, log
 from typing import Any, NamedTuple, TypeVar
 
-from pdserve.contracts.worker_config import WorkerRole, whole_worker_id
+from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.goodput_rules import (
     LATE_S,
     HeldTurns,
@@ -38,7 +37,6 @@ from pdserve.router.requests.goodput_rules import (
     slack_misses,
     tpot_chance,
 )
-from pdserve.router.requests.least_time import mixed_correction
 from pdserve.router.requests.lengths import Lengths, TtftErrors
 from pdserve.router.requests.placement import (
     Arrival,
@@ -52,7 +50,8 @@ from pdserve.router.requests.placement import (
     shortfall,
     tie_order,
 )
-from pdserve.router.requests.shortlist import NUM_SCORED, by_backlog, by_room
+from pdserve.router.requests.prefix_sources import PrefixSources
+from pdserve.router.requests.shortlist import by_backlog, by_room
 from pdserve.router.requests.worker_view import WorkerView
 
 PREFILL, DECODE, MIXED = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.MIXED
@@ -81,8 +80,7 @@ class Goodput(Placement):
         self._joining, self._late_joining = Joining(), Joining()
         self._late_tokens: Counter[str] = Counter()
         """Tokens of late prompts by id of the worker on which they wait."""
-        self._lends_until_s: dict[str, float] = {}
-        """When a worker may lend again, by id: pulls of prefixes from one take turns."""
+        self._prefix_sources = PrefixSources(costs, self.pull_corrections)
         self._prefill_cost = PrefillCost()
         self._turns = HeldTurns()
         self._retry_times = RetryTimes()
@@ -100,7 +98,7 @@ class Goodput(Placement):
         fleet = {role: [worker for worker in workers if worker.role is role] for role in WorkerRole}
         cached = blocks.cached_on(workers)
         views = [self._updated(worker) for worker in self._shortlist(blocks, fleet, cached)]
-        sources = self._prefix_sources(workers, cached)
+        sources = self._prefix_sources.of(arrival, workers, cached) if self.pulls_prefixes else None
         joining = self._joining.part_of(len(fleet[DECODE]))
         decodes = {
             view.worker_id: self._decode_option(arrival, view, cached, joining, has_decode=bool(fleet[DECODE]))
@@ -118,7 +116,7 @@ class Goodput(Placement):
             self._prefill_option(arrival, view, decode, score, num_cached, cost_per_s, pull)
             for view in computing
             for num_cached in [cached.get(view.worker_id, 0)]
-            for pull in [self._prefix_pull(arrival, view, num_cached, sources, cached)]
+            for pull in [sources and self._prefix_sources.pull(arrival, view, num_cached, sources)]
             for decode in [decodes.get(view.worker_id)] + [None] * (view.role is MIXED and bool(handoffs))
         ]
         key, best = self._least(options, lambda option, harm: option.order(blocks, harm))
@@ -187,7 +185,7 @@ class Goodput(Placement):
         elif view.may_decode:
             view.prefill_beside(choice.prefill_s, arrival.now_s, self._answer_s())
         if choice.prefix is not None:
-            self._lends_until_s[choice.prefix.worker_id] = arrival.now_s + choice.prefix.pull_s
+            self._prefix_sources.leave(choice.prefix.worker_id, arrival.now_s + choice.prefix.pull_s)
         if choice.handoff:
             (self._late_joining if is_late else self._joining).add(request_id, num_tokens)
         self._turns.placed(arrival, is_late=is_late)
@@ -216,7 +214,7 @@ class Goodput(Placement):
             self._count_lengths()
 
     def prefix_failed(self, worker_id: str, until_s: float) -> None:
-        self._lends_until_s[worker_id] = until_s
+        self._prefix_sources.leave(worker_id, until_s)
 
     def left(self, request_id: int, num_tokens: int) -> None:
         self._forget(request_id)
@@ -378,49 +376,6 @@ class Goodput(Placement):
         return _PrefillOption(
             view, decode, num_cached, prefill_s, due_s, ttft_s, ttft_chance, spread_s, cost, gain, pull
         )
-
-    def _prefix_sources(self, workers: Iterable[WorkerSnapshot], cached: Mapping[str, int]) -> list[WorkerSnapshot]:
-        """Workers that cache the most of a prompt, a few that answer soonest. Micro-batches of a pipeline share the
-        address that others pull from, which does not tell them apart."""
-        most = max(cached.values(), default=0) if self.pulls_prefixes else 0
-        have_most = (each for each in workers if most and cached.get(each.worker_id) == most)
-        whole = [each for each in have_most if whole_worker_id(each.worker_id) == each.worker_id]
-        return nsmallest(NUM_SCORED, whole, key=self._turn_s)
-
-    def _turn_s(self, worker: WorkerSnapshot) -> float:
-        """Seconds of a step of the worker, after which it answers a pull."""
-        num_tokens = min(worker.num_waiting_tokens, worker.max_batch_tokens)
-        if not num_tokens:
-            return worker.next_step_s if worker.num_decoding else 0.0
-        step_s = self.costs[worker.role].mixed_s(num_tokens, 0, worker.num_decoding, worker.num_context_tokens)
-        return step_s * mixed_correction(worker)
-
-    def _prefix_pull(
-        self,
-        arrival: Arrival,
-        view: WorkerView,
-        num_cached: int,
-        sources: Iterable[WorkerSnapshot],
-        cached: Mapping[str, int],
-    ) -> PrefixPull | None:
-        """The pull that brings a worker the most of a prompt, behind others from its source, unless to compute that
-        takes less time."""
-        blocks, pulls = arrival.blocks, []
-        for source in sources:
-            same_host = source.host == view.snapshot.host
-            num_pulled = cached[source.worker_id] - num_cached
-            costs = [self.costs[role] for role in {source.role, view.role}]
-            pull_s = max([cost.pull_s(num_pulled, same_host=same_host) for cost in costs])
-            waits_s = max(self._turn_s(source), self._lends_until_s.get(source.worker_id, 0.0) - arrival.now_s)
-            pull_s = waits_s + pull_s * self.pull_corrections[same_host].factor
-            pulls.append((pull_s, source.worker_id, num_pulled))
-        if not pulls or (best := min(pulls))[2] <= 0:
-            return None
-        (pull_s, source_id, num_pulled), num_tokens = best, num_cached + best[2]
-        prefill_s = view.prefill_s(blocks.num_tokens, num_cached) - view.prefill_s(blocks.num_tokens, num_tokens)
-        if pull_s >= prefill_s:
-            return None
-        return PrefixPull(source_id, num_tokens, ceil(num_pulled * pull_s / prefill_s), pull_s, prefill_s)
 
     def _least(self, options: Sequence[_Option], key: Callable[[_Option, float], _Key]) -> tuple[_Key, _Option]:
         """The option with the least key, which grows with the harm to answers that decode there. That takes most of the

@@ -1,4 +1,4 @@
-"""Every kernel of Triton as compiled for a Hopper GPU, which need not be here."""
+"""Every kernel of Triton as compiled for a Hopper GPU, which need not be here, and those that need most for others."""
 
 from __future__ import annotations
 
@@ -33,6 +33,20 @@ def test_a_launch_fits_the_gpu(launch: Launch) -> None:
     assert kernels
     assert all(fits(kernel) for kernel in kernels)
     assert any(kernel.has_wgmma for kernel in kernels) == launch.is_wgmma
+    if "_attention" in launch.name and "float32 over" not in launch.name:
+        assert kernels[0].num_ahead > 0
+
+
+@pytest.mark.parametrize("capability", [80, 86, 100, 120])
+@pytest.mark.parametrize(("kv_dtype", "head_dim"), [(torch.bfloat16, 128), (torch.int8, 256)], ids=str)
+def test_attention_that_needs_most_fits_other_gpus_and_loads_ahead(
+    kv_dtype: torch.dtype, head_dim: int, capability: int
+) -> None:
+    softcap = 50.0 * (head_dim == 256)
+    launch = attention_launch("prefill_attention", torch.bfloat16, kv_dtype, head_dim, softcap=softcap)
+    (compiled,) = compile_launch(launch, capability)
+    assert fits(compiled, capability), compiled
+    assert compiled.num_ahead > 0
 
 
 def launches_of_a_step(new_tokens: tuple[int, ...]) -> list[Launch]:
@@ -100,14 +114,14 @@ def test_the_number_of_tokens_needs_no_other_kernels(form: WeightForm) -> None:
     [(0, MAX_SHARED_BYTES[HOPPER], True), (8, 0, False), (0, MAX_SHARED_BYTES[HOPPER] + 1, False)],
 )
 def test_what_fits(spilled_bytes: int, shared_bytes: int, expected: bool) -> None:
-    assert fits(Compiled(32, spilled_bytes, shared_bytes, has_wgmma=False)) == expected
+    assert fits(Compiled(32, spilled_bytes, shared_bytes, has_wgmma=False, num_ahead=0)) == expected
 
 
 def test_launches_are_printed_a_line_for_each_kernel() -> None:
     some = [launch for launch in launches() if "gates bfloat16" in launch.name]
     lines: list[str] = []
     assert compile_all(some, lines.append) == 0
-    assert lines[0].split() == ["launch", "registers", "spilled", "shared", "KiB", "wgmma"]
+    assert lines[0].split() == ["launch", "registers", "spilled", "shared", "KiB", "ahead", "wgmma"]
     assert [line.split()[-1] for line in lines[1:]] == ["False"] * 4
     documents: list[str] = []
     assert compile_all(some, documents.append, as_json=True) == 0
@@ -115,6 +129,12 @@ def test_launches_are_printed_a_line_for_each_kernel() -> None:
     assert document["target"] == "sm_90"
     assert [kernel["spilled_bytes"] for kernel in document["kernels"]] == [0] * 4
     assert all(kernel["num_registers"] > 0 for kernel in document["kernels"])
+
+
+def test_gpus_before_ada_have_no_float8_kv() -> None:
+    of_ada, of_ampere = ({launch.name for launch in launches(capability)} for capability in (89, 86))
+    assert of_ampere < of_ada
+    assert all("over float8" in name for name in of_ada - of_ampere)
 
 
 def test_what_does_not_fit_is_in_the_status(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,18 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("decode: {swap_memory: -1}", "decode.swap_memory is -1; write auto, 0, or bytes with a unit"),
         ("decode: {swap_memory: [1]}", "decode.swap_memory is [1] (list); write auto, 0, or bytes with a unit"),
         ("prefill: {swap_memory: 1GiB}", "prefill workers preempt nothing: leave it out"),
+        ("prefill: {kv_tier: {path: /tmp}}", "prefill.kv_tier"),
+        (
+            "prefill: {kv_tier: {path: '', size: 1GiB}}",
+            "path is empty; name a folder for the files, or leave out kv_tier",
+        ),
+        ("prefill: {kv_tier: {path: x, size: auto}}", "prefill.kv_tier.size is 'auto'; write bytes with a unit"),
+        ("prefill: {kv_tier: {path: x, size: 1GiB, device: cuda}}", "prefill.kv_tier"),
+        (
+            "mixed: {kv_tier: {path: x, size: 1GiB}, device: cuda}",
+            "mixed.kv_tier is set; there is one on CPUs only so far",
+        ),
+        ("decode: {kv_tier: {path: x, size: 1GiB}, pipeline_parallel: 2}", "with pipeline_parallel 1: leave it out"),
         ("decode: {speculation: eagle}", "decode.speculation is 'eagle'; write none, ngram, or {draft: FOLDER}"),
         ("decode: {speculation: {eagle: x}}", "write none, ngram, or {draft: FOLDER}"),
         ("decode: {speculation: {draft: ''}}", "write none, ngram, or {draft: FOLDER}"),
@@ -228,3 +240,34 @@ def test_the_example_in_the_readme_is_valid() -> None:
 def test_swap_memory_is_automatic_none_or_a_size(written: str, num_bytes: int | None) -> None:
     config = parse_deployment(yaml.safe_load(f"decode: {{swap_memory: {written}}}"))
     assert config.decode.swap_memory_bytes == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        (
+            {"prefill": {"min_replicas": 2}},
+            "prefill.min_replicas is 2, and prefill.max_replicas is not given: give both",
+        ),
+        (
+            {"decode": {"replicas": 5, "max_replicas": 4}},
+            "decode.replicas is 5; write a number from decode.min_replicas, 1, to decode.max_replicas, 4",
+        ),
+        (
+            {"prefill": {"replicas": 1, "min_replicas": 2, "max_replicas": 4}},
+            "prefill.replicas is 1; write a number from",
+        ),
+        (
+            {"mixed": {"replicas": 1, "max_replicas": 2}},
+            "mixed.max_replicas is 2, and there are mixed workers; the load",
+        ),
+        (
+            {"mixed": {"replicas": 1}, "decode": {"max_replicas": 2}},
+            "decode.max_replicas is 2, and there are mixed workers",
+        ),
+    ],
+)
+def test_bounds_of_workers_that_follow_the_load_fit(document: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_deployment(document)
+    assert said in str(caught.value)

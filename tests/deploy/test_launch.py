@@ -63,6 +63,16 @@ def test_each_worker_gets_its_phase_and_its_cores() -> None:
     assert (third.core_board, third.core_sets) == (BOARD, launch.split.worker_cores)
 
 
+def test_a_tier_goes_to_the_workers_of_its_pool() -> None:
+    configs = worker_configs(
+        Launch(config=deployment({"prefill": {"kv_tier": {"path": "/tiers", "size": "2GiB"}}})), "secret"
+    )
+    assert {(each.role.value, each.kv_tier_path, each.kv_tier_bytes) for each in configs} == {
+        ("prefill", "/tiers", 2**31),
+        ("decode", "", 0),
+    }
+
+
 def test_degrees_go_to_the_workers_and_the_router() -> None:
     degrees = {"prefill": {"pipeline_parallel": 2}, "decode": {"tensor_parallel": 4, "expert_parallel": True}}
     wide = deployment(degrees, use="emulate")

@@ -66,7 +66,7 @@ def config_of(role: WorkerRole, device: str) -> WorkerConfig:
 @pytest.mark.parametrize(
     ("transport", "num_ranks"),
     [
-        *[(transport, 1) for transport in sized(["memfd", "tcp"], ["memfd"])],
+        *[(transport, 1) for transport in sized(["memfd", "tcp", "cuda_ipc"], ["memfd"])],
         pytest.param(
             "memfd",
             2,
@@ -102,5 +102,5 @@ def test_a_pair_on_gpus_answers_as_a_worker_on_a_cpu(transport: str, num_ranks: 
         prefill.wait_until_free()
         decode.wait_until_free()
         pulls = [transfer for frame in decode.frames for transfer in frame.transfers]
-        assert any(pull.bytes for pull in pulls)
+        assert {pull.transport for pull in pulls if pull.bytes} == {transport}
         assert all(pull.failure_stage == "" for pull in pulls)

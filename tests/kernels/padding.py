@@ -55,4 +55,5 @@ def _padded(batch: PagedBatch) -> AttentionMetadata:
         num_tokens=padded.num_tokens,
         min_new_tokens=1,
         max_new_tokens=1,
+        most_short_tokens=1,
     )

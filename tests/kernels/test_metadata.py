@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from pdserve.kernels.metadata import AttentionMetadata
+from pdserve.kernels.metadata import AttentionMetadata, most_short
 
 
 def build(
@@ -26,7 +26,7 @@ def test_ragged_rows_are_laid_end_to_end() -> None:
     assert metadata.positions.tolist() == [2, 3, 4, 4]
     assert metadata.packed.tolist() == [2, 0, 3, 4, 5, 5, 0, 3, 5, 5, 0, 7, 1, 6]
     assert metadata.words.tolist() == [2, 3, 4, 4, *metadata.packed.tolist()]
-    assert (metadata.min_new_tokens, metadata.max_new_tokens) == (1, 3)
+    assert (metadata.min_new_tokens, metadata.max_new_tokens, metadata.most_short_tokens) == (1, 3, 3)
 
 
 def test_padding_is_rows_without_tokens_and_tokens_without_rows() -> None:
@@ -48,6 +48,7 @@ def test_room_behind_the_words_is_for_blocks() -> None:
         num_tokens=1,
         min_new_tokens=1,
         max_new_tokens=1,
+        most_short_tokens=1,
     )
     assert roomy.block_ids.tolist() == [5, 7, 7]
     assert torch.equal(roomy.block_starts, metadata.block_starts)
@@ -61,7 +62,11 @@ def test_another_device_gets_the_same_layout() -> None:
         there, here = getattr(moved, name), getattr(metadata, name)
         assert there.is_meta
         assert (there.shape, there.storage_offset()) == (here.shape, here.storage_offset())
-    assert (moved.min_new_tokens, moved.max_new_tokens) == (1, 3)
+    assert (moved.min_new_tokens, moved.max_new_tokens, moved.most_short_tokens) == (1, 3, 3)
+
+
+def test_long_rows_are_not_short() -> None:
+    assert [most_short(counts) for counts in ([1, 8, 9], [300, 1], [9])] == [8, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ PER_OUTPUT = 10**6
 FORMS = [
     *(Form("int4", group, has_zeros) for group in (32, 64, 96, 128, 512, PER_OUTPUT) for has_zeros in (False, True)),
     *(Form("int8", group, has_zeros) for group in (32, 128, PER_OUTPUT) for has_zeros in (False, True)),
+    *(Form(kind, 13, True) for kind in ("int8", "int4")),  # an odd number, which is not multiplied in bfloat16
     *(Form("e4m3", group) for group in (32, 128, PER_OUTPUT)),
     *(Form("e2m1", group) for group in (32, PER_OUTPUT)),
 ]

@@ -103,8 +103,8 @@ def test_every_float16_is_rounded_and_read_as_by_torch(cpu_kernels: DecoderKerne
     qkv_TMD = torch.cat((torch.zeros(num_tokens, 2, 32), values), dim=1)
     angles_TC = torch.zeros(num_tokens, 16)
     cpu_kernels.rope_and_write_kv(qkv_TMD, angles_TC.cos(), angles_TC.sin(), batch.kv_pool, LAYER, batch.metadata)
-    for token, block, offset in batch.new_slots():
-        assert torch.equal(batch.kv_pool.values[block, 0, LAYER, 1, offset], values[token, 0].half())
+    tokens, blocks, offsets = zip(*batch.new_slots(), strict=True)
+    assert torch.equal(batch.kv_pool.values[blocks, 0, LAYER, 1, offsets], values[[*tokens], 0].half())
     rule = AttentionRule(scale=1.0)
     o_TND = cpu_kernels.paged_attention(qkv_TMD[:, :1], batch.kv_pool, LAYER, batch.metadata, rule)
     assert torch.equal(o_TND, values.half().float())

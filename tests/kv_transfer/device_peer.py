@@ -328,6 +328,12 @@ class DevicePeer:
         self.ask("threads")  # until it has sent them
         return handle
 
+    def lend(self, handle: bytes, block_ids: Sequence[int]) -> None:
+        """Grant cached blocks to a pull of a prefix."""
+        generations, num_tokens = self.ask("generations", block_ids), len(block_ids) * LAYOUT.block_size
+        grant = kv_pb2.Grant(block_ids=block_ids, generations=generations, final=True, num_tokens=num_tokens)
+        self.send(grant=transfer_pb2.OfferedGrant(handle=handle, grant=grant))
+
     def pull(
         self,
         source: DevicePeer,
@@ -337,6 +343,7 @@ class DevicePeer:
         num_cached: int = 0,
         pull_id: int = 1,
         deadline_s: float = TIMEOUT_S,
+        prefix: Sequence[bytes] = (),
     ) -> None:
         self.send(
             start_pull=transfer_pb2.StartPull(
@@ -345,6 +352,7 @@ class DevicePeer:
                 num_cached_blocks=num_cached,
                 block_ids=block_ids,
                 deadline_s=deadline_s,
+                prefix=prefix,
             )
         )
 

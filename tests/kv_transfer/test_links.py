@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from pdserve.proto.v1 import transfer_pb2
-from tests.kv_transfer.device_peer import BATCH_SIZE, HURRY_S, TIMEOUT_S, DevicePeer, device_peer
+from tests.kv_transfer.device_peer import BATCH_SIZE, HURRY_S, LAYOUT, TIMEOUT_S, DevicePeer, device_peer
 from tests.kv_transfer.peer import EVENT_GRACE_S
 from tests.shared import shared
 from tests.workers import wait_until
@@ -85,6 +85,17 @@ def check_nothing_is_written(target: DevicePeer) -> None:
 
 def abort(target: DevicePeer) -> None:
     target.send(abort_pull=transfer_pb2.AbortPull(pull_id=1))
+
+
+def test_blocks_that_are_lent_come_through_a_link(source: DevicePeer, target: DevicePeer) -> None:
+    fill(target)
+    target.pull(source, b"", TARGET_IDS, prefix=[bytes([number]) * 16 for number in range(len(TARGET_IDS))])
+    lend = source.expect("lend")
+    source.expect("lease_opened")
+    source.lend(lend.handle, SOURCE_IDS[:7])
+    assert target.expect_done().num_tokens == 7 * LAYOUT.block_size
+    assert target.ask("blocks", TARGET_IDS[:7]) == source.ask("blocks", SOURCE_IDS[:7])
+    assert source.expect("released").handle == lend.handle
 
 
 def test_blocks_arrive_from_device_to_device_in_one_group(source: DevicePeer, target: DevicePeer) -> None:

@@ -22,6 +22,7 @@ from pdserve.planner.live.running import running_cluster
 from pdserve.router.admin import create_admin_app
 from pdserve.router.overview import Overview
 from pdserve.router.process_config import RouterProcessConfig
+from pdserve.router.requests.demand import Demand
 from pdserve.router.requests.request import GenerationError
 from tests.router.rig import SHAPE, Rig, hand_off, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
@@ -131,6 +132,10 @@ async def test_the_figures_of_a_plan_are_shown() -> None:
         assert rig.sample("pdserve_plan_goodput", placement="best") == 4
         assert rig.sample("pdserve_plan_workers", role="decode") == 3
         assert (await client.put("/plan", json={**plan, "workers": {"chef": 1}})).status_code == 422
+        assert (await client.put("/scaled", params={"reason": "surplus"})).is_success
+        assert (await client.put("/scaled", params={"reason": "boredom"})).status_code == 400
+        assert 'pdserve_scale_changes_total{reason="surplus"} 1.0' in (await client.get("/metrics")).text
+        assert Demand(**(await client.get("/demand")).json()) == Demand()
 
 
 @with_workers("mixed-0")

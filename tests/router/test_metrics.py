@@ -60,6 +60,9 @@ def test_a_frame_becomes_the_workers_series() -> None:
         num_swap_ins=1,
         num_guesses=7,
         num_right_guesses=5,
+        num_restored_tokens=96,
+        num_restores=3,
+        num_restores_given_up=1,
     )
     step = worker_pb2.Step(seconds=0.01, num_tokens=3, predicted_s=0.008)
     labels = {"worker": "decode-0", "role": "decode"}
@@ -76,6 +79,9 @@ def test_a_frame_becomes_the_workers_series() -> None:
     assert sample(metrics, "pdserve_swap_ins_total", **labels) == 1
     assert sample(metrics, "pdserve_guesses_total", **labels) == 7
     assert sample(metrics, "pdserve_right_guesses_total", **labels) == 5
+    assert sample(metrics, "pdserve_kv_tier_restored_tokens_total", **labels) == 96
+    assert sample(metrics, "pdserve_kv_tier_restores_total", **labels) == 3
+    assert sample(metrics, "pdserve_kv_tier_restores_given_up_total", **labels) == 1
     worker.observe(worker_pb2.Load(num_preemptions=2, num_blocks_referenced=5, num_blocks_parked=6))
     assert sample(metrics, "pdserve_kv_blocks", state="referenced", **labels) == 0, "prompts share blocks"
     assert sample(metrics, "pdserve_kv_blocks", state="parked", **labels) == 5
@@ -104,9 +110,12 @@ def test_a_frame_becomes_the_workers_series() -> None:
 
 def test_prefixes_are_counted_by_the_role_of_their_source() -> None:
     metrics = RouterMetrics()
-    metrics.observe_prefix(worker_pb2.TransferReport(num_tokens=160, bytes=9), WorkerRole.DECODE)
-    metrics.observe_prefix(worker_pb2.TransferReport(failure_stage="deadline"), WorkerRole.PREFILL)
-    metrics.observe_prefix(worker_pb2.TransferReport(failure_stage="aborted"), WorkerRole.PREFILL)
+    for seconds in (0.5, 9.0):
+        report = worker_pb2.TransferReport(num_tokens=80, bytes=9, seconds=seconds)
+        metrics.observe_prefix(report, WorkerRole.DECODE, 2.0)
+    metrics.observe_prefix(worker_pb2.TransferReport(failure_stage="deadline"), WorkerRole.PREFILL, 0.0)
+    metrics.observe_prefix(worker_pb2.TransferReport(failure_stage="aborted"), WorkerRole.PREFILL, 0.0)
+    assert sample(metrics, "pdserve_prefix_saved_seconds_total", source="decode") == 1.5
     assert sample(metrics, "pdserve_prefix_tokens_total", source="decode") == 160
     assert sample(metrics, "pdserve_prefix_tokens_total", source="prefill") == 0
     assert sample(metrics, "pdserve_prefix_failures_total", source="prefill") == 1

@@ -52,7 +52,14 @@ CAPACITY = Dashboard(
                         ("sum by (role) (pdserve_worker_ranks)", "{{role}} ranks"),
                         ("max by (role) (pdserve_plan_workers)", "{{role}} by the plan"),
                     ),
-                    width=6,
+                    width=5,
+                ),
+                Panel(
+                    title="Changes that the load asked for",
+                    unit="short",
+                    queries=(("sum by (reason) (increase(pdserve_scale_changes_total[5m]))", "{{reason}}"),),
+                    about="In 5 minutes. Empty without `max_replicas`.",
+                    width=4,
                 ),
                 Panel(
                     title="Batch",
@@ -65,7 +72,7 @@ CAPACITY = Dashboard(
                         ),
                     ),
                     about="Running sequences, of those that fit a batch.",
-                    width=6,
+                    width=5,
                 ),
                 Panel(
                     title="Token budget of steps",
@@ -79,7 +86,7 @@ CAPACITY = Dashboard(
                         ),
                     ),
                     about="Mean new tokens of a step, of `max_batch_tokens`.",
-                    width=6,
+                    width=5,
                 ),
                 Panel(
                     title="Cost of a million output tokens",
@@ -92,7 +99,7 @@ CAPACITY = Dashboard(
                         ),
                     ),
                     about="Empty where no price is known; a hardware file gives one (`price_per_hour_usd`).",
-                    width=6,
+                    width=5,
                 ),
             ),
         ),

@@ -47,6 +47,7 @@ KV_TRANSFER = Dashboard(
                     queries=(
                         ("sum by (source) (rate(pdserve_prefix_tokens_total[5m]))", "from {{source}} workers"),
                         ("sum(rate(pdserve_prefix_failures_total[5m]))", "pulls that failed"),
+                        ("sum(rate(pdserve_prefix_saved_seconds_total[5m]))", "seconds saved"),
                     ),
                     about="Tokens per second from the caches of other workers. What does not come is computed.",
                     width=5,
@@ -84,6 +85,36 @@ KV_TRANSFER = Dashboard(
                     width=6,
                 ),
                 STALL,
+            ),
+        ),
+        Row(
+            title="Does the tier below the pool help?",
+            reading="Only with `kv_tier`. Restores that are given up: its disk is slower than computing the prompts.",
+            panels=(
+                Panel(
+                    title="Prompt tokens found",
+                    unit="short",
+                    queries=(
+                        (
+                            "sum(rate(pdserve_cached_prompt_tokens_total[5m])) - "
+                            "sum(rate(pdserve_kv_tier_restored_tokens_total[5m]))",
+                            "in the pool",
+                        ),
+                        ("sum(rate(pdserve_kv_tier_restored_tokens_total[5m]))", "in the tier"),
+                    ),
+                    about="Tokens per second.",
+                    width=12,
+                    is_stacked=True,
+                ),
+                Panel(
+                    title="Prompts that waited for the tier",
+                    unit="cps",
+                    queries=(
+                        ("sum by (worker) (rate(pdserve_kv_tier_restores_total[5m]))", "{{worker}}"),
+                        ("sum by (worker) (rate(pdserve_kv_tier_restores_given_up_total[5m]))", "{{worker}}, given up"),
+                    ),
+                    width=12,
+                ),
             ),
         ),
         Row(

@@ -13,9 +13,11 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import httpx
 import psutil
 
 from pdserve.bench.cluster import RunningCluster
+from pdserve.deploy.cluster.folder import admin_headers
 from pdserve.deploy.observe.drill.live import (
     emulated_cluster,
     load,
@@ -71,6 +73,15 @@ def _without_files(mark: str) -> Fault:
             process.rlimit(psutil.RLIMIT_NOFILE, (0, 0))
 
     return fault
+
+
+def _changed_back_and_forth(cluster: RunningCluster, end: Event) -> None:
+    """The router is told of changes as the supervisor tells of its own, which take a minute each: too long for here."""
+    headers = admin_headers(cluster.admin_url)
+    while not end.is_set():
+        for reason in ("decode_short", "surplus"):
+            httpx.put(f"{cluster.admin_url}/scaled", params={"reason": reason}, headers=headers).raise_for_status()
+        end.wait(1.0)
 
 
 @contextmanager
@@ -161,6 +172,12 @@ CASES = (
         alerts=("KvPullsFail",),
         deployment={**_ONE_EACH, "kv_transfer": {"transport": "tcp"}},
         fault=_without_files("transfer_process"),
+    ),
+    Case(
+        what="workers that are added and taken away again",
+        alerts=("ScaleFlaps",),
+        deployment=_ONE_EACH,
+        fault=_changed_back_and_forth,
     ),
     Case(
         what="a router that stands still",

@@ -87,3 +87,5 @@ def test_the_remedy_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_are_checked_before_compiling() -> None:
     with pytest.raises(ValueError, match="no launch is named 'gaze'"):
         run(Settings(compile_only=True, only="gaze"), lambda line: None)
+    with pytest.raises(ValueError, match="not compiled for capability 75: use one of 80, 86, 89, 90, 100, 120"):
+        run(Settings(compile_only=True, capability=75), lambda line: None)

@@ -103,6 +103,17 @@ def test_a_client_that_cannot_be_accepted_ends_nothing(tmp_path: Path, monkeypat
     port.close()
 
 
+def test_a_change_that_nobody_sent_is_advanced_and_others_wait_for_its_end(tmp_path: Path) -> None:
+    port = ControlPort(tmp_path)
+    were_busy = [port.is_busy]
+    port.begin(begin({"fails": 1}))
+    were_busy.append(port.is_busy)
+    assert [port.turn(begin) for _ in range(2)] == ["begins", "it failed"]
+    assert [*were_busy, port.is_busy] == [False, True, False]
+    port.begin(begin({}))
+    port.close()
+
+
 def test_an_ended_cluster_is_named(tmp_path: Path) -> None:
     with pytest.raises(DeployError, match="the cluster has ended"):
         list(send_command(tmp_path, {}))

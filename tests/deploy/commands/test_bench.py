@@ -79,7 +79,7 @@ def test_mistakes_are_named_before_anything_is_sent(options: tuple[str, ...], me
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_burstiness_is_the_shape_of_the_gaps_of_loads_and_of_simulations(burstiness: float) -> None:
     simulated = plan_options.traffic((10, 5), model=ModelConfig(), max_model_len=100, burstiness=burstiness)
-    for workload in (bench_load._workload("random", None, (10, 5, 0.0), burstiness), simulated.workload):
+    for workload in (bench_load.workload_of("random", None, (10, 5, 0.0), burstiness), simulated.workload):
         sample = workload.draw(20_000, seed=1)
         gaps_s = np.diff([request.arrived_s for request in sample.at_rate(2.0)])
         assert gaps_s.mean() == pytest.approx(0.5, rel=0.05)
@@ -92,7 +92,7 @@ def test_a_trace_keeps_its_gaps_unless_a_burstiness_is_named(tmp_path: Path) -> 
     file.write_text("".join(f'{{"timestamp": {at}, "input_length": 9, "output_length": 5}}\n' for at in times_s))
 
     def gaps(burstiness: float | None) -> list[float]:
-        workload = bench_load._workload("", file, (10, 5, 0.0), burstiness, "s")
+        workload = bench_load.workload_of("", file, (10, 5, 0.0), burstiness, "s")
         return list(np.diff([each.arrived_s for each in workload.draw(4).at_rate(0.6)]))
 
     assert gaps(None) == pytest.approx([1.0, 3.0, 1.0])
@@ -100,7 +100,7 @@ def test_a_trace_keeps_its_gaps_unless_a_burstiness_is_named(tmp_path: Path) -> 
 
 
 def test_random_lengths_vary_by_the_ratio() -> None:
-    requests = bench_load._workload("", None, (100, 50, 0.2), 1.0).draw(2_000, seed=1).conversations
+    requests = bench_load.workload_of("", None, (100, 50, 0.2), 1.0).draw(2_000, seed=1).conversations
     inputs, outputs = zip(
         *((request.num_prompt_tokens, request.num_output_tokens) for request in requests), strict=True
     )

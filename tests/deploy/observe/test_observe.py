@@ -32,7 +32,7 @@ VALUES = {
     "phase": set(metrics.PHASES),
     "kind": set(metrics.STEP_KINDS),
     "stage": set(metrics.FAILURE_STAGES),
-    "reason": {*metrics.RETRY_REASONS, *metrics.FALLBACK_REASONS},
+    "reason": {*metrics.RETRY_REASONS, *metrics.FALLBACK_REASONS, *metrics.SCALE_REASONS},
     "limit": {"sequences", "tokens"},
     "result": {"done", "failed"},
     "age": set(metrics.HANDOFF_AGES_S),
@@ -263,6 +263,10 @@ def fallbacks(per_minute: float) -> dict[str, str]:
     }
 
 
+def changes(**per_minute: float) -> dict[str, str]:
+    return {f'pdserve_scale_changes_total{{reason="{reason}"}}': growing(count) for reason, count in per_minute.items()}
+
+
 def preemptions(per_minute: float) -> dict[str, str]:
     return {"pdserve_preemptions_total": growing(per_minute), "pdserve_requests_accepted_total": growing(100)}
 
@@ -282,6 +286,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "KvDoesNotMove": ({**PARKED, **pulls(0)}, {**PARKED, **pulls(9)}),
     "KvPullsFail": (pulls(100, failures=2), pulls(300, failures=2)),
     "ParkedPromptsExpire": ({EXPIRED: growing(3)}, {EXPIRED: growing(1)}),
+    "ScaleFlaps": (changes(surplus=0.3, decode_short=0.3), changes(surplus=0.1, decode_short=1)),
     "PrefillBusierThanDecode": (busy(0.9, 0.3), busy(0.9, 0.6)),
     "DecodeBusierThanPrefill": (
         {**busy(0.1, 0.97), **misses("tpot", "decode", 12)},

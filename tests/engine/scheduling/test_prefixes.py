@@ -169,3 +169,17 @@ def test_lent_blocks_are_taken_back_before_an_answer_is_preempted() -> None:
     assert scheduler.load().num_preemptions == 0
     scheduler.released(b"loan")
     scheduler.check_integrity()
+
+
+def test_a_prompt_does_not_wait_for_one_loan_after_the_other() -> None:
+    scheduler = a_scheduler(BlockPool(8, BLOCK_SIZE))
+    hashes = cached(scheduler)
+    scheduler.lend(b"first", hashes[:2])
+    add(scheduler, a_request(1, 25))
+    assert scheduler.plan(0.0) is None, "seven blocks are needed, six are left"
+    scheduler.lend(b"second", hashes[:2])
+    scheduler.released(b"first")
+    _, second = only(scheduler.take_events(), GrantEvent)
+    assert not second.block_ids
+    assert step(scheduler).num_new_tokens == 25
+    scheduler.check_integrity()

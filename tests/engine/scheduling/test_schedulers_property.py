@@ -36,6 +36,7 @@ configs = st.builds(
     relabel=st.sampled_from([0.0, 0.0, 0.1]),
     is_staged=st.booleans(),
     right_guesses=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]),
+    num_tier_blocks=st.sampled_from([0, 70, 200]),
     prefix_share=st.sampled_from([0.0, 0.5, 1.0]),
 )
 
@@ -50,6 +51,34 @@ def test_every_client_gets_its_tokens_and_every_block_comes_back(
     world.run(MAX_TURNS)
     outcomes = {Outcome.FINISHED, Outcome.CANCELLED} if config.cancel else {Outcome.FINISHED}
     assert {client.outcome for client in world.clients} <= outcomes
+
+
+@pytest.mark.parametrize("is_staged", [False, True], ids=["in place", "staged"])
+@pytest.mark.parametrize("num_prefill", [0, 1])
+@pytest.mark.parametrize("seed", range(4))
+def test_restored_blocks_change_no_token(seed: int, num_prefill: int, is_staged: bool) -> None:
+    config = WorldConfig(
+        num_prefill=num_prefill,
+        num_decode=2,
+        num_prefill_blocks=20,
+        num_decode_blocks=20,
+        num_tier_blocks=60,
+        kill=0.01,
+        is_staged=is_staged,
+        pipeline_depth=1 + seed % 2,
+        num_swap_slots=5 * (seed % 2),
+        local_share=0.3,
+        pull_failure=0.02,
+        step_failure=0.01,
+        cancel=0.1,
+        eos_period=30,
+    )
+    world = World(config, seed)
+    submit_many(world, 80, max_prompt=50, max_answer=30, max_choices=2)
+    world.run(MAX_TURNS)
+    assert world.counts["killed"] > 2
+    assert world.counts["restored tokens"] > 100
+    assert {client.outcome for client in world.clients} <= {Outcome.FINISHED, Outcome.CANCELLED}
 
 
 LONG_ANSWERS = WorldConfig(num_decode_blocks=104, max_model_len=400)

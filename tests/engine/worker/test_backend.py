@@ -407,6 +407,17 @@ def test_ranks_with_pools_of_their_own_swap_within_swap_memory(
     assert choose_backend(config).num_swap_slots == 8 // num_stages
 
 
+def test_a_tier_below_a_gpus_pool_or_a_pipelines_is_refused(config: WorkerConfig) -> None:
+    tiered = replace(config, kv_tier_path="/tiers", kv_tier_bytes=2**30)
+    choose_backend(tiered)
+    with pytest.raises(ValueError, match=r"mixed\.kv_tier is set, and pipelines have no tier so far: leave it out"):
+        choose_backend(replace(tiered, pipeline_parallel=2))
+    with staged_device(), pytest.raises(ValueError, match="GPUs, emulated ones too, have no tier"):
+        choose_backend(tiered)
+    with pytest.raises(ValueError, match="GPUs, emulated ones too, have no tier"):
+        choose_backend(replace(tiered, emulate="h100-sxm"))
+
+
 def test_guesses_on_a_gpu_are_refused(config: WorkerConfig) -> None:
     guessing = replace(config, speculation="ngram")
     backend._check_speculation(guessing, is_on_host=True)

@@ -105,3 +105,15 @@ def test_a_prompt_is_computed_whose_source_hangs_ends_or_is_not_there(checkpoint
         assert len(prefix_reports(second)) == 3
         assert all(report.failure_stage for report in prefix_reports(second))
         second.wait_until_free()
+
+
+def test_a_model_goes_on_from_a_pulled_prefix_as_from_one_that_it_computed(checkpoint: Path) -> None:
+    with workers(checkpoint, emulate="", time_scale=1.0, device="cpu") as ((one, first), (_, second), (_, decode)):
+        request = a_request(1, num_prompt=200, seed=1)
+        answer = hand_off(first, decode, request)
+        pulled = replace(from_source(request, one, first), request_id=2)
+        assert hand_off(second, decode, pulled) == answer
+        assert [report.num_tokens for report in prefix_reports(second)] == [192]
+        computed = replace(request, request_id=3, cache_salt=b"computed")
+        assert hand_off(second, decode, computed) == answer
+        assert cached_tokens(second, 3) == 0

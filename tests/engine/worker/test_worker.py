@@ -16,6 +16,7 @@ import grpc
 import psutil
 import pytest
 
+from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.codec import to_json
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import GenerationRequest, KvSource, SamplingParams
@@ -236,6 +237,42 @@ def test_a_handoff_of_the_real_model_equals_a_mixed_worker(checkpoint: Path, qua
         assert [hand_off(prefill, decode, request) for request in requests] == expected
         prefill.wait_until_free()
         decode.wait_until_free()
+
+
+@pytest.mark.parametrize("damage", ["none", "flipped", "cut", "deleted"])
+def test_a_killed_workers_successor_restores_its_prompts(checkpoint: Path, tmp_path: Path, damage: str) -> None:
+    """The second turn of a conversation, after the worker of the first one was killed and its file damaged."""
+    config = replace(
+        real_model_config(checkpoint, WorkerRole.MIXED, 0),
+        cluster_token="secret",
+        kv_tier_path=str(tmp_path),
+        kv_tier_bytes=2**20,
+    )
+    path = tmp_path / "mixed.kv"
+    first = a_request(1, num_prompt=150, max_tokens=12)
+    with WorkerProcess(config) as worker, worker.connect() as router:
+        router.submit(first)
+        answer = router.wait_for_answer(1)
+        second = replace(a_request(2), prompt_tokens=(*first.prompt_tokens, *answer, *range(40)))
+        router.submit(second)
+        expected = router.wait_for_answer(2)
+        blocks = block_hashes(second.prompt_tokens, config.block_size)
+        wait_until(lambda: all(each in path.read_bytes() for each in blocks), "copies of the prompt's blocks")
+    data = path.read_bytes()
+    slots = 4 * 4096  # behind the header and 251 entries
+    if damage == "flipped":
+        path.write_bytes(data[:slots] + bytes(byte ^ 1 for byte in data[slots:]))
+    elif damage == "cut":
+        path.write_bytes(data[:slots])
+    elif damage == "deleted":
+        path.unlink()
+    with WorkerProcess(config) as worker, worker.connect() as router:
+        router.submit(second)
+        assert router.wait_for_answer(2) == expected
+        num_cached = router.wait_for_event(2, worker_pb2.RequestEvent.STARTED).num_cached_tokens
+        assert num_cached == (192 if damage == "none" else 0)
+        assert router.load.num_restored_tokens == num_cached
+        router.wait_until_free()
 
 
 def test_the_requests_of_a_broken_session_are_cancelled_and_their_blocks_freed(slow_mixed: WorkerProcess) -> None:

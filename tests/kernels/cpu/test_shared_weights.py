@@ -163,6 +163,19 @@ def test_other_keys_do_not_wait(start: Callable[[str], subprocess.Popen[str]]) -
         assert isinstance(pack(ones), CpuLinear)
 
 
+def test_other_hosts_that_have_the_same_folder_do_not_wait(
+    key: str, start: Callable[[str], subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start("stop")
+    (tmp_path / "boot_id").write_text("of another host")
+    monkeypatch.setattr(module, "_BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.setattr(module, "_MAX_SILENCE_S", 0.3)
+    with shared_weights(key, MAX_BYTES) as pack:
+        packed = [pack(ones), pack(ones)]
+    with shared_weights(key, MAX_BYTES) as pack:
+        assert torch.equal(product(pack(never)), product(packed[0]))
+
+
 def test_files_that_are_not_complete_or_may_be_written_to_are_not_used(key: str) -> None:
     fd = os.memfd_create(f"pdserve-weights-{key}", os.MFD_ALLOW_SEALING)
     os.write(fd, b"1" * mmap.PAGESIZE)

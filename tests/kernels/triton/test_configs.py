@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from pdserve.kernels.triton import configs
 from pdserve.kernels.triton.configs import (
     AttentionTile,
     KvSplit,
@@ -22,9 +24,16 @@ def queries(num_heads: int) -> torch.Tensor:
 
 def test_attention() -> None:
     kv_pool = nan_pool((1, 2, 1, 2, 16, 64), torch.bfloat16)
-    assert prefill_tile(queries(4), kv_pool) == AttentionTile(128, 64, 4, 3)
-    assert decode_tile(queries(4), kv_pool) == AttentionTile(16, 64, 4, 3)
+    assert prefill_tile(queries(4), kv_pool) == AttentionTile(128, 64, 8, 5)
+    assert decode_tile(queries(4), kv_pool) == AttentionTile(16, 64, 4, 5)
     assert prefill_tile(queries(4).float(), kv_pool) == AttentionTile(32, 32, 4, 2)
+
+
+@pytest.mark.parametrize(("capability", "rows"), [(80, 64), (86, 64), (90, 128), (103, 64), (120, 64)])
+def test_gpus_get_tiles_that_their_memory_holds(capability: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "compute_capability", lambda device: capability)
+    kv_pool = nan_pool((1, 2, 1, 2, 16, 256), torch.bfloat16)
+    assert prefill_tile(torch.zeros(1, 4, 256, dtype=torch.bfloat16), kv_pool).rows == rows
 
 
 def test_splits() -> None:

@@ -13,6 +13,7 @@ from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import AttentionRule
 from pdserve.kernels.triton.configs import AttentionTile, KvSplit
 from pdserve.kernels.triton.decode_attention import decode_attention
+from tests.kernels.launch_recorder import recorded_launches
 from tests.kernels.paged_batch import (
     LAYER,
     PagedBatch,
@@ -118,6 +119,14 @@ def test_any_block_size(block_size: int) -> None:
 def test_any_number_of_chunks(num_chunks: int) -> None:
     batch = make_batch(singles((140, 20, 3)), num_kv_heads=1, head_dim=16)
     assert_matches(batch, split=KvSplit(num_chunks, chunk_tokens=16))
+
+
+def test_only_rows_that_are_split_are_merged() -> None:
+    batch = make_batch(singles((3, 140, 5, 9, 120, 4)), num_kv_heads=1, group=3, head_dim=16)
+    with recorded_launches() as recorded:
+        assert_matches(batch, split=KvSplit(3, chunk_tokens=16))
+    grids = [launch[1] for launch in recorded.launches if getattr(launch[0], "__name__", "") == "_merge_kernel"]
+    assert grids == [(3, 3)]
 
 
 def test_more_chunks_than_are_merged_at_once() -> None:

@@ -127,7 +127,7 @@ def test_steps_sample_what_one_at_a_time_does_and_wait_for_nothing(
 def test_a_warm_up_launches_every_kernel_and_leaves_the_pool_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_graphs, "warmup_shapes", lambda max_rows: [StepShape(16, 36, 1, 1, 20)])
+    monkeypatch.setattr(decode_graphs, "warmup_shapes", lambda max_rows: [StepShape(16, 36, 1, 1, 20, 1)])
     folder = write_family(tmp_path, "qwen3", num_hidden_layers=1)
     config = DecoderConfig.from_folder(folder)
     pool = nan_pool(config.kv_layout(2, BLOCK_SIZE, "float32", "hash").shape)

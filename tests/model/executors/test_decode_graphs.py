@@ -65,10 +65,11 @@ def test_every_size_is_captured_once_and_the_largest_first(tmp_path: Path, caplo
 
 
 def test_shapes_double_up_to_the_largest_batch() -> None:
-    assert [shape.num_rows for shape in warmup_shapes(0)] == [1, 1, 1, 1, 1, 16, 32, 64]
-    assert [shape.num_rows for shape in warmup_shapes(256)] == [1, 1, 1, 1, 1, 16, 32, 64, 128, 256]
-    assert [shape.num_rows for shape in warmup_shapes(100)][5:] == [16, 32, 64, 128]
-    assert [shape.num_tokens for shape in warmup_shapes(0)] == [1, 16, 32, 64, 128, 144, 160, 192]
+    assert [shape.num_rows for shape in warmup_shapes(0)[:5]] == [1] * 5
+    assert [shape.num_rows for shape in warmup_shapes(0)[5::2]] == [16, 32, 64, 128, 256]
+    assert [shape.num_rows for shape in warmup_shapes(300)[5::2]] == [16, 32, 64, 128, 256, 512]
+    assert [shape.num_tokens for shape in warmup_shapes(0)[:7]] == [1, 16, 32, 64, 128, 144, 144]
+    assert [shape.most_short_tokens for shape in warmup_shapes(0)] == [1, 0, 0, 0, 0] + [1, 8] * 5
 
 
 @pytest.mark.parametrize("kernels", [CPU_KERNELS, TORCH_KERNELS], ids=["cpu", "torch"])

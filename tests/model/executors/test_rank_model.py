@@ -407,7 +407,7 @@ def test_an_encoded_step_is_the_same_step() -> None:
     words = np.arange(17, dtype=np.int32)
     step = PackedStep(
         words=words,
-        shape=StepShape(1, 2, 3, 4, 5),
+        shape=StepShape(1, 2, 3, 4, 5, 6),
         num_sampling=6,
         prompt_lengths=(7, 8),
         is_decode=False,

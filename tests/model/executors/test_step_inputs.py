@@ -47,7 +47,7 @@ def test_a_ragged_step_comes_out_as_it_went_in() -> None:
     indices = outputs.tokens(rows)
     assert indices == [3, 4, 0, 1, 2]
     words = pack_step(rows, [-1, 2, -1], indices, LAYOUT, vocab_size=15)
-    shape = StepShape(3, 5, 5, 1, 3)
+    shape = StepShape(3, 5, 5, 1, 3, 3)
     assert len(words) == num_input_words(shape, 5)
     step = StepTensors.of(torch.from_numpy(words), shape)
     sampled_P = torch.tensor([20, 21, 22])

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,14 +14,18 @@ from safetensors.torch import save_file
 
 from pdserve.contracts.kv_layout import DTYPE_BYTES
 from pdserve.contracts.precision import Precision
+from pdserve.kernels import weight_quantisation
+from pdserve.kernels.cpu import dense, shared_weights
 from pdserve.kernels.operations import Experts, Linear
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.kernels.torch import dense as torch_dense
 from pdserve.kernels.torch.dense import matrix_dtype
 from pdserve.kernels.weight_quantisation import GroupedWeight
+from pdserve.model.config import sharding
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.sharding import Place
-from pdserve.model.weights import decoder_weights
+from pdserve.model.weights import decoder_weights, files
+from pdserve.model.weights import stored as stored_weights
 from pdserve.model.weights.decoder_weights import (
     DenseMlp,
     ExpertMlp,
@@ -136,6 +141,17 @@ def test_weights_that_another_worker_has_packed_take_no_memory(tmp_path: Path) -
     (folder / "model.safetensors").touch()
     assert missing() == all_bytes
     assert weights.layers
+
+
+@pytest.mark.parametrize(
+    "module", [shared_weights, dense, weight_quantisation, decoder_weights, stored_weights, files, sharding]
+)
+def test_other_code_does_not_use_the_copy(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path)
+    shape, read = DecoderConfig.from_folder(folder).shape, Path.read_bytes
+    before = decoder_weights._copy_key(folder, shape, Precision(dtype="float32"), Place())
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (str(path) == module.__file__))
+    assert decoder_weights._copy_key(folder, shape, Precision(dtype="float32"), Place()) != before
 
 
 def test_without_a_compiler_matrices_are_held_as_this_cpu_multiplies_them(

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -22,8 +23,11 @@ from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.router.requests.attempt import Decoding, Parked, Prefilling
+from pdserve.router.requests.goodput import Goodput
+from pdserve.router.requests.placement import Arrival, PrefixPull, WorkerSnapshot
 from pdserve.router.requests.request import RequestSpec
 from pdserve.router.requests.settings import NO_OBJECTIVES
+from pdserve.router.requests.worker_view import WorkerView
 from pdserve.router.token_stream import TokenStream
 from tests.expected_tokens import expected_tokens
 from tests.router.rig import Rig, attempt_of, read_all, read_choices, read_some, running_rig
@@ -434,3 +438,45 @@ def test_a_choice_that_stops_frees_its_blocks(checkpoint: Path) -> None:
             assert stream.outcome is Outcome.FINISHED
 
     asyncio.run(run())
+
+
+def any_pull(
+    policy: Goodput,
+    arrival: Arrival,
+    view: WorkerView,
+    num_cached: int,
+    sources: list[WorkerSnapshot],
+    cached: dict[str, int],
+) -> PrefixPull | None:
+    """The pull of a prefix that any worker has, whether or not it pays."""
+    longer = [each.worker_id for each in sources if cached[each.worker_id] > num_cached]
+    return PrefixPull(longer[0], cached[longer[0]], 1, 0.0, 5.0) if longer else None
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_prefixes_come_from_workers_of_every_role_and_change_no_token(checkpoint: Path, is_killed: bool) -> None:
+    names = "prefill-0", "prefill-1", "mixed-0", "decode-0"
+    prompts = [prompt(number) * 2 for number in range(NUM_STREAMS)]
+
+    async def check(rig: Rig, kill: Callable[[], object] | None = None) -> None:
+        streams = [rig.start(each, NUM_TOKENS) for each in prompts]
+        answers = [asyncio.create_task(read_all(stream)) for stream in streams]
+        if kill is not None:
+            await until(lambda: any(worker.load.num_waiting for worker in rig.cluster.workers.values()))
+            kill()
+        for each, answer in zip(prompts, answers, strict=True):
+            assert await answer == answer_to(checkpoint, each, NUM_TOKENS)
+
+    async def run() -> None:
+        async with running_cluster(checkpoint, *names, time_scale=10.0) as (rig, workers):
+            await check(rig)
+            await check(rig)
+            await check(rig, workers["prefill-0"].process.kill if is_killed else None)
+            if is_killed:
+                await put_targets(rig, {name: workers[name] for name in names[1:]})
+            num_pulled = [rig.sample("pdserve_prefix_tokens_total", source=role.value) for role in WorkerRole]
+            assert sum(num_pulled) > 300
+            assert min(num_pulled[1:]) > 0, "decode and mixed workers lent some"
+
+    with patch.object(Goodput, "_prefix_pull", any_pull):
+        asyncio.run(run())

@@ -18,7 +18,7 @@ from pdserve.router.cluster.remote_worker import RemoteWorker, SessionRefusedErr
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.settings import DispatchSettings
-from tests.router.rig import COST
+from tests.router.rig import COST, sample
 from tests.router.scripted_worker import ScriptedWorker, until
 
 
@@ -143,7 +143,7 @@ def test_a_source_is_left_alone_from_which_a_prefix_could_not_be_pulled() -> Non
     for name in ("decode-0", "decode-1"):
         endpoint = WorkerEndpoint(worker_id=name, role=WorkerRole.DECODE, address="10.0.0.1:1", epoch=1)
         cluster.workers[name] = worker = RemoteWorker(endpoint, cluster)
-        worker.session_opened(worker_pb2.Welcome(kv_address=f"{name}:7"))
+        worker.session_opened(worker_pb2.Welcome(kv_address=f"{name}:7", max_batch_tokens=32))
     reports = [
         worker_pb2.TransferReport(source="decode-0:7", is_prefix=True, num_tokens=64, transport="memfd"),
         worker_pb2.TransferReport(source="decode-0:7", is_prefix=True, failure_stage="deadline"),
@@ -153,6 +153,8 @@ def test_a_source_is_left_alone_from_which_a_prefix_could_not_be_pulled() -> Non
     with patch.object(dispatcher.placement, "prefix_failed") as prefix_failed:
         worker.frame_received(worker_pb2.StepFrame(transfers=reports))
     prefix_failed.assert_called_once_with("decode-0", 5.0 + DispatchSettings().cut_off_s)
+    saved_s = sample(cluster.metrics, "pdserve_prefix_saved_seconds_total", source="decode")
+    assert saved_s == pytest.approx(COST.prompt_s(64, 0, 32))
 
 
 def test_a_grammar_is_announced_once_in_a_session() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pdserve.router.http import json_body
+from pdserve.router.http import json_body, messages
 from pdserve.router.http.errors import ApiError
 from pdserve.router.http.json_body import Body, Structure, read_body
 from pdserve.router.http.responses import ResponsesBody
@@ -24,6 +24,8 @@ MODELS: dict[str, type[Body]] = {
 }
 BODY_BYTES = 8 * 2**20 - 2**10
 CHAT, TEXT_COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CALLED = '{"messages":[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"{\\"a\\":['
+ARGUMENTS_END = ']}"}}]}]}'
 ASKED = '"messages":[{"role":"user","content":"hi"}]'
 
 
@@ -67,6 +69,11 @@ def large_bodies() -> dict[str, tuple[str, bytes]]:
         "deep lists": (TEXT_COMPLETIONS, b'{"prompt":' + b"[" * (BODY_BYTES - 20)),
         "no JSON at the end": (TEXT_COMPLETIONS, f'{{"prompt":"{text}"'.encode()),
         "a text to tokenize": ("/tokenize", f'{{"prompt":"{text}"}}'.encode()),
+        "values in the arguments of a call": (CHAT, filled(CALLED, "1", ARGUMENTS_END)),
+        "values in the arguments of calls": (
+            CHAT,
+            filled('{"messages":[', CALLED.partition("[")[2] + "1," * 999 + "1" + ARGUMENTS_END[:-2], "]}"),
+        ),
         "items of a response": ("/v1/responses", filled('{"input":[', '{"role":"user","content":"x"}', "]}")),
     }
     assert all(len(body) <= BODY_BYTES + 2**10 for _, body in bodies.values())
@@ -75,6 +82,8 @@ def large_bodies() -> dict[str, tuple[str, bytes]]:
 
 KINDS = large_bodies()
 TEXTS = {"a long text", "an escaped text", "a text to tokenize"}
+DECODED = {"no JSON at the end", "values in the arguments of a call", "values in the arguments of calls"}
+"""They are bounded once the body has been."""
 
 
 def read(data: bytes, model: type[Body]) -> Body:
@@ -96,11 +105,19 @@ def test_large_bodies_of_many_parts_are_refused_unread(kind: str, monkeypatch: p
     if kind in TEXTS:
         assert read(body, MODELS[path])
         return
-    if kind != "no JSON at the end":
+    if kind not in DECODED:
         monkeypatch.setattr(json_body, "_decode", None)
     with pytest.raises(ApiError) as raised:
         read(body, MODELS[path])
     assert raised.value.status_code == 400
+
+
+def test_arguments_of_too_many_values_are_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = CALLED + "1," * messages.MAX_CALL_VALUES + "1" + ARGUMENTS_END
+    monkeypatch.setattr(messages, "call_arguments", None)
+    with pytest.raises(ApiError, match="Calls may have 65536 values at most") as raised:
+        read(body.encode(), ChatBody)
+    assert raised.value.param == "messages.0.tool_calls.0.function.arguments"
 
 
 def counts(value: object) -> tuple[int, int, int]:

@@ -557,6 +557,12 @@ def test_a_prefix_that_is_faster_to_compute_is_not_pulled() -> None:
     assert placed(slow, arrival(3, 8000), P1, source).prefix is None
 
 
+@pytest.mark.parametrize(("num_cached", "is_pulled"), [(3000, False), (5000, True)])
+def test_a_pull_brings_most_of_what_is_lacking(num_cached: int, is_pulled: bool) -> None:
+    source = D0._replace(cached_blocks=frozenset(HASHES[: num_cached // BLOCK_SIZE]), num_free_blocks=0)
+    assert (placed(Goodput(COSTS), arrival(1, 8000), P1, source).prefix is not None) is is_pulled
+
+
 def test_prefixes_are_pulled_from_one_source_in_turns_and_not_from_one_that_failed() -> None:
     policy = Goodput(COSTS)
     source = D0._replace(cached_blocks=frozenset(HASHES), num_free_blocks=0)

@@ -1,0 +1,169 @@
+"""An autoscaled cluster against the best fixed one, simulated: attained share, seconds of workers, and changes.
+
+    python -m pdserve.bench.autoscale [--data FOLDER] [--only NAME] [--json FILE]
+
+``ramp``: from 2 to 10 to 1 requests/s in 10 minutes each, Llama-3-8B on L4. ``azure``, ``mooncake``: the traces in
+``--data`` at their own times, on L4 and on H100. The best fixed layout is that of the fewest workers, and of these the
+one with the largest share, with at least 95 % of requests within both objectives. A new worker takes 30 s to start.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pdserve.bench.models import LLAMA_3_8B
+from pdserve.bench.script import publish, script_parser
+from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.worker_config import WorkerRole
+from pdserve.model.cost.hardware import Hardware, hardware
+from pdserve.planner.autoscale import START_S, Autoscaler, Bounds
+from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.simulate.simulation import Simulation
+from pdserve.planner.simulate.simulator import simulate
+from pdserve.planner.workload.conversations import Conversations
+from pdserve.planner.workload.lengths import LogNormalLengths
+from pdserve.planner.workload.requests import SimulatedRequest
+from pdserve.planner.workload.traffic import named_traffic
+
+PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
+SHARE, MOST = 0.95, 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    name: str
+    model: PlannedModel
+    device: Hardware
+    slo: SloConfig
+    requests: Sequence[SimulatedRequest]
+
+    def run(self, num_prefill: int, num_decode: int, autoscaler: Autoscaler | None = None) -> Simulation:
+        pools = [
+            Pool(role=role, replicas=number, hardware=self.device)
+            for role, number in ((PREFILL, num_prefill), (DECODE, num_decode))
+        ]
+        layout = Layout(prefill=pools[0], decode=pools[1])
+        return simulate(
+            self.model, layout, self.requests, slo=self.slo, autoscaler=autoscaler, start_s=START_S, max_in_flight=4096
+        )
+
+
+def ramp(seed: int = 0) -> list[SimulatedRequest]:
+    """Poisson arrivals at a rate that goes from 2 to 10 requests/s in 600 s, and to 1 in another 600 s."""
+    random, now_s, arrived_s = np.random.default_rng(seed), 0.0, []
+    while (now_s := now_s + random.exponential(1 / 10)) < 1200:
+        if random.random() < np.interp(now_s, (0, 600, 1200), (2, 10, 1)) / 10:
+            arrived_s.append(now_s)
+    lengths = LogNormalLengths(
+        mean_prompt_tokens=1000, mean_output_tokens=200, prompt_variation=1.0, output_variation=0.8
+    )
+    drawn = Conversations(lengths=lengths).draw(len(arrived_s), seed)
+    return [
+        replace(each.limited(2000), arrived_s=at_s, num_prompt_tokens=min(each.num_prompt_tokens, 4000))
+        for each, at_s in zip(drawn, arrived_s, strict=True)
+    ]
+
+
+def trace(file: Path, model: PlannedModel) -> list[SimulatedRequest]:
+    traffic = named_traffic(str(file), max_model_len=model.max_model_len, lenient=True, time_unit="auto")
+    assert traffic.max_requests is not None
+    rate = traffic.recorded_rate(traffic.max_requests, 0)
+    assert rate is not None
+    return traffic.draw(traffic.max_requests, 0).at_rate(rate)
+
+
+def cases(data: Path) -> dict[str, Callable[[], Case]]:
+    short, long = replace(LLAMA_3_8B, max_model_len=8192), replace(LLAMA_3_8B, max_model_len=131072)
+    l4, h100 = hardware("l4"), hardware("h100-sxm")
+    slow, fast = SloConfig(ttft_seconds=2.0, tpot_seconds=0.1), SloConfig(ttft_seconds=10.0, tpot_seconds=0.1)
+    return {
+        "ramp": lambda: Case(name="ramp", model=short, device=l4, slo=slow, requests=ramp()),
+        "azure": lambda: Case(
+            name="azure",
+            model=short,
+            device=l4,
+            slo=slow,
+            requests=trace(data / "AzureLLMInferenceTrace_conv.csv", short),
+        ),
+        "mooncake": lambda: Case(
+            name="mooncake",
+            model=long,
+            device=h100,
+            slo=fast,
+            requests=trace(data / "mooncake_conversation_trace.jsonl", long),
+        ),
+    }
+
+
+def summary(case: Case, found: Simulation, num_prefill: int, num_decode: int) -> dict[str, Any]:
+    times = found.times
+    hours = float(times.arrived_s[-1] - times.arrived_s[0]) / 3600
+    return {
+        "prefill": num_prefill,
+        "decode": num_decode,
+        "attained": round(float(times.are_within(case.slo).mean()), 4),
+        "worker_s": round(found.worker_s),
+        "changes_per_hour": round(len(found.scaled) / hours, 1),
+        "changes": [[round(each.at_s), each.reason, *each.replicas.values()] for each in found.scaled],
+    }
+
+
+def best_fixed(case: Case, scaled: dict[str, Any]) -> dict[str, Any]:
+    """Of the fewest workers, from the mean number that ``scaled`` had on; prefill workers in its proportion, and one
+    more or less."""
+    numbers = [change[2:] for change in scaled["changes"]]
+    total = ceil(scaled["worker_s"] / (case.requests[-1].arrived_s - case.requests[0].arrived_s))
+    share = sum(prefill for prefill, _ in numbers) / sum(map(sum, numbers))
+
+    def best(total: int) -> dict[str, Any]:
+        near = round(share * total)
+        found = []
+        for num_prefill in range(max(1, near - 1), min(total - 1, near + 1) + 1):
+            found.append(summary(case, case.run(num_prefill, total - num_prefill), num_prefill, total - num_prefill))
+            sys.stderr.write(f"{case.name}: {num_prefill} + {total - num_prefill}: {found[-1]['attained']:.1%}\n")
+        return max(found, key=lambda each: float(each["attained"]))
+
+    while (result := best(total))["attained"] < SHARE:
+        total += 1
+    return result
+
+
+def autoscaled(case: Case) -> dict[str, Any]:
+    began_s = time.process_time()
+    bounds = {PREFILL: Bounds(1, MOST), DECODE: Bounds(1, MOST)}
+    found = case.run(1, 2, Autoscaler(bounds))
+    result = summary(case, found, 1, 2)
+    sys.stderr.write(f"{case.name}: autoscaled {result} in {time.process_time() - began_s:.0f} s\n")
+    return result
+
+
+def main() -> None:
+    parser = script_parser(__doc__)
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--only", choices=["ramp", "azure", "mooncake"])
+    arguments = parser.parse_args()
+    results = {}
+    for name, make in cases(arguments.data).items():
+        if arguments.only in (None, name):
+            case = make()
+            scaled = autoscaled(case)
+            fixed = best_fixed(case, scaled)
+            results[name] = {
+                "requests": len(case.requests),
+                "autoscaled": scaled,
+                "fixed": fixed,
+                "worker_s_ratio": round(scaled["worker_s"] / fixed["worker_s"], 3),
+            }
+    publish({"cases": results}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Decides how many prefill and decode workers a cluster has, by the work that arrives. Pure: no clock and no I/O.
+
+The supervisor drives it live, the planner's simulator under the virtual clock. Workers that arriving work needs are
+predicted by the cost model (`pdserve.router.requests.demand`), not by ratios of latencies, which stay small until they
+are large.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from itertools import pairwise
+from math import ceil
+from statistics import fmean
+from typing import NamedTuple
+
+from pdserve.contracts.worker_config import WorkerRole
+from pdserve.router.requests.demand import Demand
+
+WINDOW_S = 5.0
+"""Between two looks at the demand."""
+NUM_WINDOWS_UP, NUM_WINDOWS_DOWN = 2, 12
+"""Successive windows that need more workers before some are added, or fewer before some leave."""
+PREFILL_SHARE = 0.7
+"""Share of the time of prefill workers that arriving prompts may take: what is left keeps queues short."""
+START_S = 30.0
+"""For so long a need that grows is expected to grow on: until a worker that starts now serves."""
+PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
+ROLES = (PREFILL, DECODE)
+
+Replicas = Mapping[WorkerRole, int]
+
+
+class Bounds(NamedTuple):
+    """Numbers of workers of a role."""
+
+    least: int
+    most: int
+
+
+class Decision(NamedTuple):
+    """Numbers of workers to have from now on."""
+
+    replicas: Replicas
+    reason: str
+    """One of `pdserve.contracts.metrics.SCALE_REASONS`."""
+
+
+class Autoscaler:
+    """Looks at the demand every `WINDOW_S`. A window is left out if its demand is unknown or routers began anew, and
+    then nothing changes before others follow."""
+
+    def __init__(self, bounds: Mapping[WorkerRole, Bounds]) -> None:
+        """``bounds``: of the roles whose numbers may change."""
+        self._bounds = bounds
+        self._last: tuple[float, Demand] | None = None
+        self._needs: deque[dict[WorkerRole, float]] = deque(maxlen=NUM_WINDOWS_DOWN)
+        """Workers that each window needed, the newest last."""
+        self._num_since_change = 0
+        """Windows."""
+
+    def observe(self, now_s: float, demand: Demand | None) -> None:
+        """The demand at an instant; None if routers did not answer."""
+        last, self._last = self._last, None if demand is None else (now_s, demand)
+        self._num_since_change += 1
+        if demand is None or last is None or not demand.answer_s or demand.num_answers < last[1].num_answers:
+            self._needs.clear()
+            return
+        before_s, before = last
+        seconds = now_s - before_s
+        prefill = max(0.0, demand.prefill_s - before.prefill_s) / seconds / PREFILL_SHARE
+        decode = (demand.num_answers - before.num_answers) * demand.answer_s / seconds
+        # What waits is to be gone within the time for which a worker stays at least.
+        stay_s = NUM_WINDOWS_DOWN * WINDOW_S
+        self._needs.append(
+            {
+                PREFILL: prefill + demand.waiting_s / stay_s,
+                DECODE: max(decode + demand.num_waiting * demand.answer_s / stay_s, demand.num_full),
+            }
+        )
+
+    def decide(self, replicas: Replicas, most_workers: int | None = None) -> Decision | None:
+        """The change to make now, from ``replicas`` workers of each role, those that start included.
+
+        Args:
+            most_workers: that hosts hold; None if not known.
+        """
+        wanted = {role: self._wanted(role, replicas[role]) for role in ROLES}
+        for role, other in (ROLES, ROLES[::-1]):  # a worker that is spare takes a role before another starts
+            lacking = wanted[role] - replicas[role]
+            if lacking > 0 and other in self._bounds and wanted[other] == replicas[other]:
+                needed = max(self._bounds[other].least, ceil(max(self._smoothed(other)) + self._growth(other)))
+                wanted[other] -= min(lacking, max(0, replicas[other] - needed))
+        if most_workers is not None and sum(wanted.values()) > most_workers and self._needs:
+            wanted = self._shared(wanted, most_workers)
+        if all(wanted[role] == replicas[role] for role in ROLES):
+            return None
+        self._num_since_change = 0
+        short = [role for role in ROLES if wanted[role] > replicas[role]]
+        return Decision(wanted, f"{short[0].value}_short" if short else "surplus")
+
+    def _wanted(self, role: WorkerRole, count: int) -> int:
+        if role not in self._bounds:
+            return count
+        least, most = self._bounds[role]
+        needs = self._smoothed(role)
+        growth = self._growth(role)
+        up = ceil(needs[-1] + growth) if needs else 0
+        is_settled = len(self._needs) == NUM_WINDOWS_DOWN <= self._num_since_change
+        down = ceil(max(needs) + growth) if is_settled else count
+        return min(most, max(least, up if up > count else min(down, count)))
+
+    def _smoothed(self, role: WorkerRole) -> list[float]:
+        """Means of two windows."""
+        return [(one[role] + two[role]) / 2 for one, two in pairwise(self._needs)]
+
+    def _growth(self, role: WorkerRole) -> float:
+        """By how much the need will have grown in `START_S`, as it did from each third of the last minute to the next.
+        A step grows once, and so does chance: that counts for half at most, and seldom."""
+        needs, third = [each[role] for each in self._needs], NUM_WINDOWS_DOWN // 3
+        if len(needs) < NUM_WINDOWS_DOWN:
+            return 0.0
+        first, second, last = (fmean(needs[begin : begin + third]) for begin in range(0, NUM_WINDOWS_DOWN, third))
+        return max(0.0, min(second - first, last - second)) * START_S / (third * WINDOW_S)
+
+    def _shared(self, wanted: Replicas, most_workers: int) -> dict[WorkerRole, int]:
+        """Numbers with that sum, so that the role with the least for its need has the most."""
+        needs = {role: max(1e-9, min(each[role] for each in [*self._needs][-NUM_WINDOWS_UP:])) for role in ROLES}
+        (first, last) = (self._bounds.get(role, Bounds(wanted[role], wanted[role])) for role in ROLES)
+        counts = [
+            count for count in range(first.least, first.most + 1) if last.least <= most_workers - count <= last.most
+        ]
+        if not counts:
+            return dict(wanted)
+        prefill = min(counts, key=lambda count: max(needs[PREFILL] / count, needs[DECODE] / (most_workers - count)))
+        return {PREFILL: prefill, DECODE: most_workers - prefill}
