@@ -186,6 +186,7 @@ class SimulatedWorker:
         if run is None:
             return 0, 0, 0
         num_turns = min(run.first_turn(self._queue.now_s), self._run_length)
+        num_turns -= run.end_s(num_turns) > self._queue.now_s  # it has not ended
         if not self._run_free_tokens:
             self._run_free_tokens = free_kv_tokens(self._scheduler)
         block_size = self._block_size

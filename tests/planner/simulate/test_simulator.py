@@ -267,6 +267,15 @@ LAYOUTS = [
     is_sharing=st.booleans(),
     num_windows=st.sampled_from([0, 24]),
 )
+@example(  # of two decode workers, the router must see the steps that have ended
+    layout=disaggregated(2, 2),
+    rate=30,
+    seed=4,
+    num_output_tokens=3,
+    max_tokens=0,
+    is_sharing=False,
+    num_windows=0,
+)
 @example(  # the router must see the blocks that a decode worker takes while steps are not planned
     layout=disaggregated(num_kv_blocks=500),
     rate=30,
