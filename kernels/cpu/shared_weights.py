@@ -80,7 +80,7 @@ def shared_weights(key: str, max_bytes: int) -> Iterator[Packing]:
 
 
 def present_bytes(key: str) -> int:
-    """Memory that the copy of ``key`` takes, even if it is not yet complete."""
+    """Memory that the copy of ``key`` takes, even if it is not yet complete; 0 for one that never will be."""
     return max((each.num_bytes for each in _files(key)), default=0)
 
 
@@ -118,6 +118,7 @@ class _Writing(Packing):
         except OSError as error:
             _log_own_copy(error)
             self._records = None
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)  # it will never be complete
             return packed
         self._records.append((isinstance(packed, CpuExperts), record))
         return cast(_T, type(packed).of_parts(_parts(self._memory, record)))
@@ -202,7 +203,9 @@ def _described(path: Path) -> _File:
     with path.open("rb") as file:
         status, seals = os.fstat(file.fileno()), fcntl.fcntl(file, fcntl.F_GET_SEALS)
     is_own = status.st_uid == os.geteuid()
-    return _File(path, status.st_blocks * 512, is_own and seals & _SEALS == _SEALS)
+    is_complete = seals & _SEALS == _SEALS
+    is_usable = is_own and (is_complete or not seals & fcntl.F_SEAL_SEAL)
+    return _File(path, status.st_blocks * 512 if is_usable else 0, is_own and is_complete)
 
 
 def _lock(key: str, stack: ExitStack) -> None:

@@ -202,6 +202,17 @@ def test_nobody_may_write_to_shared_weights(key: str) -> None:
     assert torch.equal(product(linear), product(ones()))
 
 
+def test_a_copy_without_room_for_all_weights_does_not_count(key: str) -> None:
+    with shared_weights(key, 10_000) as pack:
+        first = pack(ones)
+        assert present_bytes(key) > 0
+        assert torch.equal(product(pack(ones)), product(first))
+        assert present_bytes(key) == 0
+    with shared_weights(key, MAX_BYTES) as pack:
+        packed = [pack(ones), pack(ones)]
+    assert present_bytes(key) >= sum(each.num_bytes for each in packed)
+
+
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_weights_are_packed_apart_where_nothing_can_be_shared(
     key: str, is_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
