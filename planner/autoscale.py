@@ -58,6 +58,8 @@ class Autoscaler:
         """Workers that each window needed, the newest last."""
         self._num_since_change = NUM_WINDOWS_DOWN
         """Windows."""
+        self._replicas: dict[WorkerRole, int] = {}
+        """After the last decision."""
 
     def observe(self, now_s: float, demand: Demand | None) -> None:
         """The demand at an instant; None if routers did not answer."""
@@ -85,6 +87,9 @@ class Autoscaler:
         Args:
             most_workers: that hosts hold; None if not known.
         """
+        if self._replicas and self._replicas != replicas:  # somebody else changed them
+            self._num_since_change = 0
+        self._replicas = dict(replicas)
         wanted = {role: self._wanted(role, replicas[role]) for role in ROLES}
         is_known = len(self._needs) >= NUM_WINDOWS_UP
         for role, other in (ROLES, ROLES[::-1]):  # a worker that is spare takes a role before another starts
@@ -98,7 +103,7 @@ class Autoscaler:
             wanted = dict(replicas) if is_soon else self._shared(wanted, most_workers)
         if all(wanted[role] == replicas[role] for role in ROLES):
             return None
-        self._num_since_change = 0
+        self._num_since_change, self._replicas = 0, dict(wanted)
         short = [role for role in ROLES if wanted[role] > replicas[role]]
         return Decision(wanted, f"{short[0].value}_short" if short else "surplus")
 

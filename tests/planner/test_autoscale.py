@@ -165,3 +165,11 @@ def test_a_role_below_its_least_gets_workers_before_demand_is_known() -> None:
         cluster.replicas[DECODE] = 1
         cluster.autoscaler.observe(cluster.now_s + WINDOW_S, None)
         assert cluster.autoscaler.decide(cluster.replicas) == Decision({PREFILL: 2, DECODE: 2}, "decode_short")
+
+
+def test_workers_that_somebody_else_adds_stay_for_a_minute() -> None:
+    cluster = Cluster(1, 2)
+    assert cluster.windows(20, 0.5, 1.6) == [None] * 20
+    cluster.replicas[DECODE] = 4
+    assert cluster.windows(12, 0.5, 1.6) == [None] * 12
+    assert cluster.window(0.5, 1.6) == Decision({PREFILL: 1, DECODE: 2}, "surplus")
