@@ -128,6 +128,7 @@ class FileTier:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fchmod(self._fd, 0o600)  # it may be a copy that others can read
             self._read_entries()
         except OSError as error:
             self._fail(error.strerror or str(error))

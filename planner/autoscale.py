@@ -56,8 +56,10 @@ class Autoscaler:
         self._last: tuple[float, Demand] | None = None
         self._needs: deque[dict[WorkerRole, float]] = deque(maxlen=NUM_WINDOWS_DOWN)
         """Workers that each window needed, the newest last."""
-        self._num_since_change = 0
+        self._num_since_change = NUM_WINDOWS_DOWN
         """Windows."""
+        self._replicas: dict[WorkerRole, int] = {}
+        """After the last decision."""
 
     def observe(self, now_s: float, demand: Demand | None) -> None:
         """The demand at an instant; None if routers did not answer."""
@@ -85,17 +87,23 @@ class Autoscaler:
         Args:
             most_workers: that hosts hold; None if not known.
         """
+        if self._replicas and self._replicas != replicas:  # somebody else changed them
+            self._num_since_change = 0
+        self._replicas = dict(replicas)
         wanted = {role: self._wanted(role, replicas[role]) for role in ROLES}
+        is_known = len(self._needs) >= NUM_WINDOWS_UP
         for role, other in (ROLES, ROLES[::-1]):  # a worker that is spare takes a role before another starts
             lacking = wanted[role] - replicas[role]
-            if lacking > 0 and other in self._bounds and wanted[other] == replicas[other]:
+            if lacking > 0 and is_known and other in self._bounds and wanted[other] == replicas[other]:
                 needed = max(self._bounds[other].least, ceil(max(self._smoothed(other)) + self._growth(other)))
                 wanted[other] -= min(lacking, max(0, replicas[other] - needed))
         if most_workers is not None and sum(wanted.values()) > most_workers and self._needs:
-            wanted = self._shared(wanted, most_workers)
+            # Roles that both lack workers take one from the other once in that time at most, or chance moves it about.
+            is_soon = sum(replicas.values()) == most_workers and self._num_since_change < NUM_WINDOWS_DOWN
+            wanted = dict(replicas) if is_soon else self._shared(wanted, most_workers)
         if all(wanted[role] == replicas[role] for role in ROLES):
             return None
-        self._num_since_change = 0
+        self._num_since_change, self._replicas = 0, dict(wanted)
         short = [role for role in ROLES if wanted[role] > replicas[role]]
         return Decision(wanted, f"{short[0].value}_short" if short else "surplus")
 

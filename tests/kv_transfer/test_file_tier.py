@@ -322,3 +322,12 @@ def test_a_thread_copies_and_restores(path: Path) -> None:
     assert seconds > 0
     assert bytes(worker.block(block[0])) == content(0)
     worker.tier.close()
+
+
+def test_a_file_that_others_can_read_is_closed_to_them(path: Path) -> None:
+    path.parent.mkdir()
+    path.touch()
+    path.chmod(0o644)
+    worker = Worker(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    worker.tier.close()

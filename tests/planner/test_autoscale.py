@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from pdserve.contracts.metrics import SCALE_REASONS
@@ -98,7 +100,7 @@ def test_on_hosts_that_hold_no_more_roles_move_to_where_the_load_is() -> None:
     cluster.most = 4
     cluster.windows(2, 1.2, 3.6)
     assert cluster.replicas == {PREFILL: 1, DECODE: 3}
-    cluster.windows(2, 3.6, 1.2)
+    cluster.windows(12, 3.6, 1.2)
     assert cluster.replicas == {PREFILL: 3, DECODE: 1}
     assert cluster.windows(30, 3.6, 1.2) == [None] * 30
 
@@ -144,3 +146,30 @@ def test_in_steady_load_there_is_less_than_a_change_a_minute() -> None:
         num_requests = random.poisson(20 * WINDOW_S) / (20 * WINDOW_S)
         num_changes += cluster.window(1.9 * num_requests, 2.9 * num_requests) is not None
     assert num_changes < 60
+
+
+def test_where_both_roles_lack_workers_chance_moves_one_once_a_minute_at_most() -> None:
+    rng = np.random.default_rng(0)
+    cluster = Cluster(1, 2)
+    cluster.most = 3
+    decisions = [cluster.window(*rng.normal(2.4, 0.25, 2)) for _ in range(120)]
+    changed = [index for index, decision in enumerate(decisions) if decision is not None]
+    assert changed
+    assert all(after - before >= 12 for before, after in pairwise(changed))
+
+
+def test_a_role_below_its_least_gets_workers_before_demand_is_known() -> None:
+    for num_windows in range(2):
+        cluster = Cluster(2, 2, {PREFILL: Bounds(1, 4), DECODE: Bounds(2, 4)})
+        cluster.windows(num_windows, 1.0, 1.0)
+        cluster.replicas[DECODE] = 1
+        cluster.autoscaler.observe(cluster.now_s + WINDOW_S, None)
+        assert cluster.autoscaler.decide(cluster.replicas) == Decision({PREFILL: 2, DECODE: 2}, "decode_short")
+
+
+def test_workers_that_somebody_else_adds_stay_for_a_minute() -> None:
+    cluster = Cluster(1, 2)
+    assert cluster.windows(20, 0.5, 1.6) == [None] * 20
+    cluster.replicas[DECODE] = 4
+    assert cluster.windows(12, 0.5, 1.6) == [None] * 12
+    assert cluster.window(0.5, 1.6) == Decision({PREFILL: 1, DECODE: 2}, "surplus")

@@ -41,7 +41,7 @@ class Cluster:
         self.fleet: Any = cast(
             Any, SimpleNamespace(present={PREFILL: 1, DECODE: 1}, hosts=[1], workers=[1, 2], is_on_gpus=False)
         )
-        self.has_room = has_room
+        self.has_room, self.starts = has_room, True
         self.router = Router()
         self.autoscaling = Autoscaling(launch, cast(Any, self.fleet), cast(Any, self))
         self.now_s = 0.0
@@ -49,6 +49,9 @@ class Cluster:
     def scale(self, replicas: Mapping[WorkerRole, int]) -> Iterator[str]:
         if sum(replicas.values()) > len(self.fleet.workers) and not self.has_room:
             raise DeployError("no host has room")
+        if not self.starts:
+            yield "decode-1 starts"
+            raise DeployError("decode-1 did not start")
         self.fleet.present = dict(replicas)
         self.fleet.workers = [None] * sum(replicas.values())
         yield "done"
@@ -104,3 +107,13 @@ def test_workers_on_cores_are_not_more_than_the_deployment_has() -> None:
     cluster = Cluster(Launch(config=config))
     cluster.fleet.present, cluster.router.need = {PREFILL: 2, DECODE: 1}, 4
     assert cluster.turns(3) == ["the load asks for prefill=1 decode=2 (decode_short)", "done"]
+
+
+def test_a_worker_that_did_not_start_is_tried_again_after_a_minute() -> None:
+    cluster = Cluster(Launch(config=BOUNDED, emulate="h100-sxm"))
+    cluster.starts = False
+    with pytest.raises(DeployError, match="did not start"):
+        cluster.turns(3)
+    cluster.starts = True
+    assert cluster.turns(11) == []
+    assert cluster.turns(1)[-1] == "done"
