@@ -207,7 +207,8 @@ def _check_bounds(name: str, phase: PhaseConfig, config: DeploymentConfig) -> No
     if phase.max_replicas and phase.min_replicas > phase.max_replicas:
         key = f"{name}.min_replicas"
         raise ConfigError(
-            f"{key} is {phase.min_replicas}, above {name}.max_replicas, {phase.max_replicas}: lower it, or raise that", key
+            f"{key} is {phase.min_replicas}, above {name}.max_replicas, {phase.max_replicas}: lower it, or raise that",
+            key,
         )
     if phase.max_replicas and config.mixed.replicas:
         key = f"{name}.max_replicas"
