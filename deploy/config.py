@@ -204,6 +204,12 @@ def _check_bounds(name: str, phase: PhaseConfig, config: DeploymentConfig) -> No
     if not phase.max_replicas and phase.min_replicas:
         key = f"{name}.min_replicas"
         raise ConfigError(f"{key} is {phase.min_replicas}, and {name}.max_replicas is not given: give both", key)
+    if phase.max_replicas and phase.min_replicas > phase.max_replicas:
+        key = f"{name}.min_replicas"
+        raise ConfigError(
+            f"{key} is {phase.min_replicas}, above {name}.max_replicas, {phase.max_replicas}: lower it, or raise that",
+            key,
+        )
     if phase.max_replicas and config.mixed.replicas:
         key = f"{name}.max_replicas"
         raise ConfigError(

@@ -99,8 +99,8 @@ class FileTier:
         if self.num_slots <= pool.num_blocks:
             least = (pool.num_blocks + 1) * (self._slot_bytes + _ENTRY_BYTES) + 2 * _PAGE_BYTES
             raise ValueError(
-                f"kv_tier.size {size_bytes} holds {self.num_slots} KV blocks, no more than the pool's "
-                f"{pool.num_blocks}: raise it to {least} bytes at least, or lower kv_memory"
+                f"kv_tier.size of {size_bytes / 2**20:.0f}MiB holds {self.num_slots} KV blocks, no more than the "
+                f"pool's {pool.num_blocks}: raise it to {-(-least // 2**20)}MiB at least, or lower kv_memory"
             )
         layout = memory.layout
         shape = (KV_LAYOUT_VERSION, layout.model_hash, layout.shape[1:], layout.dtype, max_model_len, self.num_slots)

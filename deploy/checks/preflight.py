@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import resource
 import socket
 import ssl
@@ -41,6 +42,7 @@ def check_launch(launch: Launch) -> None:
     check_tls(launch)
     check_api_tls(launch)
     if not launch.ray_address:
+        check_tier_folders(launch)
         check_cores(launch)
         check_devices(launch)
 
@@ -93,6 +95,19 @@ def check_keys(launch: Launch) -> None:
                     f"{router.keys_file}: the key {key.id} of {key.tenant} has {name} {limit}, and each of "
                     f"router.replicas {router.replicas} allows at least 1; raise it, or lower router.replicas"
                 )
+
+
+def check_tier_folders(launch: Launch) -> None:
+    """Raises ConfigError if a ``kv_tier.path`` is no folder that this process may write or make."""
+    for role in dict.fromkeys(launch.roles):
+        tier = launch.config.phase(role).kv_tier
+        if tier is None:
+            continue
+        path = Path(tier.path)
+        there = next(each for each in (path, *path.absolute().parents) if each.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            key, fault = f"{role.value}.kv_tier.path", "cannot be written" if there.is_dir() else "is no folder"
+            raise ConfigError(f"{key} is {tier.path}, and {there} {fault}; name a folder for the files", key)
 
 
 def check_tls(launch: Launch) -> None:

@@ -258,6 +258,10 @@ def test_swap_memory_is_automatic_none_or_a_size(written: str, num_bytes: int | 
             "prefill.replicas is 1; write a number from",
         ),
         (
+            {"decode": {"min_replicas": 5, "max_replicas": 4}},
+            "decode.min_replicas is 5, above decode.max_replicas, 4: lower it, or raise that",
+        ),
+        (
             {"mixed": {"replicas": 1, "max_replicas": 2}},
             "mixed.max_replicas is 2, and there are mixed workers; the load",
         ),

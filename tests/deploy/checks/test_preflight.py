@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig, RouterConfig, SloConfig, Tier
+from pdserve.contracts.deployment import (
+    DeploymentConfig,
+    KvTierConfig,
+    ModelConfig,
+    PhaseConfig,
+    RouterConfig,
+    SloConfig,
+    Tier,
+)
 from pdserve.contracts.errors import ConfigError, DeployError
 from pdserve.deploy.checks import preflight
 from pdserve.deploy.launch import Launch
@@ -71,6 +79,23 @@ def test_limits_of_keys_that_the_routers_cannot_share_are_refused(tmp_path: Path
     preflight.check_keys(router_at(keys_file=str(path), replicas=2))
     with pytest.raises(ConfigError, match=r"of acme has max_in_flight 2, and each of .* raise it"):
         preflight.check_keys(router_at(keys_file=str(path), replicas=3))
+
+
+def test_a_folder_of_a_tier_that_cannot_be_made_or_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch_with(path: Path) -> Launch:
+        return Launch(config=DeploymentConfig(prefill=PhaseConfig(kv_tier=KvTierConfig(path=str(path), size="1GiB"))))
+
+    (file := tmp_path / "file").touch()
+    preflight.check_tier_folders(launch_with(tmp_path / "new" / "folder"))
+    assert not (tmp_path / "new").exists(), "a check makes nothing"
+    for path in (file, file / "below"):
+        with pytest.raises(ConfigError, match=rf"prefill\.kv_tier\.path is {path}, and {file} is no folder; name"):
+            preflight.check_tier_folders(launch_with(path))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match=f"and {tmp_path} cannot be written; name a folder"):
+        preflight.check_tier_folders(launch_with(tmp_path / "new"))
 
 
 def test_a_key_of_a_tier_that_the_deployment_lacks_is_refused(tmp_path: Path) -> None:
