@@ -26,7 +26,7 @@ from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.search.goodput import Runner, Trial, highest_rate, run_lengths
-from pdserve.planner.search.plan import Effort
+from pdserve.planner.search.plan import LEAST_FINAL_REQUESTS
 from pdserve.planner.search.search import usual_run_s
 from pdserve.planner.simulate.attainment import NUM_LOOKS, Attainment, measure
 from pdserve.planner.workload.presets import preset
@@ -108,7 +108,7 @@ class Scouted:
         """The run at ``rate`` as it ends, and whether it is sure."""
         from pdserve.planner.simulate.scout import ScoutRequests, scout  # compiles
 
-        trial = self._trial(Effort().final_requests, seed=seed)
+        trial = self._trial(LEAST_FINAL_REQUESTS, seed=seed)
         if seed not in self._drawn:
             drawn = self._workload.draw(trial.num_requests, seed, max_model_len=trial.model.max_model_len)
             self._drawn[seed] = drawn

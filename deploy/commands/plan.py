@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 DEFAULT_WORKLOAD = "chat"
 MAX_NODES = 64
 MAX_GPUS_PER_NODE = 72
-DEFAULT_REQUESTS = 20_000
 MIN_REQUESTS = 100
 """With fewer requests, an objective can be met at any rate."""
 _MIN_TRAFFIC_REQUESTS = 1000
@@ -143,9 +142,13 @@ def plan(
         int, typer.Option(min=0, help="Simulation processes; 0: one per core.", rich_help_panel=options.ANSWER)
     ] = 0,
     requests: Annotated[
-        int,
-        typer.Option(min=MIN_REQUESTS, help="Most requests of a run.", rich_help_panel=options.ANSWER),
-    ] = DEFAULT_REQUESTS,
+        int | None,
+        typer.Option(
+            min=MIN_REQUESTS,
+            help="Most requests of a run. Default: what a steady state takes, 20,000 at least.",
+            rich_help_panel=options.ANSWER,
+        ),
+    ] = None,
     seed: options.SeedOption = 0,
     explain: Annotated[
         bool,
@@ -285,10 +288,11 @@ def _ray_file(provider: str, output: Path | None, decode_gpu: str) -> Path:
     return ray_cluster_path(output, provider)
 
 
-def _effort(num_requests: int, seed: int) -> Effort:
+def _effort(num_requests: int | None, seed: int) -> Effort:
     from pdserve.planner.search.plan import Effort
 
-    screen_requests = min(num_requests, Effort().screen_requests)
+    most = Effort().screen_requests
+    screen_requests = most if num_requests is None else min(num_requests, most)
     return Effort(final_requests=num_requests, screen_requests=screen_requests, seed=seed)
 
 

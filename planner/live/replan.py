@@ -97,6 +97,7 @@ def propose(
     assert best.goodput is not None, "the best was simulated"
     near = best.goodput.at_rate
     assert near is not None, "and meets its target"
+    run_s = near.num_requests / near.rate
     # As long as the runs that found the best layout's goodput: shorter ones overstate it.
     runs, found = (
         Trial(
@@ -104,8 +105,8 @@ def propose(
             layout=each,
             slo=question.slo,
             policy=question.policy,
-            num_requests=question.effort.final_requests,
-            run_s=near.num_requests / near.rate,
+            num_requests=question.effort.requests_of_run(near.rate, run_s),
+            run_s=run_s,
             seed=question.effort.seed,
         )
         for each in (layout, best.layout)

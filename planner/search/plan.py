@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from math import ceil
 
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.contracts.worker_config import WorkerRole
@@ -77,14 +78,18 @@ class Space:
         return next((pool for pool in self.running if pool.role is role), None)
 
 
+LEAST_FINAL_REQUESTS = 20_000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """Amount of simulation."""
 
     screen_requests: int = 10_000
     """Per screened layout and rate."""
-    final_requests: int = 20_000
-    """Most of a finalist's run; it ends earlier if that covers its residences (`pdserve.planner.search.search`)."""
+    final_requests: int | None = None
+    """Most of a finalist's run; it ends earlier if that covers its residences (`pdserve.planner.search.search`).
+    ``None`` for twice as many as that takes, `LEAST_FINAL_REQUESTS` at least."""
     most_requests: int | None = None
     """Maximum of any simulation: a trace has no more. ``None`` for no limit."""
     seed: int = 0
@@ -94,6 +99,11 @@ class Effort:
     """At most, unless none of them answers the question, or a rate is required."""
     tolerance: float = 0.04
     """Ratio, less 1, of two neighbouring rates of which one meets the target and the other does not."""
+
+    def requests_of_run(self, rate: float, run_s: float) -> int:
+        """Most requests of a finalist's run at about that ``rate``, of which one of usual length takes ``run_s``."""
+        num_requests = self.final_requests or max(LEAST_FINAL_REQUESTS, ceil(2 * rate * run_s))
+        return num_requests if self.most_requests is None else min(num_requests, self.most_requests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -379,13 +379,14 @@ class _Search:
         """Trial of a finalist, long enough for a steady state."""
         question, screened = self._question, entry.screened
         assert screened is not None
+        run_s = usual_run_s(self._sample, screened.mean_residence_s, question.slo)
         return Trial(
             model=question.model,
             layout=entry.layout,
             slo=question.slo,
             policy=question.policy,
-            num_requests=self._limited(question.effort.final_requests),
-            run_s=usual_run_s(self._sample, screened.mean_residence_s, question.slo),
+            num_requests=question.effort.requests_of_run(entry.estimate.rate, run_s),
+            run_s=run_s,
             seed=question.effort.seed,
         )
 

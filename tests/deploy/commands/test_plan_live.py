@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
+from math import inf
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -24,6 +25,7 @@ from pdserve.deploy.cluster.folder import ClusterNote
 from pdserve.deploy.commands import plan_live
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.planner.layout import Layout
+from pdserve.planner.search.goodput import Trial
 from tests.planner.live.test_live import Router
 from tests.planner.live.test_running import SLOW, status, status_of
 from tests.planner.stand_ins import a_pool
@@ -73,6 +75,12 @@ def admin_port(
         thread.join()
 
 
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates of short runs are too high, but of all layouts."""
+    monkeypatch.setattr(Trial, "most_rate", inf)
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     return str(written(tmp_path / "Llama-3-8B"))
@@ -84,7 +92,7 @@ def serving(model: str, *workers: dict[str, object]) -> dict[str, object]:
 
 
 def live(url: str, *arguments: str) -> int:
-    return run(["plan", "--live", url, "--window", "0.2", "--requests", "600", "--jobs", "1", *arguments])
+    return run(["plan", "--live", url, "--window", "0.2", "--requests", "100", "--jobs", "1", *arguments])
 
 
 def test_the_running_placement_is_compared_with_the_best(capsys: pytest.CaptureFixture[str], model: str) -> None:
@@ -131,7 +139,7 @@ def test_a_running_cluster_is_planned_for_by_its_address_alone(
         client = Thread(target=ask, args=(router, is_over))
         client.start()
         try:
-            command = ["plan", "--live", router.admin_url, "--window", "1", "--requests", "600", "--jobs", "1"]
+            command = ["plan", "--live", router.admin_url, "--window", "1", "--requests", "100", "--jobs", "1"]
             assert run([*command, "--json", "-"]) == 0
             shown = httpx.get(f"{router.admin_url}/metrics").text
         finally:

@@ -117,6 +117,13 @@ def test_no_more_is_simulated_than_a_trace_has() -> None:
     assert set(runs) == {200}
 
 
+def test_a_large_fleet_has_as_many_requests_as_its_runs_take() -> None:
+    assert Effort().requests_of_run(rate=10, run_s=100) == 20_000
+    assert Effort().requests_of_run(rate=400, run_s=100) == 80_000
+    assert Effort(final_requests=500).requests_of_run(rate=400, run_s=100) == 500
+    assert Effort(most_requests=700).requests_of_run(rate=400, run_s=100) == 700
+
+
 def test_of_two_kinds_a_colocated_layout_takes_one_and_that_is_said() -> None:
     fleet = tuple(Supply(hardware=hardware(name), devices_per_node=1) for name in ("h100", "a100"))
     plan = find_plan(replace(a_question(), fleet=fleet), WORKLOAD, num_processes=1)

@@ -23,8 +23,8 @@ from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.router.requests.attempt import Decoding, Parked, Prefilling
-from pdserve.router.requests.goodput import Goodput
-from pdserve.router.requests.placement import Arrival, PrefixPull, WorkerSnapshot
+from pdserve.router.requests.placement import Arrival, PrefixPull
+from pdserve.router.requests.prefix_sources import PrefixSources, Sources
 from pdserve.router.requests.request import RequestSpec
 from pdserve.router.requests.settings import NO_OBJECTIVES
 from pdserve.router.requests.worker_view import WorkerView
@@ -441,16 +441,13 @@ def test_a_choice_that_stops_frees_its_blocks(checkpoint: Path) -> None:
 
 
 def any_pull(
-    policy: Goodput,
-    arrival: Arrival,
-    view: WorkerView,
-    num_cached: int,
-    sources: list[WorkerSnapshot],
-    cached: dict[str, int],
+    prefix_sources: PrefixSources, arrival: Arrival, view: WorkerView, num_cached: int, sources: Sources
 ) -> PrefixPull | None:
-    """The pull of a prefix that any worker has, whether or not it pays."""
-    longer = [each.worker_id for each in sources if cached[each.worker_id] > num_cached]
-    return PrefixPull(longer[0], cached[longer[0]], 1, 0.0, 5.0) if longer else None
+    """The pull of a prefix, whether or not it pays, from all sources in turn."""
+    if sources.num_tokens <= num_cached:
+        return None
+    _, source = sources.waits[arrival.request_id % len(sources.waits)]
+    return PrefixPull(source.worker_id, sources.num_tokens, 1, 0.0, 5.0)
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -462,7 +459,8 @@ def test_prefixes_come_from_workers_of_every_role_and_change_no_token(checkpoint
         streams = [rig.start(each, NUM_TOKENS) for each in prompts]
         answers = [asyncio.create_task(read_all(stream)) for stream in streams]
         if kill is not None:
-            await until(lambda: any(worker.load.num_waiting for worker in rig.cluster.workers.values()))
+            workers = rig.cluster.workers.values()
+            await until(lambda: any(each.load.num_waiting for each in workers) or any(each.done() for each in answers))
             kill()
         for each, answer in zip(prompts, answers, strict=True):
             assert await answer == answer_to(checkpoint, each, NUM_TOKENS)
@@ -478,5 +476,5 @@ def test_prefixes_come_from_workers_of_every_role_and_change_no_token(checkpoint
             assert sum(num_pulled) > 300
             assert min(num_pulled[1:]) > 0, "decode and mixed workers lent some"
 
-    with patch.object(Goodput, "_prefix_pull", any_pull):
+    with patch.object(PrefixSources, "pull", any_pull):
         asyncio.run(run())
