@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from pdserve.bench.script import publish, script_parser
+from pdserve.bench.shapes import QWEN2_05B_CONFIG
 from pdserve.contracts.codec import to_json
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
@@ -29,22 +30,8 @@ from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.cost.profiling import write_random_weights
 from pdserve.model.weights.random_checkpoint import write_tokenizer
 
-CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "eos_token_id": 2,
-}
-"""Of Qwen/Qwen2.5-0.5B, as far as a decoder depends on it; the end of sequence is that of the tokenizer."""
+CONFIG = {**QWEN2_05B_CONFIG, "eos_token_id": 2}
+"""Of the sizes of Qwen/Qwen2.5-0.5B, too; the end of sequence is that of the tokenizer."""
 _KV_BYTES = 2**26
 
 
