@@ -102,7 +102,10 @@ class Effort:
 
     def requests_of_run(self, rate: float, run_s: float) -> int:
         """Most requests of a finalist's run at about that ``rate``, of which one of usual length takes ``run_s``."""
-        num_requests = self.final_requests or max(LEAST_FINAL_REQUESTS, ceil(2 * rate * run_s))
+        return self.limited(self.final_requests or max(LEAST_FINAL_REQUESTS, ceil(2 * rate * run_s)))
+
+    def limited(self, num_requests: int) -> int:
+        """At most as many as the workload has."""
         return num_requests if self.most_requests is None else min(num_requests, self.most_requests)
 
 

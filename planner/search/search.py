@@ -371,7 +371,7 @@ class _Search:
             model=self._question.model,
             layout=layout,
             slo=self._question.slo,
-            num_requests=self._limited(effort.screen_requests),
+            num_requests=effort.limited(effort.screen_requests),
             seed=effort.seed,
         )
 
@@ -389,11 +389,6 @@ class _Search:
             run_s=run_s,
             seed=question.effort.seed,
         )
-
-    def _limited(self, num_requests: int) -> int:
-        """At most as many as the workload has."""
-        most = self._question.effort.most_requests
-        return num_requests if most is None else min(num_requests, most)
 
     def _searched(self, searches: Sequence[Search[Result]], low: float, high: float, what: str) -> list[Result]:
         """Results of ``searches``; reports each of their runs."""
