@@ -76,7 +76,7 @@ def simulate(
     concurrency: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Concurrent requests (closed loop), in place of --rate.", rich_help_panel=options.WHAT
+            min=1, help="Concurrent sessions (closed loop), in place of --rate.", rich_help_panel=options.WHAT
         ),
     ] = None,
     workload: options.WorkloadOption = "",
