@@ -47,6 +47,7 @@ from rich.console import Console
 from pdserve.bench.agreement import Agreement, Figures, figures_of
 from pdserve.bench.calibration import pipelined_overheads, saturation
 from pdserve.bench.cluster import RunningCluster, running_cluster
+from pdserve.bench.models import LLAMA_3_8B
 from pdserve.bench.policies import SETTINGS, Setting, layout
 from pdserve.bench.script import publish, script_parser
 from pdserve.bench.shapes import LLAMA_3_8B_CONFIG
@@ -93,7 +94,9 @@ SESSIONS = Setting(
 EMULATED = {
     setting.name: setting
     for setting in (*SETTINGS, SESSIONS)
-    if not setting.layout.hosts and not any(pool.num_kv_blocks for pool in setting.layout.pools)
+    if setting.model is LLAMA_3_8B
+    and not setting.layout.hosts
+    and not any(pool.num_kv_blocks for pool in setting.layout.pools)
 }
 """Settings that a deployment file describes and one host can emulate."""
 MAX_MACHINE_SHARE = 0.5
