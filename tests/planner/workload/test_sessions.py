@@ -98,3 +98,13 @@ def test_redrawn_sessions_are_whole_and_share_what_they_shared(tmp_path: Path) -
     assert len({each.segments[1].content for each in drawn}) == len(drawn)
     assert all(sum(part.num_tokens for part in each.segments) == each.num_prompt_tokens for each in drawn)
     assert drawn == traffic.draw(500, seed=3).conversations != traffic.draw(500, seed=4).conversations
+
+
+def test_bailian_s_blocks_tell_its_sessions(tmp_path: Path) -> None:
+    path = tmp_path / "bailian.jsonl"
+    names = ("chat_id", "parent_chat_id", "timestamp", "input_length", "output_length", "hash_ids")
+    lines = [dict(zip(names, each, strict=True)) for each in ((7, -1, 61, 20, 4, [1, 2]), (9, 7, 64, 40, 4, [1, 3, 4]))]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    trace = read_trace(path, sessions=True)
+    assert rows(trace) == [[20, 40]]
+    assert trace.think_s[1] == pytest.approx(3.0)
