@@ -25,6 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.bench.losing_cases import CASES as LOSING_CASES
 from pdserve.bench.models import LLAMA_3_8B
 from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import DEFAULT_POLICY, POLICIES, SloConfig
@@ -117,6 +118,9 @@ _PREFIXED = Conversations(
     system_prompts=SystemPrompts(num_prompts=40, num_tokens=6000, zipf_exponent=0.0),
 )
 
+CODER = LOSING_CASES[0]
+"""Sessions of a coder on eight H20."""
+
 SETTINGS = (
     Setting(
         workload=Workload(
@@ -179,6 +183,14 @@ SETTINGS = (
     Setting(workload=preset("code"), layout=layout(6, 2), ttft_s=0.45, tpot_s=0.04, rate=150),
     Setting(workload=preset("agent"), layout=layout(4, 4), ttft_s=2.0, tpot_s=0.05, rate=120),
     Setting(
+        workload=replace(CODER.workload, name="coder"),
+        layout=CODER.layouts[1],
+        ttft_s=CODER.slo.ttft_seconds,
+        tpot_s=CODER.slo.tpot_seconds,
+        rate=4,
+        model=CODER.model,
+    ),
+    Setting(
         workload=Workload(
             name="uniform",
             contents=Conversations(lengths=FixedLengths(num_prompt_tokens=1000, num_output_tokens=200)),
@@ -192,10 +204,15 @@ SETTINGS = (
 )
 
 
-def mooncake(data: Path) -> Setting:
-    """Conversations of up to 128,000 tokens; objectives as in `pdserve.bench.plans_that_hold`."""
+def mooncake(data: Path, *, sessions: bool = False) -> Setting:
+    """Conversations of up to 128,000 tokens; objectives as in `pdserve.bench.plans_that_hold`.
+
+    Args:
+        sessions: each turn waits for the answer before it.
+    """
+    name = "mooncake-sessions" if sessions else "mooncake"
     return Setting(
-        workload=replace(trace_workload(read_trace(data / MOONCAKE)), name="mooncake"),
+        workload=replace(trace_workload(read_trace(data / MOONCAKE, sessions=sessions)), name=name),
         layout=layout(5, 3),
         ttft_s=5.0,
         tpot_s=0.05,
@@ -210,8 +227,9 @@ class Served(NamedTuple):
 
     share: float
     """Of all requests, refused ones included: those that met both objectives."""
-    ttft_p99_s: float
+    ttft_p95_s: float
     """Of those that were answered."""
+    ttft_p99_s: float
 
 
 def served(setting: Setting, policy: str, rate: float, num_requests: int, seed: int) -> Served:
@@ -225,7 +243,8 @@ def served(setting: Setting, policy: str, rate: float, num_requests: int, seed: 
         max_in_flight=MAX_IN_FLIGHT,
         policy=policy.removesuffix(REFUSING),
     ).times
-    return Served(float(np.mean(times.are_within(setting.slo))), float(np.nanpercentile(times.ttft_s, 99)))
+    p95_s, p99_s = np.nanpercentile(times.ttft_s, (95, 99)).tolist()
+    return Served(float(np.mean(times.are_within(setting.slo))), p95_s, p99_s)
 
 
 def goodput(share_at: Callable[[float], float], start_rate: float) -> float:
@@ -260,7 +279,7 @@ def outcome(
     """
     run = cache(lambda rate: served(setting, policy, rate, num_requests, seed))
     found = goodput(lambda rate: run(rate).share, start_rate)
-    values = {GOODPUT: found}
+    values = {GOODPUT: found, "TTFT p95 at 1 x": run(base or found).ttft_p95_s}
     for name, rate in setting.rates_around(base or found).items():
         values[f"good/s at {name}"] = rate * run(rate).share
         values[f"TTFT p99 at {name}"] = run(rate).ttft_p99_s
@@ -310,7 +329,8 @@ def main() -> None:
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     console = Console(stderr=True, width=200)
     records: list[dict[str, Any]] = []
-    for setting in (*SETTINGS, *([mooncake(arguments.data)] if arguments.data else [])):
+    traces = [mooncake(arguments.data, sessions=each) for each in (False, True)] if arguments.data else []
+    for setting in (*SETTINGS, *traces):
         if arguments.only not in setting.name:
             continue
         policies = chosen or [*POLICIES, *([REFUSED] if setting.may_refuse else [])]

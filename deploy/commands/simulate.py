@@ -79,7 +79,7 @@ def simulate(
     concurrency: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Concurrent requests (closed loop), in place of --rate.", rich_help_panel=options.WHAT
+            min=1, help="Concurrent sessions (closed loop), in place of --rate.", rich_help_panel=options.WHAT
         ),
     ] = None,
     workload: options.WorkloadOption = "",
@@ -90,6 +90,7 @@ def simulate(
     max_tokens: options.MaxTokensOption = 0,
     lenient: options.LenientOption = False,
     time_unit: options.TimeUnitOption = "auto",
+    sessions: options.SessionsOption = False,
     requests: Annotated[
         int | None,
         typer.Option(
@@ -158,6 +159,7 @@ def simulate(
         max_model_len=planned.max_model_len,
         lenient=lenient,
         time_unit=time_unit,
+        sessions=sessions,
         burstiness=burstiness,
         max_tokens=max_tokens,
     )

@@ -17,7 +17,7 @@ import numpy as np
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.arrays import BoolArray, FloatArray
-from pdserve.planner.simulate.simulation import RequestTimes, Simulation
+from pdserve.planner.simulate.simulation import RequestTimes, Simulation, interactivity
 
 WARM_UP_RESIDENCES = 10
 """Mean residence times until the effect of the empty start is gone; see `warm_up_s`."""
@@ -96,6 +96,8 @@ class Attainment:
     """Answers of two tokens or more."""
     itl: Distribution
     """Gaps between tokens, including the warm-up's."""
+    interactivity: float
+    """As in `pdserve.planner.simulate.simulation.interactivity`, of counted requests; unfinished ones are infinite."""
     num_requests: int
     num_counted: int
     """Requests that arrived after the warm-up, and while new conversations began."""
@@ -169,6 +171,7 @@ def measure(
         ttft=_distribution(np.concatenate([each.ttft_s for each in judged])),
         tpot=_distribution(np.concatenate([each.tpot_s for each in judged])),
         itl=_weighted_distribution(runs),
+        interactivity=interactivity(np.concatenate([each.e2e_per_token_s for each in judged])),
         num_requests=sum(len(run.times.arrived_s) for run in runs),
         num_counted=sum(len(each.met) for each in judged),
         num_rejected=sum(int(run.times.is_rejected.sum()) for run in runs),
@@ -208,6 +211,7 @@ class _Judged(NamedTuple):
     ttft_s: FloatArray
     tpot_s: FloatArray
     """Answers of two tokens or more."""
+    e2e_per_token_s: FloatArray
     used: FloatArray
     """As `_used`."""
     num_answered: int
@@ -231,6 +235,7 @@ class _Judged(NamedTuple):
             met_tpot=met_tpot[counts],
             ttft_s=ttft_s[counts],
             tpot_s=tpot_s[counts & (times.num_output_tokens > 1)],
+            e2e_per_token_s=_or_never(times.e2e_per_token_s)[counts],
             used=_used(times, slo)[counts],
             num_answered=int(times.num_output_tokens[is_over].sum()),
             warm_up_s=start_s,

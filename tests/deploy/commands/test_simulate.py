@@ -149,6 +149,8 @@ def test_a_trace_is_replayed_whole_at_its_own_times(capsys: pytest.CaptureFixtur
     assert (result["steady_state"]["num_requests"], result["steady_state"]["rate"]) == (40, 2.0)
     assert run([*command, "--rate", "4"]) == 0
     assert json.loads(capsys.readouterr().out)["steady_state"]["rate"] == 4.0
+    assert run([*command, "--sessions"]) != 0
+    assert "has no blocks" in capsys.readouterr().err
 
 
 def test_tables_are_for_people_and_files_for_programs(capsys: pytest.CaptureFixture[str], model: str) -> None:
