@@ -72,6 +72,8 @@ class PoolUse:
     num_preemptions: int
     network_share: float = 0.0
     """Pulls that crossed the network, as a share of all pulls."""
+    tokens_per_step: float = 1.0
+    """Of a decoding sequence: more than 1 where guesses are right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,13 +329,14 @@ def _pool_uses(runs: Sequence[Simulation]) -> Iterable[PoolUse]:
         def total(name: str) -> Any:
             return sum(getattr(worker, name) for _, workers in of_runs for worker in workers)  # noqa: B023
 
-        num_steps, num_pulls = total("num_steps"), total("num_pulls")
+        num_steps, num_pulls, num_decoded = total("num_steps"), total("num_pulls"), total("num_decode_tokens")
         block_s = sum(span_s * sum(worker.num_kv_blocks for worker in workers) for span_s, workers in of_runs)
         yield PoolUse(
             role=role,
             busy_share=min(1.0, total("busy_s") / sum(span_s * len(workers) for span_s, workers in of_runs)),
-            mean_batch_size=total("num_decode_tokens") / num_steps if num_steps else 0.0,
+            mean_batch_size=num_decoded / num_steps if num_steps else 0.0,
             kv_share=min(1.0, total("held_block_s") / block_s),
             num_preemptions=total("num_preemptions"),
             network_share=total("num_network_pulls") / num_pulls if num_pulls else 0.0,
+            tokens_per_step=1 + total("num_right_guesses") / num_decoded if num_decoded else 1.0,
         )
