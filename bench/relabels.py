@@ -79,7 +79,9 @@ class Relabels:
             assert self._cluster.session(name).role is role
 
     async def _kill(self) -> None:
-        name = self._cluster.rng.choice(NAMES)
+        """Of a role that has another worker: without any, requests are refused after 5 s."""
+        roles = list(self._roles.values())
+        name = self._cluster.rng.choice([each for each, role in self._roles.items() if roles.count(role) > 1])
         self._cluster.counts["killed"] += send_signal(self._cluster.workers[name].pids[0], signal.SIGKILL)
         await self._cluster.start_workers()
         await self._cluster.relabel(self._roles)  # as a supervisor starts it under its present role
