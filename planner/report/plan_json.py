@@ -95,7 +95,6 @@ def attainment_json(point: Attainment) -> Json:
         "output_tokens_per_s": point.output_tokens_per_s,
         "pools": to_plain(point.pools),
         "is_saturated": point.is_saturated,
-        "is_growing": point.is_growing,
     }
 
 
