@@ -1,13 +1,15 @@
 """Placement policies side by side, in the simulator: the rate at which 90 % of requests meet both objectives.
 
     python -m pdserve.bench.policies [--data FOLDER] [--only NAME] [--policies A,B] [--requests N] [--seeds N]
-                                     [--other-seeds N] [--json FILE]
+                                     [--other-seeds N] [--rates RATE ...] [--json FILE]
 
 Settings in which some resource binds, traffic as presets and a trace have it, and a control in which nothing binds, on
 6 to 10 H100 with Llama-3-8B. Mooncake's conversations are those of ``--data``, a section of them for each seed, in
 their pattern at other rates.
 
-All policies serve the same requests, drawn once per seed; all requests of a run count. The goodput of a policy and seed
+All policies serve the same requests, drawn once per seed; all requests of a run count, but later turns that arrive when
+no session begins any more. Sessions need runs of several times their length: ``--rates`` serves a few rates in place of
+a search. The goodput of a policy and seed
 is searched until two rates differ by 8 %, and interpolated twice between those around it. All policies also serve 1.2
 and 2 times the goodput of ``least-time``. ``goodput`` and ``least-time`` get ``--seeds`` draws, the others the first
 ``--other-seeds`` of them. ``goodput+refuse`` refuses what would meet its objectives nowhere (``slo.when_hopeless``).
@@ -25,6 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.bench.losing_cases import CASES as LOSING_CASES
 from pdserve.bench.models import LLAMA_3_8B
 from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import DEFAULT_POLICY, POLICIES, SloConfig
@@ -117,6 +120,9 @@ _PREFIXED = Conversations(
     system_prompts=SystemPrompts(num_prompts=40, num_tokens=6000, zipf_exponent=0.0),
 )
 
+CODER = LOSING_CASES[0]
+"""Sessions of a coder on eight H20."""
+
 SETTINGS = (
     Setting(
         workload=Workload(
@@ -179,6 +185,14 @@ SETTINGS = (
     Setting(workload=preset("code"), layout=layout(6, 2), ttft_s=0.45, tpot_s=0.04, rate=150),
     Setting(workload=preset("agent"), layout=layout(4, 4), ttft_s=2.0, tpot_s=0.05, rate=120),
     Setting(
+        workload=replace(CODER.workload, name="coder"),
+        layout=CODER.layouts[1],
+        ttft_s=CODER.slo.ttft_seconds,
+        tpot_s=CODER.slo.tpot_seconds,
+        rate=4,
+        model=CODER.model,
+    ),
+    Setting(
         workload=Workload(
             name="uniform",
             contents=Conversations(lengths=FixedLengths(num_prompt_tokens=1000, num_output_tokens=200)),
@@ -192,10 +206,15 @@ SETTINGS = (
 )
 
 
-def mooncake(data: Path) -> Setting:
-    """Conversations of up to 128,000 tokens; objectives as in `pdserve.bench.plans_that_hold`."""
+def mooncake(data: Path, *, sessions: bool = False) -> Setting:
+    """Conversations of up to 128,000 tokens; objectives as in `pdserve.bench.plans_that_hold`.
+
+    Args:
+        sessions: each turn waits for the answer before it.
+    """
+    name = "mooncake-sessions" if sessions else "mooncake"
     return Setting(
-        workload=replace(trace_workload(read_trace(data / MOONCAKE)), name="mooncake"),
+        workload=replace(trace_workload(read_trace(data / MOONCAKE, sessions=sessions)), name=name),
         layout=layout(5, 3),
         ttft_s=5.0,
         tpot_s=0.05,
@@ -209,23 +228,26 @@ class Served(NamedTuple):
     """One run."""
 
     share: float
-    """Of all requests, refused ones included: those that met both objectives."""
-    ttft_p99_s: float
+    """Of requests that arrive while sessions begin, refused ones included: those that met both objectives."""
+    ttft_p95_s: float
     """Of those that were answered."""
+    ttft_p99_s: float
 
 
 def served(setting: Setting, policy: str, rate: float, num_requests: int, seed: int) -> Served:
     slo = replace(setting.slo, when_hopeless="refuse") if policy.endswith(REFUSING) else setting.slo
     sample = setting.workload.draw(num_requests, seed, max_model_len=setting.model.max_model_len)
-    times = simulate(
+    run = simulate(
         setting.model,
         setting.layout,
         sample.at_rate(rate),
         slo=slo,
         max_in_flight=MAX_IN_FLIGHT,
         policy=policy.removesuffix(REFUSING),
-    ).times
-    return Served(float(np.mean(times.are_within(setting.slo))), float(np.nanpercentile(times.ttft_s, 99)))
+    )
+    is_offered = run.times.arrived_s <= run.offered_until_s
+    p95_s, p99_s = np.nanpercentile(run.times.ttft_s[is_offered], (95, 99)).tolist()
+    return Served(float(np.mean(run.times.are_within(setting.slo)[is_offered])), p95_s, p99_s)
 
 
 def goodput(share_at: Callable[[float], float], start_rate: float) -> float:
@@ -253,22 +275,36 @@ def goodput(share_at: Callable[[float], float], start_rate: float) -> float:
 def outcome(
     setting: Setting, policy: str, num_requests: int, seed: int, start_rate: float, base: float
 ) -> dict[str, float]:
-    """Goodput of a policy, and its good requests per second and p99 of TTFT at some rates.
+    """Goodput of a policy, and its good requests per second and TTFT at some rates.
 
     Args:
         base: goodput of ``least-time``; 0 if it is this one's.
     """
     run = cache(lambda rate: served(setting, policy, rate, num_requests, seed))
     found = goodput(lambda rate: run(rate).share, start_rate)
-    values = {GOODPUT: found}
+    values = {GOODPUT: found, "TTFT p95 at 1 x": run(base or found).ttft_p95_s}
     for name, rate in setting.rates_around(base or found).items():
         values[f"good/s at {name}"] = rate * run(rate).share
         values[f"TTFT p99 at {name}"] = run(rate).ttft_p99_s
     return values
 
 
+def outcome_at(setting: Setting, policy: str, num_requests: int, seed: int, rates: Sequence[float]) -> dict[str, float]:
+    """Share within both objectives and p95 of TTFT of a policy at each rate."""
+    values: dict[str, float] = {}
+    for rate in rates:
+        run = served(setting, policy, rate, num_requests, seed)
+        values |= {f"share at {rate:g}/s": run.share, f"TTFT p95 at {rate:g}/s": run.ttft_p95_s}
+    return values
+
+
 def outcomes(
-    setting: Setting, policies: Sequence[str], num_requests: int, seeds: Sequence[int], num_others: int
+    setting: Setting,
+    policies: Sequence[str],
+    num_requests: int,
+    seeds: Sequence[int],
+    num_others: int,
+    rates: Sequence[float] = (),
 ) -> dict[str, dict[str, list[float]]]:
     """What `outcome` found, by policy; one value per seed. ``least-time``, with which all are compared, is among the
     policies. Those but it and ``goodput`` get the first ``num_others`` seeds."""
@@ -277,9 +313,13 @@ def outcomes(
         values: dict[str, list[float]] = {}
         num_seeds = len(seeds) if policy in (BASELINE, DEFAULT_POLICY) else num_others
         for index, seed in enumerate(seeds[:num_seeds]):
-            base = found[BASELINE][GOODPUT][index] if found else 0.0
-            start_rate = (values or next(iter(found.values()), {})).get(GOODPUT, [0.0])[0] or setting.rate
-            for name, value in outcome(setting, policy, num_requests, seed, start_rate, base).items():
+            if rates:
+                seen = outcome_at(setting, policy, num_requests, seed, rates)
+            else:
+                base = found[BASELINE][GOODPUT][index] if found else 0.0
+                start_rate = (values or next(iter(found.values()), {})).get(GOODPUT, [0.0])[0] or setting.rate
+                seen = outcome(setting, policy, num_requests, seed, start_rate, base)
+            for name, value in seen.items():
                 values.setdefault(name, []).append(round(value, 4))
         found[policy] = values
     return found
@@ -301,6 +341,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4000, help="requests per run")
     parser.add_argument("--seeds", type=int, default=5, help="draws of the requests")
     parser.add_argument("--other-seeds", type=int, default=5, help="of them, those for other policies than these two")
+    parser.add_argument("--rates", type=float, nargs="+", default=(), help="requests per second, in place of a search")
     parser.add_argument("--first-seed", type=int, default=100)
     arguments = parser.parse_args()
     chosen = [policy for policy in arguments.policies.split(",") if policy]
@@ -310,13 +351,14 @@ def main() -> None:
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     console = Console(stderr=True, width=200)
     records: list[dict[str, Any]] = []
-    for setting in (*SETTINGS, *([mooncake(arguments.data)] if arguments.data else [])):
+    traces = [mooncake(arguments.data, sessions=each) for each in (False, True)] if arguments.data else []
+    for setting in (*SETTINGS, *traces):
         if arguments.only not in setting.name:
             continue
         policies = chosen or [*POLICIES, *([REFUSED] if setting.may_refuse else [])]
-        found = outcomes(setting, policies, arguments.requests, seeds, arguments.other_seeds)
+        found = outcomes(setting, policies, arguments.requests, seeds, arguments.other_seeds, arguments.rates)
         base = found[BASELINE]
-        shown = [name for name in base if not name.startswith("TTFT")]
+        shown = [name for name in base if arguments.rates or not name.startswith("TTFT")]
         table = Table(setting.name, *shown, box=None)
         for policy, values in found.items():
             table.add_row(policy, *(against(values[name], base[name]) for name in shown))

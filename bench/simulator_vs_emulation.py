@@ -47,7 +47,8 @@ from rich.console import Console
 from pdserve.bench.agreement import Agreement, Figures, figures_of
 from pdserve.bench.calibration import pipelined_overheads, saturation
 from pdserve.bench.cluster import RunningCluster, running_cluster
-from pdserve.bench.policies import SETTINGS, Setting
+from pdserve.bench.models import LLAMA_3_8B
+from pdserve.bench.policies import SETTINGS, Setting, layout
 from pdserve.bench.script import publish, script_parser
 from pdserve.bench.shapes import LLAMA_3_8B_CONFIG
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
@@ -59,8 +60,9 @@ from pdserve.model.weights.random_checkpoint import write_tokenizer
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.simulation import RequestTimes
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, Overheads, simulate
-from pdserve.planner.workload.conversations import Conversations
+from pdserve.planner.workload.conversations import Conversations, Turns
 from pdserve.planner.workload.lengths import LogNormalLengths
+from pdserve.planner.workload.presets import preset
 from pdserve.planner.workload.requests import SimulatedRequest
 from pdserve.planner.workload.workload import Workload
 
@@ -79,12 +81,24 @@ LOGNORMAL = Workload(
         )
     ),
 )
+AGENT = preset("agent").contents
+assert isinstance(AGENT, Conversations)
+SESSIONS = Setting(
+    workload=Workload(name="sessions", contents=replace(AGENT, turns=Turns(mean_turns=4.0, mean_think_s=0.5))),
+    layout=layout(1, 1),
+    ttft_s=0.25,
+    tpot_s=0.015,
+    rate=40,
+)
+"""Agents' sessions on two workers: each turn waits for the answer before it, and half a second of tools."""
 EMULATED = {
-    setting.name: setting
-    for setting in SETTINGS
-    if not setting.layout.hosts and not any(pool.num_kv_blocks for pool in setting.layout.pools)
+    setting.name: replace(setting, model=replace(setting.model, transport=MODEL.transport))
+    for setting in (*SETTINGS, SESSIONS)
+    if setting.model is LLAMA_3_8B
+    and not setting.layout.hosts
+    and not any(pool.num_kv_blocks for pool in setting.layout.pools)
 }
-"""Settings that a deployment file describes and one host can emulate."""
+"""Settings that a deployment file describes and one host can emulate, with the transport of `emulated_cluster`."""
 MAX_MACHINE_SHARE = 0.5
 """Share of all cores. An emulated cluster hardly uses any."""
 MAX_LATE_S = 0.003
@@ -178,6 +192,7 @@ class Comparison:
         self.overheads = NO_OVERHEADS
         self._served: list[SimulatedRequest] = []
         """All requests so far, in the cluster's time."""
+        self._num_runs = 0
         self._begun_s, self._ended_s = 0.0, 0.0
         """The last measurement, in the same time."""
 
@@ -215,7 +230,10 @@ class Comparison:
         vocab_size = self._setting.model.shape.vocab_size
         self._begun_s = self._ended_s + PAUSE_S
         measured = measure_load(self._cluster.url, requests, vocab_size=vocab_size, time_scale=self._time_scale)
-        self._served += [slowed_request(request, self._time_scale, self._begun_s) for request in requests]
+        # The generator's prompts share nothing with those of a run before.
+        self._num_runs += 1
+        served = [slowed_request(request, self._time_scale, self._begun_s) for request in requests]
+        self._served += [_renamed(request, self._num_runs << 24) for request in served]
         self._ended_s = self._begun_s + self._time_scale * measured.ended_s
         return measured
 
@@ -255,6 +273,11 @@ def slowed_request(request: SimulatedRequest, time_scale: float, from_s: float =
     """The request, and the turns that follow it, as `measure_load` sends them in a run that begins at ``from_s``."""
     follow_up = request.follow_up and slowed_request(request.follow_up, time_scale)
     return replace(request, arrived_s=from_s + request.arrived_s * time_scale, follow_up=follow_up)
+
+
+def _renamed(request: SimulatedRequest, by: int) -> SimulatedRequest:
+    """The request with other contents."""
+    return replace(request, segments=tuple(each._replace(content=each.content + by) for each in request.segments))
 
 
 def emulated_times(times: RequestTimes, time_scale: float, from_s: float) -> RequestTimes:
@@ -297,7 +320,9 @@ def compare(
     with emulated_cluster(setting, arguments.time_scale) as cluster:
         comparison = Comparison(cluster, setting, arguments.time_scale)
         probes = workload.draw(NUM_PROBES, arguments.seed + 1, max_model_len=max_model_len)
-        comparison.measure_overheads(probes.at_rate(PROBE_SHARE * setting.rate))
+        # Later turns would arrive in another order in the simulation, and are not compared one by one.
+        firsts = [replace(each, follow_up=None) for each in probes.at_rate(PROBE_SHARE * setting.rate)]
+        comparison.measure_overheads(firsts)
         overheads_s = asdict(comparison.overheads)
         shown = ", ".join(f"{name.removesuffix('_s')} {value * 1e3:.2f}" for name, value in overheads_s.items())
         console.print(f"overheads, in ms of the emulated clock: {shown}", highlight=False, soft_wrap=True)

@@ -274,7 +274,7 @@ class KvTransferConfig:
     ``cuda_ipc`` within a host: from GPU to GPU, and as ``auto`` where that fails; neither has run on GPUs yet."""
 
 
-POLICIES = ("goodput", "least-time", "cache-aware", "power-of-two", "least-loaded", "round-robin")
+POLICIES = ("goodput", "least-time", "cache-aware", "conserve", "power-of-two", "least-loaded", "round-robin")
 DEFAULT_POLICY = "goodput"
 Policy = Annotated[str, one_of(*POLICIES)]
 

@@ -14,13 +14,16 @@ Copies and steps never wait for each other, because copied blocks are in no step
   waits for the pull.
 
 Each direction has its own stream and pinned memory. The GPU copies a block as one run, without a kernel launch, and
-the host copies it from there, so that the file takes memory only for blocks that have passed through it.
+the host copies it from there while the GPU copies the next ones. The file takes memory only for blocks that another
+worker may pull, and for pulls in flight: what has arrived in the pool is given back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import cycle
 from typing import Protocol
 
 import torch
@@ -49,6 +52,10 @@ class Staging(Protocol):
         """Copy blocks from the host to the pool; returns when they have arrived."""
         ...
 
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give the host memory of blocks that are granted to nobody back."""
+        ...
+
 
 class HostStaging:
     """`Staging` of one rank's pool."""
@@ -68,6 +75,7 @@ class HostStaging:
         blocks = torch.frombuffer(memory.blocks, dtype=torch.uint8).view(layout.num_blocks, layout.num_kv_heads, -1)
         own_heads = blocks[:, shard.heads.start : shard.heads.stop]
         host = [own_heads[..., run.start : run.stop] for run in layout.layer_runs(shard.layers)]
+        self._memory = memory
         self._d2h = _CopyStream(pool_blocks, host)
         self._h2d = _CopyStream(pool_blocks, host)
         self._generations: dict[int, int] = {}
@@ -78,15 +86,18 @@ class HostStaging:
         missing = [
             block for block, generation in generation_by_block.items() if self._generations.get(block) != generation
         ]
-        self._d2h.copy(missing, is_d2h=True)
+        self._d2h.copy_d2h(missing)
         self._generations.update(generation_by_block)
 
     def copy_h2d(self, block_ids: Sequence[int]) -> None:
-        self._h2d.copy(block_ids, is_d2h=False)
+        self._h2d.copy_h2d(block_ids)
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        self._memory.release(block_ids)
 
 
 class _CopyStream:
-    """A CUDA stream with its pinned memory."""
+    """A CUDA stream with two halves of pinned memory: the host copies one while the GPU copies the other."""
 
     def __init__(self, pool_blocks: torch.Tensor, host_runs: Sequence[torch.Tensor]) -> None:
         """
@@ -94,34 +105,81 @@ class _CopyStream:
             host_runs: the same bytes of every block and head on the host, one run after the other:
                 ``[num_blocks, num_heads, run_bytes]`` each.
         """
-        device, (num_blocks, block_bytes) = pool_blocks.device, pool_blocks.shape
-        is_cuda = device.type == "cuda"
-        num_pinned = min(num_blocks, max(1, PINNED_BYTES // block_bytes))
-        self._pinned = torch.empty((num_pinned, block_bytes), dtype=torch.uint8, pin_memory=is_cuda)
-        heads = self._pinned.view(num_pinned, host_runs[0].shape[1], -1)
-        pinned_runs = torch.split(heads, [run.shape[-1] for run in host_runs], dim=-1)
-        self._host = list(zip(host_runs, pinned_runs, strict=True))
-        """Blocks, and their pinned memory."""
-        self._device = [(pool_blocks, self._pinned)]
-        self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        num_blocks, block_bytes = pool_blocks.shape
+        is_cuda = pool_blocks.device.type == "cuda"
+        self._half_blocks = min(num_blocks, max(1, PINNED_BYTES // 2 // block_bytes))
+        self._halves = [_Half(pool_blocks, host_runs, self._half_blocks) for _ in range(2)]
+        self._stream = torch.cuda.Stream(pool_blocks.device) if is_cuda else None  # type: ignore[no-untyped-call]
 
-    def copy(self, block_ids: Sequence[int], *, is_d2h: bool) -> None:
-        """Copy blocks from one side to the other."""
-        source, target = (self._device, self._host) if is_d2h else (self._host, self._device)
+    def copy_d2h(self, block_ids: Sequence[int]) -> None:
+        with self._current():
+            before: tuple[_Half, Sequence[int]] | None = None
+            for half, blocks in self._batches(block_ids):
+                half.fetch(blocks)
+                if before is not None:
+                    before[0].to_host(before[1])
+                before = half, blocks
+            if before is not None:
+                before[0].to_host(before[1])
+
+    def copy_h2d(self, block_ids: Sequence[int]) -> None:
+        with self._current():
+            for half, blocks in self._batches(block_ids):
+                half.from_host(blocks)
+            for half in self._halves:
+                half.wait()
+
+    def _batches(self, block_ids: Sequence[int]) -> Iterator[tuple[_Half, Sequence[int]]]:
+        starts = range(0, len(block_ids), self._half_blocks)
+        for half, start in zip(cycle(self._halves), starts, strict=False):
+            yield half, block_ids[start : start + self._half_blocks]
+
+    def _current(self) -> AbstractContextManager[object]:
         if self._stream is not None:
             torch.cuda.set_device(self._stream.device)  # a new thread is on the first GPU
-        with torch.cuda.stream(self._stream):
-            for start in range(0, len(block_ids), len(self._pinned)):
-                blocks = block_ids[start : start + len(self._pinned)]
-                for slot, block in enumerate(blocks):
-                    for run, pinned in source:
-                        pinned[slot].copy_(run[block], non_blocking=True)
-                self._wait()
-                for slot, block in enumerate(blocks):
-                    for run, pinned in target:
-                        run[block].copy_(pinned[slot], non_blocking=True)
-                self._wait()
+        return torch.cuda.stream(self._stream)
 
-    def _wait(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
+
+class _Half:
+    """Pinned memory for some blocks, with the event of the GPU's last copy from or to it."""
+
+    def __init__(self, pool_blocks: torch.Tensor, host_runs: Sequence[torch.Tensor], num_blocks: int) -> None:
+        is_cuda = pool_blocks.device.type == "cuda"
+        self._pool_blocks = pool_blocks
+        self._pinned = torch.empty((num_blocks, pool_blocks.shape[1]), dtype=torch.uint8, pin_memory=is_cuda)
+        heads = self._pinned.view(num_blocks, host_runs[0].shape[1], -1)
+        pinned_runs = torch.split(heads, [run.shape[-1] for run in host_runs], dim=-1)
+        self._runs = list(zip(host_runs, pinned_runs, strict=True))
+        """Blocks on the host, and their pinned memory."""
+        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def fetch(self, block_ids: Sequence[int]) -> None:
+        """Have the GPU copy blocks of the pool here."""
+        for slot, block in enumerate(block_ids):
+            self._pinned[slot].copy_(self._pool_blocks[block], non_blocking=True)
+        self._record()
+
+    def to_host(self, block_ids: Sequence[int]) -> None:
+        """Copy what was fetched to the host's file."""
+        self.wait()
+        for slot, block in enumerate(block_ids):
+            for run, pinned in self._runs:
+                run[block].copy_(pinned[slot])
+
+    def from_host(self, block_ids: Sequence[int]) -> None:
+        """Copy blocks of the host's file here, and have the GPU copy them to the pool."""
+        self.wait()
+        for slot, block in enumerate(block_ids):
+            for run, pinned in self._runs:
+                pinned[slot].copy_(run[block])
+            self._pool_blocks[block].copy_(self._pinned[slot], non_blocking=True)
+        self._record()
+
+    def wait(self) -> None:
+        """Wait for the GPU's last copy from or to this memory."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _record(self) -> None:
+        if self._copied is not None:
+            self._copied.record()

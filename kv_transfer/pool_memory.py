@@ -12,7 +12,9 @@ import mmap
 import os
 import re
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from pdserve.contracts.kv_layout import KvLayout
@@ -116,6 +118,18 @@ class PoolMemory:
         head_bytes = self.layout.head_bytes
         return self.blocks[start + head_start * head_bytes : start + head_end * head_bytes]
 
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Give the host memory of blocks back: they read as zeros until they are written again.
+
+        Pages that other blocks share stay. For a file that stages a pool in GPU memory.
+        """
+        header_bytes, block_bytes = _header_bytes(self.layout), self.layout.block_bytes
+        for first, last in _runs(sorted(block_ids)):
+            start = _whole_pages(header_bytes + first * block_bytes)
+            end = (header_bytes + (last + 1) * block_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if start < end:
+                self._mapping.madvise(mmap.MADV_REMOVE, start, end - start)
+
     def close(self) -> None:
         """Unmap the memory. A view still in use, such as a tensor's, keeps it mapped until it is dropped."""
         if self.fd >= 0:
@@ -163,8 +177,19 @@ def leads_to(path: str, inode: int) -> bool:
         return False
 
 
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last of each run of consecutive numbers, which ascend."""
+    starts = [i for i, number in enumerate(numbers) if not i or number != numbers[i - 1] + 1]
+    for start, end in pairwise([*starts, len(numbers)]):
+        yield numbers[start], numbers[end - 1]
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 def _header_bytes(layout: KvLayout) -> int:
-    return -(-layout.num_blocks * GENERATION_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+    return _whole_pages(layout.num_blocks * GENERATION_BYTES)
 
 
 def _file_bytes(layout: KvLayout) -> int:

@@ -110,6 +110,7 @@ def result_lines(result: Mapping[str, Any], metrics: Sequence[str], percentiles:
         _line("Request goodput (req/s):", result["request_goodput"]),
         _line("Output token throughput (tok/s):", result["output_throughput"]),
         _line("Total token throughput (tok/s):", result["total_token_throughput"]),
+        _line("E2E interactivity, P90 (tok/s):", result["interactivity"]),
     ]
     for name in metrics:
         lines.append(METRICS[name].center(_WIDTH, "-"))

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import nan
+from math import inf, nan
 from typing import NamedTuple
 
 import msgspec
@@ -76,6 +76,8 @@ class Measurement:
     """Count of each error of requests that were neither finished nor rejected."""
     ended_s: float
     """Time of the last complete answer."""
+    offered_until_s: float = inf
+    """Time of the last request that begins a session: later turns arrive while the load falls."""
     health: GeneratorHealth
 
     @property
@@ -274,6 +276,8 @@ class _Load:
         ]
         is_failed = [bool(each.answer.error) and each.answer.status not in _REJECTIONS for each in sent]
         errors = Counter(each.answer.error for each, failed in zip(sent, is_failed, strict=True) if failed)
+        firsts = {id(request) for request in self._requests}
+        offered_until_s = max((each.due_s for each in sent if id(each.request) in firsts), default=started_s)
         has_ended = not np.isnan(times.last_token_s).all()
         return Measurement(
             times=times,
@@ -281,6 +285,7 @@ class _Load:
             errors=errors,
             ended_s=float(np.nanmax(times.last_token_s)) if has_ended else 0.0,
             health=health,
+            offered_until_s=(offered_until_s - started_s) / self._time_scale,
         )
 
 

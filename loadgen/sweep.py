@@ -189,7 +189,12 @@ def _row(point: SweepPoint) -> dict[str, Any]:
 
 def _as_run(found: Measurement) -> Simulation:
     return Simulation(
-        times=found.times, workers=[], gap_s=found.gap_s, gap_weights=np.ones(len(found.gap_s)), ended_s=found.ended_s
+        times=found.times,
+        workers=[],
+        gap_s=found.gap_s,
+        gap_weights=np.ones(len(found.gap_s)),
+        ended_s=found.ended_s,
+        offered_until_s=found.offered_until_s,
     )
 
 

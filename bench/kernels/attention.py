@@ -27,6 +27,9 @@ from pdserve.kernels.triton.decode_attention import decode_attention
 from pdserve.kernels.triton.prefill_attention import prefill_attention
 
 BLOCK_SIZE = 16
+SERVED_LAYERS, POOL_BYTES = 32, 8 << 30
+"""The pool has as many layers as a served model's, within these bytes: blocks of a layer are then as far apart, each in
+another page of the device's address tables."""
 _TOLERANCE = 0.02
 _WORKSPACE_BYTES = 512 * 2**20
 ATTENTION_KERNELS: Mapping[str, Callable[..., None]] = {
@@ -113,6 +116,7 @@ class _Inputs:
     queries: torch.Tensor
     """``[T, N, D]``."""
     kv_pool: KvPool
+    """Only its last layer has values."""
     host_metadata: AttentionMetadata
     metadata: AttentionMetadata
     """On the device."""
@@ -130,15 +134,21 @@ class _Inputs:
             block_size=BLOCK_SIZE,
         )
         q_TND = torch.randn(metadata.num_tokens, shape.num_heads, shape.head_dim, device=device).to(shape.dtype)
-        pool_shape = (sum(needed), shape.num_kv_heads, 1, 2, BLOCK_SIZE, shape.head_dim)
+        layer_bytes = sum(needed) * shape.num_kv_heads * 2 * BLOCK_SIZE * vector_bytes(shape.head_dim, shape.kv_dtype)
+        num_layers = max(1, min(SERVED_LAYERS, POOL_BYTES // layer_bytes))
+        pool_shape = (sum(needed), shape.num_kv_heads, num_layers, 2, BLOCK_SIZE, shape.head_dim)
         return cls(shape, q_TND, random_pool(pool_shape, shape.kv_dtype, device), metadata, metadata.to(device))
+
+    @property
+    def layer(self) -> int:
+        return self.kv_pool.shape[2] - 1
 
     @cached_property
     def pages(self) -> torch.Tensor:
         """``[P, 2, H, S, D]``, contiguous, in the dtype of the queries: keys, then values, of every block."""
-        values = self.kv_pool.values[:, :, 0]
+        values = self.kv_pool.values[:, :, self.layer]
         if self.kv_pool.scales is not None:
-            values = values.to(self.shape.dtype) * self.kv_pool.scales[:, :, 0, ..., None]
+            values = values.to(self.shape.dtype) * self.kv_pool.scales[:, :, self.layer, ..., None]
         return values.to(self.shape.dtype).transpose(1, 2).contiguous()
 
     @cached_property
@@ -152,17 +162,18 @@ class _Inputs:
 
 
 def random_pool(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, device: torch.device) -> KvPool:
-    """A pool of finite random values: zeros would draw less power, and clocks follow power."""
+    """A pool with finite random values in its last layer: zeros would draw less power, and clocks follow power."""
     num_blocks, num_heads, num_layers, two, block_size, head_dim = shape
     num_bytes = num_blocks * num_heads * num_layers * two * block_size * vector_bytes(head_dim, dtype)
     kv_pool = KvPool(torch.empty(num_bytes, dtype=torch.uint8, device=device), shape, dtype)
+    values = kv_pool.values[:, :, -1]
     if kv_pool.scales is None:
-        kv_pool.values.normal_()
+        values.normal_()
         return kv_pool
     # A float8 is a sign and seven bits, all of them set for NaN; an int8 may be any number.
-    bits = kv_pool.values.view(torch.uint8).random_(0, 254)
-    bits.copy_(bits >> 1 | bits << 7)
-    kv_pool.scales.uniform_(0.5, 0.99).div_(LARGEST_VALUES[dtype])
+    bits = torch.empty(values.shape, dtype=torch.uint8, device=device).random_(0, 254)
+    values.view(torch.uint8).copy_(bits >> 1 | bits << 7)
+    kv_pool.scales[:, :, -1].uniform_(0.5, 0.99).div_(LARGEST_VALUES[dtype])
     return kv_pool
 
 
@@ -174,7 +185,9 @@ def _own(inputs: _Inputs) -> Implementation:
         softcap=shape.softcap,
         sinks=torch.zeros(shape.num_heads, device=o_TND.device) if shape.has_sinks else None,
     )
-    attend = partial(ATTENTION_KERNELS[shape.kernel], inputs.queries, o_TND, inputs.kv_pool, 0, inputs.metadata, rule)
+    attend = partial(
+        ATTENTION_KERNELS[shape.kernel], inputs.queries, o_TND, inputs.kv_pool, inputs.layer, inputs.metadata, rule
+    )
 
     def run() -> torch.Tensor:
         attend()

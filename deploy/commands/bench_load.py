@@ -19,7 +19,7 @@ from rich.console import Console
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster.folder import NEEDS_KEY, admin_headers, api_key, find_cluster, running_clusters
-from pdserve.deploy.commands.plan_options import BurstinessOption, TimeUnitOption
+from pdserve.deploy.commands.plan_options import BurstinessOption, SessionsOption, TimeUnitOption
 
 if TYPE_CHECKING:
     from pdserve.loadgen import load
@@ -84,6 +84,7 @@ def serve(
     ] = 1.0,
     burstiness: BurstinessOption = None,
     time_unit: TimeUnitOption = "auto",
+    sessions: SessionsOption = False,
     max_concurrency: ConcurrencyOption = None,
     goodput: GoodputOption = None,
     percentile_metrics: Annotated[str, typer.Option(help="Latencies to report, of ttft,tpot,itl,e2el.")] = (
@@ -111,7 +112,8 @@ def serve(
         objectives = _objectives(goodput, more_objectives)
         metrics = figures.parse_metrics(percentile_metrics)
         percentiles = figures.parse_percentiles(metric_percentiles)
-        traffic = workload_of(dataset_name, dataset_path, (input_len, output_len, range_ratio), burstiness, time_unit)
+        lengths = (input_len, output_len, range_ratio)
+        traffic = workload_of(dataset_name, dataset_path, lengths, burstiness, time_unit, sessions)
         target = _Target(url, traffic, num_prompts, seed, max_model_len, vocab_size, time_scale, max_concurrency)
     measured = target.load(request_rate)
     if not objectives:
@@ -151,6 +153,7 @@ def sweep(
     ] = 0.05,
     burstiness: BurstinessOption = None,
     time_unit: TimeUnitOption = "auto",
+    sessions: SessionsOption = False,
     max_concurrency: ConcurrencyOption = None,
     goodput: GoodputOption = None,
     attainment: Annotated[float, typer.Option(min=0.01, max=0.9999, help="Share that should meet both.")] = 0.9,
@@ -191,7 +194,8 @@ def sweep(
         objectives = _objectives(goodput, more_objectives)
         if "e2el" in objectives:
             raise ValueError("--goodput e2el: a sweep judges ttft and tpot; leave it out")
-        traffic = workload_of(dataset_name, dataset_path, (input_len, output_len, range_ratio), burstiness, time_unit)
+        lengths = (input_len, output_len, range_ratio)
+        traffic = workload_of(dataset_name, dataset_path, lengths, burstiness, time_unit, sessions)
         target = _Target(url, traffic, num_prompts, seed, max_model_len, vocab_size, time_scale, max_concurrency)
     usual = traffic.slo or SloConfig()
     slo = SloConfig(
@@ -358,13 +362,14 @@ def workload_of(
     lengths: tuple[int, int, float],
     burstiness: float | None = None,
     time_unit: TimeUnit = "auto",
+    sessions: bool = False,
 ) -> Workload:
     """Workload of the options.
 
     Args:
         lengths: prompt tokens, output tokens and the share by which they vary, if random.
         burstiness: shape of the gamma distribution of the arrival gaps, as in vLLM; ``None`` keeps a trace's gaps.
-        time_unit: of `read_trace`.
+        time_unit, sessions: of `read_trace`.
 
     Raises:
         ValueError: unknown dataset, or a file that is not a trace.
@@ -381,7 +386,7 @@ def workload_of(
         if name not in ("", *_FILE_DATASETS):
             raise ValueError(f"--dataset-name {name} and --dataset-path exclude each other: leave one out")
         try:
-            trace = read_trace(path, time_unit=time_unit)
+            trace = read_trace(path, time_unit=time_unit, sessions=sessions)
             return trace_workload(trace, arrivals=RandomGaps(burstiness**-0.5) if burstiness else None)
         except OSError as error:
             raise DeployError(f"cannot read {path}: {error.strerror}") from error

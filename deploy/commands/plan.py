@@ -99,6 +99,7 @@ def plan(
     max_tokens: options.MaxTokensOption = 0,
     lenient: options.LenientOption = False,
     time_unit: options.TimeUnitOption = "auto",
+    sessions: options.SessionsOption = False,
     ttft: options.TtftOption = None,
     tpot: options.TpotOption = None,
     attainment: options.AttainmentOption = None,
@@ -244,6 +245,7 @@ def plan(
         model=model_config,
         lenient=lenient,
         time_unit=time_unit,
+        sessions=sessions,
         burstiness=burstiness,
         max_tokens=max_tokens,
     ).with_at_least(_MIN_TRAFFIC_REQUESTS)

@@ -100,6 +100,14 @@ TimeUnitOption = Annotated[
     Literal["auto", "s", "ms"],
     typer.Option("--trace-time-unit", help="Unit of a Mooncake trace's times.", rich_help_panel=WHAT),
 ]
+SessionsOption = Annotated[
+    bool,
+    typer.Option(
+        "--sessions",
+        help="Requests of a trace that go on from earlier ones, by their hash_ids, wait for the answers.",
+        rich_help_panel=WHAT,
+    ),
+]
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the random numbers.", rich_help_panel=ANSWER)]
 
 TRAFFIC_REMEDY = (
@@ -202,6 +210,7 @@ def traffic(
     max_model_len: int,
     lenient: bool = False,
     time_unit: Literal["auto", "s", "ms"] = "auto",
+    sessions: bool = False,
     burstiness: float | None = None,
     max_tokens: int = 0,
 ) -> Traffic:
@@ -217,7 +226,7 @@ def traffic(
         if isinstance(named, str):
             folder = Path(model.path)
             tokenizer = (folder if folder.is_dir() else folder.parent) / "tokenizer.json"
-            reading = {"lenient": lenient, "time_unit": time_unit, "tokenizer": tokenizer}
+            reading = {"lenient": lenient, "time_unit": time_unit, "tokenizer": tokenizer, "sessions": sessions}
             found = named_traffic(named, max_model_len=max_model_len, **reading)
             if not model.max_model_len:
                 found.check_lengths()

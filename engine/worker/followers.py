@@ -232,6 +232,9 @@ class RanksStaging:
         with self._followers.copying(Direction.H2D, _words(block_ids)):
             self._own.copy_h2d(block_ids)
 
+    def release(self, block_ids: Sequence[int]) -> None:
+        self._own.release(block_ids)
+
 
 class RanksCopies:
     """`pdserve.kv_transfer.group_copies.GroupCopies` of a worker whose ranks have pools of their own."""

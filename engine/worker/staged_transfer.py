@@ -123,10 +123,12 @@ class StagedTransfer:
         if message.HasField("pull_done"):
             done = message.pull_done
             targets = self._targets.pop(done.pull_id)
-            if not done.failure_stage and done.transport not in DIRECT_TRANSPORTS:
-                started_s = time.monotonic()
-                self._staging.copy_h2d(targets)
-                done.seconds += time.monotonic() - started_s
+            if done.transport not in DIRECT_TRANSPORTS:
+                if not done.failure_stage:
+                    started_s = time.monotonic()
+                    self._staging.copy_h2d(targets)
+                    done.seconds += time.monotonic() - started_s
+                self._staging.release(targets)
         self._on_message(message)
 
     def _check(self, future: Future[None]) -> None:

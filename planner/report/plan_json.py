@@ -93,6 +93,7 @@ def attainment_json(point: Attainment) -> Json:
         "warm_up_s": point.warm_up_s,
         "mean_residence_s": _finite(point.mean_residence_s),
         "output_tokens_per_s": point.output_tokens_per_s,
+        "interactivity": _finite(point.interactivity),
         "pools": to_plain(point.pools),
         "is_saturated": point.is_saturated,
     }

@@ -21,9 +21,11 @@ CANDIDATE_COLUMNS = (
     Column("per $", is_detail=True),
     Column("$/M tokens"),
     Column("tokens/s", is_detail=True),
+    Column("interactivity", is_detail=True),
     Column("binds", is_number=False, is_detail=True),
 )
-"""Goodput is in requests within the SLO; money and tokens count answers, at the goodput."""
+"""Goodput is in requests within the SLO; money and tokens count answers, at the goodput; interactivity is that of
+`pdserve.planner.simulate.simulation.interactivity`, in tokens/s."""
 
 POOL_COLUMNS = (
     Column("phase", is_number=False),
@@ -42,6 +44,7 @@ POOL_COLUMNS = (
 def candidate_cells(plan: Plan, rank: int) -> tuple[str, ...]:
     """The candidate of a rank, from 1, in the order of `CANDIDATE_COLUMNS`."""
     candidate = plan.candidates[rank - 1]
+    at_rate = candidate.goodput.at_rate if candidate.goodput is not None else None
     per_hour = candidate.dollars_per_hour
     return (
         str(rank),
@@ -53,6 +56,7 @@ def candidate_cells(plan: Plan, rank: int) -> tuple[str, ...]:
         wording.number(candidate.rate * 3600 / per_hour) if per_hour else "-",
         wording.dollars(candidate.dollars_per_million_tokens(plan.mean_output_tokens)),
         wording.number(candidate.rate * plan.mean_output_tokens),
+        wording.number(at_rate.interactivity) if at_rate is not None else "-",
         binds(candidate),
     )
 

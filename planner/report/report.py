@@ -32,8 +32,9 @@ MAX_ROWS = 20
 _DEFINITIONS = (
     "Goodput is the request rate at which the target share of requests meets both objectives, in steady state; the "
     "warm-up is not counted. TTFT runs from arrival to the first token; TPOT is the mean time per further token, "
-    "including the handoff between phases. Figures are predictions of a simulation that runs the cluster's own router "
-    "policy and schedulers; the times of steps and transfers come from a cost model."
+    "including the handoff between phases; interactivity is 1 / p90 of end-to-end seconds over output tokens. Figures "
+    "are predictions of a simulation that runs the cluster's own router policy and schedulers; the times of steps and "
+    "transfers come from a cost model."
 )
 
 

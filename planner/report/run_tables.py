@@ -110,7 +110,7 @@ def _judgement(result: RunResult) -> Iterator[str]:
     rejected = f"; {at.num_rejected:,} requests were rejected" if at.num_rejected else ""
     yield (
         f"Throughput: {wording.rate(result.requests_per_s)}, {wording.number(at.output_tokens_per_s)} answer tokens/s"
-        f"{rejected}."
+        f"{rejected}. Interactivity, 1 / p90 of E2E over answer tokens: {wording.number(at.interactivity)} tokens/s."
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pdserve.planner.arrays import FloatArray
-from pdserve.planner.simulate.simulation import RequestTimes
+from pdserve.planner.simulate.simulation import RequestTimes, interactivity
 
 METRICS: Mapping[str, str] = {
     "ttft": "Time to First Token",
@@ -74,10 +74,15 @@ def serving_figures(
         "output_throughput": per_s(total_output),
         "total_token_throughput": per_s(total_input + total_output),
         **{key: value for name in metrics for key, value in _latency(name, reported[name], percentiles).items()},
+        "interactivity": _rounded(interactivity(times.e2e_per_token_s[is_completed])),
         "offered_rate": round((num_requests - 1) / arrival_s, 4) if arrival_s else None,
         "goodput_ms": dict(objectives),
         "attainment": {"joint": float(meets_all.mean()), **{name: float(met.mean()) for name, met in meets.items()}},
     }
+
+
+def _rounded(value: float) -> float | None:
+    return None if np.isnan(value) else round(value, 3)
 
 
 def _latency(name: str, seconds: FloatArray, percentiles: Sequence[float]) -> dict[str, float | None]:
@@ -86,7 +91,4 @@ def _latency(name: str, seconds: FloatArray, percentiles: Sequence[float]) -> di
     if seconds.size:
         middle = [seconds.mean(), float(np.median(seconds)), seconds.std()]
         values = [*middle, *np.percentile(seconds, percentiles)]
-    return {
-        f"{key}_{name}_ms": None if np.isnan(value) else round(1e3 * float(value), 3)
-        for key, value in zip(keys, values, strict=True)
-    }
+    return {f"{key}_{name}_ms": _rounded(1e3 * float(value)) for key, value in zip(keys, values, strict=True)}

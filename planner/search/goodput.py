@@ -28,12 +28,12 @@ from pdserve.planner.workload.requests import DrawnRequests, SimulatedRequest
 if TYPE_CHECKING:
     from pdserve.planner.simulate.scout import ScoutRequests
 
-LEAST_REQUESTS = 4000
+LEAST_REQUESTS = 8000
 """Of a run of usual length, however short its requests are, if the workload has as many."""
 LOOKS = (1.0, 2.0)
 """Lengths of a run in terms of the usual one (`Trial.run_s`): it ends at the first unless the second may decide."""
 assert len(LOOKS) == NUM_LOOKS
-LEAST_RUN = 0.5
+LEAST_RUN = 0.375
 """Length of the shortest run that states a rate, alike, where the workload has no more requests."""
 _STEP = 1.1
 """Ratio of the first two rates of a search for a goodput."""

@@ -17,7 +17,7 @@ import numpy as np
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.arrays import BoolArray, FloatArray
-from pdserve.planner.simulate.simulation import RequestTimes, Simulation
+from pdserve.planner.simulate.simulation import RequestTimes, Simulation, interactivity
 
 WARM_UP_RESIDENCES = 10
 """Mean residence times until the effect of the empty start is gone; see `warm_up_s`."""
@@ -70,6 +70,8 @@ class PoolUse:
     num_preemptions: int
     network_share: float = 0.0
     """Pulls that crossed the network, as a share of all pulls."""
+    tokens_per_step: float = 1.0
+    """Of a decoding sequence: more than 1 where guesses are right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,8 @@ class Attainment:
     """Answers of two tokens or more."""
     itl: Distribution
     """Gaps between tokens, including the warm-up's."""
+    interactivity: float
+    """As in `pdserve.planner.simulate.simulation.interactivity`, of counted requests; unfinished ones are infinite."""
     num_requests: int
     num_counted: int
     """Requests that arrived after the warm-up, and while new conversations began."""
@@ -159,6 +163,7 @@ def measure(runs: Sequence[Simulation], slo: SloConfig, rate: float, *, num_look
         ttft=_distribution(np.concatenate([each.ttft_s for each in judged])),
         tpot=_distribution(np.concatenate([each.tpot_s for each in judged])),
         itl=_weighted_distribution(runs),
+        interactivity=interactivity(np.concatenate([each.e2e_per_token_s for each in judged])),
         num_requests=sum(len(run.times.arrived_s) for run in runs),
         num_counted=sum(len(each.met) for each in judged),
         num_rejected=sum(int(run.times.is_rejected.sum()) for run in runs),
@@ -195,6 +200,7 @@ class _Judged(NamedTuple):
     ttft_s: FloatArray
     tpot_s: FloatArray
     """Answers of two tokens or more."""
+    e2e_per_token_s: FloatArray
     num_answered: int
     """Tokens of all finished answers, including the warm-up's."""
     warm_up_s: float
@@ -216,6 +222,7 @@ class _Judged(NamedTuple):
             met_tpot=met_tpot[counts],
             ttft_s=ttft_s[counts],
             tpot_s=tpot_s[counts & (times.num_output_tokens > 1)],
+            e2e_per_token_s=_or_never(times.e2e_per_token_s)[counts],
             num_answered=int(times.num_output_tokens[is_over].sum()),
             warm_up_s=start_s,
             mean_residence_s=residence_s,
@@ -290,13 +297,14 @@ def _pool_uses(runs: Sequence[Simulation]) -> Iterable[PoolUse]:
         def total(name: str) -> Any:
             return sum(getattr(worker, name) for _, workers in of_runs for worker in workers)  # noqa: B023
 
-        num_steps, num_pulls = total("num_steps"), total("num_pulls")
+        num_steps, num_pulls, num_decoded = total("num_steps"), total("num_pulls"), total("num_decode_tokens")
         block_s = sum(span_s * sum(worker.num_kv_blocks for worker in workers) for span_s, workers in of_runs)
         yield PoolUse(
             role=role,
             busy_share=min(1.0, total("busy_s") / sum(span_s * len(workers) for span_s, workers in of_runs)),
-            mean_batch_size=total("num_decode_tokens") / num_steps if num_steps else 0.0,
+            mean_batch_size=num_decoded / num_steps if num_steps else 0.0,
             kv_share=min(1.0, total("held_block_s") / block_s),
             num_preemptions=total("num_preemptions"),
             network_share=total("num_network_pulls") / num_pulls if num_pulls else 0.0,
+            tokens_per_step=1 + total("num_right_guesses") / num_decoded if num_decoded else 1.0,
         )

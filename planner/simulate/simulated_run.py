@@ -29,7 +29,7 @@ class Run:
     rate: float = 0.0
     """Requests per second; 0 in a closed loop."""
     concurrency: int = 0
-    """Requests in flight in a closed loop."""
+    """Sessions at once in a closed loop; a request without a next turn is one."""
     max_in_flight: int = 1024
     """Limit at the router."""
     policy: str = DEFAULT_POLICY

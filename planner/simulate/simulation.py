@@ -54,6 +54,12 @@ class RequestTimes:
         tpot_s: FloatArray = (self.last_token_s - self.first_token_s) / num_gaps
         return tpot_s
 
+    @property
+    def e2e_per_token_s(self) -> FloatArray:
+        """(last token - arrival) / tokens; NaN for an answer that did not end."""
+        per_token_s: FloatArray = (self.last_token_s - self.arrived_s) / self.num_output_tokens
+        return per_token_s
+
     def are_within(self, slo: SloConfig, scale: float = 1.0) -> npt.NDArray[np.bool_]:
         """Which requests ended within both objectives, each ``scale`` times as long."""
         is_in_time = (self.ttft_s <= scale * slo.ttft_seconds) & (self.tpot_s <= scale * slo.tpot_seconds)
@@ -81,6 +87,12 @@ class RequestTimes:
         num_in_flight = num_offered / max(end_s - start_s, 1e-9) * residence_s[is_over].mean()
         chance = _DEVIATIONS * np.sqrt(2 * num_in_flight)
         return bool(num_offered - num_answered > (1 - _LEAST_ANSWERED) * num_offered + chance)
+
+
+def interactivity(e2e_per_token_s: FloatArray) -> float:
+    """Tokens per second that nine of ten answers have at least, from arrival on: 1 / p90 of E2E over output tokens, by
+    which InferenceX ranks ("E2E-normalised interactivity"). 0 if p90 is infinite, NaN for no answers."""
+    return float(1 / np.percentile(e2e_per_token_s, 90, method="higher")) if len(e2e_per_token_s) else nan
 
 
 @dataclass(slots=True, eq=False)
@@ -123,6 +135,8 @@ class WorkerUse:
     num_steps: int
     num_prefill_tokens: int
     num_decode_tokens: int
+    """Without right guesses."""
+    num_right_guesses: int = 0
     num_preemptions: int
     num_kv_blocks: int
     num_pulls: int

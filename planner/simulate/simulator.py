@@ -88,8 +88,8 @@ def simulate(
         requests: in order of arrival.
         slo: objectives of the policy and the prefill queue.
         overheads: ``None`` uses the defaults.
-        concurrency: above 0, a closed loop: arrival times are ignored, this many requests are in flight, and each
-            finished request starts the next one.
+        concurrency: above 0, a closed loop: arrival times are ignored, this many sessions go on at once, in the pace of
+            their turns, and the end of each starts the next one.
         max_in_flight: limit on requests in flight at the router; further ones are rejected.
         policy: name of the router's placement policy.
         cost_of: cost model of a pool's workers; `Pool.cost` by default.
@@ -340,8 +340,7 @@ class _Simulator:
         follow_up = simulated.follow_up
         if follow_up is not None and not record.is_rejected:
             before = self._prompts.answered(request.prompt, simulated.num_output_tokens)
-            think_s = 0.0 if self._is_closed_loop else self._overheads.answer_s + follow_up.arrived_s
-            self._expect(follow_up, self.now_s + think_s, before)
+            self._expect(follow_up, self.now_s + self._overheads.answer_s + follow_up.arrived_s, before)
         elif self._is_closed_loop:
             self._expect_next()
 

@@ -112,18 +112,6 @@ class QuantileLengths:
         return _whole(np.interp(_normal_shares(normals), self.shares, quantiles))
 
 
-@dataclass(frozen=True, slots=True)
-class EmpiricalLengths:
-    """Pairs drawn from recorded ones with replacement, which keeps the dependence of answers on prompts."""
-
-    num_prompt_tokens: IntArray
-    num_output_tokens: IntArray
-
-    def draw(self, num_requests: int, random: np.random.Generator) -> LengthPairs:
-        rows = random.integers(len(self.num_prompt_tokens), size=num_requests)
-        return LengthPairs(self.num_prompt_tokens[rows], self.num_output_tokens[rows])
-
-
 def _correlated_normals(
     correlation: float, num_pairs: int, random: np.random.Generator
 ) -> tuple[FloatArray, FloatArray]:

@@ -15,7 +15,6 @@ import numpy as np
 from pdserve.planner.arrays import FloatArray, IntArray
 from pdserve.planner.workload.arrivals import first_row
 from pdserve.planner.workload.conversations import Columns, link_turns
-from pdserve.planner.workload.lengths import EmpiricalLengths
 from pdserve.planner.workload.requests import Segment, SimulatedRequest
 
 MAX_TOKENS = 10_000_000
@@ -49,10 +48,6 @@ class Trace:
         """Requests per second, every turn counted; 0 without times that differ."""
         span_s = float(self.arrived_s[-1]) if self.arrived_s is not None else 0.0
         return self.num_requests * (1 - 1 / len(self.begins)) / span_s if span_s else 0.0
-
-    def lengths(self) -> EmpiricalLengths:
-        """Its pairs of lengths, for draws of any size, without times and shared prefixes."""
-        return EmpiricalLengths(self.num_prompt_tokens, self.num_output_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pdserve.planner.workload import trace_lines as lines
+from pdserve.planner.workload.sessions import in_sessions
 from pdserve.planner.workload.trace import Trace
 from pdserve.planner.workload.trace_sharegpt import read_sharegpt
 
@@ -63,7 +64,12 @@ def _names(line: str) -> set[str]:
 
 
 def read_trace(
-    path: Path, *, lenient: bool = False, time_unit: lines.TimeUnit = "auto", tokenizer: Path | None = None
+    path: Path,
+    *,
+    lenient: bool = False,
+    time_unit: lines.TimeUnit = "auto",
+    tokenizer: Path | None = None,
+    sessions: bool = False,
 ) -> Trace:
     """The trace in a file of any supported format.
 
@@ -71,11 +77,17 @@ def read_trace(
         lenient: skip lines that cannot be read, and count them.
         time_unit: ``s``, ``ms`` or ``auto``, of Mooncake's times; those of other formats have one unit.
         tokenizer: the model's tokenizer.json, for Mooncake's ``text_input``.
+        sessions: requests that go on from earlier ones wait for their answers (`in_sessions`).
 
     Raises:
         ValueError: the format is unknown, a line is malformed (the message names file and line), or no request is left.
         OSError: the file cannot be read.
     """
+    trace = _read(path, lenient, time_unit, tokenizer)
+    return in_sessions(trace) if sessions else trace
+
+
+def _read(path: Path, lenient: bool, time_unit: lines.TimeUnit, tokenizer: Path | None) -> Trace:
     name = recognise(path)
     if name == "mooncake":
         return lines.read_mooncake(path, lenient=lenient, time_unit=time_unit, tokenizer=tokenizer)

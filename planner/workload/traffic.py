@@ -13,10 +13,11 @@ from typing import Any
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.planner import wording
-from pdserve.planner.workload.arrivals import RandomGaps, Recorded
+from pdserve.planner.workload.arrivals import POISSON, RandomGaps, Recorded
 from pdserve.planner.workload.conversations import Conversations
 from pdserve.planner.workload.lengths import FixedLengths
 from pdserve.planner.workload.presets import PRESETS, preset
+from pdserve.planner.workload.sessions import RedrawnSessions
 from pdserve.planner.workload.trace import Trace
 from pdserve.planner.workload.trace_reading import read_trace
 from pdserve.planner.workload.workload import Workload, WorkloadSample, trace_workload
@@ -85,20 +86,16 @@ class Traffic:
             )
 
     def with_at_least(self, num_requests: int) -> Traffic:
-        """This traffic or, if it is a trace with fewer requests, draws from the trace's lengths.
+        """This traffic or, if it is a trace with fewer requests, draws from the trace's sessions.
 
-        The draws have random arrivals and share no prefixes: a short trace does not determine more.
+        The draws have random arrivals: a short trace does not determine more.
         """
         if self.trace is None or self.trace.num_requests >= num_requests:
             return self
-        workload = Workload(
-            name=self.workload.name,
-            contents=Conversations(lengths=self.trace.lengths()),
-            max_tokens=self.workload.max_tokens,
-        )
+        workload = dataclasses.replace(self.workload, contents=RedrawnSessions(self.trace), arrivals=POISSON)
         note = (
-            f"The trace has {self.trace.num_requests} requests, too few to plan by: its lengths are drawn again and "
-            "again, with Poisson arrivals and nothing shared."
+            f"The trace has {self.trace.num_requests} requests, too few to plan by: they are drawn again and again, "
+            "whole sessions each time, with Poisson arrivals."
         )
         return dataclasses.replace(self, workload=workload, trace=None, notes=(*self.notes, note))
 

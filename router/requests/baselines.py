@@ -24,6 +24,8 @@ MAX_IMBALANCE = 32
 """Difference in requests or thousands of waiting tokens above which ``cache-aware`` ignores caches."""
 MIN_MATCH = 0.5
 """Cached share of a prompt from which ``cache-aware`` follows the cache."""
+MAX_PINNED = 100_000
+"""Turns that ``conserve`` remembers; a conversation whose last one is forgotten begins anew."""
 
 
 class _Baseline(Placement):
@@ -106,6 +108,53 @@ class CacheAware(LeastLoaded):
         return super()._pick(blocks, workers, load)
 
 
+class ConServe(LeastLoaded):
+    """Pins each conversation to the decode worker of its first turn, which computes its later prompts, too, so that KV
+    moves once (Ding et al., "Observation, Not Prediction", arXiv 2606.01839).
+
+    First turns go to the least loaded prefill worker, then to the decode worker with the most free blocks. A prompt is
+    a later turn if its blocks begin with all full blocks of an earlier prompt.
+    """
+
+    def __init__(self, costs: Costs, *, tpot_slo_s: float = 0.0) -> None:
+        super().__init__(costs, tpot_slo_s=tpot_slo_s)
+        self._pinned: dict[bytes, str] = {}
+        """Worker by the hash of a prompt's last full block."""
+
+    def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
+        hashes = reversed(arrival.blocks.hashes())
+        pinned = next((self._pinned[each] for each in hashes if each in self._pinned), "")
+        for worker in workers:
+            if worker.worker_id == pinned and worker.role is not WorkerRole.PREFILL:
+                num_cached = arrival.blocks.num_cached_tokens(worker.cached_blocks)
+                choice: PrefillChoice | None = PrefillChoice(pinned, False, 0.0, num_cached, due_s=arrival.wanted_s)
+                break
+        else:
+            choice = super().prefill(arrival, workers)
+        if choice is not None and not choice.handoff:
+            self._pin(arrival, choice.worker_id)
+        return choice
+
+    def decode(
+        self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
+    ) -> Binding | None:
+        binding = super().decode(arrival, workers, cut_off, source_host)
+        if binding is not None:
+            self._pin(arrival, binding.worker_id)
+        return binding
+
+    def _pick(
+        self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
+    ) -> WorkerSnapshot:
+        return super()._pick(blocks, workers, _prompts if load is _prompts else _held_blocks)
+
+    def _pin(self, arrival: Arrival, worker_id: str) -> None:
+        if hashes := arrival.blocks.hashes():
+            self._pinned[hashes[-1]] = worker_id
+            if len(self._pinned) > MAX_PINNED:
+                del self._pinned[next(iter(self._pinned))]
+
+
 def _prompts(worker: WorkerSnapshot) -> float:
     """Load of a candidate for prefill: thousands of waiting tokens, and answers, of which a prefill worker has none."""
     return worker.num_waiting_tokens / 1000 + worker.num_decoding
@@ -113,3 +162,8 @@ def _prompts(worker: WorkerSnapshot) -> float:
 
 def _answers(worker: WorkerSnapshot) -> float:
     return worker.num_decoding
+
+
+def _held_blocks(worker: WorkerSnapshot) -> float:
+    """Up to a constant, as pools of one role are equally large."""
+    return -worker.num_free_blocks

@@ -112,6 +112,12 @@ class PromptBlocks:
             cached[worker.worker_id] = num_cached = self.num_cached_tokens(worker.cached_blocks, num_cached)
         return cached
 
+    def hashes(self) -> Sequence[bytes]:
+        """Hashes of the full blocks, less one that ends with the last token."""
+        while len(self._hashes) < self._num_cacheable:
+            self._next_hash()
+        return self._hashes
+
     def _next_hash(self) -> bytes:
         start = len(self._hashes) * self.block_size
         self._parent = block_hash(self._parent, self._tokens[start : start + self.block_size])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.router.requests.baselines import CacheAware, LeastLoaded, PowerOfTwo, RoundRobin
+from pdserve.router.requests.baselines import CacheAware, ConServe, LeastLoaded, PowerOfTwo, RoundRobin
 from pdserve.router.requests.goodput import Goodput
 from pdserve.router.requests.least_time import LeastTime
 from pdserve.router.requests.placement import Costs, Placement
@@ -11,6 +11,7 @@ _POLICIES: dict[str, type[Placement]] = {
     "least-time": LeastTime,
     "goodput": Goodput,
     "cache-aware": CacheAware,
+    "conserve": ConServe,
     "power-of-two": PowerOfTwo,
     "least-loaded": LeastLoaded,
     "round-robin": RoundRobin,

@@ -34,7 +34,7 @@ class Rig:
         return self.pool[block].numpy().tobytes()
 
 
-@pytest.fixture(params=[1, 2, 100], ids=lambda blocks: f"{blocks} staged blocks")
+@pytest.fixture(params=[1, 4, 200], ids=lambda blocks: f"{blocks} staged blocks")
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
     monkeypatch.setattr(host_staging, "PINNED_BYTES", request.param * LAYOUT.block_bytes)
     return Rig()

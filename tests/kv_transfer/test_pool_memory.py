@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,23 @@ def test_inherited_descriptor_maps_the_same_memory() -> None:
     assert inherited.generations[63] == 17
     inherited.close()
     owner.close()
+
+
+@pytest.mark.parametrize("block_size", [4, 64], ids=["blocks share pages", "blocks of pages"])
+def test_released_blocks_take_no_memory_and_their_neighbours_stay(block_size: int) -> None:
+    layout = replace(LAYOUT, block_size=block_size)
+    memory = PoolMemory.create(layout)
+    memory.blocks[:] = bytes([9]) * layout.pool_bytes
+    taken = os.fstat(memory.fd).st_blocks
+    released = [*range(8, 40), 3]
+    memory.release(released)
+    pages = len(released) * layout.block_bytes // mmap.PAGESIZE
+    freed = (taken - os.fstat(memory.fd).st_blocks) * 512 // mmap.PAGESIZE
+    assert max(1, pages - 4) <= freed <= pages
+    for block_id in set(range(layout.num_blocks)) - {*released}:
+        assert set(memory.block(block_id, 0, 2)) == {9}
+    assert not any(memory.block(20, 0, 2))
+    memory.close()
 
 
 def test_peer_sees_the_pool_and_cannot_write() -> None:

@@ -67,6 +67,15 @@ def test_throughput_and_goodput_by_vllms_names() -> None:
     assert result["offered_rate"] == pytest.approx(1.0)
 
 
+def test_interactivity_counts_from_arrival_to_the_last_token() -> None:
+    # Of the ten answers with 0.2 s in all for 11 tokens, one waits 1 s more, and is beyond p90.
+    result = result_of(a_measurement([0.1] * 10 + [1.1], [0.01] * 11))
+    assert result["interactivity"] == pytest.approx(11 / 0.2, abs=1e-2)
+    worse = result_of(a_measurement([0.1] * 10 + [1.1] * 2, [0.01] * 12))
+    assert worse["interactivity"] == pytest.approx(11 / 1.2, abs=1e-2)
+    assert result_of(a_measurement([nan], [nan]))["interactivity"] is None
+
+
 def test_end_to_end_latency_can_be_an_objective() -> None:
     measured = a_measurement([0.1, 0.3], [0.01, 0.01])
     result = result_of(measured, e2el=250.0)

@@ -142,6 +142,7 @@ def test_the_next_turn_continues_what_was_answered() -> None:
     assert len(second) == 12
     assert measured.num_finished == 2
     assert measured.times.arrived_s[1] == pytest.approx(measured.times.last_token_s[0] + 0.1)
+    assert measured.offered_until_s == measured.times.arrived_s[0]
 
 
 def test_prompts_are_equal_where_their_contents_are() -> None:

@@ -48,6 +48,18 @@ def test_lengths_of_a_trace(tmp_path: Path) -> None:
     assert sorted((len(body["prompt"]), body["max_tokens"]) for body in server.bodies) == [(5, 2), (6, 3)]
 
 
+def test_requests_of_a_trace_may_be_turns_of_sessions(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 0, "input_length": 20, "output_length": 3, "block_size": 10, "hash_ids": [1, 2]},
+        {"timestamp": 10, "input_length": 30, "output_length": 3, "block_size": 10, "hash_ids": [1, 2, 3]},
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    for has_sessions in (False, True):
+        first, *others = bench_load.workload_of("", trace, (1, 1, 0.0), sessions=has_sessions).draw(2).conversations
+        assert (first.follow_up is not None) is (not others) is has_sessions
+
+
 @pytest.mark.parametrize(("ttft_ms", "share"), [("10000", 1.0), ("0.001", 0.0)])
 def test_objectives_are_those_asked_for(ttft_ms: str, share: float) -> None:
     options = ("--num-prompts", "2", "--request-rate", "20", "--goodput", f"ttft:{ttft_ms}", "tpot:1000", "--json")

@@ -56,6 +56,9 @@ class Rig:
     def copy_h2d(self, block_ids: Sequence[int]) -> None:
         self._copy("H2D", [*block_ids])
 
+    def release(self, block_ids: Sequence[int]) -> None:
+        self.log.append(("released", [*block_ids]))
+
     def _copy(self, direction: str, blocks: list[object]) -> None:
         self.log.append((f"{direction} begins", blocks))
         assert self.may_copy.wait(30)
@@ -162,7 +165,7 @@ def test_a_pull_is_told_after_its_blocks_are_copied(rig: Rig) -> None:
     begun = "start_pull", ("H2D begins", [2, 4])
     rig.wait_for(*begun)
     rig.may_copy.set()
-    rig.wait_for(*begun, "H2D ends", "pull_done", "lease_lost")
+    rig.wait_for(*begun, "H2D ends", ("released", [2, 4]), "pull_done", "lease_lost")
 
 
 def test_the_seconds_of_a_pull_include_its_copy() -> None:
@@ -183,7 +186,7 @@ def test_of_a_failed_pull_nothing_is_copied(rig: Rig) -> None:
     rig.transfer.send(a_pull())
     rig.wait_for("start_pull")
     rig.say(done(failure_stage="aborted"))
-    rig.wait_for("start_pull", "pull_done")
+    rig.wait_for("start_pull", ("released", [2, 4]), "pull_done")
 
 
 def test_pulls_side_by_side_have_blocks_of_their_own(rig: Rig) -> None:
@@ -192,8 +195,9 @@ def test_pulls_side_by_side_have_blocks_of_their_own(rig: Rig) -> None:
     rig.wait_for("start_pull", "start_pull")
     rig.say(done(2))
     rig.say(done(1))
-    copied = ("H2D begins", [6]), "H2D ends", "pull_done", ("H2D begins", [2, 4]), "H2D ends", "pull_done"
-    rig.wait_for("start_pull", "start_pull", *copied)
+    first = ("H2D begins", [6]), "H2D ends", ("released", [6]), "pull_done"
+    second = ("H2D begins", [2, 4]), "H2D ends", ("released", [2, 4]), "pull_done"
+    rig.wait_for("start_pull", "start_pull", *first, *second)
 
 
 @pytest.mark.parametrize("direction", ["copy_d2h", "copy_h2d"])

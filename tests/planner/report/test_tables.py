@@ -31,8 +31,8 @@ def test_the_answer_comes_first_and_alone_unless_more_is_asked() -> None:
 
 def test_a_plan_reads_from_answer_to_reasons() -> None:
     lines = [" ".join(line.split()) for line in printed(a_plan()).splitlines()]
-    assert "1 1 x P(TP1) + 1 x D(TP1) 2 16.0 14.4 - 17.6 8.00 9,600 $2.08 800 TTFT: prefill compute" in lines
-    assert "3 1 x P(TP2) + 1 x D(TP2) 4 ~6.00 estimated 1.50 - - 300 KV transfer link" in lines
+    assert "1 1 x P(TP1) + 1 x D(TP1) 2 16.0 14.4 - 17.6 8.00 9,600 $2.08 800 131 TTFT: prefill compute" in lines
+    assert "3 1 x P(TP2) + 1 x D(TP2) 4 ~6.00 estimated 1.50 - - 300 - KV transfer link" in lines
     assert "decode 1 x TP1, h100-sxm 16.0 GB 56.0 GB 80.0 GB 256 50 70 % 10 %" in lines
     saturation = "attainment halves, or answers lag behind arrivals, at 24.0 requests/s, 1.50 times the goodput."
     assert f"Saturation: {saturation}" in lines

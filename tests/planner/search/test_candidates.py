@@ -52,6 +52,7 @@ def an_attainment(
         ttft=nothing,
         tpot=nothing,
         itl=nothing,
+        interactivity=80.0,
         num_requests=100,
         num_counted=60,
         num_rejected=0,

@@ -387,6 +387,13 @@ def test_a_full_router_rejects() -> None:
     assert np.isfinite(times.last_token_s).sum() == 5
 
 
+def test_a_session_of_a_closed_loop_keeps_its_pace() -> None:
+    session = SimulatedRequest(9.0, 100, 5, (), SimulatedRequest(2.0, 200, 5))
+    times = simulate(LLAMA_3_8B, disaggregated(), [session] * 2, slo=SLO, concurrency=1, overheads=NO_OVERHEADS).times
+    first, second, third, _ = times.arrived_s
+    assert (first, second, third) == (0.0, times.last_token_s[0] + 2.0, times.last_token_s[1])
+
+
 def test_a_closed_loop_keeps_its_concurrency() -> None:
     requests = poisson(1, 100)
     times = simulate(LLAMA_3_8B, disaggregated(), requests, slo=SLO, concurrency=4, overheads=NO_OVERHEADS).times

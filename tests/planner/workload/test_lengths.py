@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.planner.workload.lengths import (
-    EmpiricalLengths,
     FixedLengths,
     LengthPairs,
     Lengths,
@@ -24,7 +23,6 @@ DISTRIBUTIONS = [
     FixedLengths(100, 10),
     LogNormalLengths(mean_prompt_tokens=3, mean_output_tokens=1, prompt_variation=4),
     QUANTILES,
-    EmpiricalLengths(np.array([1, 2]), np.array([3, 4])),
 ]
 
 
@@ -87,13 +85,6 @@ def test_a_total_bounds_answers_and_leaves_prompts() -> None:
     assert (prompts + outputs).max() <= 910
     assert np.percentile(prompts, 90) == pytest.approx(500, rel=0.02)
     assert (outputs[prompts < 600]).max() > 250
-
-
-def test_empirical_lengths_keep_their_pairs() -> None:
-    prompts, outputs = draw(EmpiricalLengths(np.array([10, 20, 30]), np.array([1, 2, 3])), 3000)
-    np.testing.assert_array_equal(prompts, 10 * outputs)
-    assert set(outputs.tolist()) == {1, 2, 3}
-    assert prompts.mean() == pytest.approx(20, rel=0.05)
 
 
 @pytest.mark.parametrize(("prompt", "output"), [(0, 1), (1, 0)])

@@ -14,6 +14,7 @@ from pdserve.planner.workload.arrivals import POISSON, RandomGaps, Recorded
 from pdserve.planner.workload.conversations import Conversations, SystemPrompts, Turns
 from pdserve.planner.workload.lengths import FixedLengths, LogNormalLengths
 from pdserve.planner.workload.requests import Clamped
+from pdserve.planner.workload.sessions import RedrawnSessions
 from pdserve.planner.workload.trace import Trace
 from pdserve.planner.workload.trace_lines import read_mooncake, read_plain
 from pdserve.planner.workload.workload import Workload, WorkloadSample, trace_workload
@@ -174,7 +175,7 @@ def test_a_trace_has_no_more_than_it_has(tmp_path: Path) -> None:
     trace = a_trace(tmp_path)
     with pytest.raises(ValueError, match="21 are asked of a trace of 20"):
         trace_workload(trace).draw(21)
-    endless = Workload(name="lengths", contents=Conversations(lengths=trace.lengths()))
+    endless = Workload(name="sessions", contents=RedrawnSessions(trace))
     assert endless.draw(500).num_requests == 500
 
 

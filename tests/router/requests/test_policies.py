@@ -70,6 +70,26 @@ def test_cache_aware_follows_a_prefix_while_loads_are_balanced() -> None:
     assert picks("cache-aware", [DECODES[0], overloaded]) == ["decode-0"]
 
 
+def test_conserve_keeps_a_conversation_where_its_first_turn_decoded() -> None:
+    chooser = new_placement("conserve", COSTS)
+    held = [one._replace(num_free_blocks=40 + 10 * (index == 1)) for index, one in enumerate(DECODES)]
+    assert placed(chooser, arrival(100), held) == ("prefill-0", True)
+    assert decoder(chooser, held) == "decode-1"
+    fuller = [one._replace(num_free_blocks=40 - 30 * (index == 1)) for index, one in enumerate(DECODES)]
+    assert placed(chooser, arrival(150), fuller) == ("decode-1", False)
+    assert placed(chooser, arrival(200), fuller) == ("decode-1", False)
+    # Another conversation, whose prompt begins with less than all blocks of a pinned one, or a worker that is gone.
+    other = arrival(100)._replace(blocks=PromptBlocks([*range(60), *range(500, 600)], BLOCK_SIZE))
+    assert placed(chooser, other, fuller) == ("prefill-0", True)
+    assert placed(chooser, arrival(250), fuller[:1]) == ("prefill-0", True)
+
+
+def placed(chooser: Placement, prompt: Arrival, decodes: Sequence[WorkerSnapshot]) -> tuple[str, bool]:
+    choice = chooser.prefill(prompt, [*PREFILLS, *decodes])
+    assert choice is not None
+    return choice.worker_id, choice.handoff
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_room_and_whole_pairs_come_first(policy: str) -> None:
     chooser = new_placement(policy, COSTS, tpot_slo_s=0.05)
