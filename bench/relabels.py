@@ -1,11 +1,11 @@
 """Workers that take each other's role while streams run: what the streams notice, and how soon the role is taken.
 
-    python -m pdserve.bench.relabels [--relabels 100] [--streams 500] [--seed 0] [--json FILE]
+    python -m pdserve.bench.relabels [--relabels 100] [--streams 500] [--kills] [--json FILE]
 
 Two prefill and two decode workers, emulated processes of which every token is known, serve 64 clients. Over and over
-one worker of each role or all four take the other role, at once or one after the other in random order, and every tenth
-time a worker is killed and started anew. Meanwhile streams go on: each must end in the right tokens. Timed is a
-relabel, from the new list of workers until the router has the roles; the share of a supervisor, which sends the list,
+one worker of each role or all four take the other role, at once or one after the other in random order; with --kills a
+worker is killed every tenth time and started anew. Meanwhile streams go on: each must end in the right tokens. Timed is
+a relabel, from the new list of workers until the router has the roles; the share of a supervisor, which sends the list,
 is not part of that. At the end no block may be referenced.
 """
 
@@ -42,14 +42,14 @@ class Relabels:
         self.num_running: list[int] = []
         """Requests in flight at each relabel."""
 
-    async def run(self, num_relabels: int, num_streams: int) -> None:
+    async def run(self, num_relabels: int, num_streams: int, *, kills: bool) -> None:
         """Relabel so often, and until so many streams have ended."""
         async with asyncio.TaskGroup() as group:
             for _ in range(NUM_CLIENTS):
                 group.create_task(self._client())
             while len(self.seconds) < num_relabels or self._cluster.counts["right"] < num_streams:
                 await self._swap()
-                if len(self.seconds) >= RELABELS_PER_KILL * (self._cluster.counts["killed"] + 1):
+                if kills and len(self.seconds) >= RELABELS_PER_KILL * (self._cluster.counts["killed"] + 1):
                     await self._kill()
             self._is_over = True
 
@@ -87,19 +87,19 @@ class Relabels:
         await self._cluster.relabel(self._roles)  # as a supervisor starts it under its present role
 
 
-def relabels(num_relabels: int, num_streams: int, *, seed: int = 0) -> dict[str, Any]:
+def relabels(num_relabels: int, num_streams: int, *, kills: bool) -> dict[str, Any]:
     """Returns what was seen.
 
     Raises:
         AssertionError: a stream was wrong, or blocks were not freed.
     """
-    return asyncio.run(_relabels(num_relabels, num_streams, seed))
+    return asyncio.run(_relabels(num_relabels, num_streams, kills))
 
 
-async def _relabels(num_relabels: int, num_streams: int, seed: int) -> dict[str, Any]:
-    async with running_cluster(EmulatedModel(), dict.fromkeys(NAMES, (1, 1)), "memfd", seed=seed) as cluster:
+async def _relabels(num_relabels: int, num_streams: int, kills: bool) -> dict[str, Any]:
+    async with running_cluster(EmulatedModel(), dict.fromkeys(NAMES, (1, 1)), "memfd") as cluster:
         run = Relabels(cluster)
-        await run.run(num_relabels, num_streams)
+        await run.run(num_relabels, num_streams, kills=kills)
         await cluster.check_free()
         return {
             "relabels": len(run.seconds),
@@ -113,9 +113,9 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--relabels", type=int, default=100)
     parser.add_argument("--streams", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", action="store_true")
     arguments = parser.parse_args()
-    publish(relabels(arguments.relabels, arguments.streams, seed=arguments.seed), arguments.json)
+    publish(relabels(arguments.relabels, arguments.streams, kills=arguments.kills), arguments.json)
 
 
 if __name__ == "__main__":
