@@ -51,7 +51,7 @@ def served(sample: WorkloadSample, rate: float, guesses: Guesses | None) -> Atta
 
 def main() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument("--requests", type=int, default=1500)
+    parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     arguments = parser.parse_args()
     rows: dict[str, Any] = {}

@@ -1,6 +1,7 @@
 """A large checkpoint on CPUs: how soon it is loaded, in how much memory, and its steps beside what memory allows.
 
     python -m pdserve.bench.large_model [--layers 28] [--folder FOLDER] [--json FILE]
+    python -m pdserve.bench.large_model --planned moe | int4 [--seconds 240] [--json FILE]
 
 Writes a checkpoint with the sizes of Qwen3-30B-A3B and random int4 weights of GPTQ in groups of 128, with fewer layers
 (48 take 17 GB, and 28 take 10), unless ``--folder`` has one. Times a plain read of it and then the load by a worker's
@@ -22,25 +23,32 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
 
 from pdserve.bench.script import publish, script_parser
-from pdserve.bench.shapes import QWEN3_30B_A3B_INT4_CONFIG
+from pdserve.bench.shapes import QWEN2_05B_CONFIG, QWEN3_30B_A3B_INT4_CONFIG
 from pdserve.contracts.kv_layout import DTYPE_BYTES
 from pdserve.contracts.precision import Precision
+from pdserve.contracts.step import Executor, StepBatch
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost import profiling
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
 from pdserve.model.cost.profiling import ProfiledModel, profiled_executor, step_batch
-from pdserve.model.cost.step_grid import Step, StepRow
+from pdserve.model.cost.step_grid import Step, StepKind, StepRow
 from pdserve.model.weights.random_checkpoint import write_random_weights
+from pdserve.planner.cost_fit import TimedStep, fit_hardware
+from pdserve.planner.layout import PlannedModel
 
 BATCHES = (1, 8)
 CONTEXT = 256
 PROMPT_TOKENS = 2048
+PLANNED = {"moe": ({**QWEN3_30B_A3B_INT4_CONFIG, "num_hidden_layers": 2}, "auto"), "int4": (QWEN2_05B_CONFIG, "int4")}
+"""config.json, and quantization."""
 _READ_BYTES = 2**23
 _SUMMED_BYTES = 2**30
 _KV_BLOCKS = max(1 + PROMPT_TOKENS // 16, max(BATCHES) * (1 + CONTEXT // 16))
@@ -139,13 +147,57 @@ def measure(folder: Path, cores: tuple[int, ...], num_rounds: int) -> dict[str, 
     }
 
 
+def planned(name: str, budget_s: float) -> dict[str, Any]:
+    """Errors of the cost model for held-out steps of one of `PLANNED`, as `pdserve profile` fits it on one core, but by
+    the process's time, which other processes disturb least."""
+
+    def run_s(executor: Executor, batch: StepBatch) -> float:
+        began_s = time.process_time()
+        executor.submit(batch).result()
+        return time.process_time() - began_s
+
+    values, quantization = PLANNED[name]
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "config.json").write_text(json.dumps(values), encoding="utf-8")
+        config = DecoderConfig.from_folder(Path(scratch))
+    profiled = ProfiledModel(
+        name=name,
+        folder=Path(scratch),
+        config=config,
+        has_weights=False,
+        precision=Precision(dtype="bfloat16", quantization=quantization),
+        cores=(max(os.sched_getaffinity(0)),),
+        kv_memory_bytes=2**31,
+        max_batch_size=64,
+        max_model_len=2 * PROMPT_TOKENS,
+    )
+    with patch.object(profiling, "_run_s", run_s):
+        profile = profiling.measure_model(profiled, budget_s, lambda *_: None)
+    steps = [TimedStep(each.step, each.median_s, each.num_layers) for each in profile.steps]
+    fitted_model = PlannedModel(shape=profiled.config.shape, name=profiled.name, precision=profiled.precision)
+    fit = fit_hardware(hardware("cpu", num_cores=1), fitted_model, steps, date="", source="")
+    errors = [abs(step.error) for step in fit.steps if step.is_held_out]
+    return {
+        "model": profiled.name,
+        "errors": {kind.value: fit.errors(kind)._asdict() for kind in StepKind},
+        "held_out": len(errors),
+        "beyond_15_percent": sum(error > 0.15 for error in errors),
+        "largest": round(max(errors), 3),
+    }
+
+
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--folder", type=Path, help="of the checkpoint, which stays; written if it is not there")
     parser.add_argument("--cores", type=int, nargs="+", default=sorted(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--planned", choices=PLANNED, help="measure predictions of this model alone")
+    parser.add_argument("--seconds", type=float, default=240.0, help="for its steps")
     arguments = parser.parse_args()
+    if arguments.planned is not None:
+        publish(planned(arguments.planned, arguments.seconds), arguments.json)
+        return
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.folder or Path(scratch)
         folder.mkdir(exist_ok=True)

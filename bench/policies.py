@@ -34,7 +34,7 @@ from pdserve.contracts.deployment import DEFAULT_POLICY, POLICIES, SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.search.goodput import highest_rate
+from pdserve.planner.search.rates import highest_rate
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.arrivals import POISSON, RandomGaps
 from pdserve.planner.workload.conversations import Conversations, SystemPrompts

@@ -76,7 +76,9 @@ def _is_batching(value: str | float) -> bool:
     return value in ("continuous", "static") if isinstance(value, str) else 0 <= value < inf
 
 
-_Batching = Annotated[str | float, Rule(_is_batching, "continuous, static, or the seconds to wait for a full batch")]
+_Batching = Annotated[
+    str | int | float, Rule(_is_batching, "continuous, static, or the seconds to wait for a full batch")
+]
 
 
 def _is_speculation(value: str | dict[str, str]) -> bool:

@@ -83,7 +83,7 @@ class WorkerConfig:
     """Size of that file."""
     max_batch_tokens: int = 2048
     max_batch_size: int = 256
-    batching: str | float = "continuous"
+    batching: str | int | float = "continuous"
     """As in `pdserve.contracts.deployment.PhaseConfig`."""
     speculation: str = "none"
     """What guesses the next tokens of answers that decode here, one of `SPECULATIONS`."""

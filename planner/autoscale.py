@@ -133,24 +133,17 @@ class Autoscaler:
         return [(one[role] + two[role]) / 2 for one, two in pairwise(self._needs)]
 
     def _lasting(self, role: WorkerRole) -> float:
-        """The most that windows needed, each carried to now along the slope: what was needed before a fall is not."""
-        needs, slope = self._smoothed(role), self._slope(role)
-        return max(need + slope * age for age, need in enumerate(reversed(needs))) + self._growth(role)
+        """The most that windows of the last minute needed, and growth adds to it."""
+        return max(self._smoothed(role)) + self._growth(role)
 
     def _growth(self, role: WorkerRole) -> float:
-        """By how much the need will have grown in `START_S`."""
-        return max(0.0, self._slope(role)) * START_S / WINDOW_S
-
-    def _slope(self, role: WorkerRole) -> float:
-        """Growth of the need from one window to the next: the least that was seen from each third of the last minute to
-        the next, and 0 if one of them grew and the other fell. A step is seen once, and so is chance: that counts for
-        half at most, and seldom."""
+        """By how much the need will have grown in `START_S`, as it did from each third of the last minute to the next.
+        A step grows once, and so does chance: that counts for half at most, and seldom."""
         needs, third = [each[role] for each in self._needs], NUM_WINDOWS_DOWN // 3
         if len(needs) < NUM_WINDOWS_DOWN:
             return 0.0
         first, second, last = (fmean(needs[begin : begin + third]) for begin in range(0, NUM_WINDOWS_DOWN, third))
-        sooner, later = second - first, last - second
-        return min(sooner, later, key=abs) / third if sooner * later > 0 else 0.0
+        return max(0.0, min(second - first, last - second)) * START_S / (third * WINDOW_S)
 
     def _shared(self, wanted: Replicas, most_workers: int) -> dict[WorkerRole, int]:
         """Numbers with that sum, so that the role with the least for its need has the most."""

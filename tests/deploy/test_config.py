@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pdserve.contracts.codec import from_json, to_json
 from pdserve.contracts.deployment import DeploymentConfig, parse_bytes
 from pdserve.contracts.errors import ConfigError
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.deploy.config import (
     parse_deployment,
     read_deployment,
@@ -278,3 +280,10 @@ def test_bounds_of_workers_that_follow_the_load_fit(document: dict[str, object],
     with pytest.raises(ConfigError) as caught:
         parse_deployment(document)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("batching", ["static", 0.5, 1])
+def test_batches_are_static_or_wait_for_some_seconds(batching: str | float) -> None:
+    assert parse_deployment({"mixed": {"batching": batching}}).mixed.batching == batching
+    config = WorkerConfig(worker_id="mixed-0", role=WorkerRole.MIXED, model_path="x", batching=batching)
+    assert from_json(WorkerConfig, to_json(config), "worker") == config

@@ -73,15 +73,6 @@ def test_a_load_that_grows_is_expected_to_grow_on() -> None:
     assert cluster.replicas[DECODE] == 4
 
 
-def test_workers_leave_with_a_load_that_falls_and_not_a_minute_behind_it() -> None:
-    cluster, fall = Cluster(1, 6), 1.2 / 12
-    """Workers from one window to the next."""
-    needs = [5.8 - fall * index for index in range(40)]
-    changes = [cluster.window(0.5, need) for need in needs]
-    last = max(index for index, change in enumerate(changes) if change is not None)
-    assert cluster.replicas[DECODE] == 3 == int(needs[last] + fall) + 1
-
-
 def test_part_of_a_prefill_worker_is_not_added_where_decode_workers_have_room() -> None:
     cluster = Cluster(1, 3)
     assert cluster.windows(20, 1.3, 2.4) == [None] * 20
