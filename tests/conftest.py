@@ -25,19 +25,20 @@ LONG_FILES = (
     "test_same_tokens.py",
     "test_kernels_compile.py",
     "test_real_workers.py",
-    "test_search.py",
     "test_worker.py",
     "tests/e2e/",
+    "test_search.py",
     "test_schedulers_property.py",
     "test_gpu_rehearsal.py",
-    "test_model_executor.py",
+    "executors/test_model.py",
     "test_up.py",
     "tests/deploy/",
     "tests/bench/",
     "tests/kernels/",
     "tests/planner/",
 )
-"""Parts of paths of files to start first, in this order, so that no process is left with a long file at the end."""
+"""Parts of paths of files to start first, in this order, so that no process is left with a long file at the end. Those
+that need the compiled simulator come when `scripts/test` has compiled it."""
 INDEPENDENT_TESTS = ("::test_same_tokens_of_every_family[", "::test_a_launch_fits_the_gpu[")
 """Many long tests that share next to nothing, so processes may divide them."""
 

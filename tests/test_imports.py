@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 import pytest
 
 import pdserve
+from tests.patience import HANG_S
 
 TORCH_FREE = [
     "pdserve.contracts*",
@@ -49,7 +50,7 @@ for name in {modules!r}:
     importlib.import_module(name)
 print(*(name for name in {libraries!r} if name in sys.modules))
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout.split()
 

@@ -26,8 +26,8 @@ from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint, Worker
 from pdserve.proto.codec import request_to_proto, source_to_proto, unpack_tokens
 from pdserve.proto.token_proof import ClientProof
 from pdserve.proto.v1 import worker_pb2, worker_pb2_grpc
+from tests.patience import HANG_S
 
-DEADLINE_S = 60.0
 _router_numbers = itertools.count()
 
 
@@ -101,7 +101,7 @@ class RouterClient:
         cancel = worker_pb2.Cancel(request_id=request_id, attempt=attempt)
         self.send(worker_pb2.RouterMessage(cancel=cancel))
 
-    def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = HANG_S) -> None:
         """Wait until ``condition()`` holds. On timeout, an AssertionError names ``what`` did not happen."""
         with self._changed:
             happened = self._changed.wait_for(condition, timeout_s)
@@ -142,7 +142,7 @@ class RouterClient:
         assert [entry.index for entry in entries] == list(range(first, first + len(entries)))
         return [entry.token for entry in entries]
 
-    def wait_until_free(self, timeout_s: float = DEADLINE_S) -> None:
+    def wait_until_free(self, timeout_s: float = HANG_S) -> None:
         """Wait for a load report without referenced blocks and without running, waiting or parked requests."""
         self.wait_for(
             lambda: (
@@ -271,7 +271,7 @@ def hand_off(prefill: RouterClient, decode: RouterClient, request: GenerationReq
     return first + rest
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = DEADLINE_S) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = HANG_S) -> None:
     """Poll a condition that no thread signals."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -15,13 +15,13 @@ import httpx
 import psutil
 
 from pdserve.deploy.cluster.folder import admin_headers
+from tests.patience import HANG_S
 
-DEADLINE_S = 120.0
 CLI = (sys.executable, "-m", "pdserve.deploy.cli")
 Result = TypeVar("Result")
 
 
-def pdserve(*arguments: str, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+def pdserve(*arguments: str, timeout_s: float = HANG_S, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run one command of the CLI to its end."""
     command = [*CLI, *arguments]
     env = {**os.environ, "COLUMNS": "120", **environment}
@@ -30,7 +30,7 @@ def pdserve(*arguments: str, timeout_s: float = 60, **environment: str) -> subpr
 
 def wait_for(condition: Callable[[], Result], what: str) -> Result:
     """Return the first true result of ``condition``."""
-    deadline_s = time.monotonic() + DEADLINE_S
+    deadline_s = time.monotonic() + HANG_S
     while not (result := condition()):
         assert time.monotonic() < deadline_s, f"still waiting for {what}"
         time.sleep(0.05)
@@ -112,7 +112,7 @@ class UpProcess:
         if self.process.poll() is None:
             self.members("")
             self.process.send_signal(number)
-        return int(self.process.wait(DEADLINE_S))
+        return int(self.process.wait(HANG_S))
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -21,11 +21,12 @@ from pdserve.deploy.cluster.supervisor import Supervisor
 from pdserve.deploy.launch import Launch
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from tests.deploy.clusters import pdserve
+from tests.patience import HANG_S
 
 
 def test_help_is_quick_and_loads_no_engine() -> None:
     code = "import sys, pdserve.deploy.cli; print(sorted({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout.strip() == "[]"
 
 

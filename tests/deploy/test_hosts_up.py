@@ -17,6 +17,7 @@ import pytest
 
 from pdserve.deploy.cluster.processes import end_session, start_tied
 from tests.deploy.clusters import pdserve, wait_for
+from tests.patience import HANG_S
 
 PORT = 26391
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"  # Ray takes 127.0.0.1 for the address on the network
@@ -76,7 +77,7 @@ class Cluster:
     def answer(self) -> str:
         messages = [{"role": "user", "content": "What is 17 + 25?"}]
         body = {"model": "pdserve-demo", "messages": messages, "temperature": 0}
-        reply = httpx.post(f"{self.row('API')}/chat/completions", json=body, trust_env=False, timeout=60)
+        reply = httpx.post(f"{self.row('API')}/chat/completions", json=body, trust_env=False, timeout=HANG_S)
         return str(reply.raise_for_status().json()["choices"][0]["message"]["content"])
 
 
@@ -103,7 +104,7 @@ def test_workers_are_spread_and_move_when_their_host_is_lost(head: Node, tmp_pat
     wait_for(lambda: cluster.says("1 of 2 have joined"), "the first host")
     other = Node(tmp_path, OTHER, f"--address={HEAD}:{PORT}")
     try:
-        assert cluster.process.wait(120) == 0, cluster.log_path.read_text()
+        assert cluster.process.wait(HANG_S) == 0, cluster.log_path.read_text()
         assert sorted(cluster.hosts().values()) == [HEAD, OTHER]
         assert cluster.answer() == "42"
         (store,), epochs = control_stores(), [each["epoch"] for each in cluster.workers()]
@@ -130,4 +131,4 @@ def test_a_worker_without_a_host_is_waited_for_by_name(head: Node, tmp_path: Pat
         wait_for(lambda: cluster.says("none has 2 big left for decode-0"), "what is missing")
     finally:
         cluster.process.send_signal(signal.SIGINT)
-    assert cluster.process.wait(30) == 130
+    assert cluster.process.wait(HANG_S) == 130

@@ -11,6 +11,7 @@ import httpx
 
 from pdserve.deploy.cluster.folder import admin_headers
 from tests.deploy.clusters import UpProcess, pdserve, wait_for
+from tests.patience import HANG_S
 
 NUM_STREAMS = 64
 NUM_TOKENS = 300
@@ -44,7 +45,7 @@ async def read_stream(client: httpx.AsyncClient) -> tuple[int, bool]:
 
 async def streams_while_one_router_dies(up: UpProcess, admin_urls: list[str]) -> tuple[list[tuple[int, bool]], int]:
     """What became of the streams, and the number of those whose router was killed."""
-    async with httpx.AsyncClient(base_url=up.banner("API"), timeout=60, trust_env=False, verify=False) as client:
+    async with httpx.AsyncClient(base_url=up.banner("API"), timeout=HANG_S, trust_env=False, verify=False) as client:
         streams = [asyncio.create_task(read_stream(client)) for _ in range(NUM_STREAMS)]
 
         def held() -> list[int]:

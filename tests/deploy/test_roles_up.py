@@ -11,6 +11,7 @@ import httpx
 
 from pdserve.deploy.cluster.folder import admin_headers
 from tests.deploy.clusters import UpProcess, pdserve, wait_for
+from tests.patience import HANG_S
 
 DEPLOYMENT = "{router: {replicas: 2}}"
 ARGUMENTS = ("--emulate", "h100-sxm", "--prefill", "2", "--decode", "1", "--time-scale", "10")
@@ -40,7 +41,7 @@ def test_roles_change_while_requests_run_and_outlive_the_worker(tmp_path: Path) 
         def ask_on() -> set[str]:
             answers = set()
             while not is_over.is_set():
-                with httpx.Client(trust_env=False, verify=False, timeout=60) as client:  # either router's
+                with httpx.Client(trust_env=False, verify=False, timeout=HANG_S) as client:  # either router's
                     answers.add(ask(client))
             return answers
 

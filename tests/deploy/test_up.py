@@ -24,6 +24,7 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.deploy.cluster.folder import running_clusters
 from pdserve.model.weights.demo_model import DEMO_MODEL
 from tests.deploy.clusters import UpProcess, pdserve, wait_for
+from tests.patience import HANG_S
 
 ARGUMENTS = ("--emulate", "h100-sxm", "--prefill", "1", "--decode", "1")
 DEPLOYMENT = "{model: {dtype: bfloat16}, slo: {attainment: 0.8}, decode: {tensor_parallel: 2}}"
@@ -46,7 +47,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
 def test_the_last_line_of_the_banner_is_a_command_that_works(cluster: UpProcess) -> None:
     command = cluster.wait_ready()
     assert cluster.lines[-1] == command
-    run = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=HANG_S, check=True)
     assert json.loads(run.stdout)["usage"]["completion_tokens"] > 0
     assert "tokens of KV cache" in cluster.banner("prefill")
     assert "tokens of KV cache" in cluster.banner("decode")
@@ -67,7 +68,7 @@ def test_ctrl_c_stops_the_answer_here_and_in_the_cluster(cluster: UpProcess, tmp
         chat = subprocess.Popen([sys.executable, "-u", "-m", "pdserve.deploy.cli", *command], stdout=log, stderr=log)
     wait_for(lambda: log_path.stat().st_size > 20, "the beginning of the answer")
     chat.send_signal(signal.SIGINT)
-    assert chat.wait(60) == 0
+    assert chat.wait(HANG_S) == 0
     assert log_path.read_text().endswith("(stopped)\n")
     wait_for(lambda: cluster.status()["in_flight"] == 0, "the request to end")
     assert cluster.status()["outcomes"]["cancelled"] == 1
@@ -122,7 +123,7 @@ def test_workers_come_and_go_while_requests_run(cluster: UpProcess) -> None:
         return str(answer.json()["choices"][0]["text"]) if answer.is_success else answer.text
 
     def ask_on() -> set[str]:
-        with httpx.Client(trust_env=False, verify=False, timeout=60) as client:
+        with httpx.Client(trust_env=False, verify=False, timeout=HANG_S) as client:
             answers = set()
             while not is_over.is_set():
                 answers.add(ask(client))

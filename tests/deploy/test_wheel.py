@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from tests.deploy.clusters import UpProcess
+from tests.patience import HANG_S
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = "deploy/ray/Dockerfile"  # it copies a checkout
@@ -29,7 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info", "tests")
     shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=left_out)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--wheel-dir", folder, folder / "source"], check=True, timeout=120)
+    subprocess.run([*pip, "--wheel-dir", folder, folder / "source"], check=True, timeout=HANG_S)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -46,10 +47,10 @@ def test_it_has_every_file_of_the_packages(wheel: Path) -> None:
 
 def test_it_serves_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=HANG_S)
     python = str(environment / "bin/python")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, wheel], env=WITHOUT_CHECKOUT, check=True, timeout=120)
+    subprocess.run([*pip, wheel], env=WITHOUT_CHECKOUT, check=True, timeout=HANG_S)
     # Dependencies come from here. A path file names a folder, and those of that folder, such as an editable install's,
     # are not read.
     (site_packages,) = environment.glob("lib/*/site-packages")
@@ -62,7 +63,7 @@ def test_it_serves_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     up = UpProcess(tmp_path / "log", program=program, folder=tmp_path, PYTHONPATH="")
     try:
         command = up.wait_ready()
-        answer = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=60, check=True).stdout
+        answer = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=HANG_S, check=True).stdout
         assert json.loads(answer)["usage"]["completion_tokens"] > 0
         page = httpx.get(up.banner("API").removesuffix("v1"), trust_env=False)
         assert page.is_success

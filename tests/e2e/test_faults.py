@@ -17,6 +17,7 @@ import pytest
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from tests.e2e.cluster import Cluster, running_cluster
 from tests.e2e.reference import ReferenceAnswer, assert_same_tokens
+from tests.patience import HANG_S
 
 NUM_STREAMS = 16
 NUM_TOKENS = 400
@@ -68,7 +69,7 @@ async def stream_tokens(client: httpx.AsyncClient, body: dict[str, Any]) -> list
 
 async def undisturbed_answers(url: str) -> list[ReferenceAnswer]:
     """Answers to the same requests without failures, with the top-2 margin at each token."""
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=HANG_S) as client:
         bodies = [request_body(index, stream=False, logprobs=2) for index in range(NUM_STREAMS)]
         replies = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
     answers = []
@@ -82,7 +83,7 @@ async def undisturbed_answers(url: str) -> list[ReferenceAnswer]:
 
 async def answers_while(url: str, disturb: Any) -> list[list[int]]:
     """Run all streams at once; call ``disturb()`` once they are well under way."""
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=HANG_S) as client:
         streams = [asyncio.create_task(stream_tokens(client, request_body(i))) for i in range(NUM_STREAMS)]
         await asyncio.sleep(0.4)
         assert not any(task.done() for task in streams), "the streams ended before the fault: make them longer"
@@ -102,7 +103,7 @@ def test_a_killed_worker_loses_nothing(cluster: Cluster, references: list[Refere
     assert_same_tokens(answers, references)
     cluster.wait_until_healthy()
     assert cluster.worker_pid(worker_id) != victim
-    cluster.wait_until_idle(2.0)
+    cluster.wait_until_idle()
 
 
 def test_guesses_outlive_a_killed_worker(cluster: Cluster) -> None:
@@ -131,7 +132,7 @@ def check_guesses_outlive_a_killed_worker(cluster: Cluster) -> None:
     ]
 
     async def run() -> None:
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=HANG_S) as client:
             num_guesses = cluster.num_guesses()
             expected = await asyncio.gather(
                 *(stream_tokens(client, {**body, "frequency_penalty": 1e-15}) for body in bodies)
@@ -147,7 +148,7 @@ def check_guesses_outlive_a_killed_worker(cluster: Cluster) -> None:
 
     asyncio.run(run())
     cluster.wait_until_healthy()
-    cluster.wait_until_idle(2.0)
+    cluster.wait_until_idle()
 
 
 async def leave_early(url: str, count: int) -> None:
@@ -156,7 +157,7 @@ async def leave_early(url: str, count: int) -> None:
 
     async def one(index: int, after_s: float) -> None:
         # Loading HTTPS certificates 200 times would keep clients from leaving when they should.
-        async with httpx.AsyncClient(base_url=url, timeout=120, verify=False) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=HANG_S, verify=False) as client:
             body = request_body(index % 40, max_tokens=2000, stream=index % 3 != 0)
             request = asyncio.create_task(client.post("/v1/completions", json=body))
             await asyncio.sleep(after_s)
@@ -167,7 +168,7 @@ async def leave_early(url: str, count: int) -> None:
 
 def test_two_hundred_disconnects_free_everything(cluster: Cluster) -> None:
     asyncio.run(leave_early(cluster.url, 200))
-    cluster.wait_until_idle(2.0)
+    cluster.wait_until_idle()
     start = time.monotonic()
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=request_body(0, stream=False), timeout=30).json()
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=request_body(0, stream=False), timeout=HANG_S).json()
     assert len(answer["choices"][0]["token_ids"]) == NUM_TOKENS, time.monotonic() - start

@@ -21,6 +21,7 @@ from pdserve.deploy.observe import files
 from pdserve.deploy.observe.dashboards import DASHBOARDS
 from pdserve.deploy.observe.rules import ALERTS, recording_rules
 from tests.e2e.cluster import running_cluster
+from tests.patience import HANG_S
 
 NUM_CLIENTS = 4
 
@@ -53,7 +54,7 @@ def query(url: str, expr: str) -> list[dict[str, Any]]:
 
 
 def wait_for(url: str, expr: str, value: float) -> None:
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + HANG_S
     while True:
         try:
             if [float(each["value"][1]) for each in query(url, expr)] == [value]:
@@ -66,7 +67,7 @@ def wait_for(url: str, expr: str, value: float) -> None:
 
 def ask(url: str, number: int) -> None:
     body = {"messages": [{"role": "user", "content": f"{number} " * 50}], "max_tokens": 8}
-    httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+    httpx.post(f"{url}/v1/chat/completions", json=body, timeout=HANG_S).raise_for_status()
 
 
 def test_every_query_has_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +78,7 @@ def test_every_query_has_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         with running_prometheus(config, tmp_path / "data") as url:
             wait_for(url, "count(up == 1)", 2)
             num_asked = 0
-            deadline_s = time.monotonic() + 60
+            deadline_s = time.monotonic() + HANG_S
             while silent := [expr for expr in expressions() if not query(url, expr)]:
                 assert time.monotonic() < deadline_s, silent
                 with ThreadPoolExecutor() as pool:  # one after another, the decode worker would prefill: no handoff

@@ -17,6 +17,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from pdserve.deploy.cluster.folder import admin_headers
 from tests.e2e.cluster import Cluster, running_cluster
+from tests.patience import HANG_S
 from tests.vocabulary import DEMO_FOLDER
 
 TOOLS_TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool | tojson }}
@@ -48,7 +49,7 @@ def model_of(client: openai.OpenAI) -> str:
 def test_banner_ends_with_a_curl_line_that_works(cluster: Cluster) -> None:
     line = cluster.banner.strip().splitlines()[-1]
     command = shlex.split(line[line.index("curl ") :])
-    answer = subprocess.run([*command, "--silent", "--fail"], capture_output=True, check=True, timeout=60)
+    answer = subprocess.run([*command, "--silent", "--fail"], capture_output=True, check=True, timeout=HANG_S)
     assert b'"choices"' in answer.stdout
 
 
@@ -181,6 +182,6 @@ def test_errors_are_typed(client: openai.OpenAI) -> None:
 
 def test_metrics_have_counted(cluster: Cluster, client: openai.OpenAI) -> None:
     client.completions.create(model=model_of(client), prompt="x", max_tokens=4)
-    text = httpx.get(f"{cluster.admin_url}/metrics", headers=admin_headers(cluster.admin_url), timeout=5).text
+    text = httpx.get(f"{cluster.admin_url}/metrics", headers=admin_headers(cluster.admin_url), timeout=HANG_S).text
     assert 'pdserve_request_outcomes_total{outcome="finished"}' in text
     assert "pdserve_ttft_seconds_count" in text

@@ -14,6 +14,7 @@ from pdserve.model.weights.random_checkpoint import write_random_checkpoint, wri
 from tests.e2e.cluster import running_cluster
 from tests.e2e.reference import ReferenceAnswer, assert_same_tokens, greedy_answers
 from tests.model.checkpoints import write_family
+from tests.patience import HANG_S
 
 NUM_TOKENS = 24
 MAX_BATCH_TOKENS = 128
@@ -67,7 +68,7 @@ async def complete(client: httpx.AsyncClient, prompt: list[int], stream: bool) -
 
 async def complete_all(url: str, prompts: list[list[int]]) -> list[tuple[list[int], dict[str, Any]]]:
     limits = httpx.Limits(max_connections=64)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=HANG_S, limits=limits) as client:
         return await asyncio.gather(
             *(complete(client, prompt, stream=index % 2 == 0) for index, prompt in enumerate(prompts))
         )
@@ -85,7 +86,7 @@ def serve(
         deployment[phase].setdefault("replicas", 0 if phase == "mixed" else 1)
     with running_cluster(folder, deployment) as cluster:
         results = asyncio.run(complete_all(cluster.url, prompts))
-        cluster.wait_until_idle(2.0)
+        cluster.wait_until_idle()
     return results
 
 

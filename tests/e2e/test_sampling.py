@@ -15,6 +15,7 @@ import pytest
 
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from tests.e2e.cluster import Cluster, running_cluster
+from tests.patience import HANG_S
 
 NUM_TOKENS = 160
 PHASE = {"kv_memory": "128MiB", "max_batch_tokens": 256}
@@ -52,7 +53,7 @@ Answers = dict[str, list[dict[str, Any]]]
 
 async def ask_all(url: str, disturb: Callable[[], None] | None = None) -> Answers:
     """Send all requests at once; call ``disturb()`` once they are under way."""
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=HANG_S) as client:
         requests = {
             name: asyncio.create_task(client.post("/v1/completions", json=request_body(name))) for name in SETTINGS
         }
@@ -131,7 +132,7 @@ def test_settings_do_what_they_say(answers: Answers) -> None:
 
 def test_disaggregated_answers_are_the_same(cluster: Cluster, answers: Answers) -> None:
     assert_same(asyncio.run(ask_all(cluster.url)), answers)
-    cluster.wait_until_idle(2.0)
+    cluster.wait_until_idle()
 
 
 @pytest.mark.parametrize("worker_id", ["decode-0", "prefill-0"])
@@ -140,4 +141,4 @@ def test_answers_are_the_same_when_a_worker_is_killed(cluster: Cluster, answers:
     disturbed = asyncio.run(ask_all(cluster.url, lambda: os.kill(victim, signal.SIGKILL)))
     assert_same(disturbed, answers)
     cluster.wait_until_healthy()
-    cluster.wait_until_idle(2.0)
+    cluster.wait_until_idle()

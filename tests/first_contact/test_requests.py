@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.patience import HANG_S
 from tests.router.edge_server import EdgeServer, running_edge
 
 CASES = sorted((Path(__file__).parent / "requests").glob("*.yaml"))
@@ -56,7 +57,7 @@ def test_a_request_is_answered(edge: EdgeServer, path: Path) -> None:
     case: dict[str, Any] = yaml.safe_load(path.read_text())
     assert not case.keys() - {"about", "packets", "ends", "answers", "closed"}
     host, port = edge.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=HANG_S) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for number, packet in enumerate(case["packets"]):
             time.sleep(BETWEEN_PACKETS_S if number else 0)

@@ -38,14 +38,12 @@ from pdserve.kv_transfer.resharding import KvShard
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
 from tests.kv_transfer.peer import EVENT_GRACE_S
+from tests.patience import HANG_S
 
 LAYOUT = KvLayout(
     num_blocks=32, num_kv_heads=2, num_layers=3, block_size=16, head_dim=64, dtype="float32", model_hash="model"
 )
 BATCH_SIZE = 4
-START_TIMEOUT_S = 200.0
-"""Many processes import torch at once beside other work."""
-TIMEOUT_S = 60.0
 HURRY_S = 1.5
 """Silence after which engines in a hurry give each other up: not on a busy machine, unless a test waits for it."""
 _FOLLOWER = "tests.kv_transfer.device_rank"
@@ -72,7 +70,7 @@ class GatedGenerations(Sequence[int]):
             self.held = -1 if is_held else self.held
         if is_held:
             self._tell("held")
-            assert self.opened.wait(TIMEOUT_S)
+            assert self.opened.wait(HANG_S)
         return generation
 
 
@@ -114,7 +112,7 @@ class GatedIpcCopies(IpcCopies):
     def carry_out(self, order: transfer_pb2.CopyOrder) -> str:
         if order.rank_pools and not self.gate.is_set():
             self.tell("held")
-            assert self.gate.wait(TIMEOUT_S)
+            assert self.gate.wait(HANG_S)
         return super().carry_out(order)
 
 
@@ -122,8 +120,8 @@ class GatedIpcCopies(IpcCopies):
 def small_batches() -> Iterator[None]:
     with (
         patch.object(group_copies, "BUFFER_BYTES", BATCH_SIZE * LAYOUT.block_bytes),
-        patch.object(group_copies, "BATCH_TIMEOUT_S", TIMEOUT_S),
-        patch.object(followers, "SILENCE_S", TIMEOUT_S),
+        patch.object(group_copies, "BATCH_TIMEOUT_S", HANG_S),
+        patch.object(followers, "SILENCE_S", HANG_S),
     ):
         yield
 
@@ -247,12 +245,12 @@ class DevicePeer:
         self._messages: list[object] = []
         self.device = device or f"gloo {self.process.pid}"
         self.epoch = seed
-        self.address = str(self._receive(START_TIMEOUT_S))
+        self.address = str(self._receive(HANG_S))
 
     def close(self) -> None:
         with suppress(OSError):
             self._pipe.send(None)
-        self.process.join(TIMEOUT_S)
+        self.process.join(HANG_S)
         is_hanging = self.process.exitcode is None
         self.process.kill()
         assert not is_hanging
@@ -265,7 +263,7 @@ class DevicePeer:
         (follower,) = [child for child in psutil.Process(self.process.pid).children() if _FOLLOWER in child.cmdline()]
         follower.send_signal(number)
 
-    def _receive(self, timeout_s: float = TIMEOUT_S) -> object:
+    def _receive(self, timeout_s: float = HANG_S) -> object:
         assert self._pipe.poll(timeout_s), "nothing came"
         return self._pipe.recv()
 
@@ -342,7 +340,7 @@ class DevicePeer:
         *,
         num_cached: int = 0,
         pull_id: int = 1,
-        deadline_s: float = TIMEOUT_S,
+        deadline_s: float = HANG_S,
         prefix: Sequence[bytes] = (),
     ) -> None:
         self.send(

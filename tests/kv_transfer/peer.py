@@ -14,13 +14,13 @@ from pdserve.contracts.worker_config import TlsFiles
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
+from tests.patience import HANG_S
 
 LAYOUT = KvLayout(
     num_blocks=64, num_kv_heads=2, num_layers=3, block_size=4, head_dim=8, dtype="float32", model_hash="model"
 )
 EPOCH = 0xFEED_FACE_CAFE_BEEF
 TOKEN = "secret of the cluster"
-TIMEOUT_S = 60.0
 EVENT_GRACE_S = 0.2
 """Wait before checking that something did not happen."""
 
@@ -100,7 +100,7 @@ class Peer:
         *,
         pull_id: int = 1,
         num_cached_blocks: int = 0,
-        deadline_s: float = TIMEOUT_S,
+        deadline_s: float = HANG_S,
         min_duration_s: float = 0.0,
         epoch: int = EPOCH,
         prefix: Sequence[bytes] = (),
@@ -125,7 +125,7 @@ class Peer:
 
     def expect(self, body: str) -> transfer_pb2.TransferToEngine:
         """Return the next message, which must be of this kind."""
-        message = self.messages.get(timeout=TIMEOUT_S)
+        message = self.messages.get(timeout=HANG_S)
         assert message is not None, "the transfer process died"
         assert message.WhichOneof("body") == body, message
         return message
@@ -137,14 +137,14 @@ class Peer:
         return done
 
     def expect_death(self) -> None:
-        assert self.messages.get(timeout=TIMEOUT_S) is None
+        assert self.messages.get(timeout=HANG_S) is None
 
     def block(self, block_id: int) -> bytes:
         return bytes(self.memory.block(block_id, 0, self.layout.num_kv_heads))
 
     def wait_for_block(self, block_id: int, content: bytes) -> None:
         """Wait until a pull has written ``content`` to a block."""
-        deadline_s = time.monotonic() + TIMEOUT_S
+        deadline_s = time.monotonic() + HANG_S
         while self.block(block_id) != content:
             assert time.monotonic() < deadline_s
             time.sleep(0.005)

@@ -16,7 +16,8 @@ import pytest
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.kv_transfer import transfer_client
 from pdserve.proto.v1 import transfer_pb2
-from tests.kv_transfer.peer import EVENT_GRACE_S, TIMEOUT_S, Peer, running_peer
+from tests.kv_transfer.peer import EVENT_GRACE_S, Peer, running_peer
+from tests.patience import HANG_S
 
 LAYOUT = KvLayout(
     num_blocks=64, num_kv_heads=2, num_layers=4, block_size=64, head_dim=256, dtype="float32", model_hash="model"
@@ -120,7 +121,7 @@ def _lease_ends(source: Peer, handoffs: Sequence[Handoff]) -> dict[bytes, str]:
     ends: dict[bytes, str] = {}
     opened: set[bytes] = set()
     while len(ends) < len(handoffs):
-        message = source.messages.get(timeout=TIMEOUT_S)
+        message = source.messages.get(timeout=HANG_S)
         assert message is not None, "the transfer process died"
         body = message.WhichOneof("body")
         assert body is not None
@@ -136,7 +137,7 @@ def _lease_ends(source: Peer, handoffs: Sequence[Handoff]) -> dict[bytes, str]:
 
 
 def _wait_for_death(peer: Peer) -> None:
-    while peer.messages.get(timeout=TIMEOUT_S) is not None:
+    while peer.messages.get(timeout=HANG_S) is not None:
         pass
 
 

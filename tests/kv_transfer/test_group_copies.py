@@ -20,6 +20,7 @@ from pdserve.kv_transfer.resharding import reshard
 from pdserve.proto.v1 import transfer_pb2
 from tests.kv_transfer.peer import EVENT_GRACE_S
 from tests.kv_transfer.test_resharding import NUM_LAYERS, shards
+from tests.patience import HANG_S
 
 NUM_BLOCKS, BATCH_SIZE = 12, 2
 LAYOUT = KvLayout(
@@ -29,7 +30,6 @@ LAYOUT = KvLayout(
 Degrees = tuple[int, int]
 """Tensor-parallel ranks, and pipeline stages."""
 GENERATIONS = range(100, 100 + NUM_BLOCKS)
-TIMEOUT_S = 30.0
 
 
 Ranks = Sequence[GroupCopies]
@@ -51,7 +51,7 @@ def linked(source: Ranks, target: Ranks) -> Iterator[SimpleQueue[transfer_pb2.Li
             def send(message: transfer_pb2.EngineToTransfer, peer: Ranks = peer) -> None:
                 event = message.link_event
                 if event.HasField("key"):
-                    assert are_open.wait(TIMEOUT_S)
+                    assert are_open.wait(HANG_S)
                     order_all(peer, key=event.key)
                 else:
                     events.put(event)
@@ -118,7 +118,7 @@ def test_every_rank_gets_its_part_of_every_block(source_degrees: Degrees, target
         for _ in range(2):
             copy_all(source, target)
             for _ in range(num_groups):
-                event = events.get(timeout=TIMEOUT_S)
+                event = events.get(timeout=HANG_S)
                 assert list(event.fetched.generations) == list(GENERATIONS), event
     _, expected = filled_worker(target_degrees, seed=1)
     assert all(torch.equal(pool, blocks.flip(0)) for pool, blocks in zip(target_pools, expected, strict=True))
@@ -128,7 +128,7 @@ def test_an_engine_with_too_many_links_loses_the_next(monkeypatch: pytest.Monkey
     monkeypatch.setattr(group_copies, "MAX_HALVES", 0)
     (source, _), (target, _) = filled_worker((1, 1), seed=1), filled_worker((1, 1), seed=2)
     with linked(source, target) as events:
-        assert events.get(timeout=TIMEOUT_S).lost == "0 links exist"
+        assert events.get(timeout=HANG_S).lost == "0 links exist"
 
 
 class GatedPool:
@@ -147,7 +147,7 @@ class GatedPool:
     def __getitem__(self, block_id: int) -> torch.Tensor:
         if block_id == NUM_BLOCKS - 1:
             self.is_reached.set()
-            assert self.gate.wait(TIMEOUT_S)
+            assert self.gate.wait(HANG_S)
         return self._pool[block_id]
 
 
@@ -160,13 +160,13 @@ def test_a_link_is_closed_once_the_batch_that_is_being_written_has_been(monkeypa
     monkeypatch.setattr(target[0], "part", lambda shard: [gated])
     with linked(source, target):
         copy_all(source, target)
-        assert gated.is_reached.wait(TIMEOUT_S)
+        assert gated.is_reached.wait(HANG_S)
         closing = threading.Thread(target=target[0].close)
         closing.start()
         closing.join(EVENT_GRACE_S)
         assert closing.is_alive()
         gated.gate.set()
-        closing.join(TIMEOUT_S)
+        closing.join(HANG_S)
         time.sleep(EVENT_GRACE_S)
         assert torch.equal(to_pool[-BATCH_SIZE:], from_pool[:BATCH_SIZE].flip(0))
         assert torch.equal(to_pool[:-BATCH_SIZE], before[:-BATCH_SIZE])

@@ -11,8 +11,9 @@ from functools import partial
 import pytest
 
 from pdserve.proto.v1 import transfer_pb2
-from tests.kv_transfer.device_peer import BATCH_SIZE, HURRY_S, LAYOUT, TIMEOUT_S, DevicePeer, device_peer
+from tests.kv_transfer.device_peer import BATCH_SIZE, HURRY_S, LAYOUT, DevicePeer, device_peer
 from tests.kv_transfer.peer import EVENT_GRACE_S
+from tests.patience import HANG_S
 from tests.shared import shared
 from tests.workers import wait_until
 
@@ -181,7 +182,7 @@ def test_a_stopped_and_then_a_killed_source_fail_their_pulls_alone(source: Devic
         hold_second_batch(other, target)
         other.signal(signal.SIGSTOP)
         target.expect_done("copy")
-        target.command("patience", TIMEOUT_S)
+        target.command("patience", HANG_S)
         fill(target)
         other.signal(signal.SIGCONT)
         other.command("let_go")
@@ -273,14 +274,14 @@ def test_a_lost_rank_of_either_worker_fails_the_pull_alone(
         second.signal_follower(number)
         third.expect_done("copy")
         fill(third)
-        second.process.join(TIMEOUT_S)
+        second.process.join(HANG_S)
         assert second.process.exitcode == 1
         check_nothing_is_written(third)
         handle = hold_second_batch(source, third)
         third.command("patience", HURRY_S)
         third.signal_follower(number)
         source.expect("lease_lost")
-        third.process.join(TIMEOUT_S)
+        third.process.join(HANG_S)
         assert third.process.exitcode == 1
     source.command("let_go")
     pull(source, target, handle)

@@ -23,8 +23,9 @@ from pdserve.kv_transfer.source import MAX_UNPROVEN_PULLS
 from pdserve.kv_transfer.transports import trailer_struct
 from pdserve.proto.token_proof import ClientProof
 from pdserve.proto.v1 import kv_pb2, kv_pb2_grpc, transfer_pb2
-from tests.kv_transfer.peer import EPOCH, LAYOUT, TIMEOUT_S, TOKEN, Peer, running_peer
+from tests.kv_transfer.peer import EPOCH, LAYOUT, TOKEN, Peer, running_peer
 from tests.kv_transfer.streams import MAGIC, receive_exactly, token_proof
+from tests.patience import HANG_S
 from tests.shared import shared
 
 
@@ -51,7 +52,7 @@ class _Client:
         pull = channel.stream_stream(f"/pdserve.v1.KvTransfer/{method}", bytes, kv_pb2.SourceMessage.FromString)
         # Both a response iterator and a call, a combination unknown to grpc-stubs.
         ours = ClientProof(TOKEN, address)
-        self.call: Any = pull(iter(self._requests.get, None), timeout=TIMEOUT_S, metadata=ours.metadata)
+        self.call: Any = pull(iter(self._requests.get, None), timeout=HANG_S, metadata=ours.metadata)
         opening = kv_pb2.PullOpen(proof=ours.check(dict(self.call.initial_metadata())))
         self.proof = kv_pb2.PullMessage(open=opening).SerializeToString()
         """Makes a `PullOpen` that it follows in one message that of a member."""
@@ -172,7 +173,7 @@ def test_a_withdrawn_prompt_is_not_sent_on() -> None:
 @contextmanager
 def _data_stream(opened: kv_pb2.Opened) -> Iterator[socket.socket]:
     """The puller's side of a data stream, by hand."""
-    with socket.create_connection(("127.0.0.1", opened.data_port), timeout=TIMEOUT_S) as sock:
+    with socket.create_connection(("127.0.0.1", opened.data_port), timeout=HANG_S) as sock:
         nonce = os.urandom(32)
         sock.sendall(MAGIC + opened.ticket + nonce)
         answer = receive_exactly(sock, 64)
@@ -324,7 +325,7 @@ def test_a_source_outlives_mutated_opens() -> None:
 def _bodies_until_released(source: Peer) -> list[str | None]:
     bodies: list[str | None] = []
     while "released" not in bodies:
-        message = source.messages.get(timeout=TIMEOUT_S)
+        message = source.messages.get(timeout=HANG_S)
         assert isinstance(message, transfer_pb2.TransferToEngine)
         bodies.append(message.WhichOneof("body"))
     return bodies

@@ -17,6 +17,7 @@ from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1 import transfer_pb2
 from tests.kv_transfer.peer import LAYOUT, Peer, running_peer
+from tests.patience import HANG_S
 
 ENGINE = """
 import time
@@ -35,7 +36,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _wait_until_dead(pid: int) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + HANG_S
     while _is_alive(pid):
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
@@ -97,7 +98,7 @@ def test_it_leaves_when_its_pipe_closes() -> None:
     with subprocess.Popen(command, pass_fds=(ours,), stderr=subprocess.PIPE) as process:
         os.close(ours)
         os.close(theirs)
-        assert process.wait(60) is not None
+        assert process.wait(HANG_S) is not None
 
 
 def test_ctrl_c_is_left_to_the_engine() -> None:
@@ -111,7 +112,7 @@ def test_one_that_does_not_read_is_killed() -> None:
     with running_peer() as peer:
         os.kill(peer.process.pid, signal.SIGSTOP)
         message = transfer_pb2.EngineToTransfer(offer=transfer_pb2.Offer(handle=bytes(10_000)))
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + HANG_S
         while peer.messages.empty():
             assert time.monotonic() < deadline_s
             peer.process.send(message)
@@ -131,7 +132,7 @@ def test_close_kills_one_that_does_not_react(monkeypatch: pytest.MonkeyPatch) ->
         os.kill(pid, signal.SIGSTOP)
         closing = threading.Thread(target=peer.process.close, daemon=True)
         closing.start()
-        closing.join(30)
+        closing.join(HANG_S)
         is_closed = not closing.is_alive()
         if not is_closed:
             os.kill(pid, signal.SIGKILL)

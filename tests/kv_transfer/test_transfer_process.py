@@ -14,6 +14,7 @@ import pytest
 
 from pdserve.proto.v1 import transfer_pb2, worker_pb2
 from tests.kv_transfer.peer import EPOCH, EVENT_GRACE_S, LAYOUT, Peer, quiet, running_peer
+from tests.patience import HANG_S
 from tests.shared import shared
 
 TRANSPORTS = ["memfd", "tcp"]
@@ -293,7 +294,7 @@ def _num_fds(peer: Peer) -> int:
 
 
 def _wait_for_fds(peer: Peer, most: int) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + HANG_S
     while _num_fds(peer) > most:
         assert time.monotonic() < deadline_s, sorted(
             os.readlink(link) for link in Path(f"/proc/{peer.process.pid}/fd").iterdir()

@@ -16,12 +16,11 @@ import pytest
 from pdserve.kv_transfer import transfer_client
 from pdserve.proto.rpc import listen, server_options
 from tests.kv_transfer.peer import running_peer
-
-NOTICE_S = 12.0
+from tests.patience import HANG_S
 
 
 def test_a_stopped_source_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_client, "SILENCE_S", 60)  # only the peer notices
+    monkeypatch.setattr(transfer_client, "SILENCE_S", 2 * HANG_S)  # only the peer notices
     with running_peer() as source, running_peer(seed=1) as target:
         handle = source.offer()
         source.grant(handle, [1], final=False)
@@ -29,22 +28,18 @@ def test_a_stopped_source_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         source.expect("lease_opened")
         target.wait_for_block(1, source.block(1))
         os.kill(source.process.pid, signal.SIGSTOP)
-        start_s = time.monotonic()
         target.expect_done("grant")
-        assert time.monotonic() - start_s < NOTICE_S
         os.kill(source.process.pid, signal.SIGCONT)
 
 
 def test_a_stopped_puller_loses_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_client, "SILENCE_S", 60)  # only the peer notices
+    monkeypatch.setattr(transfer_client, "SILENCE_S", 2 * HANG_S)  # only the peer notices
     with running_peer() as source, running_peer(seed=1) as target:
         handle = source.offer()
         target.pull(source.process.address, handle, [1])
         source.expect("lease_opened")
         os.kill(target.process.pid, signal.SIGSTOP)
-        start_s = time.monotonic()
         source.expect("lease_lost")
-        assert time.monotonic() - start_s < NOTICE_S
         os.kill(target.process.pid, signal.SIGCONT)
 
 

@@ -26,7 +26,8 @@ from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.request import RequestSpec
 from pdserve.router.requests.settings import DispatchSettings
 from pdserve.router.token_stream import TokenStream
-from tests.router.scripted_worker import TIMEOUT_S, ScriptedWorker, until
+from tests.patience import HANG_S
+from tests.router.scripted_worker import ScriptedWorker, until
 from tests.scrape import scrape
 
 
@@ -172,14 +173,14 @@ def is_released(attempt: Attempt) -> bool:
 
 async def read_some(request: TokenStream, count: int) -> list[int]:
     """Read the next ``count`` tokens of an answer."""
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(HANG_S):
         return [(await anext(request)).token for _ in range(count)]
 
 
 async def read_all(request: TokenStream, first: int = 0) -> list[int]:
     """Read every token of an answer from index ``first`` on; check the indices."""
     tokens: list[int] = []
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(HANG_S):
         async for delta in request:
             assert delta.index == first + len(tokens)
             tokens.append(delta.token)
@@ -189,7 +190,7 @@ async def read_all(request: TokenStream, first: int = 0) -> list[int]:
 async def read_choices(request: TokenStream, answers: dict[int, list[int]] | None = None) -> dict[int, list[int]]:
     """Read all further tokens of an answer of several choices, after those in ``answers``; check the indices."""
     answers = {} if answers is None else answers
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(HANG_S):
         async for delta in request:
             tokens = answers.setdefault(delta.choice, [])
             assert delta.index == len(tokens)

@@ -15,13 +15,13 @@ from pdserve.contracts.worker_config import WorkerEndpoint, WorkerRole
 from pdserve.proto.token_proof import ServerProof
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from tests.patience import HANG_S
 
-TIMEOUT_S = 60.0
 HEARTBEAT_S = 0.05
 _epochs = itertools.count(1)
 
 
-async def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = HANG_S) -> None:
     """Wait for a condition in this process."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
@@ -165,7 +165,7 @@ class ScriptedWorker(WorkerServicer):
 
     async def next_command(self, kind: str) -> worker_pb2.RouterMessage:
         """Return the next command, which must be a ``kind``."""
-        message = await asyncio.wait_for(self.commands.get(), TIMEOUT_S)
+        message = await asyncio.wait_for(self.commands.get(), HANG_S)
         assert message.WhichOneof("body") == kind, message
         return message
 
@@ -179,7 +179,7 @@ class ScriptedWorker(WorkerServicer):
 
     async def _next_after_cancels(self, kind: str) -> worker_pb2.RouterMessage:
         while True:
-            message = await asyncio.wait_for(self.commands.get(), TIMEOUT_S)
+            message = await asyncio.wait_for(self.commands.get(), HANG_S)
             if message.WhichOneof("body") != "cancel":
                 assert message.WhichOneof("body") == kind, message
                 return message

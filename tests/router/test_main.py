@@ -24,6 +24,7 @@ from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.router.main import build_cost_models
 from pdserve.router.process_config import RouterProcessConfig
+from tests.patience import HANG_S
 from tests.proto.test_tls import certificates
 from tests.workers import WorkerProcess, emulated_config, wait_until
 
@@ -43,7 +44,7 @@ class RouterProcess:
 
     def complete(self, num_tokens: int, **fields: object) -> httpx.Response:
         body = {"model": "tiny", "prompt": [7, 8, 9], "max_tokens": num_tokens, "temperature": 0, **fields}
-        return httpx.post(f"{self.url}/v1/completions", json={"ignore_eos": True, **body}, timeout=30)
+        return httpx.post(f"{self.url}/v1/completions", json={"ignore_eos": True, **body}, timeout=HANG_S)
 
     def put_targets(self, *workers: WorkerProcess) -> None:
         targets = [to_plain(worker.endpoint) for worker in workers]
@@ -127,7 +128,7 @@ def test_serves_drains_and_exits(checkpoint: Path, worker: WorkerProcess) -> Non
         router.process.send_signal(signal.SIGTERM)
         client.join()
         assert running[0].json()["usage"]["completion_tokens"] == 200
-        assert router.process.wait(10) == 0
+        assert router.process.wait(HANG_S) == 0
 
 
 @pytest.mark.parametrize(("generation_config", "num_tokens"), [("auto", 3), ("none", 16)])
@@ -156,7 +157,7 @@ def test_a_drain_is_bounded(checkpoint: Path, worker: WorkerProcess) -> None:
         client.start()
         wait_until(lambda: httpx.get(f"{router.admin_url}/status").json()["in_flight"] == 1, "a request in flight")
         router.process.terminate()
-        assert router.process.wait(10) == 0
+        assert router.process.wait(HANG_S) == 0
         client.join()
         assert running[0].status_code == 503
         assert "stopped before" in running[0].text
@@ -169,7 +170,7 @@ def test_a_taken_port_is_named_with_the_remedy(checkpoint: Path) -> None:
         port = taken.getsockname()[1]
         for key in ("port", "admin_port"):
             process = start_router(checkpoint, **{key: port})
-            output, errors = process.communicate(timeout=60)
+            output, errors = process.communicate(timeout=HANG_S)
             assert process.returncode == 1
             assert output == ""
             assert len(errors.splitlines()) == 1
@@ -183,7 +184,7 @@ def test_a_taken_port_is_named_with_the_remedy(checkpoint: Path) -> None:
 def test_what_cannot_be_used_is_named(checkpoint: Path, fields: dict[str, str], named: str) -> None:
     config = {"model_path": str(checkpoint), "served_name": "tiny", "port": 0, **fields}
     command = [sys.executable, "-m", "pdserve.router", "--config", "-"]
-    result = subprocess.run(command, input=json.dumps(config) + "\n", capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, input=json.dumps(config) + "\n", capture_output=True, text=True, timeout=HANG_S)
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1
     assert named in result.stderr

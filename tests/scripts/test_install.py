@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from tests.patience import HANG_S
+
 ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.11", "3.12", "3.13")
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -110,7 +112,9 @@ class Machine:
 
     def install(self, python: str = "") -> subprocess.CompletedProcess[str]:
         environment = {"PATH": f"{self._bin}:/usr/bin:/bin", "PYTHON": python}
-        return subprocess.run([self.script], env=environment, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            [self.script], env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
+        )
 
     def log(self) -> list[str]:
         """Commands that interpreters have run since the last call, without options."""

@@ -23,6 +23,7 @@ from pdserve.deploy.cluster.folder import (
     running_clusters,
     write_note,
 )
+from tests.patience import HANG_S
 
 NOTE = ClusterNote(pid=1, url="http://127.0.0.1:8000", admin_url="http://127.0.0.1:9000")
 
@@ -85,7 +86,7 @@ def test_folders_are_in_the_temporary_folder_unless_it_is_too_deep_for_sockets(g
     environment = os.environ | {"TMPDIR": given}
     code = "from pdserve.deploy.cluster import folder; print(folder._PARENT)"
     run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG_S, check=True
     )
     assert run.stdout.strip() == parent
 
@@ -109,7 +110,7 @@ with folder.cluster_folder() as path:
     folder.write_note(path, folder.ClusterNote(pid=os.getpid(), url="u", admin_url="a"))
     os.kill(os.getpid(), 9)
 """
-    subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    subprocess.run([sys.executable, "-c", code], timeout=HANG_S, check=False)
     (left,) = root.iterdir()
     assert running_clusters() == []
     with cluster_folder() as folder:

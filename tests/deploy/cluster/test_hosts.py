@@ -18,6 +18,7 @@ from pdserve.deploy.cluster.hosts import Host, RayHost, WorkerNeeds, check_gpus,
 from pdserve.deploy.cluster.ray_cluster import RayNode
 from pdserve.deploy.cluster.ray_desk import RayDesk
 from pdserve.model.weights.demo_model import DEMO_MODEL
+from tests.patience import HANG_S
 
 FACTS = replace(host_facts("10.0.0.1", str(DEMO_MODEL)), name="a", cores=(0, 1, 2, 3))
 
@@ -139,7 +140,7 @@ def test_only_a_process_of_ray_is_killed(tmp_path: Path) -> None:
         here = host(1)
         here.kill(other.pid)
         here.kill(named.pid)
-        assert named.wait(10) == -signal.SIGKILL
+        assert named.wait(HANG_S) == -signal.SIGKILL
         assert other.poll() is None
     finally:
         for process in (other, named):

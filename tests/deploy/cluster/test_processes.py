@@ -20,6 +20,7 @@ from pdserve.deploy.cluster.processes import (
     session_members,
     start_tied,
 )
+from tests.patience import HANG_S
 
 FAMILY = """
 import signal, subprocess, sys, time
@@ -32,7 +33,7 @@ time.sleep(600)
 
 def start_family(log_path: Path) -> subprocess.Popen[bytes]:
     family = start_tied([sys.executable, "-c", FAMILY], env=os.environ, log_path=log_path)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + HANG_S
     while not last_line(log_path):
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
@@ -67,9 +68,9 @@ child = start_tied(["sleep", "600"], env=os.environ, log_path=Path({str(log_path
 print(child.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False)
     child = int(run.stdout)
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + HANG_S
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline_s
         time.sleep(0.02)

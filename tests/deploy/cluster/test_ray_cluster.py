@@ -20,6 +20,7 @@ from pdserve.deploy.cluster.control_store import ControlStore
 from pdserve.deploy.cluster.ray_cluster import ExistingRay, RayNode
 from pdserve.deploy.cluster.ray_desk import RayDesk
 from pdserve.deploy.cluster.supervised_process import ProcessState
+from tests.patience import HANG_S
 
 SCRIPT = """
 import os, sys, time
@@ -82,14 +83,14 @@ def test_clusters_live_side_by_side_and_end_alone() -> None:
         object_stores = {path for pids in members.values() for pid in pids for path in object_store_files(pid)}
         assert len(object_stores) == 2
 
-        out, error = first.communicate("\n", timeout=60)
+        out, error = first.communicate("\n", timeout=HANG_S)
         assert out.strip() == "[]", error
         assert not any(psutil.pid_exists(pid) for pid in members[first.pid])
         assert not any(Path(first_folder).iterdir())
 
         # The other cluster still answers.
         assert all(psutil.pid_exists(pid) for pid in members[second.pid])
-        out, error = second.communicate("\n", timeout=60)
+        out, error = second.communicate("\n", timeout=HANG_S)
         assert out.strip() == "[]", error
         assert second.returncode == 0
     assert not any(path.exists() for path in object_stores)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.deploy.cluster.ray_desk import RayDesk
+from tests.patience import HANG_S
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_a_call_that_hangs_makes_ray_silent_until_it_ends(
         hung.wait()
 
     first = desk.submit(hang)
-    assert began.wait(10)
+    assert began.wait(HANG_S)
     second = desk.submit(lambda: "later")
     seen = []
     for now_s[0] in (100.0, 105.0, 111.0):

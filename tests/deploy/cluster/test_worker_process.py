@@ -21,6 +21,7 @@ from pdserve.deploy.cluster.hosts import Host
 from pdserve.deploy.cluster.ray_cluster import PrivateRay
 from pdserve.deploy.cluster.supervised_process import ProcessState
 from pdserve.deploy.cluster.worker_process import WorkerProcess
+from tests.patience import HANG_S
 from tests.private_ray import joined_ray
 
 
@@ -93,7 +94,7 @@ def endpoint_of(worker: WorkerProcess) -> WorkerEndpoint:
     return endpoint
 
 
-def run_until(worker: WorkerProcess, condition: Callable[[], bool], timeout_s: float = 60) -> None:
+def run_until(worker: WorkerProcess, condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"{worker.state} {worker.failure}"

@@ -13,6 +13,7 @@ import yaml
 
 from pdserve.deploy.cli import run
 from pdserve.deploy.config import read_deployment
+from tests.patience import HANG_S
 from tests.planner.test_planned_model import written
 
 SMALL = ("--gpus-per-node", "2", "--requests", "400", "--jobs", "1")
@@ -35,7 +36,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
     command += ["--gpu", "h100", *SMALL, *SHORT, "--price", "3", "--top", "2", "--ray-cluster", "aws"]
     for option, name in (("--output", "deployment.yaml"), ("--report", "plan.html"), ("--json", "plan.json")):
         command += [option, str(folder / name)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
     first, *_ = done.stderr.splitlines()
     assert first.startswith("  0% after 0 s: loading the screener"), "progress where there is no terminal"
@@ -73,7 +74,7 @@ assert run(["plan", "--gpu", "h1000", "--model", "/absent"]) == 2
 assert run(["plan", "--gpu", "h100", "--model", "/absent"]) == 1
 print("LOADED", *{"torch", "ray", "transformers", "fastapi", "httpx"} & sys.modules.keys())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout.splitlines()[-1].strip() == "LOADED"
 
 

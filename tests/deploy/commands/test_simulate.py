@@ -18,6 +18,7 @@ from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.cli import run
 from pdserve.deploy.config import parse_deployment
 from pdserve.model.weights.demo_model import DEMO_MODEL
+from tests.patience import HANG_S
 from tests.planner.test_planned_model import written
 
 BASE = ("simulate", "--gpu", "h100-sxm", "--requests", "50")
@@ -44,7 +45,7 @@ assert run(["simulate", "--gpu", "h100-sxm", "--rate", "-1", "--workload", "chat
 assert run(["simulate", "--gpu", "h100-sxm", "--rate", "1", "--workload", "chat", "--model", "/absent"]) == 1
 print("LOADED", *{"torch", "ray", "transformers", "fastapi", "httpx", "numpy"} & sys.modules.keys())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout.splitlines()[-1].strip() in ("LOADED", "LOADED numpy")
 
 

@@ -26,7 +26,8 @@ from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.proto.v1 import transfer_pb2
 from pdserve.proto.v1.kv_pb2 import RankPool
 from tests.kv_transfer.peer import LAYOUT
-from tests.workers import DEADLINE_S, WorkerProcess, hand_off, wait_until
+from tests.patience import HANG_S
+from tests.workers import WorkerProcess, hand_off, wait_until
 
 if TYPE_CHECKING:
     from pdserve.kv_transfer.ipc_copies import IpcCopies
@@ -125,7 +126,7 @@ def test_a_worker_ends_with_any_of_its_ranks(
         (follower,) = followers_of(worker)
         children = worker.children()
         os.kill(follower, number)
-        assert worker.process.wait(DEADLINE_S) == 1
+        assert worker.process.wait(HANG_S) == 1
         wait_until_ended(children)
 
 
@@ -179,7 +180,7 @@ def test_a_rank_that_is_silent_before_it_is_ready_is_lost(monkeypatch: pytest.Mo
     monkeypatch.setattr(followers, "START_SILENCE_S", 0.2)
     monkeypatch.setattr(followers, "SILENCE_S", 0.1)
     with started(["sh", "-c", "sleep 600"], losses, monkeypatch):
-        assert losses.get(timeout=DEADLINE_S) == "rank 1 is silent for 0.2 s"
+        assert losses.get(timeout=HANG_S) == "rank 1 is silent for 0.2 s"
 
 
 def test_a_rank_that_does_not_end_a_copy_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +189,7 @@ def test_a_rank_that_does_not_end_a_copy_is_lost(monkeypatch: pytest.MonkeyPatch
     with started(["sh", "-c", "sleep 600"], losses, monkeypatch) as ranks:
         with pytest.raises(TimeoutError), ranks.copying(Direction.H2D, b""):
             pass
-        assert losses.get(timeout=DEADLINE_S) == "rank 1 does not end a copy within 0.1 s"
+        assert losses.get(timeout=HANG_S) == "rank 1 does not end a copy within 0.1 s"
 
 
 ANSWERING_RANK = """

@@ -33,6 +33,7 @@ from pdserve.engine.worker.grammar_compiler import (
 )
 from pdserve.engine.worker.grammars import Grammars
 from pdserve.engine.worker.loop import Busy
+from tests.patience import HANG_S
 from tests.router.small_tokenizers import (
     BOS,
     BOS_ID,
@@ -59,7 +60,7 @@ class Compiled:
     def wait(self, grammar: Grammar) -> xgrammar.CompiledGrammar | str:
         found = self.grammars.find(grammar)
         if found is None:
-            assert self.ready.get(timeout=200) == grammar
+            assert self.ready.get(timeout=HANG_S) == grammar
             found = self.grammars.find(grammar)
         assert found is not None
         return found
@@ -97,7 +98,7 @@ def running() -> Iterator[Compiled]:
     compiled = Compiled()
     yield compiled
     compiled.grammars.close()
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + HANG_S
     while compilers():
         assert time.monotonic() < deadline_s, "the compiler has not ended"
         time.sleep(0.05)
@@ -197,7 +198,7 @@ def test_tenants_have_their_grammars_compiled_in_turns() -> None:
     monopoly = [Grammar(GrammarKind.REGEX, f"a{{{number}}}", "a") for number in range(1, 5)]
     for grammar in [*monopoly, other := Grammar(GrammarKind.REGEX, "b", "b")]:
         compiled.grammars.find(grammar)
-    order = [compiled.ready.get(timeout=60) for _ in range(5)]
+    order = [compiled.ready.get(timeout=HANG_S) for _ in range(5)]
     compiled.grammars.close()
     assert order.index(other) <= 2, "the first may have been taken before the second came"
     assert [each for each in order if each != other] == monopoly
@@ -210,7 +211,7 @@ def test_a_grammar_that_waited_for_others_may_be_tried_again(worker: Compiled, m
     late = Grammar(GrammarKind.REGEX, "e{6}")
     assert worker.grammars.find(late) is None
     now_s += module.MAX_WAIT_S + 1
-    assert [worker.ready.get(timeout=60) for _ in range(2)][1] == late
+    assert [worker.ready.get(timeout=HANG_S) for _ in range(2)][1] == late
     found = worker.grammars.find(late)
     assert isinstance(found, Busy)
     assert "try again" in found
@@ -223,7 +224,7 @@ def test_the_start_of_the_compiler_is_no_wait_for_others(monkeypatch: pytest.Mon
 
     def start_late(compiler: module._Compiler) -> None:
         nonlocal now_s
-        assert are_asked.wait(60)
+        assert are_asked.wait(HANG_S)
         now_s = module.MAX_WAIT_S + 1
         start(compiler)
 
@@ -234,7 +235,7 @@ def test_the_start_of_the_compiler_is_no_wait_for_others(monkeypatch: pytest.Mon
     for grammar in grammars:
         compiled.grammars.find(grammar)
     are_asked.set()
-    assert [compiled.ready.get(timeout=60) for _ in grammars] == grammars
+    assert [compiled.ready.get(timeout=HANG_S) for _ in grammars] == grammars
     assert accepts(compiled.wait(grammars[1]), "cc")
     compiled.grammars.close()
 
@@ -258,7 +259,7 @@ def test_a_checkpoint_without_a_tokenizer_is_the_reason(
     ready: Queue[Grammar] = Queue()
     empty.on_compiled = ready.put
     empty.find(SCHEMA)
-    ready.get(timeout=60)
+    ready.get(timeout=HANG_S)
     assert empty.find(SCHEMA) == "the grammar compiler has ended; the worker's log has the reason"
     empty.close()
 

@@ -54,6 +54,7 @@ from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.hardware import hardware
 from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
+from tests.patience import HANG_S
 from tests.workers import wait_until
 
 LIMITS = ModelLimits(max_model_len=256, vocab_size=512)
@@ -163,7 +164,7 @@ class FakeExecutor:
         return FakeHandle(self, StepOutput(step_id=batch.step_id, sampled=sampled, duration_s=0.25))
 
     def take(self, output: StepOutput) -> StepOutput:
-        assert self.may_finish.wait(30)
+        assert self.may_finish.wait(HANG_S)
         self._num_taken += 1
         if output.step_id in self.fail_result:
             raise self.error(f"step {output.step_id} broke")
@@ -225,7 +226,7 @@ class Rig:
             yield
         finally:
             self.inbox.stop()
-            thread.join(30)
+            thread.join(HANG_S)
             assert not thread.is_alive()
 
     def _run(self) -> None:
@@ -360,7 +361,7 @@ def test_a_drain_refuses_new_work_and_waits_for_the_old() -> None:
         assert rig.reports[-1].is_draining
         assert not rig.loop.drained.is_set()
         rig.inbox.put(CancelRequest(key))
-        assert rig.loop.drained.wait(30)
+        assert rig.loop.drained.wait(HANG_S)
 
 
 def test_orders_reach_the_transfer_process_in_order() -> None:

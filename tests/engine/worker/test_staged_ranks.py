@@ -21,7 +21,8 @@ from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from tests.e2e.reference import assert_same_tokens, greedy_answers
 from tests.engine.worker.test_followers import Degrees, followers_of, wait_until_ended
-from tests.workers import DEADLINE_S, RouterClient, WorkerProcess
+from tests.patience import HANG_S
+from tests.workers import RouterClient, WorkerProcess
 
 VOCAB_SIZE = 512
 NUM_TOKENS = 24
@@ -126,7 +127,7 @@ def test_ranks_hand_off_to_any_others(checkpoint: Path) -> None:
             assert answers == [alone.wait_for_answer(request.request_id) for request in requests]
         for worker in workers:
             worker.process.send_signal(signal.SIGTERM)
-            assert worker.process.wait(DEADLINE_S) == 0
+            assert worker.process.wait(HANG_S) == 0
     prompts = [request.prompt_tokens for request in requests]
     assert_same_tokens(answers[::3], greedy_answers(checkpoint, prompts[::3], NUM_TOKENS))
 
@@ -142,5 +143,5 @@ def test_a_worker_ends_with_any_of_its_ranks(checkpoint: Path, degrees: Degrees,
         (follower,) = followers_of(worker, "tests.staged_follower")
         children = worker.children()
         os.kill(follower, number)
-        assert worker.process.wait(DEADLINE_S) == 1
+        assert worker.process.wait(HANG_S) == 1
         wait_until_ended(children)

@@ -11,6 +11,7 @@ import pytest
 from pdserve.engine.worker.staged_transfer import StagedTransfer
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1 import kv_pb2, transfer_pb2
+from tests.patience import HANG_S
 from tests.workers import wait_until
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Rig:
 
     def _copy(self, direction: str, blocks: list[object]) -> None:
         self.log.append((f"{direction} begins", blocks))
-        assert self.may_copy.wait(30)
+        assert self.may_copy.wait(HANG_S)
         if self.error is not None:
             raise self.error
         self.log.append(f"{direction} ends")
@@ -220,6 +221,6 @@ def test_what_waits_at_the_end_is_dropped(rig: Rig) -> None:
     closing.start()
     wait_until(lambda: rig.transfer._orders._work_queue.qsize() <= 1, "an empty queue")
     rig.may_copy.set()
-    closing.join(30)
+    closing.join(HANG_S)
     assert rig.log[1:] == ["D2H ends", "grant", "closed"]
     assert rig.failures == []

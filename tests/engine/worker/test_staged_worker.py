@@ -21,8 +21,9 @@ from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.proto.v1 import worker_pb2
 from tests.engine.worker.test_worker import VOCAB_SIZE, a_request, oracle, real_model_config
+from tests.patience import HANG_S
 from tests.shared import shared
-from tests.workers import DEADLINE_S, RouterClient, WorkerProcess, emulated_config, hand_off
+from tests.workers import RouterClient, WorkerProcess, emulated_config, hand_off
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def staged_pair(config_of: Callable[[WorkerRole], WorkerConfig]) -> Iterator[Pai
         decode.wait_until_free()
         for worker in (prefill_worker, decode_worker):
             worker.process.send_signal(signal.SIGTERM)
-            assert worker.process.wait(DEADLINE_S) == 0
+            assert worker.process.wait(HANG_S) == 0
 
 
 @pytest.fixture(scope="module", params=["nccl", "cuda_ipc", "memfd"])

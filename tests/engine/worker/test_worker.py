@@ -25,8 +25,9 @@ from pdserve.model.weights.decoder_weights import products_of
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.proto.v1 import worker_pb2
 from tests.expected_tokens import expected_tokens
+from tests.patience import HANG_S
 from tests.shared import shared
-from tests.workers import DEADLINE_S, RouterClient, WorkerProcess, emulated_config, hand_off, wait_until
+from tests.workers import RouterClient, WorkerProcess, emulated_config, hand_off, wait_until
 
 VOCAB_SIZE = 512
 EOS = 2
@@ -125,7 +126,7 @@ def test_a_handoff_streams_the_tokens_of_the_oracle(checkpoint: Path, transport:
         assert any(pull.bytes for pull in pulls)
         for worker in (prefill_worker, decode_worker):
             worker.process.send_signal(signal.SIGTERM)
-            assert worker.process.wait(DEADLINE_S) == 0
+            assert worker.process.wait(HANG_S) == 0
 
 
 def test_every_micro_batch_hands_off_to_every_other(checkpoint: Path) -> None:
@@ -177,7 +178,7 @@ def test_further_choices_compute_and_pull_only_the_last_block_of_their_prompt(ch
         decode.wait_until_free()
         for worker in (prefill_worker, decode_worker):
             worker.process.send_signal(signal.SIGTERM)
-            assert worker.process.wait(DEADLINE_S) == 0
+            assert worker.process.wait(HANG_S) == 0
 
 
 def real_model_config(
@@ -350,7 +351,7 @@ def test_sigterm_finishes_what_runs_and_refuses_the_rest(checkpoint: Path) -> No
         router.submit(a_request(2))
         assert router.wait_for_event(2, worker_pb2.RequestEvent.REJECTED).message == "draining"
         assert router.wait_for_answer(1) == oracle(request)
-        assert worker.process.wait(DEADLINE_S) == 0
+        assert worker.process.wait(HANG_S) == 0
 
 
 def test_a_draining_prefill_worker_waits_for_its_parked_prompts(checkpoint: Path) -> None:
@@ -367,7 +368,7 @@ def test_a_draining_prefill_worker_waits_for_its_parked_prompts(checkpoint: Path
         prefill.wait_for(lambda: prefill.load.draining and prefill.load.num_parked == 1, "a parked prompt")
         decode.prepare(request, prefill.wait_for_source(1))
         assert first + decode.wait_for_answer(1) == oracle(request)
-        assert prefill_worker.process.wait(DEADLINE_S) == 0
+        assert prefill_worker.process.wait(HANG_S) == 0
 
 
 def test_a_second_sigterm_ends_the_process_at_once(checkpoint: Path) -> None:
@@ -378,7 +379,7 @@ def test_a_second_sigterm_ends_the_process_at_once(checkpoint: Path) -> None:
         worker.process.send_signal(signal.SIGTERM)
         router.wait_for(lambda: router.load.draining, "draining")
         worker.process.send_signal(signal.SIGTERM)
-        assert worker.process.wait(DEADLINE_S) == 1
+        assert worker.process.wait(HANG_S) == 1
 
 
 def test_sigkill_leaves_no_process(checkpoint: Path) -> None:
@@ -394,7 +395,7 @@ def test_the_death_of_the_transfer_process_ends_the_worker(checkpoint: Path) -> 
     with WorkerProcess(emulated_config(checkpoint, WorkerRole.DECODE)) as worker:
         for pid in worker.children():
             os.kill(pid, signal.SIGKILL)
-        assert worker.process.wait(DEADLINE_S) == 1
+        assert worker.process.wait(HANG_S) == 1
 
 
 def _is_running(pid: int) -> bool:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.patience import HANG_S
 from tests.vocabulary import DEMO_FOLDER
 
 SCRIPT = """
@@ -22,6 +23,6 @@ print("LOADED", *{"torch", "transformers"} & sys.modules.keys())
 
 def test_masks_are_filled_without_torch_and_transformers() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(DEMO_FOLDER)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", SCRIPT, str(DEMO_FOLDER)], capture_output=True, text=True, timeout=HANG_S, check=True
     )
     assert done.stdout.split() == ["LOADED"]

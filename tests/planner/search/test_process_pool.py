@@ -5,11 +5,12 @@ import time
 import psutil
 
 from pdserve.planner.search.process_pool import ProcessPool
+from tests.patience import HANG_S
 from tests.planner.stand_ins import PoissonWorkload
 
 
 def test_all_processes_begin_before_there_is_work_and_end_with_the_crew() -> None:
-    me, deadline_s = psutil.Process(), time.monotonic() + 30
+    me, deadline_s = psutil.Process(), time.monotonic() + HANG_S
     before = set(me.children())
     with ProcessPool(PoissonWorkload(), 3):
         while (

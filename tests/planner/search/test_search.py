@@ -32,6 +32,7 @@ from pdserve.planner.search.plan import (
 from pdserve.planner.search.search import find_plan
 from pdserve.planner.wording import share
 from pdserve.planner.workload.presets import preset
+from tests.patience import HANG_S
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, UnitRateRequests
 
 WORKLOAD = PoissonWorkload(1500, 20)
@@ -348,8 +349,8 @@ def test_a_search_that_is_cut_short_leaves_no_process(tmp_path: Path, ending: si
     children = psutil.Process(process.pid).children(recursive=True)
     assert children
     process.send_signal(ending)
-    process.communicate(timeout=60)
-    deadline_s = time.monotonic() + 30
+    process.communicate(timeout=HANG_S)
+    deadline_s = time.monotonic() + HANG_S
     while any(child.is_running() for child in children) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert not [child for child in children if child.is_running()]

@@ -22,6 +22,7 @@ from pdserve.router.http import asgi, unsupported_fields
 from pdserve.router.http.json_body import MAX_CONTAINERS, MAX_MEMBERS
 from pdserve.router.http.schema import ChatBody, CompletionBody
 from pdserve.router.requests.request import GenerationError
+from tests.patience import HANG_S
 from tests.router.edge_server import (
     MAX_BODY_BYTES,
     MODEL,
@@ -307,7 +308,7 @@ def test_requests_for_the_tokenizer_wait_for_one_another_and_delay_no_prompt(
 
     monkeypatch.setattr(edge.tokenizer, "encode", slow_encode)
     with ThreadPoolExecutor(1) as thread:
-        first = thread.submit(httpx.post, f"{edge.url}/tokenize", json={"prompt": "slow"}, timeout=20)
+        first = thread.submit(httpx.post, f"{edge.url}/tokenize", json={"prompt": "slow"}, timeout=HANG_S)
         while not num_begun:
             time.sleep(0.01)
         monkeypatch.setattr("pdserve.router.http.edge.TOKENIZER_S", 0.2)
@@ -411,7 +412,7 @@ def test_a_body_that_does_not_arrive_is_408(edge: EdgeServer, monkeypatch: pytes
     """The body is shorter than declared, or arrives too slowly; a server cannot distinguish them."""
     monkeypatch.setattr("pdserve.router.http.json_body.BODY_TIMEOUT_S", 0.2)
     host, port = edge.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=HANG_S) as connection:
         head = (
             f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
         )
@@ -579,7 +580,7 @@ def test_requests_hold_a_bounded_amount_of_memory(monkeypatch: pytest.MonkeyPatc
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
             too_much = http.post(COMPLETIONS, json={"prompt": "a" * 10_000})
             assert too_much.status_code == 429, "bodies count, too"
-        assert edge.generator.generations[0].cancelled.wait(5)
+        assert edge.generator.generations[0].cancelled.wait(HANG_S)
         edge.generator.script = saying([7])
         for _ in range(100):
             if (answer := http.post(COMPLETIONS, json=body)).status_code == 200:

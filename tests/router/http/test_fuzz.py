@@ -20,6 +20,7 @@ from pdserve.proto.codec import request_from_proto, request_to_proto
 from pdserve.router.http.app import create_app
 from pdserve.router.requests.request import Request
 from pdserve.router.text.tokenizer import ChatTokenizer
+from tests.patience import HANG_S
 from tests.router.bodies import CHAT_BODY, COMPLETION_BODY, mutated, odd_body
 from tests.router.edge_server import (
     MAX_MODEL_LEN,
@@ -35,7 +36,6 @@ from tests.router.sse import data_of
 
 NUM_BODIES = 5_000
 """Bodies per route."""
-DEADLINE_S = 30.0
 """Seconds for one answer, which takes about a millisecond."""
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -104,7 +104,7 @@ async def post(app: FastAPI, path: str, body: bytes) -> tuple[int, bytes]:
         "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
         "headers": [(b"content-type", b"application/json")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
     }  # fmt: skip
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(HANG_S):
         await app(scope, receive, send)
     start, *parts = sent
     assert start["type"] == "http.response.start"

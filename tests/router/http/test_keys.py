@@ -22,6 +22,7 @@ from pdserve.router.http.errors import ApiError
 from pdserve.router.http.keys import ApiKey, Budget, KeyFile, add_key, read_keys
 from pdserve.router.replicas import Replicas
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
+from tests.patience import HANG_S
 from tests.router.edge_server import (
     MODEL,
     EdgeServer,
@@ -207,7 +208,7 @@ def test_answers_in_flight_are_counted_until_the_client_leaves(server: KeyedServ
             assert server.post(n=1).status_code == 200
             assert server.post(n=1, max_tokens=6).status_code == 400
         assert server.post(add_key(server.path, "team-a")).status_code == 200, "keys are counted apart"
-    assert generator.generations[0].cancelled.wait(5)
+    assert generator.generations[0].cancelled.wait(HANG_S)
     for _ in range(100):
         if (answer := server.post(n=3)).status_code == 200:
             break

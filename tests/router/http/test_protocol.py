@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.contracts.request import FinishReason
 from pdserve.router.http import protocol
+from tests.patience import HANG_S
 from tests.router.edge_server import EdgeServer, running_edge, saying, stuck_after
 
 LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n"
@@ -23,7 +24,7 @@ def edge() -> Iterator[EdgeServer]:
 
 def connect(edge: EdgeServer) -> socket.socket:
     host, port = edge.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=HANG_S)
 
 
 def read_answer(connection: socket.socket) -> bytes:
@@ -172,13 +173,13 @@ def test_a_client_that_sends_no_more_and_then_leaves_is_noticed(
     with connect(edge) as connection:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         connection.sendall(head + b"Content-Length: %d\r\n\r\n%b" % (len(content), content))
-        assert edge.generator.started.wait(5)
+        assert edge.generator.started.wait(HANG_S)
         received = connection.recv(10_000) if tokens else b""
         connection.shutdown(socket.SHUT_WR)
         while not received.endswith(sign):
             received += connection.recv(10_000)
         assert not edge.generator.last.cancelled.wait(0.3)
-    assert edge.generator.last.cancelled.wait(1)
+    assert edge.generator.last.cancelled.wait(HANG_S)
 
 
 def test_an_older_client_gets_a_stream_that_ends_with_the_connection(edge: EdgeServer) -> None:

@@ -18,6 +18,7 @@ from pdserve.router.http import request_log
 from pdserve.router.http.keys import KeyFile, add_key
 from pdserve.router.http.request_log import RequestLog
 from pdserve.router.record import RequestRecord
+from tests.patience import HANG_S
 from tests.router.edge_server import EdgeServer, running_edge, stuck_after
 from tests.workers import wait_until
 
@@ -26,7 +27,7 @@ PROMPT = "nobody may read this"
 
 def lines_of(path: Path, num_lines: int = 1) -> list[dict[str, Any]]:
     """All lines, once there are ``num_lines``: a client may have its answer before the line is written."""
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + HANG_S
     while not path.exists() or len(path.read_text().splitlines()) < num_lines:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -39,7 +40,7 @@ def record(request_id: str) -> RequestRecord:
 
 def complete(edge: EdgeServer, key: str = "", request_id: str = "client-7", **fields: object) -> httpx.Response:
     headers = {"X-Request-Id": request_id} | ({"Authorization": f"Bearer {key}"} if key else {})
-    with httpx.Client(timeout=10, headers=headers) as client:
+    with httpx.Client(timeout=HANG_S, headers=headers) as client:
         return client.post(f"{edge.url}/v1/completions", json={"prompt": PROMPT, **fields})
 
 
@@ -120,7 +121,7 @@ def test_a_disk_that_hangs_stops_nobody_and_lines_beyond_the_bound_are_counted(
     write = WatchedFileHandler.emit
 
     def emit(handler: WatchedFileHandler, record: logging.LogRecord) -> None:
-        assert is_mended.wait(30)
+        assert is_mended.wait(HANG_S)
         write(handler, record)
 
     monkeypatch.setattr(WatchedFileHandler, "emit", emit)

@@ -18,6 +18,7 @@ from pdserve.router.http.writer import AnswerWriter
 from pdserve.router.requests.request import RequestSpec
 from pdserve.router.text.answer import Answer, AnswerToken, TextDelta
 from pdserve.router.text.tokenizer import ChatTokenizer
+from tests.patience import HANG_S
 from tests.router.edge_server import endless, running_edge
 from tests.router.small_tokenizers import write_tokenizer
 
@@ -79,9 +80,9 @@ def test_whole_answers_count_to_the_memory_of_requests(monkeypatch: pytest.Monke
     monkeypatch.setattr(asgi, "MAX_HELD_BYTES", 200_000)
     with running_edge() as edge:
         edge.generator.script = endless(50)
-        answer = httpx.post(f"{edge.url}/v1/chat/completions", json={**CHAT, **more}, timeout=20)
+        answer = httpx.post(f"{edge.url}/v1/chat/completions", json={**CHAT, **more}, timeout=HANG_S)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-        assert edge.generator.last.cancelled.wait(5)
+        assert edge.generator.last.cancelled.wait(HANG_S)
         edge.say("ab")
         assert httpx.post(f"{edge.url}/v1/chat/completions", json={**CHAT, **more}).status_code == 200
 

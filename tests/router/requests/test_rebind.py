@@ -166,7 +166,7 @@ async def test_a_prompt_released_to_a_worker_that_was_lost_waits_for_no_other(
         await d.stop()
         await until(lambda: is_unbound(attempt_of(stream)))
         p.send_event(first.request, RequestEventKind.RELEASED)
-        await until(lambda: isinstance(attempt_of(stream).state, Queued), timeout_s=10.0)
+        await until(lambda: isinstance(attempt_of(stream).state, Queued))
         stream.cancel()
 
 

@@ -14,8 +14,9 @@ from pdserve.proto.v1 import worker_pb2
 from pdserve.router.requests.request import RequestSpec
 from pdserve.router.text.answer import Answer, Choice, Generation, TextDelta
 from pdserve.router.text.answer_text import ByteDetokenizer, StopStrings
+from tests.patience import HANG_S
 from tests.router.rig import Rig, running_rig, with_workers
-from tests.router.scripted_worker import TIMEOUT_S, ScriptedWorker, until
+from tests.router.scripted_worker import ScriptedWorker, until
 
 
 def byte_of(token: int) -> bytes:
@@ -64,7 +65,7 @@ def send_frame(worker: ScriptedWorker, *said: tuple[worker_pb2.Request, int, str
 
 
 async def taken(generation: Generation) -> list[TextDelta]:
-    return await asyncio.wait_for(generation.next(), TIMEOUT_S)
+    return await asyncio.wait_for(generation.next(), HANG_S)
 
 
 @with_workers("mixed-0")
@@ -146,7 +147,7 @@ def test_a_reader_who_is_done_before_workers_know_finishes_the_request(is_waitin
             send_frame(m, (first, 0, "a"))
             second = await m.next_submit()
             send_frame(m, (first, 1, "b"), (second, 0, "b"))
-            await asyncio.wait_for(reading, TIMEOUT_S)
+            await asyncio.wait_for(reading, HANG_S)
             assert answer.outcome is Outcome.FINISHED
 
     run()
