@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -117,23 +118,33 @@ def summary(case: Case, found: Simulation, num_prefill: int, num_decode: int) ->
 
 
 def best_fixed(case: Case, scaled: dict[str, Any]) -> dict[str, Any]:
-    """Of the fewest workers, from the mean number that ``scaled`` had on; prefill workers in its proportion, and one
-    more or less."""
+    """Of the fewest workers, near the mean number that ``scaled`` had. Prefill workers are climbed from its
+    proportion."""
     numbers = [change[2:] for change in scaled["changes"]]
     total = ceil(scaled["worker_s"] / (case.requests[-1].arrived_s - case.requests[0].arrived_s))
     share = sum(prefill for prefill, _ in numbers) / sum(map(sum, numbers))
 
-    def best(total: int) -> dict[str, Any]:
-        near = round(share * total)
-        found = []
-        for num_prefill in range(max(1, near - 1), min(total - 1, near + 1) + 1):
-            found.append(summary(case, case.run(num_prefill, total - num_prefill), num_prefill, total - num_prefill))
-            sys.stderr.write(f"{case.name}: {num_prefill} + {total - num_prefill}: {found[-1]['attained']:.1%}\n")
-        return max(found, key=lambda each: float(each["attained"]))
+    @cache
+    def fixed(total: int, num_prefill: int) -> dict[str, Any]:
+        found = summary(case, case.run(num_prefill, total - num_prefill), num_prefill, total - num_prefill)
+        sys.stderr.write(f"{case.name}: {num_prefill} + {total - num_prefill}: {found['attained']:.1%}\n")
+        return found
 
-    while (result := best(total))["attained"] < SHARE:
+    @cache
+    def best(total: int) -> dict[str, Any]:
+        found = fixed(total, min(total - 1, max(1, round(share * total))))
+        while True:
+            near = [fixed(total, found["prefill"] + step) for step in (-1, 1) if 0 < found["prefill"] + step < total]
+            better = max([found, *near], key=lambda each: float(each["attained"]))
+            if better is found:
+                return found
+            found = better
+
+    while best(total)["attained"] < SHARE:
         total += 1
-    return result
+    while total > 2 and best(total - 1)["attained"] >= SHARE:
+        total -= 1
+    return best(total)
 
 
 def autoscaled(case: Case) -> dict[str, Any]:

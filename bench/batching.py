@@ -2,35 +2,39 @@
 
     python -m pdserve.bench.batching [--requests N] [--json FILE]
 
-Orca (Yu et al. 2022, OSDI) admits a request as soon as another one ends. A *static* batch is admitted when it is full,
-a *dynamic* one also when its first request has waited `MAX_WAIT_S`, as in Triton Inference Server; both only after the
-last answer of the batch before. The gate alone differs: kernels, cost model, chunked prefill and memory are the same,
-an ended answer is not computed any more, and tokens are sent as they come. That is kind to batches: the published
-factors, 36.9 (Orca over FasterTransformer) and 23 (Anyscale), are over engines that differ in all of it.
+Orca (Yu et al. 2022, OSDI) admits a request as soon as another one ends; the other gates are those of
+`pdserve.engine.worker.batches`, where a dynamic batch waits for `MAX_WAIT_S`. The gate alone differs: kernels, cost
+model, chunked prefill and memory are the same, an ended answer is not computed any more, and tokens are sent as they
+come. That is kind to batches: the published factors, 36.9 (Orca over FasterTransformer) and 23 (Anyscale), are over
+engines that differ in all of it.
 
 One H100 with Llama-3-8B and `BATCH_SIZE` slots. *Capacity* is of requests that are all there at the start, and an empty
 slot is one without an answer while the batch runs; *good* is the share of Poisson arrivals with a first token within
-5 s and 40 ms a token.
+5 s and 40 ms a token. *Live* is the demo model on a worker of this machine without a router, by the process's time: how
+many times the tokens/s of static batches continuous ones have.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import time
 from itertools import product
-from math import inf
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from pdserve.bench.models import LLAMA_3_8B
 from pdserve.bench.policies import H100
 from pdserve.bench.script import publish, script_parser
+from pdserve.bench.speculation import Server
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.worker_config import WorkerRole
-from pdserve.engine.scheduling.table import AdmissionBudget, PlannedStep
-from pdserve.engine.worker.scheduler import Scheduler
+from pdserve.contracts.request import GenerationRequest, SamplingParams
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
+from pdserve.engine.worker.batches import scheduler_with
+from pdserve.model.weights.demo_model import DEMO_MODEL
 from pdserve.planner.layout import Layout, Pool
 from pdserve.planner.simulate import simulated_cluster
 from pdserve.planner.simulate.attainment import Attainment, measure
@@ -41,7 +45,7 @@ from pdserve.planner.workload.workload import Workload
 
 BATCH_SIZE = 32
 MAX_WAIT_S = 0.1
-GATES = {"continuous": None, "dynamic": MAX_WAIT_S, "static": inf}
+GATES: dict[str, str | float] = {"continuous": "continuous", "dynamic": MAX_WAIT_S, "static": "static"}
 SPREADS = (0.0, 0.5, 1.0, 2.0)
 """Standard deviation over mean, of answers of 200 tokens and prompts of 500 on average."""
 SLO = SloConfig(ttft_seconds=5.0, tpot_seconds=0.04)
@@ -49,40 +53,7 @@ RATES = (1.0, 4.0, 8.0, 12.0)
 """Requests per second."""
 _AT_ONCE = 1e6
 """Requests per second."""
-
-
-class BatchScheduler(Scheduler):
-    """Admits whole batches, each after the last answer of the one before."""
-
-    def __init__(self, *arguments: Any, max_wait_s: float, **options: Any) -> None:
-        """
-        Args:
-            max_wait_s: of the first request, for a batch to fill.
-        """
-        super().__init__(*arguments, **options)
-        self._max_wait_s = max_wait_s
-        self._num_to_admit = 0
-        """Of the batch that is being admitted."""
-
-    def plan_new_work(self, step: PlannedStep, now_s: float) -> None:
-        waiting, admitted = self.prompts.waiting, self.prompts.admitted
-        if not self.running and not admitted and not self.table.steps_in_flight:
-            first = waiting.first()
-            is_due = first is not None and now_s >= first.arrived_s + self._max_wait_s
-            self._num_to_admit = min(len(waiting), BATCH_SIZE) if is_due or len(waiting) >= BATCH_SIZE else 0
-        num_waiting = len(waiting)
-        super().plan_new_work(step, now_s)
-        self._num_to_admit -= num_waiting - len(waiting)
-
-    def _budget(self) -> AdmissionBudget:
-        budget = super()._budget()
-        return AdmissionBudget(min(budget.num_slots, self._num_to_admit), budget.num_blocks)
-
-    def next_deadline_s(self) -> float | None:
-        deadlines_s = [super().next_deadline_s() or inf]
-        if not self.running and (first := self.prompts.waiting.first()) is not None:
-            deadlines_s.append(first.arrived_s + self._max_wait_s)
-        return min(deadlines_s) if min(deadlines_s) < inf else None
+_LIVE_ROUNDS = 3
 
 
 def served(gate: str, spread: float, rate: float, num_requests: int) -> Attainment:
@@ -93,9 +64,7 @@ def served(gate: str, spread: float, rate: float, num_requests: int) -> Attainme
     )
     requests = Workload(name="", contents=Conversations(lengths=lengths)).draw(num_requests, max_model_len=8192)
     pool = Pool(role=WorkerRole.MIXED, replicas=1, hardware=H100, max_batch_size=BATCH_SIZE)
-    max_wait_s = GATES[gate]
-    scheduler = Scheduler if max_wait_s is None else partial(BatchScheduler, max_wait_s=max_wait_s)
-    with patch.object(simulated_cluster, "Scheduler", scheduler):
+    with patch.object(simulated_cluster, "Scheduler", scheduler_with(GATES[gate])):
         simulation = simulate(
             LLAMA_3_8B,
             Layout(mixed=pool),
@@ -105,6 +74,45 @@ def served(gate: str, spread: float, rate: float, num_requests: int) -> Attainme
             policy="round-robin",
         )
     return measure([simulation], SLO, rate)
+
+
+def live(spread: float, num_requests: int) -> float:
+    """Tokens/s of continuous over static batches, of a worker's scheduler and executor."""
+    lengths = LogNormalLengths(
+        mean_prompt_tokens=50, mean_output_tokens=50, prompt_variation=spread, output_variation=spread
+    )
+    pairs = lengths.draw(num_requests, np.random.default_rng(0))
+    requests = [
+        GenerationRequest(
+            request_id=number,
+            prompt_tokens=tuple(Random(number).choices(range(6, 500), k=min(int(num_prompt), 256))),
+            sampling=SamplingParams(seed=number, max_tokens=min(int(num_output), 256), ignore_eos=True),
+        )
+        for number, (num_prompt, num_output) in enumerate(zip(*pairs, strict=True))
+    ]
+    seconds: dict[str, list[float]] = {"continuous": [], "static": []}
+    servers = {
+        gate: Server(
+            WorkerConfig(
+                worker_id="mixed-0",
+                role=WorkerRole.MIXED,
+                model_path=str(DEMO_MODEL),
+                max_model_len=512,
+                num_kv_blocks=2048,
+                max_batch_size=BATCH_SIZE,
+                batching=gate,
+                device="cpu",
+            )
+        )
+        for gate in seconds
+    }
+    for _ in range(_LIVE_ROUNDS):
+        for gate, server in servers.items():
+            began_s = time.process_time()
+            answers, _ = server.serve(requests, num_requests)
+            assert len(answers) == num_requests
+            seconds[gate].append(time.process_time() - began_s)
+    return min(seconds["static"]) / min(seconds["continuous"])
 
 
 def main() -> None:
@@ -127,7 +135,8 @@ def main() -> None:
         rows.append(row)
         table.add_row(*map(str, row.values()))
     Console(stderr=True).print(table)
-    publish({"batch_size": BATCH_SIZE, "max_wait_s": MAX_WAIT_S, "rows": rows}, arguments.json)
+    on_cpu = {str(spread): round(live(spread, arguments.requests), 2) for spread in SPREADS}
+    publish({"batch_size": BATCH_SIZE, "max_wait_s": MAX_WAIT_S, "rows": rows, "live": on_cpu}, arguments.json)
 
 
 if __name__ == "__main__":

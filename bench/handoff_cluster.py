@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import replace
 
 import psutil
 
@@ -309,6 +310,13 @@ class HandoffCluster:
                 elif all(worker.takes_work for worker in self._cluster.workers.values()):
                     return
                 await asyncio.sleep(POLL_S)
+
+    async def relabel(self, roles: Mapping[str, WorkerRole]) -> None:
+        """Have workers take these roles, by name."""
+        for name, role in roles.items():
+            worker = self.workers[name]
+            worker.endpoints = [replace(endpoint, role=role) for endpoint in worker.endpoints]
+        await self._cluster.set_targets(endpoint for worker in self.workers.values() for endpoint in worker.endpoints)
 
     def session(self, worker_id: str) -> RemoteWorker:
         """The router's session with a worker, or with a micro-batch of one."""

@@ -1,20 +1,19 @@
-"""Whether runs that end early decide as long ones do: wrong decisions about the goodput, by layout and traffic.
+"""Whether the search states the rates that long runs do, though its own runs end early: by layout and traffic.
 
-    python -m pdserve.bench.plan_looks [--seeds 8] [--json FILE]
+    python -m pdserve.bench.plan_looks [--seeds 12] [--only NUMBER ...] [--json FILE]
 
-The search ends a run at a rate as soon as its attainment surely meets or surely misses the target
-(`pdserve.planner.search.goodput.LOOKS`). Here this is done with the scout, whose queues are those of the simulator
-under ``least-time`` and which is fast enough for thousands of runs: at each look the run ends with its last answer, as
-in the search. The truth at a rate are long runs on other seeds. A decision is wrong if it is the opposite of the truth,
-at a rate more than a fifteenth from the goodput: a run of 15 residences cannot show less, and the goodput is then wrong
-by less. Decisions nearer to it are counted apart, and so is what is left undecided.
+The search ends a run as soon as its attainment surely meets or surely misses the target, or would stay unsure
+(`pdserve.planner.search.goodput.LOOKS`). Here it searches goodputs with the scout in place of the simulator: its queues
+are those under ``least-time``, and it is fast enough for thousands of runs. At each look the run ends with its last
+answer, as in the search. The truth are long runs on other seeds.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Generator, Sequence
 from dataclasses import replace
-from statistics import fmean
+from math import sqrt
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -25,15 +24,17 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.search.goodput import Runner, Trial, highest_rate, run_lengths
-from pdserve.planner.search.plan import LEAST_FINAL_REQUESTS
+from pdserve.planner.search.goodput import Goodput, Run, Runner, Trial, run_lengths, search_goodput
+from pdserve.planner.search.plan import Effort
+from pdserve.planner.search.rates import highest_rate
 from pdserve.planner.search.search import usual_run_s
 from pdserve.planner.simulate.attainment import NUM_LOOKS, Attainment, measure
 from pdserve.planner.workload.presets import preset
 
-SHARES = (0.7, 0.85, 0.92, 0.97, 1.0, 1.03, 1.08, 1.15, 1.3, 1.6)
-"""Rates, in goodputs."""
-_RESOLUTION = 1 + 1 / 15
+NEAR = 1.05
+"""Ratio of a stated rate to the goodput that passes, or its inverse."""
+_STARTS = (0.87, 1.0, 1.1, 0.95)
+"""Rates at which searches start, in goodputs."""
 _MAX_IN_FLIGHT = 4096
 _LONG, _LONG_SEEDS = 40_000, range(1000, 1006)
 
@@ -86,7 +87,6 @@ class Scouted:
         workload = preset(case.traffic)
         self._case, self._workload, self.slo = case, workload, workload.slo or SloConfig()
         self._runner = Runner(workload)
-        self._drawn: dict[int, Any] = {}
 
     def long(self, rate: float, seed: int) -> Attainment:
         return self._runner.scouted(self._trial(_LONG, seed=seed), rate)
@@ -104,18 +104,33 @@ class Scouted:
         rate = highest_rate(meets, 10.0, 1.5, 1.01)
         return rate, residence_s[rate]
 
-    def decided(self, rate: float, residence_s: float, seed: int) -> tuple[Attainment, bool]:
-        """The run at ``rate`` as it ends, and whether it is sure."""
+    def searched(self, goodput: float, residence_s: float, seed: int) -> Goodput:
+        """What the search states on the requests of ``seed``."""
+        effort, max_model_len = Effort(), self._case.model.max_model_len
+        sample = self._workload.draw(1000, seed, max_model_len=max_model_len).at_rate(goodput)
+        run_s = usual_run_s(sample, residence_s, self.slo)
+        trial = replace(self._trial(effort.requests_of_run(goodput, run_s), seed=seed), run_s=run_s)
+        start_rate = goodput * _STARTS[seed % len(_STARTS)]
+        search = search_goodput(trial, start_rate, tolerance=effort.tolerance)
+        return self._carried_out(search)
+
+    def _carried_out(self, search: Generator[Run, Attainment, Goodput]) -> Goodput:
+        try:
+            run = next(search)
+            while True:
+                run = search.send(self._seen(*run))
+        except StopIteration as stop:
+            found: Goodput = stop.value
+            return found
+
+    def _seen(self, trial: Trial, rate: float) -> Attainment:
+        """The run at ``rate`` as it ends."""
         from pdserve.planner.simulate.scout import ScoutRequests, scout  # compiles
 
-        trial = self._trial(LEAST_FINAL_REQUESTS, seed=seed)
-        if seed not in self._drawn:
-            drawn = self._workload.draw(trial.num_requests, seed, max_model_len=trial.model.max_model_len)
-            self._drawn[seed] = drawn
-        requests = self._drawn[seed].at_rate(rate)
-        trial = replace(trial, run_s=usual_run_s(requests[:1000], residence_s, self.slo))
-        half, usual, longest = run_lengths(trial, requests)
-        for length in (half, usual, longest):
+        drawn = self._workload.draw(trial.num_requests, trial.seed, max_model_len=trial.model.max_model_len)
+        requests = drawn.at_rate(rate)
+        usual, longest = run_lengths(trial, requests)
+        for length in (usual, longest):
             found = scout(
                 trial.model,
                 trial.layout,
@@ -123,55 +138,47 @@ class Scouted:
                 slo=self.slo,
                 max_in_flight=_MAX_IN_FLIGHT,
             )
-            seen = measure([found.simulation()], self.slo, rate, num_looks=NUM_LOOKS, is_short=length < usual)
-            if seen.surely_meets(self.slo.attainment) or seen.surely_misses(self.slo.attainment):
-                return seen, True
-        return seen, False
+            seen = measure([found.simulation()], self.slo, rate, num_looks=NUM_LOOKS if usual < longest else 1)
+            low, high = seen.interval
+            is_hopeless = abs(seen.share - self.slo.attainment) < (high - low) / 2 / sqrt(longest / usual)
+            if seen.surely_meets(self.slo.attainment) or seen.surely_misses(self.slo.attainment) or is_hopeless:
+                break
+        return seen
 
     def _trial(self, num_requests: int, *, seed: int) -> Trial:
         case = self._case
         return Trial(model=case.model, layout=case.layout, slo=self.slo, num_requests=num_requests, seed=seed)
 
 
-def decisions(case: Case, num_seeds: int) -> dict[str, Any]:
-    """Counts of the decisions at rates about the goodput of ``case``, and their cost."""
+def row(case: Case, seeds: Sequence[int]) -> dict[str, Any]:
+    """Stated rates over the goodput of ``case``, and the cost of a search."""
     runs = Scouted(case)
     goodput, residence_s = runs.goodput()
-    counts: Counter[str] = Counter()
-    wrong_at: Counter[float] = Counter()
-    num_requests = 0
-    for share in SHARES:
-        for seed in range(num_seeds):
-            seen, is_sure = runs.decided(share * goodput, residence_s, seed)
-            num_requests += seen.num_requests
-            is_near = 1 / _RESOLUTION < share < _RESOLUTION
-            is_wrong = is_sure and seen.surely_meets(runs.slo.attainment) == (share > 1)
-            outcome = "undecided" if not is_sure else "wrong" if is_wrong and share != 1 else "right"
-            counts[f"{outcome}{'_near' if is_near else ''}"] += 1
-            if outcome == "wrong":
-                wrong_at[share] += 1
+    searches = [runs.searched(goodput, residence_s, seed) for seed in seeds]
+    stated = [each.rate / goodput for each in searches]
     return {
         "case": str(case),
         "goodput": round(goodput, 2),
-        **{f"num_{outcome}": count for outcome, count in sorted(counts.items())},
-        "wrong_at": dict(wrong_at),
-        "requests_per_run": round(num_requests / (len(SHARES) * num_seeds)),
+        "stated": [round(each, 3) for each in (min(stated), median(stated), max(stated))],
+        "num_low": sum(each < 1 / NEAR for each in stated),
+        "num_high": sum(each > NEAR for each in stated),
+        "num_searches": len(stated),
+        "requests_per_search": round(fmean(sum(point.num_requests for point in each.points) for each in searches)),
     }
 
 
 def main() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=8, help="runs at each rate")
+    parser.add_argument("--seeds", type=int, default=12, help="searches of each case")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to run, from 1")
     arguments = parser.parse_args()
-    terminal, rows = Console(stderr=True), []
-    for case in CASES:
-        rows.append(decisions(case, arguments.seeds))
-        terminal.print(rows[-1])
-    num_far = sum(each.get(f"num_{outcome}", 0) for each in rows for outcome in ("right", "wrong", "undecided"))
-    num_wrong = sum(each.get("num_wrong", 0) for each in rows)
-    publish(
-        {"num_far": num_far, "num_wrong": num_wrong, "wrong_share": num_wrong / num_far, "cases": rows}, arguments.json
-    )
+    terminal, rows = Console(stderr=True, width=200), []
+    for number, case in enumerate(CASES, 1):
+        if arguments.only is None or number in arguments.only:
+            rows.append(row(case, range(arguments.seeds)))
+            terminal.print(rows[-1])
+    counts = {name: sum(each[name] for each in rows) for name in ("num_searches", "num_low", "num_high")}
+    publish({**counts, "cases": rows}, arguments.json)
 
 
 if __name__ == "__main__":

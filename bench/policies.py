@@ -1,13 +1,15 @@
 """Placement policies side by side, in the simulator: the rate at which 90 % of requests meet both objectives.
 
     python -m pdserve.bench.policies [--data FOLDER] [--only NAME] [--policies A,B] [--requests N] [--seeds N]
-                                     [--other-seeds N] [--json FILE]
+                                     [--other-seeds N] [--rates RATE ...] [--json FILE]
 
 Settings in which some resource binds, traffic as presets and a trace have it, and a control in which nothing binds, on
 6 to 10 H100 with Llama-3-8B. Mooncake's conversations are those of ``--data``, a section of them for each seed, in
 their pattern at other rates.
 
-All policies serve the same requests, drawn once per seed; all requests of a run count. The goodput of a policy and seed
+All policies serve the same requests, drawn once per seed; all requests of a run count, but later turns that arrive when
+no session begins any more. Sessions need runs of several times their length: ``--rates`` serves a few rates in place of
+a search. The goodput of a policy and seed
 is searched until two rates differ by 8 %, and interpolated twice between those around it. All policies also serve 1.2
 and 2 times the goodput of ``least-time``. ``goodput`` and ``least-time`` get ``--seeds`` draws, the others the first
 ``--other-seeds`` of them. ``goodput+refuse`` refuses what would meet its objectives nowhere (``slo.when_hopeless``).
@@ -32,7 +34,7 @@ from pdserve.contracts.deployment import DEFAULT_POLICY, POLICIES, SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.search.goodput import highest_rate
+from pdserve.planner.search.rates import highest_rate
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.arrivals import POISSON, RandomGaps
 from pdserve.planner.workload.conversations import Conversations, SystemPrompts
@@ -226,7 +228,7 @@ class Served(NamedTuple):
     """One run."""
 
     share: float
-    """Of all requests, refused ones included: those that met both objectives."""
+    """Of requests that arrive while sessions begin, refused ones included: those that met both objectives."""
     ttft_p95_s: float
     """Of those that were answered."""
     ttft_p99_s: float
@@ -235,16 +237,17 @@ class Served(NamedTuple):
 def served(setting: Setting, policy: str, rate: float, num_requests: int, seed: int) -> Served:
     slo = replace(setting.slo, when_hopeless="refuse") if policy.endswith(REFUSING) else setting.slo
     sample = setting.workload.draw(num_requests, seed, max_model_len=setting.model.max_model_len)
-    times = simulate(
+    run = simulate(
         setting.model,
         setting.layout,
         sample.at_rate(rate),
         slo=slo,
         max_in_flight=MAX_IN_FLIGHT,
         policy=policy.removesuffix(REFUSING),
-    ).times
-    p95_s, p99_s = np.nanpercentile(times.ttft_s, (95, 99)).tolist()
-    return Served(float(np.mean(times.are_within(setting.slo))), p95_s, p99_s)
+    )
+    is_offered = run.times.arrived_s <= run.offered_until_s
+    p95_s, p99_s = np.nanpercentile(run.times.ttft_s[is_offered], (95, 99)).tolist()
+    return Served(float(np.mean(run.times.are_within(setting.slo)[is_offered])), p95_s, p99_s)
 
 
 def goodput(share_at: Callable[[float], float], start_rate: float) -> float:
@@ -272,7 +275,7 @@ def goodput(share_at: Callable[[float], float], start_rate: float) -> float:
 def outcome(
     setting: Setting, policy: str, num_requests: int, seed: int, start_rate: float, base: float
 ) -> dict[str, float]:
-    """Goodput of a policy, and its good requests per second and p99 of TTFT at some rates.
+    """Goodput of a policy, and its good requests per second and TTFT at some rates.
 
     Args:
         base: goodput of ``least-time``; 0 if it is this one's.
@@ -286,8 +289,22 @@ def outcome(
     return values
 
 
+def outcome_at(setting: Setting, policy: str, num_requests: int, seed: int, rates: Sequence[float]) -> dict[str, float]:
+    """Share within both objectives and p95 of TTFT of a policy at each rate."""
+    values: dict[str, float] = {}
+    for rate in rates:
+        run = served(setting, policy, rate, num_requests, seed)
+        values |= {f"share at {rate:g}/s": run.share, f"TTFT p95 at {rate:g}/s": run.ttft_p95_s}
+    return values
+
+
 def outcomes(
-    setting: Setting, policies: Sequence[str], num_requests: int, seeds: Sequence[int], num_others: int
+    setting: Setting,
+    policies: Sequence[str],
+    num_requests: int,
+    seeds: Sequence[int],
+    num_others: int,
+    rates: Sequence[float] = (),
 ) -> dict[str, dict[str, list[float]]]:
     """What `outcome` found, by policy; one value per seed. ``least-time``, with which all are compared, is among the
     policies. Those but it and ``goodput`` get the first ``num_others`` seeds."""
@@ -296,9 +313,13 @@ def outcomes(
         values: dict[str, list[float]] = {}
         num_seeds = len(seeds) if policy in (BASELINE, DEFAULT_POLICY) else num_others
         for index, seed in enumerate(seeds[:num_seeds]):
-            base = found[BASELINE][GOODPUT][index] if found else 0.0
-            start_rate = (values or next(iter(found.values()), {})).get(GOODPUT, [0.0])[0] or setting.rate
-            for name, value in outcome(setting, policy, num_requests, seed, start_rate, base).items():
+            if rates:
+                seen = outcome_at(setting, policy, num_requests, seed, rates)
+            else:
+                base = found[BASELINE][GOODPUT][index] if found else 0.0
+                start_rate = (values or next(iter(found.values()), {})).get(GOODPUT, [0.0])[0] or setting.rate
+                seen = outcome(setting, policy, num_requests, seed, start_rate, base)
+            for name, value in seen.items():
                 values.setdefault(name, []).append(round(value, 4))
         found[policy] = values
     return found
@@ -320,6 +341,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4000, help="requests per run")
     parser.add_argument("--seeds", type=int, default=5, help="draws of the requests")
     parser.add_argument("--other-seeds", type=int, default=5, help="of them, those for other policies than these two")
+    parser.add_argument("--rates", type=float, nargs="+", default=(), help="requests per second, in place of a search")
     parser.add_argument("--first-seed", type=int, default=100)
     arguments = parser.parse_args()
     chosen = [policy for policy in arguments.policies.split(",") if policy]
@@ -334,9 +356,9 @@ def main() -> None:
         if arguments.only not in setting.name:
             continue
         policies = chosen or [*POLICIES, *([REFUSED] if setting.may_refuse else [])]
-        found = outcomes(setting, policies, arguments.requests, seeds, arguments.other_seeds)
+        found = outcomes(setting, policies, arguments.requests, seeds, arguments.other_seeds, arguments.rates)
         base = found[BASELINE]
-        shown = [name for name in base if not name.startswith("TTFT")]
+        shown = [name for name in base if arguments.rates or not name.startswith("TTFT")]
         table = Table(setting.name, *shown, box=None)
         for policy, values in found.items():
             table.add_row(policy, *(against(values[name], base[name]) for name in shown))

@@ -27,8 +27,7 @@ from pdserve.contracts.codec import to_json
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.model.config.decoder_config import DecoderConfig
-from pdserve.model.cost.profiling import write_random_weights
-from pdserve.model.weights.random_checkpoint import write_tokenizer
+from pdserve.model.weights.random_checkpoint import write_random_weights, write_tokenizer
 
 CONFIG = {**QWEN2_05B_CONFIG, "eos_token_id": 2}
 """Of the sizes of Qwen/Qwen2.5-0.5B, too; the end of sequence is that of the tokenizer."""
@@ -38,7 +37,7 @@ _KV_BYTES = 2**26
 def write_model(folder: Path) -> Path:
     write_tokenizer(folder, 512)
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    write_random_weights(folder / "model.safetensors", DecoderConfig.from_folder(folder), "bfloat16")
+    write_random_weights(folder / "model.safetensors", DecoderConfig.from_folder(folder).shape, "bfloat16")
     return folder
 
 

@@ -92,13 +92,13 @@ SESSIONS = Setting(
 )
 """Agents' sessions on two workers: each turn waits for the answer before it, and half a second of tools."""
 EMULATED = {
-    setting.name: setting
+    setting.name: replace(setting, model=replace(setting.model, transport=MODEL.transport))
     for setting in (*SETTINGS, SESSIONS)
     if setting.model is LLAMA_3_8B
     and not setting.layout.hosts
     and not any(pool.num_kv_blocks for pool in setting.layout.pools)
 }
-"""Settings that a deployment file describes and one host can emulate."""
+"""Settings that a deployment file describes and one host can emulate, with the transport of `emulated_cluster`."""
 MAX_MACHINE_SHARE = 0.5
 """Share of all cores. An emulated cluster hardly uses any."""
 MAX_LATE_S = 0.003

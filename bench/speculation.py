@@ -31,8 +31,8 @@ from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.demo.corpus import EXAMINED, examine
 from pdserve.engine.scheduling.speculation import Speculation
 from pdserve.engine.worker.backend import choose_backend
+from pdserve.engine.worker.batches import scheduler_with
 from pdserve.engine.worker.loop import StepTimes
-from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.engine.worker.worker import speculation_of
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.pool_memory import PoolMemory
@@ -56,7 +56,7 @@ class Server:
         speculation = speculation_of(config, self._times)
         self.speculation = speculation or Speculation(self._times.by_guesses)
         handles = count()
-        self._scheduler = Scheduler(
+        self._scheduler = scheduler_with(config.batching)(
             BlockPool(num_blocks, config.block_size, [0] * num_blocks),
             backend.limits,
             mint_handle=lambda: next(handles).to_bytes(16, "little"),

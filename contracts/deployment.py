@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from math import inf
 from typing import Annotated
 
 from pdserve.contracts.codec import Fraction, NotNegative, Positive, Rule, between, one_of
@@ -69,6 +70,15 @@ def _is_ports(value: str) -> bool:
 
 def _is_swap(value: str | int) -> bool:
     return value in (0, "0") or _is_memory(value)
+
+
+def _is_batching(value: str | float) -> bool:
+    return value in ("continuous", "static") if isinstance(value, str) else 0 <= value < inf
+
+
+_Batching = Annotated[
+    str | int | float, Rule(_is_batching, "continuous, static, or the seconds to wait for a full batch")
+]
 
 
 def _is_speculation(value: str | dict[str, str]) -> bool:
@@ -229,6 +239,10 @@ class PhaseConfig:
     """Upper limit of new tokens per step: the chunk budget of prefill."""
     max_batch_size: Annotated[int, between(1, 2**16)] = 256
     """Upper limit of sequences decoded per step."""
+    batching: _Batching = "continuous"
+    """For comparisons, of mixed workers: ``static`` admits requests when ``max_batch_size`` of them wait and the last
+    batch has ended, a number also when the first has waited so many seconds. ``continuous`` admits one as soon as
+    another ends."""
     speculation: _Speculation = "none"
     """On CPUs: guess the next tokens of answers, as many as raise the expected tokens per second, and check them
     together. ``ngram``: that an answer goes on as its prompt or itself did after the same tokens. ``{draft: FOLDER}``:

@@ -152,3 +152,5 @@ class SchedulerLoad(NamedTuple):
     """Prompts that waited for some."""
     num_restores_given_up: int = 0
     """And computed them, because the tier was slower than that."""
+    tier_failure: str = ""
+    """Why the tier is off until the worker starts again; empty while it works, and without one."""

@@ -250,6 +250,7 @@ RESTORES = Counter("pdserve_kv_tier_restores", "Prompts that waited for KV of th
 RESTORES_GIVEN_UP = Counter(
     "pdserve_kv_tier_restores_given_up", "Those that computed it, because the tier took as long.", WORKER
 )
+TIER_OFF = Gauge("pdserve_kv_tier_off", "1 if the KV tier failed, until the worker starts again.", WORKER)
 TRANSFER_SECONDS = Histogram(
     "pdserve_kv_transfer_seconds", "Pulls, from request to verified.", ("transport",), TTFT_BUCKETS_S
 )

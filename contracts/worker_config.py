@@ -83,6 +83,8 @@ class WorkerConfig:
     """Size of that file."""
     max_batch_tokens: int = 2048
     max_batch_size: int = 256
+    batching: str | int | float = "continuous"
+    """As in `pdserve.contracts.deployment.PhaseConfig`."""
     speculation: str = "none"
     """What guesses the next tokens of answers that decode here, one of `SPECULATIONS`."""
     draft_path: str = ""

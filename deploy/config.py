@@ -234,6 +234,9 @@ def _check_phase(name: str, phase: PhaseConfig) -> None:
         key = f"{name}.speculation"
         why = "prefill workers decode nothing" if name == "prefill" else "guesses are made on CPUs only so far"
         raise ConfigError(f"{key} is {phase.drafter}; {why}: leave it out", key)
+    if phase.batching != "continuous" and name != "mixed":
+        key = f"{name}.batching"
+        raise ConfigError(f"{key} is {phase.batching}; batches are for mixed workers: leave it out", key)
     if phase.kv_tier is not None and (phase.device == "cuda" or phase.pipeline_parallel > 1):
         key = f"{name}.kv_tier"
         raise ConfigError(

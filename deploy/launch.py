@@ -174,6 +174,7 @@ def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = ""
                 kv_tier_bytes=parse_bytes(phase.kv_tier.size) if phase.kv_tier else 0,
                 max_batch_tokens=phase.max_batch_tokens,
                 max_batch_size=phase.max_batch_size,
+                batching=phase.batching,
                 speculation=phase.drafter,
                 draft_path=phase.draft_path,
                 transport=launch.config.kv_transfer.transport,

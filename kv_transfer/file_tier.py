@@ -20,7 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 
 from pdserve.contracts.block_hash import BLOCK_HASH_BYTES
@@ -32,6 +32,8 @@ _DIGEST_BYTES = 32
 _ENTRY_BYTES = BLOCK_HASH_BYTES + _DIGEST_BYTES
 _PAGE_BYTES = 4096
 _STOP_TIMEOUT_S = 2.0
+TOLD_AT_ONCE = 8192
+"""Most hashes found in the file that `FileTier.follow` tells in one call: routers read a frame as a whole."""
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +123,7 @@ class FileTier:
         self._has_damage = False
         self.failure = ""
         """Why the tier is off; empty while it works."""
-        self._untold: list[bytes] = []
+        self._untold: dict[bytes, None] = {}
         """Hashes found in the file."""
         self._fd = -1
         try:
@@ -160,9 +162,11 @@ class FileTier:
         together, for routers."""
         if self.failure:
             return self._switch_off(events)
-        stored, evicted = dict.fromkeys(self._untold), dict[bytes, None]()
-        self._untold.clear()
+        stored, evicted = dict.fromkeys(islice(self._untold, TOLD_AT_ONCE)), dict[bytes, None]()
+        for block_hash in stored:
+            del self._untold[block_hash]
         for block_hash in events.forgotten:
+            self._untold.pop(block_hash, None)
             if (slot := self._slots.pop(block_hash, None)) is not None:
                 self._order(_Copy(bytes(BLOCK_HASH_BYTES), slot, -1))
                 self._free.append(slot.index)
@@ -189,6 +193,8 @@ class FileTier:
                 lost = self._drop_oldest()
                 if lost in stored:
                     del stored[lost]
+                elif lost in self._untold:
+                    del self._untold[lost]
                 else:
                     evicted[lost] = None
             self._slots[block_hash] = slot = _Slot(self._free.pop())
@@ -237,7 +243,7 @@ class FileTier:
     def _switch_off(self, events: CacheEvents) -> CacheEvents:
         """Have routers forget, once, what only the tier has had."""
         lost = dict.fromkeys(events.evicted)
-        lost.update(dict.fromkeys(self._slots.keys() - self._pool.known_hashes - set(self._untold)))
+        lost.update(dict.fromkeys(self._slots.keys() - self._pool.known_hashes - self._untold.keys()))
         self._slots.clear()
         self._untold.clear()
         self._copies.clear()
@@ -340,7 +346,7 @@ class FileTier:
                 self._slots[block_hash] = _Slot(index, digest)
             else:
                 self._free.append(index)
-        self._untold = list(self._slots)
+        self._untold.update(dict.fromkeys(self._slots))
 
 
 def _write(fd: int, data: bytes, offset: int) -> None:

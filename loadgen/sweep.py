@@ -20,7 +20,7 @@ import numpy as np
 from pdserve.contracts.deployment import SloConfig
 from pdserve.loadgen.load import Measurement
 from pdserve.planner.report.serving_figures import serving_figures
-from pdserve.planner.search.goodput import fall_rate, highest_rate
+from pdserve.planner.search.rates import fall_rate, highest_rate
 from pdserve.planner.simulate.attainment import Attainment, Distribution, Interval, measure
 from pdserve.planner.simulate.simulation import Simulation
 from pdserve.planner.wording import number

@@ -8,7 +8,7 @@ are large.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from math import ceil
 from statistics import fmean
@@ -90,12 +90,13 @@ class Autoscaler:
         if self._replicas and self._replicas != replicas:  # somebody else changed them
             self._num_since_change = 0
         self._replicas = dict(replicas)
-        wanted = {role: self._wanted(role, replicas[role]) for role in ROLES}
+        decode = self._wanted(DECODE, replicas[DECODE])
+        wanted = {PREFILL: self._wanted(PREFILL, replicas[PREFILL], decode), DECODE: decode}
         is_known = len(self._needs) >= NUM_WINDOWS_UP
         for role, other in (ROLES, ROLES[::-1]):  # a worker that is spare takes a role before another starts
             lacking = wanted[role] - replicas[role]
             if lacking > 0 and is_known and other in self._bounds and wanted[other] == replicas[other]:
-                needed = max(self._bounds[other].least, ceil(max(self._smoothed(other)) + self._growth(other)))
+                needed = max(self._bounds[other].least, self._whole(other, self._lasting, wanted[DECODE]))
                 wanted[other] -= min(lacking, max(0, replicas[other] - needed))
         if most_workers is not None and sum(wanted.values()) > most_workers and self._needs:
             # Roles that both lack workers take one from the other once in that time at most, or chance moves it about.
@@ -107,20 +108,33 @@ class Autoscaler:
         short = [role for role in ROLES if wanted[role] > replicas[role]]
         return Decision(wanted, f"{short[0].value}_short" if short else "surplus")
 
-    def _wanted(self, role: WorkerRole, count: int) -> int:
+    def _wanted(self, role: WorkerRole, count: int, num_decode: int = 0) -> int:
         if role not in self._bounds:
             return count
         least, most = self._bounds[role]
-        needs = self._smoothed(role)
-        growth = self._growth(role)
-        up = ceil(needs[-1] + growth) if needs else 0
+        up = self._whole(role, self._soon, num_decode) if len(self._needs) >= NUM_WINDOWS_UP else 0
         is_settled = len(self._needs) == NUM_WINDOWS_DOWN <= self._num_since_change
-        down = ceil(max(needs) + growth) if is_settled else count
+        down = self._whole(role, self._lasting, num_decode) if is_settled else count
         return min(most, max(least, up if up > count else min(down, count)))
+
+    def _whole(self, role: WorkerRole, needed: Callable[[WorkerRole], float], num_decode: int) -> int:
+        """Workers that ``role`` needs. Prompts that would take a part of one more prefill worker go to decode workers
+        if that part of them is spare, as routers send them there then."""
+        need = needed(role)
+        is_spare = role is PREFILL and need % 1 <= num_decode - needed(DECODE)
+        return int(need) if is_spare else ceil(need)
+
+    def _soon(self, role: WorkerRole) -> float:
+        """What the last windows needed, and growth adds to it."""
+        return self._smoothed(role)[-1] + self._growth(role)
 
     def _smoothed(self, role: WorkerRole) -> list[float]:
         """Means of two windows."""
         return [(one[role] + two[role]) / 2 for one, two in pairwise(self._needs)]
+
+    def _lasting(self, role: WorkerRole) -> float:
+        """The most that windows of the last minute needed, and growth adds to it."""
+        return max(self._smoothed(role)) + self._growth(role)
 
     def _growth(self, role: WorkerRole) -> float:
         """By how much the need will have grown in `START_S`, as it did from each third of the last minute to the next.

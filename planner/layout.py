@@ -47,6 +47,16 @@ class PlannedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Guesses:
+    """What decode steps guess (`pdserve.engine.scheduling.speculation`)."""
+
+    share_right: float
+    """Of guesses, each after right ones. The workload's."""
+    draft: PlannedModel | None = None
+    """Model that guesses; ``None``: n-grams, which take no time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """Identical workers of one role."""
 
@@ -64,6 +74,8 @@ class Pool:
     """Per worker; 0 uses the free memory, by the cost model."""
     memory_fraction: float = 0.9
     """Share of a device's memory for a worker; workers of one device with at most half of it share devices."""
+    guesses: Guesses | None = None
+    """``None``: answers are computed one token at a time, as in all plans."""
 
     @property
     def devices_per_worker(self) -> int:

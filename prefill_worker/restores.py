@@ -29,6 +29,9 @@ NEWEST_WEIGHT = 0.25
 class Tier(Protocol):
     """Copies of blocks by hash: `pdserve.kv_transfer.file_tier.FileTier`."""
 
+    failure: str
+    """Why it is off; empty while it works."""
+
     def match(self, hashes: Iterable[bytes]) -> list[bytes]: ...
 
     def restore(self, restore_id: int, hashes: Many[bytes], blocks: Many[int]) -> None: ...
@@ -74,6 +77,10 @@ class Restores:
     @property
     def num_waiting(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def tier_failure(self) -> str:
+        return self._tier.failure if self._tier is not None else ""
 
     @property
     def num_tokens_left(self) -> int:

@@ -45,6 +45,8 @@ class ClusterNote:
     folder: str = ""
     admin_token_file: str = ""
     """File with the admin port's token, readable by the user only."""
+    follows_load: bool = False
+    """True if an autoscaler changes the numbers of workers."""
     is_ray_silent: bool = False
     """True while Ray does not answer the supervisor, which then restarts nothing."""
     down_since_s: Mapping[str, float] = field(default_factory=dict)

@@ -291,6 +291,7 @@ class Supervisor:
             other_admin_urls=tuple(router.admin_url for router in others),
             folder=str(self._folder),
             admin_token_file=str(self._admin_token_file),
+            follows_load=self._autoscaling.is_on,
             is_ray_silent=self._is_silent,
             down_since_s={
                 worker.name: worker.failed_s

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -105,22 +107,30 @@ def _smallest_worker(hardware: Hardware, model: PlannedModel) -> Pool:
 
 
 def search(question: Question, traffic: Traffic, *, num_processes: int) -> Plan:
-    """Search a plan, with a progress bar on the terminal, or elsewhere a line of progress every few seconds.
+    """Search a plan, and show the progress.
 
     Raises:
         DeployError: no plan exists; the text names the reason and a remedy.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
     from pdserve.planner.extrapolation import extrapolations
     from pdserve.planner.search.search import find_plan
 
+    with options.failure(), shown_progress() as report:
+        plan = find_plan(question, traffic.workload, num_processes=num_processes, progress=report)
+    beyond = extrapolations(question.model, plan.best.layout, question.model.max_model_len)
+    return dataclasses.replace(plan, notes=(*plan.notes, *(f"{text}." for text in beyond)))
+
+
+@contextmanager
+def shown_progress() -> Iterator[Callable[[float, str], None]]:
+    """Takes a fraction and an activity; shows a bar on the terminal, or elsewhere a line every few seconds."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     terminal = Console(stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    bar = Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
-    with options.failure(), bar as progress:
-        task = progress.add_task("searching", total=1.0)
+    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
+        task = progress.add_task("starting", total=1.0)
         lines = _Lines(terminal)
 
         def report(fraction: float, text: str) -> None:
@@ -128,9 +138,7 @@ def search(question: Question, traffic: Traffic, *, num_processes: int) -> Plan:
             if not terminal.is_terminal:
                 lines.show(fraction, text)
 
-        plan = find_plan(question, traffic.workload, num_processes=num_processes, progress=report)
-    beyond = extrapolations(question.model, plan.best.layout, question.model.max_model_len)
-    return dataclasses.replace(plan, notes=(*plan.notes, *(f"{text}." for text in beyond)))
+        yield report
 
 
 class _Lines:

@@ -22,7 +22,7 @@ from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster.control import send_command
 from pdserve.deploy.cluster.folder import ClusterNote, admin_headers, find_cluster
 from pdserve.deploy.commands import plan_options as options
-from pdserve.deploy.commands.plan_answer import Outputs, search, write_files
+from pdserve.deploy.commands.plan_answer import Outputs, search, shown_progress, write_files
 from pdserve.deploy.commands.plan_options import ModelOptions, Objectives
 from pdserve.deploy.commands.status import fetch_status, other_routers
 
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from pdserve.planner.search.plan import Effort, Plan, Question
 
 _TIMEOUT_S = 10.0
+_LOOK_S = 0.5
+"""Between two steps of the bar while the cluster is watched."""
+_NUMBERS_TOLERANCE = 0.1
+"""`Effort.tolerance` where only numbers of workers are compared: as large as the gain that justifies a change."""
 
 
 class Watch(NamedTuple):
@@ -55,6 +59,7 @@ def plan_live(
     watch: Watch, model_options: ModelOptions, objectives: Objectives, effort: Effort, outputs: Outputs
 ) -> int:
     """Watch, search, compare and print; returns the exit status. Options override the cluster's settings."""
+    from pdserve.planner.live.numbers import best_numbers
     from pdserve.planner.live.replan import propose
     from pdserve.planner.live.running import observed_traffic, running_cluster, running_layout, supplies
     from pdserve.planner.search.plan import Question, Space
@@ -75,12 +80,17 @@ def plan_live(
         fleet=supplies(layout, cluster.workers),
         policy=cluster.policy,
         space=Space(running=tuple(layout.pools), keeps_pools=keeps_pools),
-        effort=effort,
+        effort=dataclasses.replace(effort, tolerance=_NUMBERS_TOLERANCE) if keeps_pools else effort,
     )
     overrides = list(_overrides(cluster, question, model_options, objectives))
     observed = _observe(watch, [watch.url, *other_routers(status)])
     traffic = observed_traffic(observed, question.model)
-    found = search(question, traffic, num_processes=outputs.num_processes)
+    num_processes = outputs.num_processes or options.num_cores()
+    if keeps_pools:
+        with options.failure(), shown_progress() as report:
+            found = best_numbers(question, traffic.workload, layout, num_processes=num_processes, progress=report)
+    else:
+        found = search(question, traffic, num_processes=num_processes)
     with options.failure(), options.working("comparing with the placement that runs"):
         proposal = propose(
             found,
@@ -88,7 +98,7 @@ def plan_live(
             traffic.workload,
             observed_rate=observed.requests_per_s,
             hysteresis=watch.hysteresis,
-            num_processes=outputs.num_processes or options.num_cores(),
+            num_processes=num_processes,
         )
     _print_proposal(proposal, found, (_words(observed), _question_words(question), *overrides), outputs)
     write_files(found, _words(observed), outputs._replace(model=folder))
@@ -99,11 +109,16 @@ def plan_live(
 
 
 def _check_may_change(note: ClusterNote, status: Mapping[str, Any], layout: Layout) -> None:
-    """Check that all workers are up and of roles whose numbers the search varies.
+    """Check that all workers are up, of roles whose numbers the search varies, and that nothing else varies these.
 
     Raises:
         DeployError: they are not.
     """
+    if note.follows_load:
+        raise DeployError(
+            "the numbers of workers of this cluster follow its load (max_replicas), and would soon undo the change: "
+            "leave out --apply and --dry-run to compare only, or start the cluster without max_replicas"
+        )
     if down := sorted({*note.down_since_s, *(each["worker_id"] for each in status["workers"] if not each["up"])}):
         raise DeployError(f"{' and '.join(down)} is down; try again when pdserve status shows all workers up")
     roles = [pool.role.value for pool in layout.pools]
@@ -200,8 +215,10 @@ def _observe(watch: Watch, routers: Sequence[str]) -> ObservedTraffic:
     from pdserve.planner.live.live import observe
 
     before, begun_s = "".join(map(_fetch_metrics, routers)), time.monotonic()
-    with options.working(f"watching {watch.url} for {watch.window_s:g} s"):
-        time.sleep(watch.window_s)
+    with shown_progress() as report:
+        while (passed_s := time.monotonic() - begun_s) < watch.window_s:
+            report(passed_s / watch.window_s, f"watching {watch.url} for {watch.window_s:g} s")
+            time.sleep(min(_LOOK_S, watch.window_s - passed_s))
     after, ended_s = "".join(map(_fetch_metrics, routers)), time.monotonic()
     with options.failure():
         return observe(before, after, ended_s - begun_s)

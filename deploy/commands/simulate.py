@@ -7,8 +7,9 @@ Imports no planner module before the options are checked.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -23,11 +24,13 @@ from pdserve.deploy.config import (
     read_profile,
     with_settings,
 )
+from pdserve.engine.scheduling.speculation import DRAFT_SHARE, NGRAM_SHARE
 from pdserve.model.weights.demo_model import DEMO_MODEL
+from pdserve.planner import wording
 
 if TYPE_CHECKING:
     from pdserve.planner.layout import Layout, PlannedModel
-    from pdserve.planner.simulate.simulated_run import Run
+    from pdserve.planner.simulate.simulated_run import Run, RunResult
     from pdserve.planner.workload.traffic import Traffic
 
 DEFAULT_REQUESTS = 3000
@@ -100,6 +103,15 @@ def simulate(
     tpot: options.TpotOption = None,
     attainment: options.AttainmentOption = None,
     policy: options.PolicyOption = None,
+    right_guesses: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Share of guesses that are right, of workers with speculation. Default: what they expect at first.",
+            rich_help_panel=options.WHAT,
+        ),
+    ] = None,
     seed: options.SeedOption = 0,
     json: Annotated[
         Path | None,
@@ -155,7 +167,11 @@ def simulate(
     num_requests = requests or described.max_requests or DEFAULT_REQUESTS
     run = Run(
         model=planned,
-        layout=_layout(config, planned, _Devices(gpu, decode_gpu, hardware_file, gpus_per_node or 0)),
+        layout=_with_guesses(
+            _layout(config, planned, _Devices(gpu, decode_gpu, hardware_file, gpus_per_node or 0)),
+            config,
+            right_guesses,
+        ),
         traffic=described,
         slo=options.objectives(with_settings(usual, settings or ()).slo, options.Objectives(ttft, tpot, attainment)),
         num_requests=num_requests,
@@ -233,6 +249,45 @@ def _layout(config: DeploymentConfig, planned: PlannedModel, devices: _Devices) 
         return layout_of(config, planned, pools, devices_per_host=devices.gpus_per_node)
 
 
+def _with_guesses(layout: Layout, config: DeploymentConfig, share_right: float | None) -> Layout:
+    """``layout`` with what its workers guess.
+
+    Args:
+        share_right: of guesses; ``None``: as workers expect it of their first sequence.
+    """
+    from pdserve.planner.layout import Guesses
+
+    pools: dict[str, Any] = {}
+    for pool in layout.pools:
+        phase = config.phase(pool.role)
+        if phase.drafter == "none":
+            continue
+        if not pool.hardware.is_host:
+            raise ConfigError(
+                f"{pool.role.value}.speculation is {phase.drafter}, and guesses are made on CPUs only so far: simulate "
+                "with --gpu cpu-16 or a device of pdserve profile, or leave it out"
+            )
+        draft, usual = None, NGRAM_SHARE
+        if phase.draft_path:
+            of_draft = dataclasses.replace(config.model, path=phase.draft_path, quantization="auto")
+            draft, usual = options.planned_model(of_draft, config.kv_transfer.transport), DRAFT_SHARE
+        guesses = Guesses(share_right=usual if share_right is None else share_right, draft=draft)
+        pools[pool.role.value] = dataclasses.replace(pool, guesses=guesses)
+    if share_right is not None and not pools:
+        raise ConfigError("--right-guesses: no workers guess; add --set decode.speculation=ngram, or leave it out")
+    return dataclasses.replace(layout, **pools)
+
+
+def _notes(run: Run, result: RunResult) -> Iterator[str]:
+    """What the workers guess, and what comes of it."""
+    for pool, use in zip(run.layout.pools, result.attainment.pools, strict=True):
+        if pool.guesses is not None:
+            yield (
+                f"Assumes that {wording.share(pool.guesses.share_right)} of guesses are right: {pool.role.value} "
+                f"workers compute {use.tokens_per_step:.2f} tokens of an answer in a step."
+            )
+
+
 def _report(run: Run, json: Path | None) -> int:
     from pdserve.planner.extrapolation import extrapolations
     from pdserve.planner.report.run_tables import print_run, run_json
@@ -245,7 +300,7 @@ def _report(run: Run, json: Path | None) -> int:
         check_fits(run.layout, run.model, sample)
         with options.working(f"simulating {run.num_requests:,} requests"):
             result = carry_out(run)
-        notes = (*notes, *extrapolations(run.model, run.layout, sample.longest()))
+        notes = (*notes, *_notes(run, result), *extrapolations(run.model, run.layout, sample.longest()))
         if any(pool.workers_per_device > 1 for pool in run.layout.pools):
             notes = (*notes, _SHARED_NOTE)
     if json is None or str(json) != "-":

@@ -56,6 +56,9 @@ def show_status(
     for name, seconds in down_s.items():
         table.add_row(name, "", f"down for {seconds:.0f} s, being restarted")
     console.print(table)
+    for worker in status["workers"]:
+        if failure := worker["load"]["tier_failure"]:
+            console.print(f"The KV tier of {worker['worker_id']} is off until it is restarted: {failure}")
     return 0 if state == "ready" else 1
 
 

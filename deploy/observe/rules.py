@@ -205,6 +205,26 @@ ALERTS = (
         steps="As for *DecodeKvFull*. `swap_memory` makes preemptions cheaper.",
     ),
     Alert(
+        name="KvTierOff",
+        expr="max by (worker) (pdserve_kv_tier_off) > 0",
+        for_="1m",
+        severity="ticket",
+        impact="A worker's KV tier failed: what its pool evicts is computed again.",
+        query="max by (worker) (pdserve_kv_tier_off)",
+        steps="`pdserve status` and the worker's log have the reason, most often a full disk. Mend it, or lower "
+        "`kv_tier.size`, then `pdserve restart` the worker.",
+    ),
+    Alert(
+        name="KvTierSlow",
+        expr="sum by (worker) (rate(pdserve_kv_tier_restores_given_up_total[5m])) > "
+        "0.2 * sum by (worker) (rate(pdserve_kv_tier_restores_total[5m]))",
+        for_="10m",
+        severity="ticket",
+        impact="One prompt in five that waits for KV of a worker's tier computes it: restoring takes longer.",
+        query="sum by (worker) (rate(pdserve_kv_tier_restores_given_up_total[5m]))",
+        steps="The disk is slow or shared: put `kv_tier.path` on a faster one, or leave `kv_tier` out.",
+    ),
+    Alert(
         name="StepsSlowerThanPredicted",
         expr=f"{_SPENT} > 1.5 * {_PREDICTED}",
         for_="10m",

@@ -14,7 +14,9 @@ never depends on it. Pure, like the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heapreplace
+from itertools import islice
 from math import inf
 from typing import NamedTuple
 
@@ -57,12 +59,8 @@ class Choice(NamedTuple):
     """Guesses if the row's grammar prescribes them."""
 
 
-class _Guess(NamedTuple):
-    """Ordered by worth, those of a row in order."""
-
-    minus_worth: float
-    number: int
-    row: int
+_Guess = tuple[float, int, int]
+"""Its worth, negated, its number in its row, and the row: ordered by worth, those of a row in order."""
 
 
 class Speculation:
@@ -94,20 +92,20 @@ class Speculation:
         if not rows or max_guesses <= 0 or step.num_chunk_tokens:
             return []
         first_share = max(self._share, _LEAST_FIRST_SHARE)
-        guesses = list[_Guess]()
-        for index, limit in rows.items():
+        shares: dict[int, float] = {}
+        for index in rows:
             sequence = step.sequences[index]
             if sequence.acceptance is None:
                 sequence.acceptance = first_share
                 sequence.num_plain_steps = self._num_plain_rows
-            guesses += _guesses(index, limit, sequence.acceptance)
-        guesses.sort()
+            shares[index] = sequence.acceptance
+        guesses = islice(_by_worth(shares, rows), max_guesses)
         limit_s = min([s.request.max_gap_s for s in step.sequences if s.request.max_gap_s], default=inf)
         seconds = self._seconds_by_guesses(batch)
-        chosen = _best(guesses[:max_guesses], len(batch.rows), seconds, limit_s)
+        chosen = _best(guesses, len(batch.rows), seconds, limit_s)
         numbers = dict.fromkeys(rows, 0)
-        for guess in chosen:
-            numbers[guess.row] = guess.number
+        for _, number, index in chosen:
+            numbers[index] = number
         num_chosen, depth = len(chosen), max(numbers.values())
         for index in rows:
             sequence = step.sequences[index]
@@ -151,14 +149,23 @@ def _learned(share: float, num_right: int, is_wrong: bool, newest_weight: float)
     return share * (1 - newest_weight) if is_wrong else share
 
 
-def _guesses(row: int, limit: int, acceptance: float) -> Iterator[_Guess]:
-    """Guesses of a row worth considering, ``limit`` at most."""
-    worth = acceptance
-    for number in range(1, min(limit, MAX_GUESSES) + 1):
-        if worth < _LEAST_WORTH:
-            break
-        yield _Guess(-worth, number, row)
-        worth *= acceptance
+def _by_worth(shares: Mapping[int, float], limits: Mapping[int, int]) -> Iterator[_Guess]:
+    """Guesses worth considering, the best first.
+
+    Args:
+        shares: of right guesses, by row.
+        limits: of the number of guesses, by row.
+    """
+    best = [(-share, 1, row) for row, share in shares.items() if share >= _LEAST_WORTH]
+    heapify(best)
+    while best:
+        minus_worth, number, row = guess = best[0]
+        yield guess
+        minus_worth *= shares[row]
+        if number < min(limits[row], MAX_GUESSES) and -minus_worth >= _LEAST_WORTH:
+            heapreplace(best, (minus_worth, number + 1, row))
+        else:
+            heappop(best)
 
 
 def _best(guesses: Iterable[_Guess], num_tokens: int, seconds: Seconds, limit_s: float) -> list[_Guess]:
@@ -167,12 +174,13 @@ def _best(guesses: Iterable[_Guess], num_tokens: int, seconds: Seconds, limit_s:
     best, depth, expected = 0, 0, float(num_tokens)
     best_rate, lookahead = expected / seconds(0, 0), max(_LOOKAHEAD, num_tokens)
     for number, guess in enumerate(guesses, 1):
-        depth = max(depth, guess.number)
+        minus_worth, of_row, _ = guess
+        depth = max(depth, of_row)
         step_s = seconds(number, depth)
         if step_s > limit_s or number > best + lookahead:
             break
         considered.append(guess)
-        expected -= guess.minus_worth
+        expected -= minus_worth
         if expected / step_s > best_rate:
             best, best_rate = number, expected / step_s
     return considered[:best]

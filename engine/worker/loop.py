@@ -219,12 +219,13 @@ class StepTimes:
 
     def by_guesses(self, batch: StepBatch) -> Callable[[int, int], float]:
         """Return the expected duration of a decode step by the number of guesses in it, and of the row with most."""
-        prediction, ratio = self.predict(batch), self._by_tokens.ratio
-        draft_s = self._draft_s(prediction) * self._drafting.ratio(prediction.num_rows)
+        prediction, guesses_s, ratio = self.predict(batch), self._cost.guesses_s, self._by_tokens.ratio
+        num_rows, predicted_s = prediction.num_rows, prediction.predicted_s
+        draft_s = self._draft_s(prediction) * self._drafting.ratio(num_rows)
 
         def seconds(num_guesses: int, depth: int) -> float:
-            step_s = self._with_guesses_s(prediction, num_guesses) * ratio(prediction.num_rows + num_guesses)
-            return step_s + depth * draft_s
+            step_s = predicted_s + guesses_s(num_rows, num_guesses)
+            return step_s * ratio(num_rows + num_guesses) + depth * draft_s
 
         return seconds
 

@@ -437,6 +437,7 @@ class Scheduler:
             num_restored_tokens=self.restores.num_restored_tokens,
             num_restores=self.restores.num_begun,
             num_restores_given_up=self.restores.num_given_up,
+            tier_failure=self.restores.tier_failure,
         )
 
     def check_integrity(self) -> None:

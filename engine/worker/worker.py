@@ -33,9 +33,9 @@ from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.scheduling.interface import PullResult
 from pdserve.engine.scheduling.speculation import DRAFT_SHARE, NGRAM_SHARE, Speculation
 from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend
+from pdserve.engine.worker.batches import scheduler_with
 from pdserve.engine.worker.live_loop import Inbox, LiveLoop
 from pdserve.engine.worker.loop import BlocksRestored, GrammarCompiled, LendPrefix, Message, StartDrain, StepTimes
-from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.engine.worker.service import WorkerService
 from pdserve.engine.worker.staged_transfer import StagedTransfer
 from pdserve.engine.worker.transfer_messages import message_from_proto
@@ -193,7 +193,7 @@ class EngineWorker:
             announce=backend.grammars.find,
         )
         times = StepTimes(backend.cost, backend.draft_cost)
-        scheduler = Scheduler(
+        scheduler = scheduler_with(config.batching)(
             pool,
             backend.limits,
             mint_handle=lambda: secrets.token_bytes(HANDLE_BYTES),

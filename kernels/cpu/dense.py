@@ -89,9 +89,12 @@ def pack_linear(
     in_pairs = dtype == torch.bfloat16 and multiplies_bfloat16()
     if isinstance(weight_FE, GroupedWeight):
         return CpuLinear(_hold(weight_FE, in_pairs), weight_FE.values.shape, bias_F)
-    kind, panels = _KINDS[weight_FE.dtype], _pack(weight_FE)
+    kind = _KINDS[weight_FE.dtype]
+    if weight_FE.dtype == torch.bfloat16 and in_pairs:
+        return CpuLinear(_Held(kind + _FIRST_OF_PAIRS, _pack_pairs(weight_FE)), weight_FE.shape, bias_F)
+    panels = _pack(weight_FE)
     if weight_FE.dtype == torch.bfloat16:
-        kind, panels = kind + in_pairs * _FIRST_OF_PAIRS, _in_pairs(panels) if in_pairs else _halves_in_turns(panels)
+        panels = _halves_in_turns(panels)
     return CpuLinear(_Held(kind, panels), weight_FE.shape, bias_F)
 
 
@@ -112,14 +115,14 @@ def _hold(weight: GroupedWeight, in_pairs: bool) -> _Held:
     in_pairs &= depth % 2 == 0
     kind += in_pairs * _FIRST_OF_PAIRS
     values_FE = weight.values.view(torch.int8)
-    panels = _pack(e2m1_codes(values_FE) if weight.kind == "e2m1" else values_FE)
+    if weight.kind == "e2m1":
+        values_FE = e2m1_codes(values_FE)
+    panels = _pack_pairs(values_FE) if in_pairs else _pack(values_FE)
     if weight.kind in ("int4", "e2m1"):
-        low, high = (_in_pairs(half) if in_pairs else half for half in panels.chunk(2, dim=-1))
+        low, high = panels.chunk(2, dim=2)
         if weight.kind == "int4":
             low = low & 15 if in_pairs else low + 8
         panels = low | high << 4
-    elif in_pairs:
-        panels = _in_pairs(panels)
     if weight.kind == "e4m3":
         scales_FG = torch.where(_has_nan(weight), torch.nan, scales_FG) * 2**8
     assert weight.zeros is None or weight.kind in ("int8", "int4")
@@ -327,11 +330,12 @@ def _pack(weight_FE: torch.Tensor) -> torch.Tensor:
     """Lay the weight out as panels ``[P, E, W]`` of dense.cpp; zeros pad the last panel."""
     (num_outputs, num_inputs), width = weight_FE.shape, _panel_width()
     num_whole, num_left = divmod(num_outputs, width)
-    panels_PEW = torch.zeros(num_whole + (num_left > 0), num_inputs, width, dtype=weight_FE.dtype)
+    panels_PEW = torch.empty(num_whole + (num_left > 0), num_inputs, width, dtype=weight_FE.dtype)
     whole_FE, left_FE = weight_FE.split_with_sizes([num_whole * width, num_left])
     panels_PEW[:num_whole] = whole_FE.reshape(num_whole, width, num_inputs).transpose(1, 2)
     if num_left:
         panels_PEW[-1, :, :num_left] = left_FE.T
+        panels_PEW[-1, :, num_left:] = 0
     return panels_PEW
 
 
@@ -341,11 +345,11 @@ def _halves_in_turns(panels_PEW: torch.Tensor) -> torch.Tensor:
     return panels_PEW.view(num_panels, num_inputs, 2, width // 2).transpose(2, 3).reshape(panels_PEW.shape)
 
 
-def _in_pairs(panels_PEW: torch.Tensor) -> torch.Tensor:
-    """Inputs in pairs: ``[P, S, W, 2]`` with S = E / 2; zeros pad the last one."""
-    num_panels, num_inputs, width = panels_PEW.shape
-    even_PEW = pad(panels_PEW, (0, 0, 0, num_inputs % 2))
-    return even_PEW.view(num_panels, -1, 2, width).transpose(2, 3).contiguous()
+def _pack_pairs(weight_FE: torch.Tensor) -> torch.Tensor:
+    """`_pack` with inputs in pairs: ``[P, S, W, 2]`` with S = E / 2; zeros pad the last one."""
+    num_inputs, pair = weight_FE.shape[1], {1: torch.int16, 2: torch.int32}[weight_FE.itemsize]
+    even_FE = pad(weight_FE, (0, num_inputs % 2)) if num_inputs % 2 else weight_FE.contiguous()
+    return _pack(even_FE.view(pair))[..., None].view(weight_FE.dtype)
 
 
 @cache

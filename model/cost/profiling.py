@@ -6,7 +6,6 @@ a grid in rounds, so that a noisy second spreads over all of them. Fits nothing,
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import tempfile
@@ -29,7 +28,7 @@ from pdserve.kernels.kv_pool import KvPool
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.cost.step_grid import GridLimits, Step, StepKind, step_grid
 from pdserve.model.executors.model import ModelExecutor
-from pdserve.model.weights.files import tensor_shapes
+from pdserve.model.weights.random_checkpoint import write_random_weights
 
 MAX_ROUNDS = 25
 MIN_REPEATS = 3
@@ -51,8 +50,6 @@ one page of zeros, which stays in the caches whatever the pool's size; and of va
 to the same, and touch the same experts."""
 _POOL_PERIOD = 2**20 + 7
 """Bytes after which signs repeat."""
-_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_TILE_VALUES = 2**20
 
 Progress = Callable[[float, str], None]
 """Receives the spent share of the budget and a line about the current work."""
@@ -148,16 +145,6 @@ def _with_one_layer(model: ProfiledModel) -> ProfiledModel:
     return replace(model, has_weights=False, config=replace(config, shape=shape, layers=config.layers[:1]))
 
 
-def _rounded_at_load(model: ProfiledModel) -> ProfiledModel:
-    """The model in the setting of as many bits as the checkpoint's scheme, in which random weights can be held."""
-    scheme = model.config.shape.scheme
-    if scheme is None:
-        return model
-    config = replace(model.config, shape=replace(model.config.shape, scheme=None))
-    kind = "int4" if scheme.bits == 4 else "int8"
-    return replace(model, config=config, precision=replace(model.precision, quantization=kind))
-
-
 @contextmanager
 def profiled_executor(model: ProfiledModel, num_blocks: int) -> Iterator[tuple[Executor, KvLayout]]:
     """Build a worker's executor over a pool whose every byte is written; close it on exit."""
@@ -169,8 +156,8 @@ def profiled_executor(model: ProfiledModel, num_blocks: int) -> Iterator[tuple[E
     with tempfile.TemporaryDirectory(prefix="pdserve-profile-") as scratch:
         folder = model.folder
         if not model.has_weights:
-            folder, model = Path(scratch), _rounded_at_load(model)
-            write_random_weights(folder / "model.safetensors", model.config, model.precision.dtype)
+            folder = Path(scratch)
+            write_random_weights(folder / "model.safetensors", model.config.shape, model.precision.dtype)
         executor = ModelExecutor(
             folder=folder,
             config=model.config.at_length(model.config.limits(model.max_model_len).max_model_len),
@@ -183,25 +170,6 @@ def profiled_executor(model: ProfiledModel, num_blocks: int) -> Iterator[tuple[E
         yield executor, layout
     finally:
         executor.close()
-
-
-def write_random_weights(path: Path, config: DecoderConfig, dtype: str) -> None:
-    """Write every tensor of the model to a safetensors file. Values repeat, which does not change multiply time.
-
-    Raises:
-        OSError: no space left on the device.
-    """
-    kind: torch.dtype = getattr(torch, dtype)
-    tile = (torch.randn(_TILE_VALUES) * 0.02).to(kind).view(torch.uint8).numpy().tobytes()
-    header, end = {}, 0
-    for name, shape in tensor_shapes(config.shape).items():
-        begin, end = end, end + torch.Size(shape).numel() * kind.itemsize
-        header[name] = {"dtype": _SAFETENSORS_DTYPES[dtype], "shape": shape, "data_offsets": (begin, end)}
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for begin in range(0, end, len(tile)):
-            file.write(tile[: end - begin])
 
 
 def measure_steps(

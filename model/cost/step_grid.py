@@ -1,4 +1,5 @@
-"""Steps that a profile measures: prefill, decode and mixed, over the lengths and batches that a worker may run.
+"""Steps that a profile measures: prefill, decode and mixed, over the lengths and batches that a worker may run; and of
+a few tokens of each sequence, as with guesses.
 
 Pure. `pdserve.model.cost.profiling` runs the steps; `pdserve.planner.cost_fit` fits the cost model to their durations.
 """
@@ -15,6 +16,8 @@ _FIRST_CHUNK = 8
 _CHUNKS_BESIDE_DECODES = (16, 64, 256, 1024)
 _BATCHES_BESIDE_CHUNKS = (1, 8, 64)
 _PROMPTS_TOGETHER = (2, 8)
+_TOKENS_WITH_GUESSES = (2, 4, 8)
+_SEQUENCES_THAT_GUESS = (1, 8)
 _FIRST_CONTEXT = 32
 _CACHED_PER_NEW = 256
 """Cached tokens that cost about as much time as one new token; only orders the grid."""
@@ -102,6 +105,8 @@ def _candidates(limits: GridLimits) -> Iterator[Step]:
             yield Step((StepRow(chunk // count, 0),) * count)
     for batch, context in product(_powers(2, 1, limits.max_batch_size), contexts):
         yield Step((StepRow(1, context),) * batch)
+    for tokens, batch, context in product(_TOKENS_WITH_GUESSES, _SEQUENCES_THAT_GUESS, contexts[1::2]):
+        yield Step((StepRow(tokens, min(context, limits.max_model_len - tokens)),) * batch)
     for chunk, batch, context in product(_CHUNKS_BESIDE_DECODES, _BATCHES_BESIDE_CHUNKS, contexts[1::2]):
         yield Step((StepRow(chunk, 0), *(StepRow(1, context),) * batch))
         yield Step((StepRow(chunk, min(context, longest - chunk)), *(StepRow(1, context),) * (batch // 2)))

@@ -409,6 +409,15 @@ def stacked_experts(shape: ModelShape) -> dict[str, tuple[int, int]]:
     }
 
 
+def stored_tensors(shape: ModelShape) -> dict[str, Accepted]:
+    """Tensors of a checkpoint of ``shape`` in its scheme, keyed by their transformers name.
+
+    Raises:
+        ValueError: the scheme quantises some of a layer's experts alone.
+    """
+    return _wanted(shape, {})[0]
+
+
 def layer_matrices(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of all layers' matrices, keyed by module: ``model.layers.0.mlp.up_proj``. Not of routers and
     gates of experts, which are never quantised, nor `stacked_experts`."""

@@ -83,7 +83,7 @@ def propose(
     hysteresis: float = DEFAULT_HYSTERESIS,
     num_processes: int = 1,
 ) -> Proposal:
-    """Simulate the running layout like the plan's best, and both at the observed rate; then compare them.
+    """Simulate the running layout like the plan's best, unless the plan has it, and both at the observed rate; compare.
 
     Args:
         plan: for the observed traffic, on the running layout's devices.
@@ -111,13 +111,13 @@ def propose(
         )
         for each in (layout, best.layout)
     )
-    searches: list[Search[Any]] = [
-        search_goodput(runs, best.rate, tolerance=question.effort.tolerance),
-        single_run(runs, observed_rate),
-        single_run(found, observed_rate),
-    ]
+    known = next((each.goodput for each in plan.candidates if each.layout == layout), None)
+    searches: list[Search[Any]] = [single_run(runs, observed_rate), single_run(found, observed_rate)]
+    if known is None:
+        searches.append(search_goodput(runs, best.rate, tolerance=question.effort.tolerance))
     with ProcessPool(workload, num_processes) as pool:
-        goodput, running_at, best_at = pool.search(searches)
+        running_at, best_at, *searched = pool.search(searches)
+    goodput = known or searched[0]
     running = Running(layout=layout, goodput=goodput, at_observed=running_at)
     return compare(running, best, best_at, model=question.model, hysteresis=hysteresis)
 

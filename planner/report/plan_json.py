@@ -96,7 +96,6 @@ def attainment_json(point: Attainment) -> Json:
         "interactivity": _finite(point.interactivity),
         "pools": to_plain(point.pools),
         "is_saturated": point.is_saturated,
-        "is_growing": point.is_growing,
     }
 
 

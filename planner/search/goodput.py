@@ -11,37 +11,36 @@ are those of the simulator that drives the live schedulers and the router's own 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from itertools import pairwise
-from math import ceil, exp, inf, log, sqrt
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.search.rates import bracketing, fall_rate, highest_rate
 from pdserve.planner.simulate.attainment import NUM_LOOKS, Attainment, Interval, measure, seems_over
-from pdserve.planner.simulate.simulator import simulate
+from pdserve.planner.simulate.simulator import NO_LOOKS, simulate
 from pdserve.planner.workload.requests import DrawnRequests, SimulatedRequest
 
 if TYPE_CHECKING:
     from pdserve.planner.simulate.scout import ScoutRequests
 
-LEAST_REQUESTS = 4000
+LEAST_REQUESTS = 8000
 """Of a run of usual length, however short its requests are, if the workload has as many."""
-LOOKS = (0.5, 1.0, 2.0)
-"""Lengths of a run in terms of the usual one (`Trial.run_s`): at the first it ends if it is sure, at the second also if
-the third is hardly enough to be."""
+LOOKS = (1.0, 2.0)
+"""Lengths of a run in terms of the usual one (`Trial.run_s`): it ends at the first unless the second may decide."""
 assert len(LOOKS) == NUM_LOOKS
+LEAST_RUN = 0.375
+"""Length of the shortest run that states a rate, alike, where the workload has no more requests."""
 _STEP = 1.1
 """Ratio of the first two rates of a search for a goodput."""
 _MOST_END_RUNS = 3
 """To find the rate that surely misses the target, where no simulated one is within the tolerance."""
 _SCREEN_STEP, _CHUNK_STEP = 1.5, 1.05
 """The same for a search by the scout, and if only the chunk budget of a layout is another."""
-_LEAST_SHARE = 1 / 200
-"""Share of the first rate below which the goodput counts as 0; a search up ends at its inverse."""
 
 
 class Workload(Protocol):
@@ -54,7 +53,7 @@ class Workload(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Parameters common to all rates. A run ends early if it is sure whether it attains ``slo.attainment``."""
+    """Parameters common to all rates."""
 
     model: PlannedModel
     layout: Layout
@@ -69,9 +68,9 @@ class Trial:
 
     @property
     def most_rate(self) -> float:
-        """The highest rate that may be stated: beyond it all requests arrive before the first of the `LOOKS`, most of
-        them at a cluster that was idle."""
-        return self.num_requests / (LOOKS[0] * self.run_s)
+        """The highest rate that may be stated: beyond it all requests arrive within less than `LEAST_RUN`, most of them
+        at a cluster that was idle."""
+        return self.num_requests / (LEAST_RUN * self.run_s)
 
 
 class Run(NamedTuple):
@@ -82,8 +81,8 @@ class Run(NamedTuple):
 
 
 Result = TypeVar("Result")
-Search = Generator[Sequence[Run], Sequence[Attainment], Result]
-"""Asks for runs that can be simulated at once, is sent what each attained, and returns its result."""
+Search = Generator[Run, Attainment, Result]
+"""Asks for one run after the other, is sent what each attained, and returns its result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,34 +130,19 @@ class Runner:
             ValueError: the layout cannot run (`pdserve.planner.simulate.simulator.simulate`).
         """
         requests = self._drawn(trial.num_requests, trial.seed, trial.model.max_model_len).at_rate(rate)
-        half, usual, longest = run_lengths(trial, requests)
-        looks = {
-            half: partial(seems_over, slo=trial.slo),
-            usual: partial(seems_over, slo=trial.slo, growth=longest / usual),
-        }
-        num_looks = NUM_LOOKS if half < longest else 1
-
-        def seen_at(lengths: Sequence[int]) -> tuple[Attainment, bool]:
-            """What a run that may end at ``lengths`` attains, and whether it is shorter than usual."""
-            simulation = simulate(
-                trial.model,
-                trial.layout,
-                requests[:longest],
-                slo=trial.slo,
-                max_in_flight=_max_in_flight(trial),
-                policy=trial.policy,
-                cost_of=lambda pool: self._cost(trial.model, replace(pool, replicas=1)),
-                looks={length: looks[length] for length in lengths if length < longest},
-            )
-            is_short = half < longest and simulation.offered_until_s < requests[usual - 1].arrived_s
-            return measure([simulation], trial.slo, rate, num_looks=num_looks, is_short=is_short), is_short
-
-        seen, is_short = seen_at((half, usual))
-        target = trial.slo.attainment
-        if is_short and not (seen.surely_meets(target) or seen.surely_misses(target)):
-            # The look was a guess: with the last answers it is not sure.
-            seen, _ = seen_at((usual,))
-        return seen
+        usual, longest = run_lengths(trial, requests)
+        may_end = usual < longest
+        simulation = simulate(
+            trial.model,
+            trial.layout,
+            requests[:longest],
+            slo=trial.slo,
+            max_in_flight=_max_in_flight(trial),
+            policy=trial.policy,
+            cost_of=lambda pool: self._cost(trial.model, replace(pool, replicas=1)),
+            looks={usual: partial(seems_over, slo=trial.slo, growth=longest / usual)} if may_end else NO_LOOKS,
+        )
+        return measure([simulation], trial.slo, rate, num_looks=NUM_LOOKS if may_end else 1)
 
     def scouted(self, trial: Trial, rate: float) -> Attainment:
         """What the scout attains at ``rate``, by ``least-time`` and with all of ``num_requests``.
@@ -246,12 +230,11 @@ def search_goodput(trial: Trial, start_rate: float, *, tolerance: float = 0.02) 
 
 def single_run(trial: Trial, rate: float) -> Search[Attainment]:
     """What ``trial`` attains at ``rate``."""
-    (seen,) = yield [Run(trial, rate)]
-    return seen
+    return (yield Run(trial, rate))
 
 
 def answered(
-    rates: Generator[Sequence[float], Sequence[bool], float],
+    rates: Generator[float, bool, float],
     trial: Trial,
     meets: Callable[[Attainment], bool],
     known: dict[float, Attainment],
@@ -262,11 +245,11 @@ def answered(
         known: results by rate, which are not simulated again; further ones are added.
     """
     try:
-        asked = next(rates)
+        rate = next(rates)
         while True:
-            if new := [rate for rate in asked if rate not in known]:
-                known.update(zip(new, (yield [Run(trial, rate) for rate in new]), strict=True))
-            asked = rates.send([meets(known[rate]) for rate in asked])
+            if rate not in known:
+                known[rate] = yield from single_run(trial, rate)
+            rate = rates.send(meets(known[rate]))
     except StopIteration as stop:
         found: float = stop.value
         return found
@@ -314,48 +297,6 @@ def _screened(runner: Runner, trial: Trial, start_rate: float, step: float, tole
     return Screened(rate, residence_s, sum(point.num_requests for point in points.values()))
 
 
-def bracketing(start_rate: float, step: float, tolerance: float) -> Generator[Sequence[float], Sequence[bool], float]:
-    """Ask of one or two rates at a time, lowest first, whether they meet the target; return the highest that does,
-    below one that does not and is at most ``tolerance`` times as high, or 0 if no rate does. What is answered of a rate
-    above one that does not meet the target is ignored. The steps to bracket the result grow, then the bracket is
-    divided. Two rates at a time, because they can be simulated at once, and cost as much as two after one another.
-    """
-    assert start_rate > 0
-    low, high = 0.0, inf
-    asked = [start_rate, start_rate * step]
-    while not low or high / low > tolerance:
-        answers = yield asked
-        num_met = [*answers, False].index(False)
-        low, high = ([low, *asked][num_met], [*asked, high][num_met])
-        if low > start_rate / _LEAST_SHARE and high == inf:
-            return low
-        if high < start_rate * _LEAST_SHARE and not low:
-            return 0.0
-        if low and high < inf:
-            num_parts = min(3, ceil(log(high / low) / log(tolerance) - 1e-9))
-            asked = [low * (high / low) ** (part / num_parts) for part in range(1, num_parts)]
-        else:
-            near, far = step**1.5, step**3.75
-            asked = [low * near, low * far] if low else [high / far, high / near]
-            step = step**2.25
-    return low
-
-
-def highest_rate(meets: Callable[[float], bool], start_rate: float, step: float, tolerance: float) -> float:
-    """The result of `bracketing`, whose questions ``meets`` answers, one after the other and none in vain."""
-    rates = bracketing(start_rate, step, tolerance)
-    try:
-        asked = next(rates)
-        while True:
-            answers = [True]
-            for rate in asked:
-                answers.append(answers[-1] and meets(rate))
-            asked = rates.send(answers[1:])
-    except StopIteration as stop:
-        found: float = stop.value
-        return found
-
-
 def search_fall(
     trial: Trial,
     rate: float,
@@ -372,33 +313,10 @@ def search_fall(
         tolerance: ratio of the result to a near one.
     """
     for _ in range(most_runs):
-        found = fall_rate(points.values(), rate, trial.slo.attainment, figure, tolerance)
+        found, highest = fall_rate(points.values(), rate, trial.slo.attainment, figure, tolerance), max(points)
+        if found > highest:
+            found = max(found, highest * tolerance**2)  # a guess, which a run must confirm
         if any(1 / tolerance < point / found < tolerance for point in points):
             break
         points[found] = yield from single_run(trial, found)
     return fall_rate(points.values(), rate, trial.slo.attainment, figure, tolerance)
-
-
-def fall_rate(
-    points: Iterable[Attainment],
-    rate: float,
-    target: float,
-    figure: Callable[[Attainment], float] = lambda seen: seen.interval.high,
-    tolerance: float = inf,
-) -> float:
-    """Rate at which ``figure``, by default the upper confidence limit, falls to ``target``: between two simulated
-    rates in proportion, beyond the highest one along the line through the last two. If the cluster is saturated at the
-    higher one, that, or the middle if the other one is not within ``tolerance``.
-    """
-    in_order = sorted((point for point in points if point.rate >= rate), key=lambda point: point.rate)
-    if len(in_order) < 2 or figure(in_order[0]) <= target:
-        return in_order[0].rate if in_order else rate
-    pairs = list(pairwise(in_order))
-    below, above = next((pair for pair in pairs if figure(pair[1]) < target or pair[1].is_saturated), pairs[-1])
-    high, low = figure(below), figure(above)
-    if above.is_saturated:
-        return above.rate if above.rate <= below.rate * tolerance else sqrt(below.rate * above.rate)
-    if high <= low or high <= target:
-        return above.rate
-    steps = (high - target) / (high - low)
-    return below.rate * exp(min(steps, 3.0) * log(above.rate / below.rate))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.estimates import Estimator
-from pdserve.planner.search.goodput import LOOKS, Trial
+from pdserve.planner.search.goodput import LEAST_RUN, Trial
 from pdserve.planner.search.plan import InfeasibleError, InfeasibleRateError, InfeasibleSloError, Question
 from pdserve.planner.search.ranking import Entry
 from pdserve.planner.wording import rate as rate_words
@@ -55,7 +55,7 @@ def too_few_requests(entry: Entry, trial: Trial, *, may_draw: bool) -> Infeasibl
     Args:
         may_draw: the workload has more requests than ``trial``.
     """
-    run_s, num_requests = LOOKS[0] * trial.run_s, trial.num_requests
+    run_s, num_requests = LEAST_RUN * trial.run_s, trial.num_requests
     num_enough = max(2 * num_requests, -(-entry.estimate.rate * trial.run_s // 1000) * 1000)
     more = f"--requests {num_enough:.0f}" if may_draw else f"a trace of {num_enough:,.0f} requests"
     offered = rate_words(entry.rate)

@@ -78,17 +78,15 @@ class ProcessPool:
             ValueError: a layout cannot run.
         """
         results: dict[int, Result] = {}
-        asked: dict[int, list[Future[Attainment]]] = {}
         running: dict[Future[Attainment], tuple[int, Run]] = {}
 
-        def go_on(index: int, seen: Sequence[Attainment] | None = None) -> None:
+        def go_on(index: int, seen: Attainment | None = None) -> None:
             try:
-                runs = next(searches[index]) if seen is None else searches[index].send(seen)
+                run = next(searches[index]) if seen is None else searches[index].send(seen)
             except StopIteration as stop:
                 results[index] = stop.value
             else:
-                asked[index] = [self.submit(partial(Runner.attainment, trial=run.trial, rate=run.rate)) for run in runs]
-                running.update((future, (index, run)) for future, run in zip(asked[index], runs, strict=True))
+                running[self.submit(partial(Runner.attainment, trial=run.trial, rate=run.rate))] = (index, run)
 
         for index in range(len(searches)):
             go_on(index)
@@ -96,8 +94,7 @@ class ProcessPool:
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 index, run = running.pop(future)
                 done(run, future.result())
-                if not any(each in running for each in asked[index]):
-                    go_on(index, [each.result() for each in asked[index]])
+                go_on(index, future.result())
         return [results[index] for index in range(len(searches))]
 
     def submit(self, job: Job[Result]) -> Future[Result]:

@@ -56,8 +56,8 @@ _OPTIMISM = 1.2
 _SCREEN_OPTIMISM = 1.1
 """Factor by which what the scout found may be too low, once corrected by what was simulated."""
 _MOST_CHUNK_TOKENS = 16384
-_RUN_RESIDENCES = 15
-"""Usual length of a run in mean residence times, as screened, and in TTFT objectives: a queue that gets a fifteenth
+_RUN_RESIDENCES = 20
+"""Usual length of a run in mean residence times, as screened, and in TTFT objectives: a queue that gets a twentieth
 more than it can take passes the objective within the run."""
 _RUN_CONVERSATIONS = 8
 """The same in mean times of a conversation."""

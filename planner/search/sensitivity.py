@@ -10,8 +10,9 @@ from typing import Any
 
 from pdserve.model.cost.hardware import slowed
 from pdserve.planner.layout import Layout
-from pdserve.planner.search.goodput import Goodput, Search, Trial, answered, bracketing, search_fall
+from pdserve.planner.search.goodput import Goodput, Search, Trial, answered, search_fall
 from pdserve.planner.search.plan import Sensitivity
+from pdserve.planner.search.rates import bracketing
 
 TIME_FACTORS = (0.9, 1.1)
 _TOLERANCE = 1.05

@@ -25,17 +25,15 @@ MAX_WARM_UP_SHARE = 0.4
 """Limit on the warm-up, as a share of the time that a run's arrivals take."""
 NUM_BATCHES = 10
 """Batches per run for the confidence interval."""
-NUM_LOOKS = 3
-"""At a run that may end early: at each it is judged so strictly that all together are wrong as seldom as one look at a
+NUM_LOOKS = 2
+"""At a run that may end early: at each it is judged so strictly that both together are wrong as seldom as one look at a
 run of fixed length (Bonferroni)."""
 _STUDENT_T = {
     1: ((49, 2.010), (29, 2.045), (19, 2.093), (9, 2.262), (4, 2.776), (0, 12.71)),
-    NUM_LOOKS: ((49, 2.479), (29, 2.541), (19, 2.625), (9, 2.933), (4, 3.961), (0, 38.19)),
+    NUM_LOOKS: ((49, 2.312), (29, 2.364), (19, 2.433), (9, 2.685), (4, 3.495), (0, 25.45)),
 }
 """By the number of looks: (degrees of freedom, quantile of Student's t at 1 - 0.025 / looks) for at least that many
 degrees."""
-_GROWTH_T = 1.860
-"""95 % quantile of Student's t with two degrees of freedom fewer than batches: of 20 steady runs one seems to grow."""
 
 
 class Interval(NamedTuple):
@@ -72,6 +70,8 @@ class PoolUse:
     num_preemptions: int
     network_share: float = 0.0
     """Pulls that crossed the network, as a share of all pulls."""
+    tokens_per_step: float = 1.0
+    """Of a decoding sequence: more than 1 where guesses are right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +111,6 @@ class Attainment:
     """Runs of equal length with different seeds."""
     is_saturated: bool = False
     """A run had no steady state (`RequestTimes.is_saturated`): a longer one would attain less."""
-    is_growing: bool = False
-    """From batch to batch of a run that might have ended early, latencies grew in terms of their objectives by more
-    than chance would explain: a longer one may attain less."""
 
     @property
     def network_share(self) -> float:
@@ -126,7 +123,7 @@ class Attainment:
 
     def surely_meets(self, target: float) -> bool:
         """Whether longer runs would meet the target, with 95 % confidence."""
-        return self.interval.low >= target and not self.is_saturated and not self.is_growing
+        return self.interval.low >= target and not self.is_saturated
 
     def surely_misses(self, target: float) -> bool:
         """Whether longer runs would miss the target, with 95 % confidence, or have no steady state."""
@@ -148,14 +145,11 @@ def warm_up_s(arrived_s: FloatArray, mean_residence_s: float) -> float:
     return min(WARM_UP_RESIDENCES * mean_residence_s, MAX_WARM_UP_SHARE * span_s)
 
 
-def measure(
-    runs: Sequence[Simulation], slo: SloConfig, rate: float, *, num_looks: int = 1, is_short: bool = False
-) -> Attainment:
+def measure(runs: Sequence[Simulation], slo: SloConfig, rate: float, *, num_looks: int = 1) -> Attainment:
     """Evaluate runs of one layout that differ in their seeds, at ``rate`` offered requests per second.
 
     Args:
         num_looks: 1, or `NUM_LOOKS` of runs that might have ended at each.
-        is_short: the runs are too short to tell a missing steady state from the start of an empty cluster.
     """
     assert runs
     judged = [_Judged.of(run, slo) for run in runs]
@@ -178,8 +172,7 @@ def measure(
         output_tokens_per_s=sum(each.num_answered for each in judged) / sum(_span_s(run) for run in runs),
         pools=tuple(_pool_uses(runs)),
         num_runs=len(runs),
-        is_saturated=not is_short and any(run.times.is_saturated for run in runs),
-        is_growing=num_looks > 1 and any(_is_growing(each.used) for each in judged),
+        is_saturated=any(run.times.is_saturated for run in runs),
     )
 
 
@@ -194,10 +187,8 @@ def seems_over(times: RequestTimes, now_s: float, slo: SloConfig, *, growth: flo
     counts = is_known & (times.arrived_s >= starts_s) & (times.arrived_s <= now_s - residence_s)
     met = times.are_within(slo)[counts]
     low, high = _interval([met], NUM_LOOKS)
-    if low >= slo.attainment:
-        return not _is_growing(_used(times, slo)[counts])
     distance = abs(_mean([met]) - slo.attainment)
-    return high < slo.attainment or distance < (high - low) / 2 / sqrt(growth)
+    return low >= slo.attainment or high < slo.attainment or distance < (high - low) / 2 / sqrt(growth)
 
 
 class _Judged(NamedTuple):
@@ -210,8 +201,6 @@ class _Judged(NamedTuple):
     tpot_s: FloatArray
     """Answers of two tokens or more."""
     e2e_per_token_s: FloatArray
-    used: FloatArray
-    """As `_used`."""
     num_answered: int
     """Tokens of all finished answers, including the warm-up's."""
     warm_up_s: float
@@ -234,7 +223,6 @@ class _Judged(NamedTuple):
             ttft_s=ttft_s[counts],
             tpot_s=tpot_s[counts & (times.num_output_tokens > 1)],
             e2e_per_token_s=_or_never(times.e2e_per_token_s)[counts],
-            used=_used(times, slo)[counts],
             num_answered=int(times.num_output_tokens[is_over].sum()),
             warm_up_s=start_s,
             mean_residence_s=residence_s,
@@ -284,24 +272,6 @@ def _student_t(num_degrees: int, num_looks: int) -> float:
     return next(quantile for degrees, quantile in _STUDENT_T[num_looks] if num_degrees >= degrees)
 
 
-def _used(times: RequestTimes, slo: SloConfig) -> FloatArray:
-    """Latencies over their objectives, the larger one of each request; NaN if it did not end."""
-    used: FloatArray = np.maximum(times.ttft_s / slo.ttft_seconds, times.tpot_s / slo.tpot_seconds)
-    return used
-
-
-def _is_growing(used: FloatArray) -> bool:
-    """Whether the means of consecutive batches rise in a line, by Student's t of its slope."""
-    ended = used[np.isfinite(used)]
-    if len(ended) < NUM_BATCHES:
-        return False
-    means = np.array([batch.mean() for batch in np.array_split(ended, NUM_BATCHES)])
-    places = np.arange(NUM_BATCHES) - (NUM_BATCHES - 1) / 2
-    slope = float(places @ means / (places @ places))
-    error = float(np.std(means - slope * places)) * sqrt(NUM_BATCHES / (NUM_BATCHES - 2) / (places @ places))
-    return slope > _GROWTH_T * error
-
-
 def _distribution(latency_s: FloatArray) -> Distribution:
     if not len(latency_s):
         return Distribution(())
@@ -327,13 +297,14 @@ def _pool_uses(runs: Sequence[Simulation]) -> Iterable[PoolUse]:
         def total(name: str) -> Any:
             return sum(getattr(worker, name) for _, workers in of_runs for worker in workers)  # noqa: B023
 
-        num_steps, num_pulls = total("num_steps"), total("num_pulls")
+        num_steps, num_pulls, num_decoded = total("num_steps"), total("num_pulls"), total("num_decode_tokens")
         block_s = sum(span_s * sum(worker.num_kv_blocks for worker in workers) for span_s, workers in of_runs)
         yield PoolUse(
             role=role,
             busy_share=min(1.0, total("busy_s") / sum(span_s * len(workers) for span_s, workers in of_runs)),
-            mean_batch_size=total("num_decode_tokens") / num_steps if num_steps else 0.0,
+            mean_batch_size=num_decoded / num_steps if num_steps else 0.0,
             kv_share=min(1.0, total("held_block_s") / block_s),
             num_preemptions=total("num_preemptions"),
             network_share=total("num_network_pulls") / num_pulls if num_pulls else 0.0,
+            tokens_per_step=1 + total("num_right_guesses") / num_decoded if num_decoded else 1.0,
         )

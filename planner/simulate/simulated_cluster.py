@@ -15,6 +15,7 @@ from pdserve.contracts.request import GenerationRequest, KvSource
 from pdserve.contracts.step import ModelLimits
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.decode_worker.swapping import swap_space
+from pdserve.engine.scheduling.speculation import Speculation
 from pdserve.engine.worker.loop import AddRequest, CancelRequest, PrepareRequest, StepTimes
 from pdserve.engine.worker.pool_size import AUTO_SWAP_SHARE
 from pdserve.engine.worker.scheduler import Scheduler
@@ -23,7 +24,7 @@ from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.stage import Stage
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.event_queue import EventQueue
-from pdserve.planner.simulate.simulated_worker import SimulatedWorker, WorkerSink
+from pdserve.planner.simulate.simulated_worker import Guessing, SimulatedWorker, WorkerSink
 from pdserve.planner.simulate.simulation import WorkerUse
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.placement import WorkerSnapshot
@@ -85,7 +86,7 @@ class VirtualWorker(Worker):
         if engine.num_turns != self._num_turns_seen:
             self._num_turns_seen = engine.num_turns
             self.load = engine.load()
-            self.num_steps = engine.num_steps
+            self.num_steps = engine.num_token_steps
             self.stepped_s = self._queue.now_s
         snapshot = super().snapshot()
         num_steps, num_tokens, num_blocks = engine.run_growth()
@@ -111,6 +112,7 @@ class VirtualWorker(Worker):
             num_steps=engine.num_steps,
             num_prefill_tokens=engine.num_prefill_tokens,
             num_decode_tokens=engine.num_decode_tokens,
+            num_right_guesses=engine.num_right_guesses,
             num_preemptions=engine.load().num_preemptions,
             num_kv_blocks=self._block_pool.num_blocks,
             num_pulls=self.num_pulls,
@@ -169,10 +171,15 @@ class ClusterBuilder:
     def _worker(self, worker_id: str, pool: Pool, host: str, num_blocks: int, stage: Stage) -> VirtualWorker:
         block_pool = BlockPool(num_blocks, self.model.block_size, caches_content=self.is_sharing)
         max_batch_size = max(1, pool.max_batch_size // pool.pipeline_parallel)
+        guessing = None
+        if pool.guesses is not None and pool.role is not WorkerRole.PREFILL:
+            draft = pool.guesses.draft
+            guessing = Guessing(worker_id, pool.guesses.share_right, None if draft is None else pool.cost(draft))
         engine = SimulatedWorker(
             worker_id,
             pool.role,
-            scheduler=self._scheduler(pool, block_pool, max_batch_size),
+            scheduler=self._scheduler(pool, block_pool, max_batch_size, guessing),
+            guessing=guessing,
             block_pool=block_pool,
             cost=self.costs[pool.role],
             stage=stage,
@@ -190,7 +197,10 @@ class ClusterBuilder:
             max_batch_size=max_batch_size,
         )
 
-    def _scheduler(self, pool: Pool, block_pool: BlockPool, max_batch_size: int) -> Scheduler:
+    def _scheduler(
+        self, pool: Pool, block_pool: BlockPool, max_batch_size: int, guessing: Guessing | None
+    ) -> Scheduler:
+        times = StepTimes(self.costs[pool.role], None if guessing is None else guessing.draft)
         limits = ModelLimits(max_model_len=self.model.max_model_len, vocab_size=self.model.shape.vocab_size)
         return Scheduler(
             block_pool,
@@ -201,5 +211,6 @@ class ClusterBuilder:
             swap_space=swap_space(
                 self.costs[pool.role], int(block_pool.num_blocks * AUTO_SWAP_SHARE), pool.max_batch_tokens
             ),
-            mixed_s=StepTimes(self.costs[pool.role]).mixed_s,
+            mixed_s=times.mixed_s,
+            speculation=None if guessing is None else Speculation(times.by_guesses, guessing.share_right),
         )

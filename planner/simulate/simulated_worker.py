@@ -12,8 +12,10 @@ worker finds the last turn of such a *run*, or the first one that receives a new
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, sqrt
+from random import Random
 from typing import NamedTuple, Protocol
 
 from pdserve.contracts.events import SchedulerLoad
@@ -29,6 +31,7 @@ from pdserve.planner.simulate.steady_steps import fast_forward, free_kv_tokens, 
 
 END_TOKEN = 1
 """The stop token of answers that end before their limit."""
+NO_GUESSES: Mapping[int, int] = {}
 _TOKEN, _END = SampledToken(0, None), SampledToken(END_TOKEN, None)
 
 
@@ -50,23 +53,40 @@ class _Step:
     """Without rows of answers that end before the step does."""
     begins_s: float
     ends_s: float
+    right: Mapping[int, int]
+    """Right guesses of rows with guesses."""
 
     def result(self) -> StepOutput:
-        sampled = [_sampled(row) for row in self.batch.rows]
-        return StepOutput(step_id=self.batch.step_id, sampled=sampled, duration_s=self.ends_s - self.begins_s)
+        rows = self.batch.rows
+        return StepOutput(
+            step_id=self.batch.step_id,
+            sampled=[_sampled(row) for row in rows],
+            num_guesses={index: rows[index].max_guesses for index in self.right},
+            more={
+                index: [token for ahead in range(count) if (token := _sampled(rows[index], 1 + ahead))]
+                for index, count in self.right.items()
+            },
+            duration_s=self.ends_s - self.begins_s,
+        )
 
 
-def _sampled(row: StepRow) -> SampledToken | None:
-    """The answer's next token: it ends as soon as it may."""
+def _sampled(row: StepRow, num_ahead: int = 0) -> SampledToken | None:
+    """The answer's next token, or one behind it: it ends as soon as it may."""
     if row.sample is None:
         return None
-    return _END if row.sample.stop_token_ids and _num_beyond(row) >= 0 else _TOKEN
+    return _END if row.sample.stop_token_ids and _num_beyond(row) + num_ahead >= 0 else _TOKEN
 
 
 def _num_beyond(row: StepRow) -> int:
     """Tokens of the answer before the one that the row samples, beyond ``min_tokens``: 0 for its last token."""
     assert row.sample is not None
     return row.sample_position - row.num_prompt_tokens - row.sample.min_tokens
+
+
+def _num_left(row: StepRow) -> int:
+    """Tokens of the answer behind the one that the row samples."""
+    assert row.sample is not None
+    return max(0, -_num_beyond(row)) if row.sample.stop_token_ids else row.max_guesses
 
 
 class _SteadyRun(NamedTuple):
@@ -106,6 +126,28 @@ class _SteadyRun(NamedTuple):
         return num_turns
 
 
+class Guessing:
+    """Guesses of a worker, each of which is right with the same chance. All that the scheduler allows are made."""
+
+    def __init__(self, worker_id: str, share_right: float, draft: CostModel | None) -> None:
+        """
+        Args:
+            draft: of the model that guesses; ``None``: guesses take no time.
+        """
+        self.share_right = share_right
+        self.draft = draft
+        self._random = Random(worker_id)
+
+    def num_right(self, num_guesses: int) -> int:
+        """Guesses of a row before the first wrong one."""
+        random, share = self._random.random, self.share_right
+        return next((number for number in range(num_guesses) if random() >= share), num_guesses)
+
+    def draft_s(self, num_rows: int, depth: int) -> float:
+        """Seconds before a step whose rows have up to ``depth`` guesses."""
+        return 0.0 if self.draft is None else depth * self.draft.decode_s(num_rows, 0)
+
+
 class SimulatedWorker:
     """A worker, or one micro-batch of a pipeline-parallel one: its step loop and that loop's executor."""
 
@@ -122,12 +164,14 @@ class SimulatedWorker:
         sink: WorkerSink,
         pipeline_depth: int = 2,
         turn_s: float = 0.0,
+        guessing: Guessing | None = None,
     ) -> None:
         """
         Args:
             pipeline_depth: the executor's, 1 or 2.
             turn_s: seconds that the loop takes between two steps, unless the second was submitted before the first
                 ended.
+            guessing: of the rows that ``scheduler`` lets guess; ``None`` if it lets none.
         """
         self.worker_id = worker_id
         self.role = role
@@ -141,6 +185,9 @@ class SimulatedWorker:
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
+        self.num_right_guesses = 0
+        self.num_token_steps = 0.0
+        """Steps, each of which counts as many times as it has tokens for a decoding sequence, as routers count them."""
         self.gaps_us: dict[int, int] = {}
         """Decoded tokens by length of their step in microseconds."""
         self._block_pool = block_pool
@@ -151,6 +198,7 @@ class SimulatedWorker:
         self._num_ahead = pipeline_depth - 1
         """Steps planned while one runs."""
         self._turn_s = turn_s
+        self._guessing = guessing
         self._queue = queue
         self._sink = sink
         self._inbox: list[Message] = []
@@ -252,24 +300,40 @@ class SimulatedWorker:
         """Start a step once the previous one ends."""
         num_copied_blocks = len(batch.swap_outs) + len(batch.swap_ins)
         chunks, num_decoded, num_context_tokens, num_unneeded = [], 0, 0, 0
+        guessing = [(1 + row.max_guesses, row.cached_length) for row in batch.rows if row.max_guesses]
         for row in batch.rows:
-            if len(row.tokens) < 2 and row.cached_length >= row.num_prompt_tokens:
+            if row.max_guesses:
+                num_decoded += 1
+            elif len(row.tokens) < 2 and row.cached_length >= row.num_prompt_tokens:
                 num_decoded += 1
                 num_context_tokens += row.cached_length
                 if row.sample is not None and row.sample.stop_token_ids:
                     num_unneeded += _num_beyond(row) > 0
             else:
                 chunks.append((len(row.tokens), row.cached_length))
-        step_s = self.cost.step_s(chunks, num_decoded, num_context_tokens)
+        step_s = self.cost.step_s(chunks + guessing, num_decoded - len(guessing), num_context_tokens)
         if num_copied_blocks:
             step_s += self.cost.swap_s(num_copied_blocks * self._block_size)
         num_prefilled = sum([num_new for num_new, _ in chunks])
-        return self._start(batch, num_prefilled, num_decoded - num_unneeded, step_s)
+        right: dict[int, int] = {}
+        if guessing:
+            assert self._guessing is not None
+            rows = {index: row for index, row in enumerate(batch.rows) if row.max_guesses}
+            right = {index: self._guessing.num_right(row.max_guesses) for index, row in rows.items()}
+            step_s += self._guessing.draft_s(len(batch.rows), max(row.max_guesses for row in rows.values()))
+        return self._start(batch, num_prefilled, num_decoded - num_unneeded, step_s, right)
 
-    def _start(self, batch: StepBatch, num_prefilled: int, num_decoded: int, step_s: float) -> _Step:
+    def _start(
+        self,
+        batch: StepBatch,
+        num_prefilled: int,
+        num_decoded: int,
+        step_s: float,
+        right: Mapping[int, int] = NO_GUESSES,
+    ) -> _Step:
         begins_s = self._stage.enter(max(self._queue.now_s, self._free_at_s), step_s)
         self._free_at_s = begins_s + step_s
-        step = _Step(batch, num_prefilled, num_decoded, begins_s, self._free_at_s)
+        step = _Step(batch, num_prefilled, num_decoded, begins_s, self._free_at_s, right)
         self._steps.append(step)
         return step
 
@@ -279,9 +343,12 @@ class SimulatedWorker:
     # Steady runs, whose steps are not planned
 
     def _try_run(self, now_s: float) -> bool:
-        """Begin a run if the coming steps are steady. Those of a pipeline also wait for its other micro-batches."""
+        """Begin a run if the coming steps are steady. Those of a pipeline also wait for its other micro-batches, and
+        what is guessed in a step depends on the one before."""
         scheduler = self._scheduler
         if not scheduler.running or len(self._steps) != self._num_ahead or self.cost.pipeline_parallel > 1:
+            return False
+        if self._guessing is not None:
             return False
         steady = steady_steps(scheduler, now_s)
         if not steady.num_steps:
@@ -339,11 +406,17 @@ class SimulatedWorker:
 
     def _count_step(self, step: _Step) -> None:
         self._count(step.ends_s - step.begins_s, 1, step.num_decoded)
+        if step.right:
+            rows = step.batch.rows
+            num_right = sum([min(count, _num_left(rows[index])) for index, count in step.right.items()])
+            self.num_right_guesses += num_right
+            self.num_token_steps += num_right / max(1, step.num_decoded)
         self.num_prefill_tokens += step.num_prefilled
 
     def _count(self, duration_s: float, num_steps: int, num_decoded: int) -> None:
         self.busy_s += duration_s
         self.num_steps += num_steps
+        self.num_token_steps += num_steps
         self.num_decode_tokens += num_decoded
         if num_decoded:
             gap_us = round(duration_s / num_steps * 1e6)

@@ -135,6 +135,8 @@ class WorkerUse:
     num_steps: int
     num_prefill_tokens: int
     num_decode_tokens: int
+    """Without right guesses."""
+    num_right_guesses: int = 0
     num_preemptions: int
     num_kv_blocks: int
     num_pulls: int

@@ -54,6 +54,7 @@ class WorkerMetrics:
             "num_blocks_free": series(metrics[names.KV_BLOCKS], "free"),
             "num_blocks_cached": series(metrics[names.KV_BLOCKS], "cached"),
         }
+        self._tier_off = series(metrics[names.TIER_OFF])
         self._referenced = series(metrics[names.KV_BLOCKS], "referenced")
         self._parked = series(metrics[names.KV_BLOCKS], "parked")
         self._totals = {
@@ -102,6 +103,7 @@ class WorkerMetrics:
             gauge.set(getattr(load, field))
         num_parked = min(load.num_blocks_parked, load.num_blocks_referenced)
         self._parked.set(num_parked)
+        self._tier_off.set(bool(load.tier_failure))
         self._referenced.set(load.num_blocks_referenced - num_parked)
         for field, counter in self._totals.items():
             counter.inc(max(0, getattr(load, field) - getattr(self._scraped, field)))

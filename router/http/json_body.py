@@ -213,6 +213,10 @@ class Structure:
         for start in range(0, len(data), _PIECE_BYTES):
             self._add(self._rest + data[start : start + _PIECE_BYTES])
 
+    def end_text(self) -> None:
+        """What is added next is another text: a string in which this one ended does not go on in it."""
+        self._is_in_string, self._rest = False, b""
+
     def _add(self, data: bytes) -> None:
         self._rest = b""
         if b"\\" in data:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, refusal
@@ -81,31 +81,13 @@ def call_arguments(value: object) -> dict[str, object]:
     return value or {}
 
 
-def _bounded_arguments(value: object) -> dict[str, object]:
-    text = value.encode(errors="replace") if isinstance(value, str) else msgspec.json.encode(value)
-    try:
-        Structure(MAX_CALL_VALUES).add(text)
-    except ApiError:
-        raise _too_many_values() from None
-    return call_arguments(value)
-
-
-def _too_many_values() -> PydanticCustomError:
-    return PydanticCustomError("arguments", "Calls may have {most} values at most", {"most": MAX_CALL_VALUES})
-
-
-def _num_values(value: object) -> int:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + sum(map(_num_values, inner))
-
-
 MessageText = Annotated[str, BeforeValidator(_joined_text, json_schema_input_type=str | list[dict[str, str]])]
 
 
 class CalledFunction(Body):
     name: str
     arguments: Annotated[
-        object, PlainValidator(_bounded_arguments, json_schema_input_type=str | dict[str, object] | None)
+        object, PlainValidator(call_arguments, json_schema_input_type=str | dict[str, object] | None)
     ] = Field(default_factory=dict)
     """JSON text, which may be empty, or an object."""
 
@@ -168,17 +150,35 @@ class ChatMessage(Body):
         return message
 
 
-def _bounded_calls(messages: list[ChatMessage]) -> list[ChatMessage]:
-    calls = (call for message in messages for call in message.tool_calls or ())
-    if sum(_num_values(call.function.arguments) for call in calls) > MAX_CALL_VALUES:
-        raise _too_many_values()
+def _bounded_calls(messages: object) -> object:
+    """Count the values of all calls before those of one are read."""
+    structure = Structure(MAX_CALL_VALUES)
+    for call in _calls(messages):
+        arguments = call.get("arguments")
+        text = arguments.encode() if isinstance(arguments, str) else msgspec.json.encode(arguments)
+        try:
+            structure.add(text)
+        except ApiError:
+            message = "Calls may have {most} values at most"
+            raise PydanticCustomError("arguments", message, {"most": MAX_CALL_VALUES}) from None
+        structure.end_text()
     return messages
+
+
+def _calls(messages: object) -> Iterator[dict[str, object]]:
+    """Functions of the calls of messages that have not been checked."""
+    for message in messages if isinstance(messages, list) else ():
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict):
+                yield function
 
 
 Messages = Annotated[
     list[ChatMessage],
     Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-    AfterValidator(_bounded_calls),
+    BeforeValidator(_bounded_calls, json_schema_input_type=list[ChatMessage]),
 ]
 
 

@@ -132,7 +132,7 @@ class ConServe(LeastLoaded):
         else:
             choice = super().prefill(arrival, workers)
         if choice is not None and not choice.handoff:
-            self._pin(arrival, choice.worker_id)
+            self._pin(arrival, workers, choice.worker_id)
         return choice
 
     def decode(
@@ -140,7 +140,7 @@ class ConServe(LeastLoaded):
     ) -> Binding | None:
         binding = super().decode(arrival, workers, cut_off, source_host)
         if binding is not None:
-            self._pin(arrival, binding.worker_id)
+            self._pin(arrival, workers, binding.worker_id)
         return binding
 
     def _pick(
@@ -148,8 +148,10 @@ class ConServe(LeastLoaded):
     ) -> WorkerSnapshot:
         return super()._pick(blocks, workers, _prompts if load is _prompts else _held_blocks)
 
-    def _pin(self, arrival: Arrival, worker_id: str) -> None:
-        if hashes := arrival.blocks.hashes():
+    def _pin(self, arrival: Arrival, workers: Sequence[WorkerSnapshot], worker_id: str) -> None:
+        hashes = arrival.blocks.hashes()
+        # What is cached already is a system prompt, or the pinned part of a conversation: it would pin strangers.
+        if hashes and not any(hashes[-1] in worker.cached_blocks for worker in workers):
             self._pinned[hashes[-1]] = worker_id
             if len(self._pinned) > MAX_PINNED:
                 del self._pinned[next(iter(self._pinned))]

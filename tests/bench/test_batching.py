@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 
 from pdserve.bench.batching import BATCH_SIZE, MAX_WAIT_S, served
+from pdserve.engine.worker.batches import scheduler_with
+from pdserve.engine.worker.scheduler import Scheduler
 
 _AT_ONCE = 1e6
 
@@ -27,3 +29,7 @@ def test_only_a_static_batch_waits_until_it_is_full() -> None:
     assert static.percentile(50) > BATCH_SIZE / rate / 4
     assert MAX_WAIT_S < dynamic.percentile(50) < 2.0
     assert continuous.percentile(50) < MAX_WAIT_S
+
+
+def test_continuous_batching_has_no_gate() -> None:
+    assert scheduler_with("continuous") is Scheduler

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.bench.policies import MOONCAKE, SETTINGS, TARGET, Setting, goodput, mooncake, outcomes, served
+from pdserve.planner.workload.requests import SimulatedRequest
+from pdserve.planner.workload.workload import Workload
 
 (UNIFORM,) = [setting for setting in SETTINGS if setting.name == "uniform"]
 
@@ -48,6 +50,21 @@ def test_policies_serve_the_same_rates() -> None:
     assert least_time["goodput"][0] > other["goodput"][0] > 0
     assert least_time["good/s at 20/s"][0] == other["good/s at 20/s"][0] == 20.0
     assert least_time["good/s at 2 x"][0] > other["good/s at 2 x"][0]
+
+
+class _TwoTurns:
+    """Sessions of which only the first turn, of one token, can meet a strict TPOT objective."""
+
+    def draw(self, num_requests: int, seed: int) -> list[SimulatedRequest]:
+        return [SimulatedRequest(0.0, 100, 1, (), SimulatedRequest(1.0, 200, 5))] * (num_requests // 2)
+
+
+def test_later_turns_count_while_sessions_begin() -> None:
+    strict = replace(UNIFORM, workload=Workload(name="turns", contents=_TwoTurns()), tpot_s=1e-6)
+    found = outcomes(strict, ["least-time"], 60, (0,), 1, rates=(2.0, 1e4))["least-time"]
+    assert found["share at 10000/s"] == [1.0]
+    assert 0.5 < found["share at 2/s"][0] < 0.7
+    assert 0 < found["TTFT p95 at 2/s"][0] < 1
 
 
 def test_mooncake_conversations_share_prefixes(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pdserve.contracts.codec import from_json, to_json
 from pdserve.contracts.deployment import DeploymentConfig, parse_bytes
 from pdserve.contracts.errors import ConfigError
+from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.deploy.config import (
     parse_deployment,
     read_deployment,
@@ -166,6 +168,9 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("decode: {speculation: {draft: ''}}", "write none, ngram, or {draft: FOLDER}"),
         ("prefill: {speculation: {draft: x}}", "prefill.speculation is draft; prefill workers decode nothing"),
         ("decode: {speculation: {draft: x}, pipeline_parallel: 2}", "a draft model, which needs pipeline_parallel 1"),
+        ("mixed: {batching: batched}", "mixed.batching is 'batched'; write continuous, static, or the seconds to wait"),
+        ("mixed: {batching: -1}", "write continuous, static, or the seconds to wait"),
+        ("decode: {batching: static}", "decode.batching is static; batches are for mixed workers: leave it out"),
         ("prefill: {speculation: ngram}", "prefill.speculation is ngram; prefill workers decode nothing: leave it out"),
         ("mixed: {speculation: ngram, device: cuda}", "guesses are made on CPUs only so far: leave it out"),
         ("decode: {replicas: 0}", "decode.replicas is 0; give both at least 1, or mixed.replicas"),
@@ -275,3 +280,10 @@ def test_bounds_of_workers_that_follow_the_load_fit(document: dict[str, object],
     with pytest.raises(ConfigError) as caught:
         parse_deployment(document)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("batching", ["static", 0.5, 1])
+def test_batches_are_static_or_wait_for_some_seconds(batching: str | float) -> None:
+    assert parse_deployment({"mixed": {"batching": batching}}).mixed.batching == batching
+    config = WorkerConfig(worker_id="mixed-0", role=WorkerRole.MIXED, model_path="x", batching=batching)
+    assert from_json(WorkerConfig, to_json(config), "worker") == config

@@ -13,6 +13,7 @@ import pytest
 
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.kv_layout import KvLayout
+from pdserve.kv_transfer import file_tier
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.file_tier import FileTier
 from pdserve.kv_transfer.pool_memory import PoolMemory
@@ -134,6 +135,20 @@ def test_a_restarted_worker_finds_its_blocks(path: Path) -> None:
     assert worker.known == set(HASHES[:3])
     assert worker.restore(0, 1, 2, 3) == [content(0), content(1), content(2)]
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_was_found_is_told_in_parts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(path)
+    worker.cache(0, 1, 2, 3)
+    worker.cache(4, 5)
+    worker = worker.restart(path)
+    monkeypatch.setattr(file_tier, "TOLD_AT_ONCE", 2)
+    worker.follow()
+    assert len(worker.known) == 2
+    worker.cache(6, 7, 8)  # the least recently used slots go; `follow` asserts that none is taken back untold
+    worker.follow()
+    held = {each for each in HASHES if worker.tier.match([each])}
+    assert worker.known == held >= set(HASHES[6:9])
 
 
 def test_damage_is_never_used_and_is_mended(path: Path, caplog: pytest.LogCaptureFixture) -> None:

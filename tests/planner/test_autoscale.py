@@ -50,9 +50,9 @@ def test_the_mean_of_two_windows_adds_workers_at_once() -> None:
     assert cluster.window(0.5, 2.6) is None
     assert cluster.window(0.5, 2.6) == Decision({PREFILL: 1, DECODE: 3}, "decode_short")
     assert cluster.windows(30, 0.5, 2.6) == [None] * 30
-    assert cluster.window(2.3, 2.6) == Decision({PREFILL: 2, DECODE: 3}, "prefill_short")
-    assert cluster.window(2.3, 2.6) == Decision({PREFILL: 3, DECODE: 3}, "prefill_short")
-    cluster.windows(30, 2.3, 2.6)
+    assert cluster.window(2.5, 2.6) == Decision({PREFILL: 2, DECODE: 3}, "prefill_short")
+    assert cluster.window(2.5, 2.6) == Decision({PREFILL: 3, DECODE: 3}, "prefill_short")
+    cluster.windows(30, 2.5, 2.6)
     assert cluster.replicas == {PREFILL: 3, DECODE: 3}
 
 
@@ -71,6 +71,15 @@ def test_a_load_that_grows_is_expected_to_grow_on() -> None:
     for decode in np.linspace(0.6, 2.8, 12):
         cluster.window(0.5, float(decode))
     assert cluster.replicas[DECODE] == 4
+
+
+def test_part_of_a_prefill_worker_is_not_added_where_decode_workers_have_room() -> None:
+    cluster = Cluster(1, 3)
+    assert cluster.windows(20, 1.3, 2.4) == [None] * 20
+    cluster.window(1.3, 2.8)
+    assert cluster.window(1.3, 2.8) == Decision({PREFILL: 2, DECODE: 3}, "prefill_short")
+    cluster.windows(40, 1.3, 2.4)
+    assert cluster.replicas == {PREFILL: 1, DECODE: 3}
 
 
 def test_what_waits_asks_for_workers_that_compute_it_within_a_minute() -> None:
@@ -136,8 +145,8 @@ def test_a_worker_that_is_spare_takes_the_role_that_is_short_at_once() -> None:
     cluster.window(1.4, 2.6)
     assert cluster.window(1.4, 2.6) == Decision({PREFILL: 2, DECODE: 3}, "decode_short")
     cluster = Cluster(4, 1)
-    cluster.window(3.4, 2.6)
-    assert cluster.window(3.4, 2.6) == Decision({PREFILL: 4, DECODE: 3}, "decode_short"), "none is spare"
+    cluster.window(3.6, 2.6)
+    assert cluster.window(3.6, 2.6) == Decision({PREFILL: 4, DECODE: 3}, "decode_short"), "none is spare"
 
 
 def test_in_steady_load_there_is_less_than_a_change_a_minute() -> None:

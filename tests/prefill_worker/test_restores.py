@@ -26,6 +26,8 @@ COMPUTE_S = 0.1
 class ScriptedTier:
     """Holds the blocks of `PROMPT`, and ends restores as told."""
 
+    failure = ""
+
     def __init__(self) -> None:
         self.hashes = set(block_hashes(PROMPT, BLOCK_SIZE))
         self.asked: list[tuple[list[bytes], list[int]]] = []

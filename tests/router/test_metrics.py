@@ -63,6 +63,7 @@ def test_a_frame_becomes_the_workers_series() -> None:
         num_restored_tokens=96,
         num_restores=3,
         num_restores_given_up=1,
+        tier_failure="No space left on device",
     )
     step = worker_pb2.Step(seconds=0.01, num_tokens=3, predicted_s=0.008)
     labels = {"worker": "decode-0", "role": "decode"}
@@ -80,6 +81,7 @@ def test_a_frame_becomes_the_workers_series() -> None:
     assert sample(metrics, "pdserve_guesses_total", **labels) == 7
     assert sample(metrics, "pdserve_right_guesses_total", **labels) == 5
     assert sample(metrics, "pdserve_kv_tier_restored_tokens_total", **labels) == 96
+    assert sample(metrics, "pdserve_kv_tier_off", **labels) == 1
     assert sample(metrics, "pdserve_kv_tier_restores_total", **labels) == 3
     assert sample(metrics, "pdserve_kv_tier_restores_given_up_total", **labels) == 1
     worker.observe(worker_pb2.Load(num_preemptions=2, num_blocks_referenced=5, num_blocks_parked=6))

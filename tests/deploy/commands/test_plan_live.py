@@ -232,9 +232,8 @@ def test_what_cannot_be_compared_is_said(
 ) -> None:
     with admin_port(serving(model, *workers), num_requests) as url:
         assert live(url) == 1
-    error = capsys.readouterr().err
+    *_, error = capsys.readouterr().err.splitlines()  # after lines of progress
     assert said in error
-    assert error.count("\n") == 1
 
 
 class Supervisor:
@@ -315,6 +314,19 @@ def test_what_cannot_be_applied_is_refused_before_the_search(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+    assert not supervisor.commands
+
+
+def test_numbers_that_follow_the_load_are_not_changed_beside_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    document = serving(model)
+    supervisor = Supervisor(document, monkeypatch)
+    note = ClusterNote(pid=1, follows_load=True)
+    monkeypatch.setattr("pdserve.deploy.commands.plan_live.find_cluster", lambda url: note)
+    with admin_port(document) as url:
+        assert live(url, "--apply") == 1
+        assert "follow its load (max_replicas), and would soon undo the change: leave out" in capsys.readouterr().err
     assert not supervisor.commands
 
 

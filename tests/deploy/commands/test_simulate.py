@@ -17,6 +17,7 @@ from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.cli import run
 from pdserve.deploy.config import parse_deployment
+from pdserve.model.weights.demo_model import DEMO_MODEL
 from tests.planner.test_planned_model import written
 
 BASE = ("simulate", "--gpu", "h100-sxm", "--requests", "50")
@@ -52,6 +53,24 @@ def test_the_default_is_a_worker_for_each_phase(capsys: pytest.CaptureFixture[st
     assert result["layout"]["text"] == "1 x P(TP1) + 1 x D(TP1)"
     assert result["model"]["dtype"] == "bfloat16"
     assert result["steady_state"]["num_requests"] == 50
+
+
+def test_the_assumed_share_of_right_guesses_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    usual = ("--model", str(DEMO_MODEL), "--rate", "0.1", "--traffic", "20/40", "--gpu", "cpu")
+    guessing = ("--set", "decode.speculation=ngram", "--right-guesses", "0.75")
+    result = simulated(capsys, *usual, *guessing)
+    assert "Assumes that 75 % of guesses are right: decode workers compute" in str(result["notes"])
+    none = simulated(capsys, *usual)
+    assert "guesses" not in str(none["notes"])
+    assert result["median_tpot_ms"] < 0.6 * none["median_tpot_ms"]
+
+
+def test_guesses_that_no_worker_makes_are_refused(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    usual = [*BASE, "--model", model, "--rate", "1", *SHORT]
+    assert run([*usual, "--right-guesses", "0.5"]) == 2
+    assert "no workers guess; add --set decode.speculation=ngram" in " ".join(capsys.readouterr().err.split())
+    assert run([*usual, "--set", "decode.speculation=ngram"]) == 2
+    assert "guesses are made on CPUs only so far" in " ".join(capsys.readouterr().err.split())
 
 
 def test_settings_are_those_of_a_deployment_file_and_of_the_earlier_options(

@@ -17,10 +17,10 @@ from pdserve.deploy.cluster.folder import ClusterNote
 from pdserve.deploy.commands import status
 from pdserve.router.http.keys import read_keys
 
-LOAD = dict.fromkeys(
+LOAD: dict[str, Any] = dict.fromkeys(
     ("num_running", "num_waiting", "num_parked", "num_preemptions", "draining", "num_blocks_free", "num_blocks_cached",
      "num_blocks_referenced"), 0
-)  # fmt: skip
+) | {"tier_failure": ""}  # fmt: skip
 STATUS: dict[str, Any] = {
     "ready": True, "draining": False, "in_flight": 0, "queued": 0, "accepted": 0, "outcomes": {}, "routers": ["a"],
     "workers": [{"worker_id": "decode-0", "role": "decode", "up": True, "load": LOAD, "address": "b"}],
@@ -46,6 +46,12 @@ def test_a_worker_that_is_started_again_is_shown_as_down() -> None:
     assert text.count("decode-0") == 1, "routers know that it is back"
     assert "down" not in shown({})
     assert json.loads(shown({"decode-1": now_s - 12}, as_json=True))["down_s"]["decode-1"] == pytest.approx(12, abs=1)
+
+
+def test_a_kv_tier_that_is_off_is_shown_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "KV tier" not in shown({})
+    monkeypatch.setitem(LOAD, "tier_failure", "No space left on device")
+    assert "The KV tier of decode-0 is off until it is restarted: No space left on device" in shown({})
 
 
 def test_a_key_of_a_tier_that_no_cluster_here_has_is_made_with_a_warning(

@@ -271,6 +271,15 @@ def preemptions(per_minute: float) -> dict[str, str]:
     return {"pdserve_preemptions_total": growing(per_minute), "pdserve_requests_accepted_total": growing(100)}
 
 
+def restores(given_up: float) -> dict[str, str]:
+    """Of ten a minute."""
+    return {
+        'pdserve_kv_tier_restores_total{worker="w"}': growing(10),
+        'pdserve_kv_tier_restores_given_up_total{worker="w"}': growing(given_up),
+    }
+
+
+TIER_OFF = 'pdserve_kv_tier_off{worker="w"}'
 WORKER = 'pdserve_worker_up{role="decode", worker="w"}'
 PARKED = {'pdserve_parked_sequences{role="prefill"}': at(3)}
 EXPIRED = 'pdserve_redispatches_total{reason="expired"}'
@@ -295,6 +304,8 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "DecodeKvFull": (blocks(referenced=97, free=3), blocks(referenced=90, cached=10)),
     "PromptsWait": (misses("ttft", "prefill_queue", 12), misses("ttft", "prefill", 12)),
     "AnswersArePreempted": (preemptions(6), preemptions(4)),
+    "KvTierOff": ({TIER_OFF: at(1)}, {TIER_OFF: at(0)}),
+    "KvTierSlow": (restores(given_up=3), restores(given_up=1)),
     "StepsSlowerThanPredicted": (steps(30, predicted=15), steps(30, predicted=25)),
     "PlacementFallsBack": (fallbacks(20), fallbacks(5)),
     "PromptsPlacedLate": (placements(late=60, on_time=20), placements(late=20, on_time=60)),
@@ -335,6 +346,8 @@ def labels_of_result(name: str) -> dict[str, str]:
         "RouterDown": {"job": "pdserve"},
         "KvPullsFail": {"source": "p", "worker": "d"},
         "WorkerFlaps": {"role": "decode"},
+        "KvTierOff": {"worker": "w"},
+        "KvTierSlow": {"worker": "w"},
         "StepsSlowerThanPredicted": {"role": "decode", "worker": "d", "kind": "decode"},
     }
     return kept.get(name, {})

@@ -23,14 +23,14 @@ from pdserve.model.cost.profiling import (
     measure_model,
     measure_steps,
     profiled_executor,
-    write_random_weights,
 )
 from pdserve.model.cost.step_grid import Step, StepKind, StepRow
 from pdserve.model.decoder import decoder
 from pdserve.model.weights.files import check_weights
+from pdserve.model.weights.random_checkpoint import write_random_weights
 from tests.model.checkpoints import FAMILIES, write_checkpoint, write_family
 from tests.model.planned_configs import QWEN3_30B_A3B
-from tests.model.quantised_checkpoints import write_quantised
+from tests.model.quantised_checkpoints import FORMS, write_mxfp4, write_quantised
 
 LAYOUT = KvLayout(
     num_blocks=64, num_kv_heads=1, num_layers=3, block_size=16, head_dim=8, dtype="float32", model_hash="profile"
@@ -123,13 +123,19 @@ def test_rows_of_a_step_share_no_block() -> None:
     assert [row.num_new_tokens for row in rows] == [20, 1, 1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_random_weights_are_of_the_model(family: str, tmp_path: Path) -> None:
-    folder = write_family(tmp_path, family)
-    for file in folder.glob("*.safetensors"):
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [*((family, "") for family in FAMILIES), *(("llama", form) for form in FORMS), ("gpt_oss", "mxfp4")],
+)
+def test_random_weights_are_of_the_model(family: str, form: str, tmp_path: Path) -> None:
+    if form == "mxfp4":
+        folder, _ = write_mxfp4(tmp_path)
+    else:
+        folder = write_quantised(tmp_path, family, form)[0] if form else write_family(tmp_path, family)
+    for file in folder.glob("*.safetensors*"):
         file.unlink()
     config = DecoderConfig.from_folder(folder)
-    write_random_weights(folder / "model.safetensors", config, "bfloat16")
+    write_random_weights(folder / "model.safetensors", config.shape, "bfloat16")
     check_weights(folder, config.shape)
 
 

@@ -56,3 +56,9 @@ def test_grid_stays_within_limits(
         assert step.num_new <= max_batch_tokens
         assert step.num_blocks(block_size) <= num_kv_blocks
         assert sum(row.num_new == 1 for row in step.rows) <= max_batch_size
+
+
+def test_steps_have_a_few_tokens_of_each_sequence_as_with_guesses() -> None:
+    limits = GridLimits(max_model_len=1024, num_kv_blocks=4096)
+    steps = {(step.rows[0].num_new, len(step.rows)) for step in step_grid(limits) if step.rows[0].num_cached}
+    assert {(tokens, batch) for tokens in (2, 4, 8) for batch in (1, 8)} <= steps

@@ -15,6 +15,7 @@ from pdserve.kernels.metadata import AttentionMetadata
 from pdserve.kernels.operations import DecoderKernels
 from pdserve.kernels.selection import CPU_KERNELS, TORCH_KERNELS
 from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.shape import ModelShape
 from pdserve.model.decoder import decoder
 from pdserve.model.decoder.decoder import Decoder
 from pdserve.model.weights.stored import Checkpoint
@@ -30,6 +31,7 @@ from tests.model.checkpoints import (
     write_checkpoint,
     write_family,
 )
+from tests.model.planned_configs import QWEN3_30B_A3B
 
 NUM_BLOCKS, BLOCK_SIZE = 24, 16
 TOKENS = [int(token) for token in torch.randint(0, 211, (100,), generator=torch.Generator().manual_seed(3))]
@@ -155,6 +157,11 @@ def test_the_mlp_takes_some_tokens_at_a_time_and_computes_the_same(
     in_pieces = PagedDecoder(family.folder, torch.bfloat16, CPU_KERNELS._replace(gate=gate, mlp_rows=30))
     assert torch.equal(in_pieces.logits((TOKENS, 0, TABLE)), whole)
     assert {30 * pairs, 10 * pairs} <= set(taken) <= {30 * pairs, 10 * pairs, 30, 10}
+
+
+def test_a_prompt_of_2048_tokens_reads_each_expert_once() -> None:
+    """All its tokens fit into one call of a layer's experts, of which each reads its weights once."""
+    assert decoder._expert_rows(ModelShape.from_hf_config(QWEN3_30B_A3B)) >= 2048
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "qwen2_moe", "gpt_oss"])

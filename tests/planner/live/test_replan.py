@@ -38,7 +38,8 @@ def test_a_large_and_certain_gain_is_proposed() -> None:
 
 
 def test_what_runs_is_simulated_as_long_as_the_best_was() -> None:
-    plan = replace(a_plan(), question=replace(a_plan().question, effort=Effort(final_requests=200)))
+    question = replace(a_plan().question, effort=Effort(final_requests=200))
+    plan = replace(a_plan(), question=question, candidates=a_plan().candidates[:1])
     assert plan.best.goodput is not None
     assert plan.best.goodput.at_rate is not None
     workload = PoissonWorkload(500, 20)
@@ -46,6 +47,13 @@ def test_what_runs_is_simulated_as_long_as_the_best_was() -> None:
     for seen in (proposal.running.at_observed, proposal.at_observed, proposal.running.goodput.at_rate):
         assert seen is not None
         assert seen.num_requests == plan.best.goodput.at_rate.num_requests
+
+
+def test_what_runs_and_was_simulated_for_the_plan_is_not_searched_again() -> None:
+    plan = a_plan()
+    proposal = propose(plan, TOGETHER, PoissonWorkload(500, 20), observed_rate=4.0, num_processes=1)
+    assert plan.candidates[1].layout == TOGETHER
+    assert proposal.running.goodput is plan.candidates[1].goodput
 
 
 @pytest.mark.parametrize(

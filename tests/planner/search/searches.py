@@ -13,9 +13,9 @@ def find_goodput(runner: Runner, trial: Trial, start_rate: float, *, tolerance: 
 def carried_out(search: Search[Result], runner: Runner) -> Result:
     """The result of ``search``, whose runs ``runner`` simulates one after the other."""
     try:
-        runs = next(search)
+        run = next(search)
         while True:
-            runs = search.send([runner.attainment(*run) for run in runs])
+            run = search.send(runner.attainment(*run))
     except StopIteration as stop:
         found: Result = stop.value
         return found

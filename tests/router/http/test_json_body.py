@@ -112,12 +112,18 @@ def test_large_bodies_of_many_parts_are_refused_unread(kind: str, monkeypatch: p
     assert raised.value.status_code == 400
 
 
-def test_arguments_of_too_many_values_are_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    body = CALLED + "1," * messages.MAX_CALL_VALUES + "1" + ARGUMENTS_END
+@pytest.mark.parametrize("num_calls", [1, 64])
+@pytest.mark.parametrize("first", ["", '["cut off'])
+def test_arguments_of_too_many_values_are_refused_unread(
+    num_calls: int, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = "[" + "1," * (messages.MAX_CALL_VALUES // num_calls + 1) + "1]"
+    calls = [{"function": {"name": "f", "arguments": each}} for each in (first, *[arguments] * num_calls)]
+    body = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": calls}]}
     monkeypatch.setattr(messages, "call_arguments", None)
     with pytest.raises(ApiError, match="Calls may have 65536 values at most") as raised:
-        read(body.encode(), ChatBody)
-    assert raised.value.param == "messages.0.tool_calls.0.function.arguments"
+        read(json.dumps(body).encode(), ChatBody)
+    assert raised.value.param == "messages"
 
 
 def counts(value: object) -> tuple[int, int, int]:

@@ -78,6 +78,12 @@ def test_conserve_keeps_a_conversation_where_its_first_turn_decoded() -> None:
     fuller = [one._replace(num_free_blocks=40 - 30 * (index == 1)) for index, one in enumerate(DECODES)]
     assert placed(chooser, arrival(150), fuller) == ("decode-1", False)
     assert placed(chooser, arrival(200), fuller) == ("decode-1", False)
+    # Prompts that end with what is cached, such as a system prompt, pin nobody.
+    system = block_hashes(range(1000, 1064), BLOCK_SIZE)
+    short = arrival()._replace(blocks=PromptBlocks(range(1000, 1066), BLOCK_SIZE))
+    cached = [one._replace(cached_blocks=frozenset(system)) for one in held]
+    assert chooser.decode(short, cached, set(), "") is not None
+    assert placed(chooser, short, cached) == ("prefill-0", True)
     # Another conversation, whose prompt begins with less than all blocks of a pinned one, or a worker that is gone.
     other = arrival(100)._replace(blocks=PromptBlocks([*range(60), *range(500, 600)], BLOCK_SIZE))
     assert placed(chooser, other, fuller) == ("prefill-0", True)
