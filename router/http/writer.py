@@ -84,7 +84,7 @@ class AnswerWriter:
 
     def events(self, batch: Sequence[TextDelta]) -> bytes:
         """Events of tokens that arrived together, including those that open and end choices and the stream."""
-        return b"".join([self._events(delta) for delta in batch])
+        return b"".join(map(self._events, batch))
 
     def failure(self, error: ApiError) -> bytes:
         """Event that ends a stream early: an OpenAI error object."""

@@ -42,6 +42,7 @@ from pdserve.router.requests.attempt import (
     Ended,
     Parked,
     Prefilling,
+    Pull,
     PullStage,
     Queued,
 )
@@ -261,7 +262,7 @@ class Dispatcher:
         attempts = self.attempts.all
         for token in tokens:
             attempt = attempts.get(token.key.request_id)
-            if attempt is not None:
+            if attempt is not None and attempt.hears(worker, token.key.attempt):
                 self._take(attempt, worker, token)
 
     def tokens_skipped(self, key: RequestKey, num_tokens: int) -> None:
@@ -391,19 +392,13 @@ class Dispatcher:
     # Progress of an attempt
 
     def _take(self, attempt: Attempt, worker: Worker, token: TokenEvent) -> None:
-        """Deliver a token if it is the next of its choice."""
+        """Deliver a token of the current attempt if it is the next of its choice."""
         state, num_emitted = attempt.state, len(attempt.emitted)
-        if not attempt.hears(worker, token.key.attempt) or token.index < num_emitted:
+        is_first = num_emitted == attempt.num_resumed
+        if token.index != num_emitted:
+            if token.index > num_emitted:
+                self._came_early(attempt, worker, token)
             return
-        pull = state.pull if isinstance(state, Parked) and state.first_token_s is None else None
-        if token.index > num_emitted:
-            if pull is not None and worker is pull.worker:
-                pull.overtook.append(token)
-                return
-            log.error("request %s: token %d came where %d was next", attempt.name, token.index, num_emitted)
-            self._failed(attempt, worker, "a token was lost between worker and router")
-            return
-        is_first = not attempt.num_new_tokens
         if is_first and attempt.asks_prompt_logprobs:
             self._failed(attempt, worker, "prompt logprobs are missing at token 0")
             return
@@ -425,8 +420,18 @@ class Dispatcher:
             self._end_choice(attempt, worker)
         elif is_first:
             self._launch_waiting(attempt.request)
-            if pull is not None:
-                self.tokens_received(pull.worker, pull.overtook)
+            if isinstance(state, Parked) and state.pull is not None:
+                self.tokens_received(state.pull.worker, state.pull.overtook)
+
+    def _came_early(self, attempt: Attempt, worker: Worker, token: TokenEvent) -> None:
+        """Keep a token that overtook the prefill worker's; any other shows that one is lost."""
+        match attempt.state:
+            case Parked(first_token_s=None, pull=Pull() as pull) if worker is pull.worker:
+                pull.overtook.append(token)
+            case _:
+                num_emitted = len(attempt.emitted)
+                log.error("request %s: token %d came where %d was next", attempt.name, token.index, num_emitted)
+                self._failed(attempt, worker, "a token was lost between worker and router")
 
     def _first_token(self, attempt: Attempt) -> None:
         now_s, state = self._now_s(), attempt.state

@@ -12,7 +12,7 @@ split: it comes before the stop string that is complete first.
 
 from __future__ import annotations
 
-from codecs import getincrementaldecoder
+from codecs import utf_8_decode
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -93,17 +93,24 @@ class ByteDetokenizer:
         """
         self._token_bytes = token_bytes
         self._hidden_ids = hidden_ids
-        self._decode = getincrementaldecoder("utf-8")("replace").decode
+        self._begun = b""
+        """Bytes of an unfinished character."""
         for token in context:
             self.push(token)
 
     def push(self, token: int) -> str:
         """Take the next token and return the text that is now certain, often that of the token."""
-        return "" if token in self._hidden_ids else self._decode(self._token_bytes(token))
+        if token in self._hidden_ids:
+            return ""
+        content = self._begun + self._token_bytes(token)
+        text, num_decoded = utf_8_decode(content, "replace", False)
+        self._begun = content[num_decoded:]
+        return text
 
     def flush(self) -> str:
         """Return the remaining text at the end of the answer."""
-        return self._decode(b"", final=True)
+        begun, self._begun = self._begun, b""
+        return begun.decode(errors="replace")
 
 
 class MarkedDetokenizer:
