@@ -117,7 +117,7 @@ def decision_times(num_workers: int, num_tokens: int, num_decisions: int, *, is_
         policy.placed(arrival, choice)
         if request_id < num_workers:
             continue
-        policy.prefilled(request_id, choice.worker_id)
+        policy.prefilled(request_id)
         chosen_ns = time.process_time_ns() - began_ns
         _step(decodes)
         began_ns = time.process_time_ns()

@@ -35,7 +35,7 @@ class AttemptTable:
         if old.unreported is not None and old.unreported is not state.unreported:
             old.unreported.in_flight.remove(request_id)
         if isinstance(old, Prefilling) and isinstance(state, Parked | Decoding):
-            self._placement.prefilled(request_id, old.worker.worker_id)
+            self._placement.prefilled(request_id)
         match state:
             case Prefilling() if not isinstance(old, Prefilling):
                 self._submit(attempt, state)

@@ -192,7 +192,7 @@ class Goodput(Placement):
         self._prefill_cost.add(choice.misses_per_s)
         self._retry_times.placed(choice.prefill_s)
 
-    def prefilled(self, request_id: int, worker_id: str) -> None:
+    def prefilled(self, request_id: int) -> None:
         request = self._requests.get(request_id)
         if request is not None:
             self._prompt_left(request_id, request)

@@ -230,7 +230,7 @@ class Placement:
     def placed(self, arrival: Arrival, choice: PrefillChoice) -> None:
         """The prompt was sent as chosen."""
 
-    def prefilled(self, request_id: int, worker_id: str) -> None:
+    def prefilled(self, request_id: int) -> None:
         """The last chunk of its prompt was planned, or token 0 arrived."""
 
     def decoding(self, request_id: int, began_s: float, num_tokens: int, worker: WorkerSnapshot) -> None:

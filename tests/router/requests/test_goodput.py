@@ -66,7 +66,7 @@ def test_a_prompt_that_cannot_be_on_time_runs_behind_those_that_can() -> None:
     assert not placed(policy, arrival(2), queue._replace(num_waiting_tokens=8000), D0).is_late
     hidden = placed(policy, arrival(3), P0._replace(num_waiting_tokens=8000), D0)
     assert hidden.ttft_s == COST.prefill_s(100, 0), "the late prompt does not delay it"
-    policy.prefilled(1, "prefill-0")
+    policy.prefilled(1)
     assert placed(policy, arrival(4), P0._replace(num_waiting_tokens=8000), D0).ttft_s > COST.prefill_s(8000, 0) / 2
 
 
@@ -380,7 +380,7 @@ def test_a_share_waits_behind_its_own_work() -> None:
     assert light is not None
     assert light.due_s - TTFT_S == pytest.approx(2 * (same.due_s - TTFT_S), rel=1e-4)
     for number in range(20):
-        policy.prefilled(number, "prefill-0")
+        policy.prefilled(number)
     assert placed(policy, arrival(31, 1000)._replace(share="a"), P0, D0).due_s == TTFT_S
 
 
@@ -402,7 +402,7 @@ def test_one_share_is_served_in_the_order_of_arrival(prompts: list[tuple[float, 
         last_s = choice.due_s
         waiting.append(number)
         if ends:
-            policy.prefilled(waiting.pop(0), "prefill-0")
+            policy.prefilled(waiting.pop(0))
 
 
 @given(
@@ -429,7 +429,7 @@ def test_the_same_events_give_the_same_decisions(events: list[tuple[float, int, 
             choices.append(choice := policy.prefill(one, [queue, P1, D0]))
             if choice is not None and not choice.retry_after_s:
                 policy.placed(one, choice)
-                policy.prefilled(number, choice.worker_id)
+                policy.prefilled(number)
                 policy.decoding(number, now_s, 1, D0)
                 if ends:
                     policy.left(number, 5)
