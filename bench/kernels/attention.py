@@ -137,7 +137,8 @@ class _Inputs:
         layer_bytes = sum(needed) * shape.num_kv_heads * 2 * BLOCK_SIZE * vector_bytes(shape.head_dim, shape.kv_dtype)
         num_layers = max(1, min(SERVED_LAYERS, POOL_BYTES // layer_bytes))
         pool_shape = (sum(needed), shape.num_kv_heads, num_layers, 2, BLOCK_SIZE, shape.head_dim)
-        return cls(shape, q_TND, random_pool(pool_shape, shape.kv_dtype, device), metadata, metadata.to(device))
+        kv_pool = random_pool(pool_shape, shape.kv_dtype, device, num_layers - 1)
+        return cls(shape, q_TND, kv_pool, metadata, metadata.to(device))
 
     @property
     def layer(self) -> int:
@@ -161,19 +162,22 @@ class _Inputs:
         return kv
 
 
-def random_pool(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, device: torch.device) -> KvPool:
-    """A pool with finite random values in its last layer: zeros would draw less power, and clocks follow power."""
+def random_pool(
+    shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, device: torch.device, first_layer: int = 0
+) -> KvPool:
+    """A pool with finite random values from ``first_layer`` on, and any before: zeros would draw less power, and clocks
+    follow power."""
     num_blocks, num_heads, num_layers, two, block_size, head_dim = shape
     num_bytes = num_blocks * num_heads * num_layers * two * block_size * vector_bytes(head_dim, dtype)
     kv_pool = KvPool(torch.empty(num_bytes, dtype=torch.uint8, device=device), shape, dtype)
-    values = kv_pool.values[:, :, -1]
+    values = kv_pool.values[:, :, first_layer:]
     if kv_pool.scales is None:
         values.normal_()
         return kv_pool
     # A float8 is a sign and seven bits, all of them set for NaN; an int8 may be any number.
     bits = torch.empty(values.shape, dtype=torch.uint8, device=device).random_(0, 254)
     values.view(torch.uint8).copy_(bits >> 1 | bits << 7)
-    kv_pool.scales[:, :, -1].uniform_(0.5, 0.99).div_(LARGEST_VALUES[dtype])
+    kv_pool.scales[:, :, first_layer:].uniform_(0.5, 0.99).div_(LARGEST_VALUES[dtype])
     return kv_pool
 
 

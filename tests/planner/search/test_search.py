@@ -308,7 +308,7 @@ def test_where_all_that_seemed_to_serve_the_rate_do_not_more_devices_are_tried()
 def test_the_chunk_budget_of_colocated_workers_is_tuned(tpot_seconds: float, is_short: bool) -> None:
     space = Space(pipeline_parallel=(1,), tensor_parallel=(1,), may_disaggregate=False)
     slo = SloConfig(ttft_seconds=1.0, tpot_seconds=tpot_seconds)
-    question = replace(a_question(slo=slo, num_devices=1), space=space, effort=MORE)
+    question = replace(a_question(slo=slo, num_devices=1), space=space, effort=replace(LITTLE, final_requests=800))
     best = find_plan(question, PoissonWorkload(1500, 40), num_processes=1).best
     assert best.layout.mixed is not None
     assert (best.layout.mixed.max_batch_tokens == 512) is is_short
