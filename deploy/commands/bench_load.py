@@ -390,6 +390,8 @@ def workload_of(
             return trace_workload(trace, arrivals=RandomGaps(burstiness**-0.5) if burstiness else None)
         except OSError as error:
             raise DeployError(f"cannot read {path}: {error.strerror}") from error
+    if sessions:
+        raise ValueError("--sessions joins the requests of a trace: add its --dataset-path, or leave it out")
     if name in _FILE_DATASETS:
         raise ValueError(f"--dataset-name {name} needs its file: add --dataset-path")
     gaps = RandomGaps((burstiness or 1.0) ** -0.5)

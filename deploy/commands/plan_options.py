@@ -220,9 +220,12 @@ def traffic(
         model: as configured: its folder has the tokenizer of prompts that are given as text.
         max_model_len: limit of the model as it is planned.
     """
+    from pdserve.planner.workload.presets import PRESETS
     from pdserve.planner.workload.traffic import fixed_traffic, named_traffic
 
     with usage():
+        if sessions and (not isinstance(named, str) or named in PRESETS):
+            raise ValueError("--sessions joins the requests of a trace: name its file with --traffic, or leave it out")
         if isinstance(named, str):
             folder = Path(model.path)
             tokenizer = (folder if folder.is_dir() else folder.parent) / "tokenizer.json"

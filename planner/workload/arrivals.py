@@ -89,6 +89,6 @@ def first_row(num_rows: int, num_wanted: int, seed: int) -> int:
     """
     if num_wanted > num_rows:
         raise ValueError(
-            f"{num_wanted} are asked of a trace of {num_rows}: ask for fewer, or draw from its lengths alone"
+            f"{num_wanted} arrivals are asked of a trace of {num_rows}, requests or sessions: ask for fewer requests"
         )
     return int(np.random.default_rng((_STREAM, seed)).integers(num_rows - num_wanted + 1)) if seed else 0

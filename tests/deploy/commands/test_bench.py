@@ -48,6 +48,11 @@ def test_lengths_of_a_trace(tmp_path: Path) -> None:
     assert sorted((len(body["prompt"]), body["max_tokens"]) for body in server.bodies) == [(5, 2), (6, 3)]
 
 
+def test_sessions_are_those_of_a_trace() -> None:
+    with pytest.raises(ValueError, match="--sessions joins the requests of a trace: add its --dataset-path"):
+        bench_load.workload_of("chat", None, (1, 1, 0.0), sessions=True)
+
+
 def test_requests_of_a_trace_may_be_turns_of_sessions(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     lines = [

@@ -152,6 +152,9 @@ def test_a_trace_is_replayed_whole_at_its_own_times(capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out)["steady_state"]["rate"] == 4.0
     assert run([*command, "--sessions"]) != 0
     assert "has no blocks" in capsys.readouterr().err
+    for traffic in ("chat", "300/10"):
+        assert run([*command[:5], "--traffic", traffic, "--rate", "4", "--sessions"]) != 0
+        assert "--sessions joins the requests of a trace" in capsys.readouterr().err
 
 
 def test_tables_are_for_people_and_files_for_programs(capsys: pytest.CaptureFixture[str], model: str) -> None:

@@ -70,7 +70,7 @@ def test_other_seeds_replay_other_stretches() -> None:
         (lambda: RandomGaps(float("nan")), "coefficient of variation of nan"),
         (lambda: Recorded(np.array([1.0])), "no times to replay"),
         (lambda: Recorded(np.array([1.0, 1.0])), "no times to replay"),
-        (lambda: first_row(3, 4, 0), "4 are asked of a trace of 3"),
+        (lambda: first_row(3, 4, 0), "4 arrivals are asked of a trace of 3"),
     ],
 )
 def test_what_is_not_possible_is_refused(make: object, message: str) -> None:

@@ -173,7 +173,7 @@ def test_a_trace_can_have_other_arrivals(tmp_path: Path) -> None:
 
 def test_a_trace_has_no_more_than_it_has(tmp_path: Path) -> None:
     trace = a_trace(tmp_path)
-    with pytest.raises(ValueError, match="21 are asked of a trace of 20"):
+    with pytest.raises(ValueError, match="21 arrivals are asked of a trace of 20"):
         trace_workload(trace).draw(21)
     endless = Workload(name="sessions", contents=RedrawnSessions(trace))
     assert endless.draw(500).num_requests == 500
