@@ -10,7 +10,7 @@ answer, as in the search. The truth are long runs on other seeds.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
 from statistics import fmean, median
@@ -24,9 +24,9 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
-from pdserve.planner.search.goodput import Goodput, Run, Runner, Trial, run_lengths, search_goodput
+from pdserve.planner.search.goodput import Goodput, Runner, Trial, run_lengths, search_goodput
 from pdserve.planner.search.plan import Effort
-from pdserve.planner.search.rates import highest_rate
+from pdserve.planner.search.rates import carried_out, highest_rate
 from pdserve.planner.search.search import usual_run_s
 from pdserve.planner.simulate.attainment import NUM_LOOKS, Attainment, measure
 from pdserve.planner.workload.presets import preset
@@ -112,16 +112,7 @@ class Scouted:
         trial = replace(self._trial(effort.requests_of_run(goodput, run_s), seed=seed), run_s=run_s)
         start_rate = goodput * _STARTS[seed % len(_STARTS)]
         search = search_goodput(trial, start_rate, tolerance=effort.tolerance)
-        return self._carried_out(search)
-
-    def _carried_out(self, search: Generator[Run, Attainment, Goodput]) -> Goodput:
-        try:
-            run = next(search)
-            while True:
-                run = search.send(self._seen(*run))
-        except StopIteration as stop:
-            found: Goodput = stop.value
-            return found
+        return carried_out(search, lambda run: self._seen(*run))
 
     def _seen(self, trial: Trial, rate: float) -> Attainment:
         """The run at ``rate`` as it ends."""

@@ -23,15 +23,13 @@ from pdserve.planner.search.layouts import dollars_per_hour, enumerate_layouts
 from pdserve.planner.search.plan import Plan, Question, Screening
 from pdserve.planner.search.process_pool import ProcessPool
 from pdserve.planner.search.ranking import Entry, Ranking
-from pdserve.planner.search.search import usual_run_s
+from pdserve.planner.search.search import NUM_SAMPLED, usual_run_s
 from pdserve.planner.simulate.attainment import Attainment
 from pdserve.planner.wording import rate as rate_words
 from pdserve.planner.workload.requests import SimulatedRequest
 
 NUM_OTHERS = 2
 """Layouts that are simulated beside the running one."""
-_NUM_SAMPLED = 1000
-"""Requests that are drawn to measure the demand, and of the run that measures a mean residence time."""
 _LEAST_REQUESTS = 2000
 """Of a run."""
 _USUAL_RUNS = 5
@@ -60,7 +58,7 @@ def best_numbers(
     model, effort = question.model, question.effort
     progress(0.0, "listing numbers of workers")
     with ProcessPool(workload, num_processes) as pool:
-        sample = workload.draw(_NUM_SAMPLED, effort.seed, max_model_len=model.max_model_len).at_rate(1.0)
+        sample = workload.draw(NUM_SAMPLED, effort.seed, max_model_len=model.max_model_len).at_rate(1.0)
         demand = Demand.of(sample, block_size=model.block_size, max_model_len=model.max_model_len)
         estimator, ranking = Estimator(model, demand, question.slo), Ranking(question)
         entries = _entries(question, estimator, running)
@@ -110,7 +108,7 @@ def _simulate(
         layout=best.layout,
         slo=question.slo,
         policy=question.policy,
-        num_requests=effort.limited(min(_NUM_SAMPLED, effort.final_requests or _NUM_SAMPLED)),
+        num_requests=effort.limited(min(NUM_SAMPLED, effort.final_requests or NUM_SAMPLED)),
         seed=effort.seed,
     )
     (probed,) = pool.search([single_run(trial, best.rate)])

@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from itertools import pairwise
 from math import exp, inf, log, sqrt
+from typing import TypeVar
 
 from pdserve.planner.simulate.attainment import Attainment
 
+Question = TypeVar("Question")
+Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 _LEAST_SHARE = 1 / 200
 """Share of the first rate below which the result counts as 0; a search up ends at its inverse."""
 
@@ -40,13 +44,17 @@ def bracketing(start_rate: float, step: float, tolerance: float) -> Generator[fl
 
 def highest_rate(meets: Callable[[float], bool], start_rate: float, step: float, tolerance: float) -> float:
     """The result of `bracketing`, whose questions ``meets`` answers."""
-    rates = bracketing(start_rate, step, tolerance)
+    return carried_out(bracketing(start_rate, step, tolerance), meets)
+
+
+def carried_out(asking: Generator[Question, Answer, Result], answer: Callable[[Question], Answer]) -> Result:
+    """The result of ``asking``, whose questions ``answer`` answers one after the other."""
     try:
-        rate = next(rates)
+        question = next(asking)
         while True:
-            rate = rates.send(meets(rate))
+            question = asking.send(answer(question))
     except StopIteration as stop:
-        found: float = stop.value
+        found: Result = stop.value
         return found
 
 

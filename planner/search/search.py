@@ -48,7 +48,7 @@ from pdserve.planner.workload.requests import SimulatedRequest
 Progress = Callable[[float, str], None]
 """Receives the progress of the search: a fraction from 0 to 1, and the current activity."""
 
-_NUM_SAMPLED = 1000
+NUM_SAMPLED = 1000
 """Requests drawn to measure the demand."""
 _SCREEN_TOLERANCE = 0.1
 _OPTIMISM = 1.2
@@ -89,12 +89,12 @@ def find_plan(
         _load_scout()
         report(0.01, "listing layouts")
         enumeration = enumerate_layouts(question)
-        drawn = workload.draw(_NUM_SAMPLED, effort.seed, max_model_len=model.max_model_len)
+        drawn = workload.draw(NUM_SAMPLED, effort.seed, max_model_len=model.max_model_len)
         sample = drawn.at_rate(1.0)
         demand = Demand.of(sample, block_size=model.block_size, max_model_len=model.max_model_len)
         estimator = Estimator(model, demand, question.slo)
         search = _Search(question, estimator, pool, report, sample)
-        shortened = f"Shortened to {model.max_model_len} tokens: {drawn.clamped}, of {_NUM_SAMPLED} requests."
+        shortened = f"Shortened to {model.max_model_len} tokens: {drawn.clamped}, of {NUM_SAMPLED} requests."
         notes = (shortened,) if str(drawn.clamped) else ()
         try:
             search.weigh(enumeration)

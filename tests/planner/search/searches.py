@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdserve.planner.search import rates
 from pdserve.planner.search.goodput import Goodput, Result, Runner, Search, Trial, search_goodput
 
 
@@ -12,10 +13,4 @@ def find_goodput(runner: Runner, trial: Trial, start_rate: float, *, tolerance: 
 
 def carried_out(search: Search[Result], runner: Runner) -> Result:
     """The result of ``search``, whose runs ``runner`` simulates one after the other."""
-    try:
-        run = next(search)
-        while True:
-            run = search.send(runner.attainment(*run))
-    except StopIteration as stop:
-        found: Result = stop.value
-        return found
+    return rates.carried_out(search, lambda run: runner.attainment(*run))
