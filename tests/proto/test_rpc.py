@@ -18,6 +18,8 @@ from pdserve.proto.rpc import listen, server_options
 from tests.kv_transfer.peer import running_peer
 from tests.patience import HANG_S
 
+NOTICE_S = 12.0
+
 
 def test_a_stopped_source_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_client, "SILENCE_S", 2 * HANG_S)  # only the peer notices
@@ -28,7 +30,9 @@ def test_a_stopped_source_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         source.expect("lease_opened")
         target.wait_for_block(1, source.block(1))
         os.kill(source.process.pid, signal.SIGSTOP)
+        start_s = time.monotonic()
         target.expect_done("grant")
+        assert time.monotonic() - start_s < NOTICE_S
         os.kill(source.process.pid, signal.SIGCONT)
 
 
@@ -39,7 +43,9 @@ def test_a_stopped_puller_loses_its_lease(monkeypatch: pytest.MonkeyPatch) -> No
         target.pull(source.process.address, handle, [1])
         source.expect("lease_opened")
         os.kill(target.process.pid, signal.SIGSTOP)
+        start_s = time.monotonic()
         source.expect("lease_lost")
+        assert time.monotonic() - start_s < NOTICE_S
         os.kill(target.process.pid, signal.SIGCONT)
 
 
