@@ -242,7 +242,8 @@ class PhaseConfig:
     batching: _Batching = "continuous"
     """For comparisons, of mixed workers: ``static`` admits requests when ``max_batch_size`` of them wait and the last
     batch has ended, a number also when the first has waited so many seconds. ``continuous`` admits one as soon as
-    another ends."""
+    another ends. Requests of a static batch that never fills fail after ``router.max_silence_seconds``. Simulations
+    take it as ``continuous``."""
     speculation: _Speculation = "none"
     """On CPUs: guess the next tokens of answers, as many as raise the expected tokens per second, and check them
     together. ``ngram``: that an answer goes on as its prompt or itself did after the same tokens. ``{draft: FOLDER}``:
