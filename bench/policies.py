@@ -171,6 +171,13 @@ SETTINGS = (
         rate=130,
     ),
     Setting(
+        workload=replace(preset("chat"), name="one-link"),
+        layout=layout(1, 3),
+        ttft_s=0.25,
+        tpot_s=0.1,
+        rate=60,
+    ),
+    Setting(
         workload=Workload(
             name="kv-bound",
             contents=Conversations(lengths=LogNormalLengths(mean_prompt_tokens=3000, mean_output_tokens=500)),
