@@ -136,6 +136,8 @@ def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ..
     notes = []
     if question.policy != DEFAULT_POLICY:
         notes.append(f"Planned for the router's policy {question.policy}.")
+    if question.guesses_note:
+        notes.append(question.guesses_note)
     if len(question.fleet) > 1:
         notes.append("A colocated layout uses one kind of device; the other kinds stay idle.")
     if any(candidate.layout.spans_hosts for candidate in candidates):

@@ -126,12 +126,14 @@ def test_a_large_fleet_has_as_many_requests_as_its_runs_take() -> None:
 
 
 def test_of_two_kinds_a_colocated_layout_takes_one_and_that_is_said() -> None:
-    fleet = tuple(Supply(hardware=hardware(name), devices_per_node=1) for name in ("h100", "a100"))
+    kinds = (hardware("h100"), replace(hardware("a100"), pipeline_depth=1))
+    fleet = tuple(Supply(hardware=kind, devices_per_node=1) for kind in kinds)
     plan = find_plan(replace(a_question(), fleet=fleet), WORKLOAD, num_processes=1)
     assert {candidate.layout.num_devices for candidate in plan.candidates if candidate.layout.is_colocated} == {1}
     assert any("A colocated layout uses one" in note for note in plan.notes)
     assert any("KV crosses the network between workers on different hosts" in note for note in plan.notes)
-    assert not any("A colocated layout uses one" in note for note in a_plan().notes)
+    assert any("Assumes no guesses" in note for note in plan.notes), "workers of the second kind may guess"
+    assert a_plan().notes == ()
 
 
 def test_the_verdict_weighs_both_kinds() -> None:
