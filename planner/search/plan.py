@@ -167,12 +167,12 @@ class Candidate:
     layout: Layout
     estimate: Estimate
     goodput: Goodput | None
-    """``None``: not simulated; the rate is an estimate."""
+    """``None``: not searched; the rate is an estimate."""
     resource: Resource
     pools: tuple[PoolFigures, ...]
     dollars_per_hour: float | None
     at_winners_rate: Attainment | None = None
-    """Result at the winner's rate; simulated ones only."""
+    """Result at the winner's rate, if it was simulated there."""
     saturation_rate: float | None = None
     """Rate at which attainment falls to half of its target, or answers lag behind arrivals; winner only."""
     sensitivity: tuple[Sensitivity, ...] = ()

@@ -1,16 +1,9 @@
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
-import psutil
 import pytest
 
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
@@ -32,7 +25,6 @@ from pdserve.planner.search.plan import (
 from pdserve.planner.search.search import find_plan
 from pdserve.planner.wording import share
 from pdserve.planner.workload.presets import preset
-from tests.patience import HANG_S
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, UnitRateRequests
 
 WORKLOAD = PoissonWorkload(1500, 20)
@@ -322,37 +314,3 @@ def test_progress_rises_from_nothing_to_all() -> None:
     fractions = [fraction for fraction, _ in heard]
     assert fractions == sorted(fractions)
     assert (fractions[0], fractions[-1]) == (0.0, 1.0)
-
-
-_SCRIPT = """
-from tests.planner.search.test_search import a_question, WORKLOAD
-from pdserve.planner.search.search import find_plan
-if __name__ == "__main__":
-    find_plan(a_question(num_devices=8), WORKLOAD, num_processes=2, progress=lambda *news: print(*news, flush=True))
-"""
-
-
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_search_that_is_cut_short_leaves_no_process(tmp_path: Path, ending: signal.Signals) -> None:
-    script = tmp_path / "plan_for_long.py"
-    script.write_text(_SCRIPT)
-    root = str(Path(__file__).parents[3])
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": root},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    while "screening: 1 of" not in process.stdout.readline():
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert children
-    process.send_signal(ending)
-    process.communicate(timeout=HANG_S)
-    deadline_s = time.monotonic() + HANG_S
-    while any(child.is_running() for child in children) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert not [child for child in children if child.is_running()]
