@@ -176,6 +176,7 @@ SETTINGS = (
         ttft_s=0.25,
         tpot_s=0.1,
         rate=60,
+        model=replace(LLAMA_3_8B, transport="auto"),
     ),
     Setting(
         workload=Workload(

@@ -330,14 +330,15 @@ class Goodput(Placement):
         return Handoff(best, -negative_score, num_decode, {option.view.snapshot.host for option in options})
 
     def _misses_of_pull(self, arrival: Arrival, view: WorkerView, handoff: Handoff, ttft_s: float) -> float:
-        """Expected misses of TPOT by the pull of a prompt: if its answer is too short to make up for it. Until the
+        """Expected misses of TPOT by the pull of a prompt: its answer may be too short to make up for it. Until the
         prompt is computed, the links of both workers carry those before it, and its own chunks but the last."""
-        best, slo_s, source = handoff.best, arrival.tpot_slo_s or LENIENT_TPOT_S, view.snapshot
+        slo_s, source = arrival.tpot_slo_s or LENIENT_TPOT_S, view.snapshot
         token_s = self._pull_token_s(same_host=source.host in handoff.hosts)
         behind_s = token_s * self._pulls.num_tokens(view.worker_id, handoff.num_decode) - ttft_s
-        num_last = min(arrival.blocks.num_tokens - best.num_cached, source.max_batch_tokens)
-        pull_s = token_s * num_last + max(0.0, behind_s)
-        return arrival.weight * best.chance * self._lengths.chance_of_steps(pull_s / max(1e-9, slo_s - best.step_s))
+        num_last = min(arrival.blocks.num_tokens - handoff.best.num_cached, source.max_batch_tokens)
+        pull_s = max(0.0, behind_s) + token_s * num_last
+        too_short = self._lengths.chance_of_steps(pull_s / max(1e-9, slo_s - handoff.best.step_s))
+        return arrival.weight * handoff.best.chance * too_short
 
     def _pull_token_s(self, *, same_host: bool) -> float:
         """Seconds to pull one token."""

@@ -5,14 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pdserve.bench import simulator_vs_emulation
 from pdserve.bench.calibration import overheads_between, pipelined_overheads, saturation
-from pdserve.bench.simulator_vs_emulation import LOGNORMAL, MODEL, SLO
+from pdserve.bench.simulator_vs_emulation import LOGNORMAL, MODEL
 from pdserve.planner.simulate.simulation import RequestTimes
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload.requests import SimulatedRequest
 from tests.planner.stand_ins import disaggregated
 
 LAYOUT = disaggregated()
+SLO = replace(simulator_vs_emulation.SLO, tpot_seconds=0.0)
+"""Every prompt is handed off: its pull delays no answer too much."""
 PROBES = [SimulatedRequest(0.15 * number, 100 + 80 * number, 3) for number in range(10)]
 
 
