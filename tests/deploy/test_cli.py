@@ -58,7 +58,7 @@ def test_version() -> None:
         (["up", "--port", "http"], 2, "--port"),
         (["up", "--prefill", "0"], 2, "prefill.replicas is 0"),
         (["up", "--time-scale", "2"], 2, "add --emulate GPU"),
-        (["up", "--decode", "1000"], 2, "decode.replicas is 1000; write a whole number from 0 to 64"),
+        (["up", "--decode", "1000"], 2, "pdserve: decode.replicas is 1000; write a whole number from 0 to 64"),
         (["up", "/absent/deployment.yaml"], 2, "cannot read /absent/deployment.yaml"),
         (["up", "--port", "0", "--model", "/absent"], 1, "no model folder at /absent; give --model a folder"),
         (["up", "--ray-address", "127.0.0.1:9"], 1, "no Ray cluster answers at 127.0.0.1:9"),
