@@ -90,10 +90,10 @@ class Case:
 
 CASES = {
     "cpu copy": Case(devices="cpu", workload=EDITS, shares={"copy": COPY}, rate=1.35),
-    "cpu chat": Case(devices="cpu", workload=preset("chat"), shares={"questions": 0.1, "no luck": 0.0}, rate=1.0),
+    "cpu chat": Case(devices="cpu", workload=preset("chat"), shares={"questions": 0.1, "no luck": 0.0}, rate=0.88),
     "h100 copy": Case(devices="h100", workload=EDITS, shares={"copy": COPY}, rate=70.0),
     "h100 chat": Case(devices="h100", workload=preset("chat"), shares={"questions": 0.1, "no luck": 0.0}, rate=135.0),
-    "h100 code": Case(devices="h100", workload=preset("code"), shares={"code": 0.1}, rate=145.0),
+    "h100 code": Case(devices="h100", workload=preset("code"), shares={"code": 0.1}, rate=132.0),
 }
 
 
