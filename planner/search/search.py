@@ -10,8 +10,8 @@ successive halving; Karnin, Koren and Somekh, ICML 2013), all on the same reques
    ones correct the remaining estimates.
 3. Finalists: the simulator that drives the live schedulers and the router's own policy
    (`pdserve.planner.simulate.simulator`) finds the goodput of the best of either kind, and of those that may be better
-   and are at that of the best of their kind. Last, the sensitivity: the losers at the winner's rate, the saturation rate, and the effect of faster or slower
-   steps.
+   and are at that of the best of their kind. Last, the sensitivity: the losers at the winner's rate, the saturation
+   rate, and the effect of faster or slower steps.
 
 The scout models one policy, ``least-time``, so it states nothing: all figures of a plan are of the third round, under
 the policy of the question. The answer does not depend on the number of processes. Layouts that were not simulated keep
