@@ -124,6 +124,12 @@ class Question:
     space: Space = Space()
     effort: Effort = Effort()
 
+    @property
+    def guesses_note(self) -> str:
+        """What is assumed of devices whose workers may guess; empty if there are none."""
+        may_guess = any(supply.hardware.is_host for supply in self.fleet)
+        return "Assumes no guesses: with speculation, answers may be faster." if may_guess else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolFigures:

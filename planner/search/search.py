@@ -9,9 +9,9 @@ successive halving; Karnin, Koren and Somekh, ICML 2013), all on the same reques
 2. Screening: the scout (`pdserve.planner.simulate.scout`) ranks the best estimates of both kinds of layout; the first
    ones correct the remaining estimates.
 3. Finalists: the simulator that drives the live schedulers and the router's own policy
-   (`pdserve.planner.simulate.simulator`) finds the goodput of the best of either kind, and of those that may be better
-   and are at that of the best of their kind. Last, the sensitivity: the losers at the winner's rate, the saturation
-   rate, and the effect of faster or slower steps.
+   (`pdserve.planner.simulate.simulator`) finds the goodput of the best of either kind, and of those that may be better:
+   they serve the goodput of the best of their kind. Last, the sensitivity: the losers at the winner's rate, the
+   saturation rate, and the effect of faster or slower steps.
 
 The scout models one policy, ``least-time``, so it states nothing: all figures of a plan are of the third round, under
 the policy of the question. The answer does not depend on the number of processes. Layouts that were not simulated keep
@@ -147,6 +147,8 @@ def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ..
     notes = []
     if question.policy != DEFAULT_POLICY:
         notes.append(f"Planned for the router's policy {question.policy}.")
+    if question.guesses_note:
+        notes.append(question.guesses_note)
     if len(question.fleet) > 1:
         notes.append("A colocated layout uses one kind of device; the other kinds stay idle.")
     if any(candidate.layout.spans_hosts for candidate in candidates):

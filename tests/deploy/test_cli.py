@@ -78,6 +78,13 @@ def test_version() -> None:
         (["bench", "serve", "--trace", "/absent"], 1, "cannot read /absent"),
         (["bench", "kernels", "--folder", "/absent"], 2, "/absent"),
         (["status", "--admin-url", "nonsense"], 1, "no pdserve router answers at nonsense"),
+        (["up", "--set", "decode.speculation={draft:", "/x}"], 2, "--set 'decode.speculation={draft: /x}'"),
+        (
+            ["up", "a.yaml", "--set", "kv_tier={path:", "/x,", "size:", "1}", "--port", "0"],
+            2,
+            "'kv_tier={path: /x, size: 1}'",
+        ),
+        (["simulate", "--set", "model.name=a", "b"], 2, "--set 'model.name=a b'"),
     ],
 )
 def test_a_mistake_gets_one_line_and_its_exit_code(arguments: list[str], status: int, said: str) -> None:

@@ -124,12 +124,14 @@ def test_a_large_fleet_has_as_many_requests_as_its_runs_take() -> None:
 
 
 def test_of_two_kinds_a_colocated_layout_takes_one_and_that_is_said() -> None:
-    fleet = tuple(Supply(hardware=hardware(name), devices_per_node=1) for name in ("h100", "a100"))
+    kinds = (hardware("h100"), replace(hardware("a100"), pipeline_depth=1))
+    fleet = tuple(Supply(hardware=kind, devices_per_node=1) for kind in kinds)
     plan = find_plan(replace(a_question(), fleet=fleet), WORKLOAD, num_processes=1)
     assert {candidate.layout.num_devices for candidate in plan.candidates if candidate.layout.is_colocated} == {1}
     assert any("A colocated layout uses one" in note for note in plan.notes)
     assert any("KV crosses the network between workers on different hosts" in note for note in plan.notes)
-    assert not any("A colocated layout uses one" in note for note in a_plan().notes)
+    assert any("Assumes no guesses" in note for note in plan.notes), "workers of the second kind may guess"
+    assert a_plan().notes == ()
 
 
 def test_the_verdict_weighs_both_kinds() -> None:
@@ -308,7 +310,9 @@ def test_where_all_that_seemed_to_serve_the_rate_do_not_more_devices_are_tried()
 def test_the_chunk_budget_of_colocated_workers_is_tuned(tpot_seconds: float, is_short: bool) -> None:
     space = Space(pipeline_parallel=(1,), tensor_parallel=(1,), may_disaggregate=False)
     slo = SloConfig(ttft_seconds=1.0, tpot_seconds=tpot_seconds)
-    question = replace(a_question(slo=slo, num_devices=1), space=space, effort=replace(LITTLE, final_requests=800, tolerance=0.3))
+    question = replace(
+        a_question(slo=slo, num_devices=1), space=space, effort=replace(LITTLE, final_requests=800, tolerance=0.3)
+    )
     best = find_plan(question, PoissonWorkload(1500, 40), num_processes=1).best
     assert best.layout.mixed is not None
     assert (best.layout.mixed.max_batch_tokens == 512) is is_short
