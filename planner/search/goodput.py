@@ -69,8 +69,8 @@ class Trial:
     @property
     def most_rate(self) -> float:
         """The highest rate that may be stated: beyond it all requests arrive within less than `LEAST_RUN`, most of them
-        at a cluster that was idle."""
-        return self.num_requests / (LEAST_RUN * self.run_s)
+        at a cluster that was idle. Infinite if the usual length is."""
+        return self.num_requests / (LEAST_RUN * self.run_s) if self.run_s < inf else inf
 
 
 class Run(NamedTuple):

@@ -313,9 +313,9 @@ def test_the_chunk_budget_of_colocated_workers_is_tuned(tpot_seconds: float, is_
     question = replace(
         a_question(slo=slo, num_devices=1), space=space, effort=replace(LITTLE, final_requests=800, tolerance=0.3)
     )
-    best = find_plan(question, PoissonWorkload(1500, 40), num_processes=1).best
-    assert best.layout.mixed is not None
-    assert (best.layout.mixed.max_batch_tokens == 512) is is_short
+    (only,) = find_plan(question, PoissonWorkload(1500, 40), num_processes=1).candidates
+    assert only.layout.mixed is not None
+    assert (only.layout.mixed.max_batch_tokens == 512) is is_short
 
 
 def test_progress_rises_from_nothing_to_all() -> None:
