@@ -69,8 +69,8 @@ class Trial:
     @property
     def most_rate(self) -> float:
         """The highest rate that may be stated: beyond it all requests arrive within less than `LEAST_RUN`, most of them
-        at a cluster that was idle."""
-        return self.num_requests / (LEAST_RUN * self.run_s)
+        at a cluster that was idle. Infinite if the usual length is."""
+        return self.num_requests / (LEAST_RUN * self.run_s) if self.run_s < inf else inf
 
 
 class Run(NamedTuple):
@@ -201,7 +201,7 @@ def search_goodput(
     trial: Trial, start_rate: float, *, tolerance: float = 0.02, known: Iterable[Attainment] = ()
 ) -> Search[Goodput]:
     """Goodput of ``trial``: the highest rate that surely meets the target, and about the first one that surely misses
-    it, by runs near that.
+    it, by runs near that; or a rate that meets it and is too high to be stated (`Trial.most_rate`).
 
     Args:
         start_rate: a guess; any rate above 0 leads to the same goodput, within the tolerance.
@@ -213,13 +213,13 @@ def search_goodput(
     """
     target = trial.slo.attainment
     points = {point.rate: point for point in known}
-    rates = bracketing(start_rate, _STEP, 1 + tolerance)
+    rates = bracketing(start_rate, _STEP, 1 + tolerance, most=trial.most_rate)
     rate = sure_rate = yield from answered(rates, trial, lambda seen: seen.surely_meets(target), points)
     met = [each for each, seen in points.items() if seen.meets(target)]
     if not rate and met:
         rates = bracketing(max(met), _STEP, 1 + tolerance)
         rate = yield from answered(rates, trial, lambda seen: seen.meets(target), points)
-    most_runs = _MOST_END_RUNS if rate else 0
+    most_runs = _MOST_END_RUNS if 0 < rate <= trial.most_rate else 0
     high = yield from search_fall(trial, rate, points, lambda seen: seen.interval.high, 1 + tolerance, most_runs)
     in_order = tuple(points[each] for each in sorted(points))
     return Goodput(

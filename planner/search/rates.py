@@ -21,7 +21,7 @@ _LEAST_SHARE = 1 / 200
 
 
 def bracketing(
-    start_rate: float, step: float, tolerance: float, *, low: float = 0.0, high: float = inf
+    start_rate: float, step: float, tolerance: float, *, low: float = 0.0, high: float = inf, most: float = inf
 ) -> Generator[float, bool, float]:
     """Ask of one rate after the other whether it meets the target; return the highest that does, below one that does
     not and is at most ``tolerance`` times as high, or 0 if no rate does. The steps to bracket the result grow from
@@ -29,6 +29,7 @@ def bracketing(
 
     Args:
         low, high: rates that are known to meet and to miss the target.
+        most: the search ends at the first rate above it that meets the target.
     """
     assert start_rate > 0
     rate = start_rate
@@ -37,7 +38,7 @@ def bracketing(
             low = rate
         else:
             high = rate
-        if low > start_rate / _LEAST_SHARE and high == inf:
+        if low > min(most, start_rate / _LEAST_SHARE) and high == inf:
             return low
         if high < start_rate * _LEAST_SHARE and not low:
             return 0.0
