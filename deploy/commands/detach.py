@@ -15,7 +15,7 @@ import psutil
 from rich.console import Console
 
 from pdserve.contracts.errors import DeployError
-from pdserve.deploy.cluster.folder import running_clusters
+from pdserve.deploy.commands.progress import READY
 
 LOG = Path("pdserve.log")
 """Log of a detached cluster, in the current folder; its process holds a lock on it."""
@@ -46,10 +46,11 @@ def start_detached(arguments: Sequence[str], console: Console) -> int:
     with LOG.open("rb") as said:
         said.seek(start)
         try:
-            while (status := process.poll()) is None and not _serves(process.pid):
-                _relay(said.read(), console)
+            text = b""
+            while (status := process.poll()) is None and READY.encode() not in text:
                 time.sleep(_POLL_S)
-            time.sleep(_POLL_S)  # the banner follows the note
+                text = said.read()
+                _relay(text, console)
             _relay(said.read(), console)
         except KeyboardInterrupt:
             process.terminate()
@@ -76,10 +77,6 @@ def stop_cluster(process_id: int, console: Console, *, now: bool) -> int:
         pass
     console.print("stopped", highlight=False)
     return 0
-
-
-def _serves(process_id: int) -> bool:
-    return any(note.url and note.pid == process_id for note in running_clusters())
 
 
 def _relay(text: bytes, console: Console) -> None:

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
+READY = "pdserve is ready"
+"""Words of the banner, which is written at once."""
+
 
 class Progress:
     """Writes lines with the seconds since its creation."""
@@ -27,12 +30,9 @@ class Progress:
 
     def banner(self, rows: Sequence[tuple[str, str]], command: str) -> None:
         """Write readiness, addresses, and a command to try on the last line."""
-        self._write("")
-        self._write(f"[bold green]pdserve is ready[/] after {time.monotonic() - self._begin_s:.1f} s")
-        for name, value in rows:
-            self._write(f"  [cyan]{escape(name):<12}[/] {escape(value)}")
-        self._write("")
-        self._write(escape(command))
+        lines = ["", f"[bold green]{READY}[/] after {time.monotonic() - self._begin_s:.1f} s"]
+        lines += [f"  [cyan]{escape(name):<12}[/] {escape(value)}" for name, value in rows]
+        self._write("\n".join([*lines, "", escape(command)]))
 
     def _write(self, markup: str) -> None:
         self._console.print(markup, highlight=False, soft_wrap=True)

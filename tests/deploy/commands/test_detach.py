@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.commands.detach import LOG, start_detached
+from pdserve.deploy.commands.progress import Progress
 
 
 def test_two_clusters_write_no_common_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,3 +24,18 @@ def test_two_clusters_write_no_common_log(tmp_path: Path, monkeypatch: pytest.Mo
             start_detached(["--version"], console)
     assert start_detached(["--version"], console) == 0
     assert LOG.read_text().startswith("pdserve ")
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_it_returns_after_the_whole_banner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    banner, said = io.StringIO(), io.StringIO()
+    Progress(Console(file=banner)).banner([("admin", "http://127.0.0.1:9000")], "curl it")
+    (tmp_path / "banner").write_text(banner.getvalue())
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'router up'\nsleep 0.4\ncat banner\nsleep 1\necho 'decode-1 up'\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert start_detached([], Console(file=said)) == 0
+    assert said.getvalue() == "router up\n" + banner.getvalue()
+    assert said.getvalue().endswith("admin        http://127.0.0.1:9000\n\ncurl it\n")
