@@ -31,8 +31,10 @@ def banner_rows(launch: Launch, served_name: str, workers: Sequence[dict[str, An
     for role in WorkerRole:
         if count := launch.config.phase(role).replicas:
             mine = [worker for worker in workers if worker["role"] == role.value]
-            tokens = sum(map(num_blocks, mine)) * model.block_size
-            words = [f"{count} worker{'s' * (count > 1)}{launch.layout_reason}, {tokens:,} tokens of KV cache"]
+            blocks = [*filter(None, map(num_blocks, mine))]  # of those that are up: others may follow
+            number = f"{len(blocks)} of {count}" if len(blocks) < count else str(count)
+            tokens = sum(blocks) * model.block_size
+            words = [f"{number} worker{'s' * (count > 1)}{launch.layout_reason}, {tokens:,} tokens of KV cache"]
             words += [_device(launch, role, mine), f"{model.dtype} ({launch.dtype_reason})"]
             if products := sorted({worker["products"] for worker in workers} - {""}):
                 words.append(_products(products))

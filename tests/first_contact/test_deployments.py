@@ -170,3 +170,17 @@ def test_cpus_that_multiply_in_different_dtypes_are_named(folder: Path, monkeypa
         for role in roles:
             assert words in f"{rows[role]},"
             assert ("products" in rows[role]) is bool(words)
+
+
+def test_pools_of_which_not_every_worker_is_up_say_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = FOLDER / "no_gpu.yaml"
+    case = from_plain(Case, yaml.safe_load(path.read_text()), path.name)
+    fleet = placed(case, folder, on_machine(case.machine, monkeypatch))
+    roles = sorted({worker._config.role.value for worker in fleet.workers})
+    absent = {"role": roles[0], "hardware": "cpu", "load": dict.fromkeys(POOL, 0), "products": ""}
+    rows = dict(
+        banner_rows(fleet.launches[0], "m", [absent, *({**absent, "role": role, "load": POOL} for role in roles[1:])])
+    )
+    assert rows[roles[0]].startswith("0 of 1 worker, 0 tokens")
+    for role in roles[1:]:
+        assert rows[role].startswith("1 worker, ")
