@@ -12,6 +12,7 @@ from itertools import product
 from typing import NamedTuple
 
 from pdserve.contracts.worker_config import WorkerRole
+from pdserve.model.config.quantisation import held_scheme
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.search.estimates import fits
@@ -191,7 +192,7 @@ def _remedy(question: Question) -> str:
     have = " and ".join(f"{supply.num_devices} x {supply.hardware.name}" for supply in fleet)
     workers = _workers(question, WorkerRole.MIXED, _FIRST_CHUNK_TOKENS)
     most_tokens = max((_most_tokens(worker.pool, model) for worker in workers), default=0) - 1
-    return _too_large(model, have, model.max_model_len, most_tokens, [supply.hardware for supply in fleet])
+    return _too_large(model, have, model.max_model_len, most_tokens, [supply.hardware for supply in fleet], None)
 
 
 def check_fits(layout: Layout, model: PlannedModel, sample: WorkloadSample) -> None:
@@ -200,7 +201,7 @@ def check_fits(layout: Layout, model: PlannedModel, sample: WorkloadSample) -> N
         longest = sample.longest(with_answer=pool.role is not WorkerRole.PREFILL)
         if longest > (most_tokens := _most_tokens(pool, model)):
             have = f"{pool.memory_fraction:.0%} of {pool.devices_per_worker} x {pool.hardware.name}"
-            why = _too_large(model, have, longest, most_tokens, [pool.hardware])
+            why = _too_large(model, have, longest, most_tokens, [pool.hardware], pool)
             raise FitsNowhereError(f"{pool.role.value}: {why}")
 
 
@@ -208,8 +209,12 @@ def _most_tokens(pool: Pool, model: PlannedModel) -> int:
     return pool.kv_blocks(model, pool.cost(model)) // pool.pipeline_parallel * model.block_size
 
 
-def _too_large(model: PlannedModel, have: str, longest: int, most_tokens: int, kinds: Iterable[Hardware]) -> str:
-    name = f"{model.name or 'the model'} in {model.precision.dtype}"
+def _too_large(
+    model: PlannedModel, have: str, longest: int, most_tokens: int, kinds: Iterable[Hardware], given: Pool | None
+) -> str:
+    """What does not fit, and what would; ``given`` is the pool whose degrees are chosen, if they are."""
+    scheme = held_scheme(model.precision.quantization, model.shape.scheme)
+    name = f"{model.name or 'the model'} in {scheme.kind if scheme else model.precision.dtype}"
     what = f"the weights of {name} do not fit {have}"
     if most_tokens > 0:
         what = (
@@ -220,9 +225,18 @@ def _too_large(model: PlannedModel, have: str, longest: int, most_tokens: int, k
     if not smallest:
         return f"{what}; no number of them holds both: use larger devices, a smaller max_model_len, or int4 weights"
     pool = min(smallest, key=lambda pool: pool.devices_per_worker)
+    if given is None:
+        remedy = "add devices"
+    elif pool.devices_per_worker > given.devices_per_worker:
+        degrees = {"tensor_parallel": pool.tensor_parallel, "pipeline_parallel": pool.pipeline_parallel}
+        remedy = " ".join(f"--set {given.role.value}.{key}={degree}" for key, degree in degrees.items() if degree > 1)
+    else:
+        remedy = f"raise {given.role.value}.gpu_memory_utilization or kv_memory"
+    smaller = "int8 or int4" if scheme is None else "int4" if model.precision.quantization in ("int8", "fp8") else ""
+    fewer_bytes = f", or use --set model.quantization={smaller}" if smaller else ""
     return (
         f"{what}; the smallest worker for both is TP{pool.tensor_parallel} PP{pool.pipeline_parallel}, "
-        f"{pool.devices_per_worker} x {pool.hardware.name}: add devices, or use int8 or int4 weights"
+        f"{pool.devices_per_worker} x {pool.hardware.name}: {remedy}{fewer_bytes}"
     )
 
 

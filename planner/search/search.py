@@ -93,13 +93,13 @@ def find_plan(
     """
     started_s = time.perf_counter()
     report = progress or (lambda fraction, text: None)
-    report(0.0, "loading the screener (the first time compiles it, in a minute)")
     _check_prices(question)
+    enumeration = enumerate_layouts(question)
+    report(0.0, "loading the screener (the first time compiles it, in a minute)")
     model, effort = question.model, question.effort
     with ProcessPool(workload, num_processes or len(os.sched_getaffinity(0))) as pool:
         _load_scout()
-        report(0.01, "listing layouts")
-        enumeration = enumerate_layouts(question)
+        report(0.01, "drawing requests")
         drawn = workload.draw(NUM_SAMPLED, effort.seed, max_model_len=model.max_model_len)
         sample = drawn.at_rate(1.0)
         demand = Demand.of(sample, block_size=model.block_size, max_model_len=model.max_model_len)

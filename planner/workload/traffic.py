@@ -166,7 +166,8 @@ def fixed_traffic(num_prompt_tokens: int, num_output_tokens: int, *, max_model_l
     if num_prompt_tokens + num_output_tokens > max_model_len:
         raise ValueError(
             f"{num_prompt_tokens} prompt tokens and {num_output_tokens} answer tokens exceed max_model_len "
-            f"{max_model_len}: raise it, or use shorter requests"
+            f"{max_model_len}: raise it with --set model.max_model_len={num_prompt_tokens + num_output_tokens}, or use "
+            "shorter requests"
         )
     lengths = FixedLengths(num_prompt_tokens, num_output_tokens)
     workload = Workload(name="fixed lengths", contents=Conversations(lengths=lengths))

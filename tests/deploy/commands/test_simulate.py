@@ -186,7 +186,11 @@ def test_tables_are_for_people_and_files_for_programs(capsys: pytest.CaptureFixt
         (["--gpu", "h100", "--rate", "1", "--prefill-tp", "3"], 1, "tensor_parallel 3 does not divide 32 heads"),
         (["--gpu", "h100", "--rate", "1", "--hardware-file", "/absent"], 2, "cannot read /absent: No such file"),
         (["--gpu", "h100", "--rate", "1", "--burstiness", "-1"], 2, "Input should be greater than or equal to 0.001"),
-        (["--gpu", "h100", "--rate", "1", "--max-model-len", "100"], 2, "exceed max_model_len 100: raise it"),
+        (
+            ["--gpu", "h100", "--rate", "1", "--max-model-len", "100"],
+            2,
+            "exceed max_model_len 100: raise it with --set model.max_model_len=",
+        ),
         (["/absent.yaml", "--gpu", "h100", "--rate", "1"], 2, "cannot read /absent.yaml: No such file"),
         (["--gpu", "h100", "--rate", "1", "--model", "/absent"], 1, "no model at /absent; give --model a folder"),
         (
@@ -212,7 +216,14 @@ def test_a_model_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str], t
     large = str(written(tmp_path / "large", num_hidden_layers=200))
     assert run([*BASE, "--model", large, "--rate", "1", *SHORT]) == 1
     why = "decode: the weights of large in bfloat16 do not fit 90% of 1 x h100-sxm; the smallest worker for"
-    assert why in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert why in error
+    assert "2 x h100-sxm: --set decode.tensor_parallel=2, or use --set model.quantization=int8 or int4" in error
+    int8 = ["--set", "model.quantization=int8", "--set", "decode.gpu_memory_utilization=0.4"]
+    assert run([*BASE, "--model", large, "--rate", "1", *SHORT, *int8]) == 1
+    error = capsys.readouterr().err
+    assert "the weights of large in int8 do not fit" in error
+    assert "raise decode.gpu_memory_utilization or kv_memory, or use --set model.quantization=int4\n" in error
 
 
 def test_without_a_model_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
