@@ -68,11 +68,11 @@ class Joining:
 
 
 class Pulls:
-    """KV of prompts that are handed off, until it is pulled."""
+    """Expected pulls of prompts that are handed off, until they have ended."""
 
     def __init__(self) -> None:
         self._pulls: dict[int, tuple[str, int]] = {}
-        """Id of the worker that computes a prompt, and tokens of that, by request id."""
+        """Id of the worker that computes a prompt, and tokens pulled from it, by request id."""
         self._from: Counter[str] = Counter()
         """Tokens by id of the worker."""
 
@@ -86,9 +86,13 @@ class Pulls:
         if not self._from[worker_id]:
             del self._from[worker_id]
 
-    def num_tokens(self, worker_id: str, num_decode: int) -> float:
-        """Tokens on the link of a worker, or on that of each of so many decode workers, whichever has more."""
-        return max(self._from[worker_id], self._from.total() / num_decode)
+    def num_tokens(self, worker_id: str, num_decode: int, num_after: int) -> float:
+        """Tokens on the link of a worker, or on that of each of so many decode workers, whichever has more, before
+        those of a prompt after which ``num_after`` tokens are computed on the worker. Others have as large a part
+        after it."""
+        num_from = self._from[worker_id]
+        share_before = max(0.0, 1 - num_after / num_from) if num_from else 1.0
+        return share_before * max(num_from, self._from.total() / num_decode)
 
 
 class PrefillCost:

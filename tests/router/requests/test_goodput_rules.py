@@ -65,10 +65,11 @@ def test_pulls_wait_on_the_link_that_has_most_to_carry() -> None:
     pulls = Pulls()
     pulls.add(1, "prefill-0", 100)
     pulls.add(2, "prefill-1", 300)
-    assert (pulls.num_tokens("prefill-0", 2), pulls.num_tokens("prefill-1", 2)) == (200, 300)
+    assert (pulls.num_tokens("prefill-0", 2, 0), pulls.num_tokens("prefill-1", 2, 0)) == (200, 300)
+    assert [pulls.num_tokens("prefill-1", 2, num_after) for num_after in (100, 400)] == [pytest.approx(200), 0]
     pulls.remove(2)
     pulls.remove(2)
-    assert (pulls.num_tokens("prefill-0", 2), pulls.num_tokens("prefill-1", 2)) == (100, 50)
+    assert (pulls.num_tokens("prefill-0", 2, 0), pulls.num_tokens("prefill-1", 2, 0)) == (100, 50)
 
 
 def test_prefill_costs_what_it_has_cost_of_late() -> None:
