@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
-from pdserve.contracts.worker_config import WorkerRole
 from pdserve.engine.scheduling.interface import GrantEvent, PullResult, StartPullEvent
 from pdserve.engine.worker.loop import LeaseChanged, LendPrefix, PromptReleased
 from pdserve.planner.simulate.event_queue import EventQueue
@@ -39,10 +37,6 @@ class _Offer:
     pull: _Pull | None = None
 
 
-class _PulledSink(Protocol):
-    def __call__(self, role: WorkerRole, num_tokens: int, seconds: float, *, same_host: bool) -> None: ...
-
-
 class SimulatedTransfers:
     """Offers by handle."""
 
@@ -52,16 +46,13 @@ class SimulatedTransfers:
         *,
         block_size: int,
         pull_s: float,
-        pulled: _PulledSink,
         prefix_failed: Callable[[VirtualWorker], None],
     ) -> None:
         """
         Args:
             pull_s: seconds per pull in addition to its bytes.
-            pulled: `pdserve.router.requests.placement.Placement.pulled`.
             prefix_failed: called with the source of a pull of a prefix that failed.
         """
-        self._reported = pulled
         self._prefix_failed = prefix_failed
         self._queue = queue
         self._block_size = block_size
@@ -121,8 +112,7 @@ class SimulatedTransfers:
         ends_s = max(begins_s, egress.free_at_s, ingress.free_at_s) + whole_s
         egress.free_at_s = ingress.free_at_s = ends_s
         result = PullResult(pull_id=pull.pull_id, num_tokens=grant.num_tokens, first_token=grant.first_token)
-        seconds = ends_s + self._pull_s - self._queue.now_s
-        self._queue.at(ends_s + self._pull_s, partial(self._pulled, offer.worker, pull, handle, result, seconds))
+        self._queue.at(ends_s + self._pull_s, partial(self._pulled, offer.worker, pull.worker, handle, result))
 
     def _transfer_s(self, source: VirtualWorker, pull: _Pull, num_blocks: int) -> float:
         """Over the link between both workers, by the slower estimate: fewer ranks, or slower links."""
@@ -130,12 +120,10 @@ class SimulatedTransfers:
         sides, same_host = (source.engine.cost, pull.worker.engine.cost), source.host == pull.worker.host
         return max([cost.transfer_s(num_tokens, same_host=same_host) for cost in sides])
 
-    def _pulled(self, source: VirtualWorker, pull: _Pull, handle: bytes, result: PullResult, seconds: float) -> None:
+    def _pulled(self, source: VirtualWorker, target: VirtualWorker, handle: bytes, result: PullResult) -> None:
         if handle in self._loans:
             del self._loans[handle]
         elif result.first_token is None:
             return  # it was given up
-        same_host = source.host == pull.worker.host
-        self._reported(pull.worker.role, pull.num_blocks * self._block_size, seconds, same_host=same_host)
-        pull.worker.engine.receive(result)
+        target.engine.receive(result)
         source.engine.receive(PromptReleased(handle))

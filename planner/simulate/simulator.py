@@ -200,7 +200,6 @@ class _Simulator:
             self._events,
             block_size=model.block_size,
             pull_s=overheads.pull_s,
-            pulled=self._dispatcher.placement.pulled,
             prefix_failed=self._dispatcher.prefix_failed,
         )
         self._is_sweep_due = False
