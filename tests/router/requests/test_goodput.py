@@ -195,6 +195,17 @@ def test_behind_a_full_link_prompts_are_computed_where_they_decode() -> None:
     assert chosen(21, "there") == "prefill-0"
 
 
+def test_pulls_that_waited_for_others_correct_no_prediction() -> None:
+    policy = Goodput(COSTS, tpot_slo_s=0.05)
+    for number in range(2):
+        placed(policy, arrival(number, 1000), P0, D0)
+        policy.pulled(WorkerRole.DECODE, 1000, 1.0, same_host=True)
+        if not number:
+            factor = policy.pull_corrections[True].factor
+    assert factor > 1
+    assert policy.pull_corrections[True].factor == factor
+
+
 def test_short_answers_stand_fewer_prefills_beside_them() -> None:
     queue = P0._replace(num_waiting_tokens=40_000)
     busy = D0._replace(num_decoding=8, num_context_tokens=8000)
