@@ -64,17 +64,21 @@ def test_those_that_join_are_divided_among_workers() -> None:
 def test_pulls_wait_on_the_link_that_has_most_to_carry() -> None:
     pulls = Pulls()
     pulls.add(1, "prefill-0", 100)
-    assert not pulls.is_shared
     pulls.add(2, "prefill-1", 300)
-    assert pulls.is_shared
     assert (pulls.num_tokens("prefill-0", 2), pulls.num_tokens("prefill-1", 2)) == (200, 300)
     pulls.remove(2)
     pulls.remove(2)
     assert (pulls.num_tokens("prefill-0", 2), pulls.num_tokens("prefill-1", 2)) == (100, 50)
-    assert pulls.is_shared, "the last one may have waited for the other"
-    pulls.remove(1)
-    pulls.add(3, "prefill-0", 100)
-    assert not pulls.is_shared
+
+
+def test_pulls_that_are_pending_together_may_wait_for_each_other() -> None:
+    pulls, are_shared = Pulls(), list[bool]()
+    for change in (lambda: pulls.add(1, "a", 1), lambda: pulls.add(2, "b", 1), lambda: pulls.remove(1)):
+        change()
+        are_shared.append(pulls.is_shared)
+    pulls.remove(2)
+    pulls.add(3, "a", 1)
+    assert [*are_shared, pulls.is_shared] == [False, True, True, False]
 
 
 def test_prefill_costs_what_it_has_cost_of_late() -> None:
