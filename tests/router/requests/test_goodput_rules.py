@@ -73,12 +73,14 @@ def test_pulls_wait_on_the_link_that_has_most_to_carry() -> None:
 
 def test_pulls_that_are_pending_together_may_wait_for_each_other() -> None:
     pulls, are_shared = Pulls(), list[bool]()
-    for change in (lambda: pulls.add(1, "a", 1), lambda: pulls.add(2, "b", 1), lambda: pulls.remove(1)):
-        change()
+    for request_id in (1, 2):
+        pulls.add(request_id, "prefill-0", 100)
         are_shared.append(pulls.is_shared)
-    pulls.remove(2)
-    pulls.add(3, "a", 1)
-    assert [*are_shared, pulls.is_shared] == [False, True, True, False]
+    for request_id in (1, 2):
+        are_shared.append(pulls.is_shared)
+        pulls.remove(request_id)
+    pulls.add(3, "prefill-0", 100)
+    assert [*are_shared, pulls.is_shared] == [False, True, True, True, False]
 
 
 def test_prefill_costs_what_it_has_cost_of_late() -> None:
