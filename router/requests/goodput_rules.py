@@ -73,10 +73,13 @@ class Pulls:
     def __init__(self) -> None:
         self._pulls: dict[int, tuple[str, int]] = {}
         """Id of the worker that computes a prompt, and tokens pulled from it, by request id."""
+        self.is_shared = False
+        """Those that are pending may have waited for each other."""
         self._from: Counter[str] = Counter()
         """Tokens by id of the worker."""
 
     def add(self, request_id: int, worker_id: str, num_tokens: int) -> None:
+        self.is_shared = len(self._pulls) > 0
         self._pulls[request_id] = worker_id, num_tokens
         self._from[worker_id] += num_tokens
 

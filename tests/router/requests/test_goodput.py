@@ -219,6 +219,17 @@ def test_what_decode_workers_cache_or_will_have_for_a_sibling_is_not_pulled(is_s
     assert policy._pulls.num_tokens("prefill-0", 1, 0) == num_pulled
 
 
+def test_pulls_that_waited_for_others_correct_no_prediction() -> None:
+    policy = Goodput(COSTS, tpot_slo_s=0.05)
+    for number in range(2):
+        placed(policy, arrival(number, 1000), P0, D0)
+        policy.pulled(WorkerRole.DECODE, 1000, 1.0, same_host=True)
+        if not number:
+            factor = policy.pull_corrections[True].factor
+    assert factor > 1
+    assert policy.pull_corrections[True].factor == factor
+
+
 def test_short_answers_stand_fewer_prefills_beside_them() -> None:
     queue = P0._replace(num_waiting_tokens=40_000)
     busy = D0._replace(num_decoding=8, num_context_tokens=8000)

@@ -72,6 +72,18 @@ def test_pulls_wait_on_the_link_that_has_most_to_carry() -> None:
     assert (pulls.num_tokens("prefill-0", 2, 0), pulls.num_tokens("prefill-1", 2, 0)) == (100, 50)
 
 
+def test_pulls_that_are_pending_together_may_wait_for_each_other() -> None:
+    pulls, are_shared = Pulls(), list[bool]()
+    for request_id in (1, 2):
+        pulls.add(request_id, "prefill-0", 100)
+        are_shared.append(pulls.is_shared)
+    for request_id in (1, 2):
+        are_shared.append(pulls.is_shared)
+        pulls.remove(request_id)
+    pulls.add(3, "prefill-0", 100)
+    assert [*are_shared, pulls.is_shared] == [False, True, True, True, False]
+
+
 def test_prefill_costs_what_it_has_cost_of_late() -> None:
     cost = PrefillCost()
     assert cost.misses_per_s(5.0) == 0.0
