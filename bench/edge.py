@@ -80,7 +80,7 @@ def large_bodies() -> dict[str, tuple[str, bytes]]:
     kinds = {
         "one text": (PATH, '{"prompt":"', "the time ", '"}', BODY_BYTES),
         "an escaped text": (PATH, '{"prompt":"', "\\u00e9", '"}', BODY_BYTES),
-        "token ids": (PATH, '{"prompt":[7', ",77777", "]}", 2**20 - 1),
+        "token ids": (PATH, '{"prompt":[7', ",77777", "]}", 2**18 - 1),
         "messages": (chat, '{"messages":[{"role":"user","content":"x"}',
                      ',{"role":"user","content":"%s"}' % ("x" * 450), "]}", 2**14 - 1),
         "values of calls": (chat, '{"messages":[{"role":"user","content":"x"}',

@@ -1,76 +1,187 @@
 """Goodput with guesses over that without, simulated: four prefill and four decode workers.
 
-    python -m pdserve.bench.guessed_goodput [--requests N] [--json FILE]
+    python -m pdserve.bench.guessed_goodput [--seeds N] [--only NAME ...] [--processes N] [--json FILE]
 
-Llama-3-8B on devices with the figures of an H100, of which each step is planned when the last one has ended, as on the
-CPUs that may guess: on GPUs nothing guesses yet. Decode workers guess by n-grams, which take no time, as many tokens as
-the scheduler's own `Speculation` chooses. The share of right guesses is pinned for each workload: `COPY` is that of
-answers that repeat themselves on 16 and 64 streams in ``2026-11-27_speculation.json``, 0.1 that of held-out questions
-on one, and 0 that of no luck at all. Goodput is the rate at which 90 % of the requests meet both objectives.
+Decode workers guess by n-grams, which take no time, as many tokens as the scheduler's own `Speculation` chooses. The
+share of right guesses is pinned for each kind of traffic: `COPY` is that of answers that repeat themselves on 16 and 64
+streams in ``2026-11-27_speculation.json``, 0.1 that of held-out questions on one, and 0 that of no luck at all.
+
+Guesses are made on CPUs today: Qwen2-0.5B in bfloat16, a machine of four cores for each worker, with the catalogue's
+figures, which were fitted as ``pdserve profile`` does. On GPUs nothing guesses yet: Llama-3-8B on devices with the
+figures of an H100, of which each step is planned when the last one has ended, shows what guesses would give there.
+
+Goodput is the rate at which 90 % of the requests meet both objectives. Its runs are as long as those of a plan; runs
+with guesses and without serve the same requests.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from math import ceil
 from typing import Any
 
 from rich.console import Console
 
 from pdserve.bench.models import LLAMA_3_8B
-from pdserve.bench.policies import MAX_IN_FLIGHT, goodput
+from pdserve.bench.policies import MAX_IN_FLIGHT, TARGET, goodput
 from pdserve.bench.script import publish, script_parser
+from pdserve.bench.shapes import QWEN2_05B_CONFIG
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.worker_config import WorkerRole
-from pdserve.model.cost.hardware import hardware
-from pdserve.planner.layout import Guesses, Layout, Pool
+from pdserve.model.config.shape import ModelShape
+from pdserve.model.cost.hardware import Hardware, hardware
+from pdserve.planner.layout import Guesses, Layout, PlannedModel, Pool
+from pdserve.planner.search.goodput import LEAST_REQUESTS
+from pdserve.planner.search.search import usual_run_s
 from pdserve.planner.simulate.attainment import Attainment, measure
 from pdserve.planner.simulate.simulator import simulate
+from pdserve.planner.workload.conversations import Conversations
+from pdserve.planner.workload.lengths import LogNormalLengths
 from pdserve.planner.workload.presets import preset
-from pdserve.planner.workload.workload import WorkloadSample
+from pdserve.planner.workload.workload import Workload
 
 COPY = 0.8
-WORKLOADS = {"copy": ("chat", COPY), "questions": ("chat", 0.1), "no luck": ("chat", 0.0), "code": ("code", 0.1)}
-"""Preset, and share of right guesses."""
-SLO = SloConfig(ttft_seconds=1.0, tpot_seconds=0.015)
-DEVICE = replace(hardware("h100-sxm"), pipeline_depth=1)
-_START_RATE = 40.0
+EDITS = Workload(
+    name="edits",
+    contents=Conversations(
+        lengths=LogNormalLengths(
+            mean_prompt_tokens=600, mean_output_tokens=500, prompt_variation=0.5, output_variation=0.5
+        )
+    ),
+    source="Made up: answers that repeat most of their prompts.",
+)
+_TOLERANCE = 1.04
 
 
-def served(sample: WorkloadSample, rate: float, guesses: Guesses | None) -> Attainment:
-    prefill = Pool(role=WorkerRole.PREFILL, replicas=4, hardware=DEVICE)
-    decode = Pool(role=WorkerRole.DECODE, replicas=4, hardware=DEVICE, guesses=guesses)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    model: PlannedModel
+    hardware: Hardware
+    """Of a worker."""
+    slo: SloConfig
+
+
+DEVICES = {
+    "cpu": Devices(
+        model=PlannedModel(shape=ModelShape.from_hf_config(QWEN2_05B_CONFIG), name="Qwen2-0.5B"),
+        hardware=hardware("cpu", num_cores=4),
+        slo=SloConfig(ttft_seconds=10.0, tpot_seconds=0.1, attainment=TARGET),
+    ),
+    "h100": Devices(
+        model=LLAMA_3_8B,
+        hardware=replace(hardware("h100-sxm"), pipeline_depth=1),
+        slo=SloConfig(ttft_seconds=1.0, tpot_seconds=0.015, attainment=TARGET),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    devices: str
+    workload: Workload
+    shares: dict[str, float]
+    """Of right guesses, by name."""
+    rate: float
+    """Requests per second, near the goodput without guesses."""
+
+
+CASES = {
+    "cpu copy": Case(devices="cpu", workload=EDITS, shares={"copy": COPY}, rate=1.35),
+    "cpu chat": Case(devices="cpu", workload=preset("chat"), shares={"questions": 0.1, "no luck": 0.0}, rate=0.88),
+    "h100 copy": Case(devices="h100", workload=EDITS, shares={"copy": COPY}, rate=70.0),
+    "h100 chat": Case(devices="h100", workload=preset("chat"), shares={"questions": 0.1, "no luck": 0.0}, rate=135.0),
+    "h100 code": Case(devices="h100", workload=preset("code"), shares={"code": 0.1}, rate=132.0),
+}
+
+
+def served(case: Case, num_requests: int, seed: int, rate: float, share_right: float | None) -> Attainment:
+    """One run.
+
+    Args:
+        share_right: of guesses; ``None`` if there are none.
+    """
+    devices = DEVICES[case.devices]
+    guesses = None if share_right is None else Guesses(share_right=share_right)
+    prefill = Pool(role=WorkerRole.PREFILL, replicas=4, hardware=devices.hardware)
+    decode = Pool(role=WorkerRole.DECODE, replicas=4, hardware=devices.hardware, guesses=guesses)
+    requests = case.workload.draw(num_requests, seed, max_model_len=devices.model.max_model_len).at_rate(rate)
     simulation = simulate(
-        LLAMA_3_8B,
+        devices.model,
         Layout(prefill=prefill, decode=decode),
-        sample.at_rate(rate),
-        slo=SLO,
+        requests,
+        slo=devices.slo,
         max_in_flight=MAX_IN_FLIGHT,
     )
-    return measure([simulation], SLO, rate)
+    return measure([simulation], devices.slo, rate)
+
+
+def run_length(case: Case, seed: int) -> int:
+    """Requests of a run of usual length at the rate of ``case``, without guesses."""
+    devices = DEVICES[case.devices]
+    residence_s = served(case, LEAST_REQUESTS, seed, case.rate, None).mean_residence_s
+    sample = case.workload.draw(1000, seed, max_model_len=devices.model.max_model_len).at_rate(case.rate)
+    return max(LEAST_REQUESTS, ceil(case.rate * usual_run_s(sample, residence_s, devices.slo)))
+
+
+def rows(name: str, seed: int) -> list[dict[str, Any]]:
+    """Figures of a case on the requests of ``seed``, by share of right guesses."""
+    case = CASES[name]
+    num_requests = run_length(case, seed)
+
+    def found(share_right: float | None, start_rate: float) -> tuple[float, Callable[[float], Attainment]]:
+        run = cache(lambda rate: served(case, num_requests, seed, rate, share_right))
+
+        def share_at(rate: float) -> float:
+            seen = run(rate)
+            Console(stderr=True).print(f"{name} {seed}: {share_right} right, {rate:.4g}/s, {seen.share:.4f}")
+            return 0.0 if seen.is_saturated else seen.share
+
+        return goodput(share_at, start_rate, _TOLERANCE), run
+
+    none, plain = found(None, case.rate)
+    result = []
+    for kind, share_right in case.shares.items():
+        ngram, guessed = found(share_right, none)
+        at_none, at_ngram = plain(none), guessed(ngram)
+        result.append(
+            {
+                "case": f"{case.devices}, {kind}",
+                "seed": seed,
+                "requests": num_requests,
+                "share_right": share_right,
+                "goodput": {"none": float(f"{none:.4g}"), "ngram": float(f"{ngram:.4g}")},
+                "ratio": round(ngram / none, 3),
+                "tokens_per_step": {
+                    "at_none": round(guessed(none).pools[1].tokens_per_step, 2),
+                    "at_ngram": round(at_ngram.pools[1].tokens_per_step, 2),
+                },
+                "tpot_p50_ms": {
+                    "none": round(1e3 * at_none.tpot.percentile(50), 2),
+                    "ngram": round(1e3 * guessed(none).tpot.percentile(50), 2),
+                },
+                "batch_size": [round(seen.pools[1].mean_batch_size, 1) for seen in (at_none, at_ngram)],
+                "busy_prefill": [round(seen.pools[0].busy_share, 2) for seen in (at_none, at_ngram)],
+                "binding": [seen.binding_slo for seen in (at_none, at_ngram)],
+            }
+        )
+        Console(stderr=True, width=200).print(result[-1])
+    return result
 
 
 def main() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--seeds", type=int, default=2, help="draws of the requests")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    rows: dict[str, Any] = {}
-    for name in arguments.only:
-        traffic, share_right = WORKLOADS[name]
-        sample = preset(traffic).draw(arguments.requests, max_model_len=LLAMA_3_8B.max_model_len)
-        rates, at = {}, {}
-        for kind, guesses in (("none", None), ("ngram", Guesses(share_right=share_right))):
-            rates[kind] = goodput(lambda rate: served(sample, rate, guesses).share, _START_RATE)  # noqa: B023
-            at[kind] = served(sample, rates["none"], guesses)
-        rows[name] = {
-            "share_right": share_right,
-            "goodput": {kind: round(rate, 1) for kind, rate in rates.items()},
-            "ratio": round(rates["ngram"] / rates["none"], 3),
-            "tokens_per_step": round(at["ngram"].pools[1].tokens_per_step, 2),
-            "tpot_p50_ms": {kind: round(1e3 * each.tpot.percentile(50), 2) for kind, each in at.items()},
-        }
-        Console(stderr=True).print(name, rows[name])
-    publish({"slo": [SLO.ttft_seconds, SLO.tpot_seconds], "requests": arguments.requests, "rows": rows}, arguments.json)
+    pairs = [(name, seed) for seed in range(arguments.seeds) for name in arguments.only]
+    with ProcessPoolExecutor(arguments.processes) as processes:
+        found = processes.map(rows, *zip(*pairs, strict=True))
+    slos = {name: [each.slo.ttft_seconds, each.slo.tpot_seconds] for name, each in DEVICES.items()}
+    publish({"slo": slos, "rows": [row for each in found for row in each]}, arguments.json)
 
 
 if __name__ == "__main__":

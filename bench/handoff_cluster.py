@@ -16,20 +16,21 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import psutil
 
 from pdserve.bench.handoff_models import MAX_ANSWER, MAX_PROMPT, ComputedModel, Model, Question
 from pdserve.contracts import metrics
 from pdserve.contracts.codec import from_json, to_json
+from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.events import RequestEvent, RequestEventKind
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.kv_transfer.data_stream import MAGIC
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.cost.cost_model import CostModel
-from pdserve.model.cost.hardware import hardware
+from pdserve.model.cost.hardware import hardware, slowed
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.cluster.remote_worker import RemoteWorker
@@ -37,7 +38,7 @@ from pdserve.router.cluster.worker import Worker
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.request import GenerationError, RequestSpec
-from pdserve.router.requests.settings import DispatchSettings
+from pdserve.router.requests.settings import NO_OBJECTIVES, DispatchSettings
 from pdserve.router.token_stream import TokenStream
 
 NUM_CLIENTS = 24
@@ -259,20 +260,38 @@ class _WatchedDispatcher(Dispatcher):
         super().event_received(worker, event)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Steps that take the predicted time, in pools as large as the emulated GPU's."""
+
+    time_scale: float = 0.0
+    """0 is instantaneous, in small pools."""
+    max_model_len: int = MAX_MODEL_LEN
+    dtype: str = "float32"
+    slo: SloConfig = NO_OBJECTIVES
+
+
+INSTANT = Pace()
+
+
 class HandoffCluster:
     """Built by `running_cluster`."""
 
-    def __init__(self, model: Model, layouts: Mapping[str, Degrees], transport: str, rng: random.Random) -> None:
+    def __init__(
+        self, model: Model, layouts: Mapping[str, Degrees], transport: str, rng: random.Random, pace: Pace
+    ) -> None:
         self.model = model
         self.rng = rng
         self.counts: Counter[str] = Counter()
         self.faults = LinkFaults(rng)
         self.metrics = RouterMetrics()
-        cost = CostModel(DecoderConfig.from_folder(model.path).shape, hardware("h100-sxm"), Precision())
+        device = hardware("h100-sxm")
+        device = slowed(device, pace.time_scale) if pace.time_scale else device
+        cost = CostModel(DecoderConfig.from_folder(model.path).shape, device, Precision(dtype=pace.dtype))
         self.steps = Steps()
         self.dispatcher = _WatchedDispatcher(
             dict.fromkeys(WorkerRole, cost),
-            DispatchSettings(max_silence_s=60.0),
+            DispatchSettings(max_silence_s=60.0, slo=pace.slo),
             time.monotonic,
             self.metrics,
             call_soon=asyncio.get_running_loop().call_soon,
@@ -281,7 +300,7 @@ class HandoffCluster:
         self._cluster = _ProxiedCluster(self.dispatcher, self.metrics)
         self._cluster.is_proxied = self.is_proxied = transport == "tcp"
         self.workers = {
-            name: WorkerProcess(worker_config(name, model, degrees, transport=transport), self.faults, self.steps)
+            name: WorkerProcess(worker_config(name, model, degrees, pace, transport=transport), self.faults, self.steps)
             for name, degrees in layouts.items()
         }
 
@@ -311,6 +330,15 @@ class HandoffCluster:
                     return
                 await asyncio.sleep(POLL_S)
 
+    async def kill(self, name: str) -> None:
+        """Kill a worker, and start it anew."""
+        worker = self.workers[name]
+        assert worker.process is not None
+        worker.process.kill()
+        await worker.process.wait()
+        self.counts["killed"] += 1
+        await self.start_workers()
+
     async def relabel(self, roles: Mapping[str, WorkerRole]) -> None:
         """Have workers take these roles, by name."""
         for name, role in roles.items():
@@ -338,8 +366,13 @@ class HandoffCluster:
         self.dispatcher.start(stream)
         return stream
 
-    async def request(self, question: Question, *, leaves_after_s: float | None = None) -> bool:
+    async def request(
+        self, question: Question, *, leaves_after_s: float | None = None, times_s: list[float] | None = None
+    ) -> bool:
         """Send one request, which must end in the right tokens or in one error; returns whether it got tokens.
+
+        Args:
+            times_s: gets the time of each token.
 
         Raises:
             AssertionError: it did not.
@@ -351,6 +384,8 @@ class HandoffCluster:
                 async with asyncio.timeout(leaves_after_s):
                     async for event in stream:
                         tokens.append(event.token)
+                        if times_s is not None:
+                            times_s.append(time.monotonic())
             stream.cancel()
         except GenerationError as error:
             self.counts[f"error {error.status}"] += 1
@@ -390,13 +425,15 @@ async def running_cluster(
     transport: str,
     *,
     seed: int = 0,
+    pace: Pace = INSTANT,
 ) -> AsyncIterator[HandoffCluster]:
     """Start workers and yield their cluster.
 
     Args:
         layouts: degrees of each worker, by name.
+        pace: of emulated workers.
     """
-    cluster = HandoffCluster(model, layouts, transport, random.Random(seed))
+    cluster = HandoffCluster(model, layouts, transport, random.Random(seed), pace)
     sweep = asyncio.ensure_future(cluster.sweep())
     try:
         await cluster.start_workers()
@@ -412,14 +449,16 @@ async def learn(model: ComputedModel) -> None:
         model.answers = [[event.token async for event in cluster.start(question)] for question in model.questions]
 
 
-def worker_config(name: str, model: Model, degrees: Degrees, *, transport: str) -> WorkerConfig:
-    """A decode worker whose pool has a quarter of the blocks that its clients may need at once, or another worker."""
+def worker_config(name: str, model: Model, degrees: Degrees, pace: Pace, *, transport: str) -> WorkerConfig:
+    """A decode worker whose pool, without a pace, has a quarter of the blocks that its clients may need at once, or
+    another worker."""
     role = WorkerRole(name.partition("-")[0])
+    num_blocks = DECODE_BLOCKS if role is WorkerRole.DECODE else 4 * DECODE_BLOCKS
     return WorkerConfig(
-        worker_id=name, role=role, model_path=str(model.path), emulate=model.emulate, time_scale=0.0,
-        tensor_parallel=degrees[0], pipeline_parallel=degrees[1], max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE,
-        num_kv_blocks=(DECODE_BLOCKS if role is WorkerRole.DECODE else 4 * DECODE_BLOCKS), transport=transport,
-        park_timeout_s=PARK_TIMEOUT_S,
+        worker_id=name, role=role, model_path=str(model.path), emulate=model.emulate, time_scale=pace.time_scale,
+        precision=Precision(dtype=pace.dtype), tensor_parallel=degrees[0], pipeline_parallel=degrees[1],
+        max_model_len=pace.max_model_len, block_size=BLOCK_SIZE, num_kv_blocks=0 if pace.time_scale else num_blocks,
+        transport=transport, park_timeout_s=PARK_TIMEOUT_S,
     )  # fmt: skip
 
 

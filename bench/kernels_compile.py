@@ -52,6 +52,7 @@ class Launch(NamedTuple):
 
     name: str
     run: Callable[[], object]
+    """Draws its tensors, and launches."""
     is_wgmma: bool = False
     """Whether its products are large enough for Hopper's own instruction."""
 
@@ -246,7 +247,7 @@ def attention_launch(
     words += f" {len(new_tokens)} rows of {new_tokens[0]}" * (len(new_tokens) > 2)
     words += " window" * bool(window) + " softcap" * bool(softcap) + " sinks" * has_sinks
     is_wgmma = dtype != _FP32 and kernel == "prefill_attention"
-    return Launch(words, attention_case(shape).own(torch.device("cpu")).run, is_wgmma=is_wgmma)
+    return Launch(words, lambda: attention_case(shape).own(torch.device("cpu")).run(), is_wgmma=is_wgmma)
 
 
 def _pointwise_launch(dtype: torch.dtype) -> Launch:
@@ -299,10 +300,10 @@ def product_launch(dtype: torch.dtype, num_tokens: int, num_splits: int, form: W
 
 def experts_launch(dtype: torch.dtype, num_tokens: int, form: WeightForm | None = None) -> Launch:
     """Pairs with two of four experts sorted, a product with their weights and biases, and its results summed."""
-    weight = pack(torch.zeros(_NUM_OUTPUTS, _NUM_INPUTS, dtype=dtype)) if form is None else _weight(form)
-    experts = TritonExperts(stacked([weight] * 4), torch.zeros(4, _NUM_OUTPUTS, dtype=dtype))
 
     def run() -> None:
+        weight = pack(torch.zeros(_NUM_OUTPUTS, _NUM_INPUTS, dtype=dtype)) if form is None else _weight(form)
+        experts = TritonExperts(stacked([weight] * 4), torch.zeros(4, _NUM_OUTPUTS, dtype=dtype))
         pairs = sort_pairs(torch.zeros(num_tokens, 2, dtype=torch.int64), range(4))
         y_PF = experts(torch.zeros(2 * num_tokens, _NUM_INPUTS, dtype=dtype), pairs.starts)
         combine(y_PF, pairs.places, torch.zeros(num_tokens, 2))

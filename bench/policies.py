@@ -61,8 +61,8 @@ OVERLOADS = (1.2, 2.0)
 """Shares of the goodput of ``least-time``."""
 GOODPUT = "goodput"
 MOONCAKE = "mooncake_conversation_trace.jsonl"
-_STEP, _TOLERANCE = 1.08, 1.08
-"""Ratios of rates: of the first two of a search, and of the two that it ends with at most."""
+_TOLERANCE = 1.08
+"""Ratio of the first two rates of a search, and of the two that it ends with at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +171,14 @@ SETTINGS = (
         rate=130,
     ),
     Setting(
+        workload=replace(preset("chat"), name="one-link"),
+        layout=layout(1, 3),
+        ttft_s=0.25,
+        tpot_s=0.1,
+        rate=60,
+        model=replace(LLAMA_3_8B, transport="auto"),
+    ),
+    Setting(
         workload=Workload(
             name="kv-bound",
             contents=Conversations(lengths=LogNormalLengths(mean_prompt_tokens=3000, mean_output_tokens=500)),
@@ -250,16 +258,20 @@ def served(setting: Setting, policy: str, rate: float, num_requests: int, seed: 
     return Served(float(np.mean(run.times.are_within(setting.slo)[is_offered])), p95_s, p99_s)
 
 
-def goodput(share_at: Callable[[float], float], start_rate: float) -> float:
+def goodput(share_at: Callable[[float], float], start_rate: float, tolerance: float = _TOLERANCE) -> float:
     """Rate per second at which the attainment falls to `TARGET`; 0 if it is below at all rates, and the highest
-    one tried if it is above at all."""
+    one tried if it is above at all.
+
+    Args:
+        tolerance: ratio of the first two rates tried, and at most of the two between which it is interpolated, twice.
+    """
     shares: dict[float, float] = {}
 
     def meets(rate: float) -> bool:
         shares[rate] = share_at(rate)
         return shares[rate] >= TARGET
 
-    low = highest_rate(meets, start_rate, _STEP, _TOLERANCE)
+    low = highest_rate(meets, start_rate, tolerance, tolerance)
     if not low or low == max(shares):
         return low
     high = min(rate for rate in shares if rate > low)

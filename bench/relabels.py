@@ -12,12 +12,11 @@ is not part of that. At the end no block may be referenced.
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from pdserve.bench.handoff_cluster import HandoffCluster, running_cluster, send_signal
+from pdserve.bench.handoff_cluster import HandoffCluster, running_cluster
 from pdserve.bench.handoff_models import EmulatedModel
 from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.worker_config import WorkerRole
@@ -82,8 +81,7 @@ class Relabels:
         """Of a role that has another worker: without any, requests are refused after 5 s."""
         roles = list(self._roles.values())
         name = self._cluster.rng.choice([each for each, role in self._roles.items() if roles.count(role) > 1])
-        self._cluster.counts["killed"] += send_signal(self._cluster.workers[name].pids[0], signal.SIGKILL)
-        await self._cluster.start_workers()
+        await self._cluster.kill(name)
         await self._cluster.relabel(self._roles)  # as a supervisor starts it under its present role
 
 

@@ -7,6 +7,7 @@ is instant and a client needs neither Ray nor an engine. Exit codes: 0 success, 
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -64,15 +65,26 @@ def run(arguments: list[str]) -> int:
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx else "pdserve"
         said = error.format_message()
-        instead = remedy(command, said)
+        instead = _quoted(arguments) or remedy(command, said)
         return _fail(2, f"{said}{instead and f'; {instead}'} (see {command} --help)")
     except ConfigError as error:
-        return _fail(2, str(error))
+        split = _quoted(arguments)
+        return _fail(2, f"{error}{split and f'; {split}'}")
     except DeployError as error:
         return _fail(1, str(error))
     except (typer.Abort, KeyboardInterrupt):
         return 1
     return result if isinstance(result, int) else 0
+
+
+def _quoted(arguments: list[str]) -> str:
+    """Remedy for a value of ``--set`` that a shell may have split at its spaces; empty if none is followed by words."""
+    for index, argument in enumerate(arguments):
+        setting, *rest = arguments[index + 1 :] or [""]
+        words = [*itertools.takewhile(lambda word: not word.startswith("-"), rest)]
+        if argument == "--set" and words and not Path(words[0]).exists():
+            return f"shells split at spaces: quote what belongs together, --set '{' '.join([setting, *words])}'"
+    return ""
 
 
 def _fail(status: int, message: str) -> int:

@@ -138,6 +138,8 @@ def with_settings(config: DeploymentConfig, settings: Sequence[str]) -> Deployme
     Raises:
         ConfigError: an unknown key, or a bad value.
     """
+    if not settings:
+        return config
     document = to_plain(config)
     for key, value in read_settings(settings).items():
         *sections, name = key.split(".")

@@ -36,6 +36,12 @@ LONG_FILES = (
     "tests/bench/",
     "tests/kernels/",
     "tests/planner/",
+    "tests/kv_transfer/",
+    "tests/loadgen/",
+    "tests/scripts/",
+    "test_imports.py",
+    "tests/router/test_main.py",
+    "test_fuzz.py",
 )
 """Parts of paths of files to start first, in this order, so that no process is left with a long file at the end. Those
 that need the compiled simulator come when `scripts/test` has compiled it."""

@@ -10,8 +10,6 @@ import subprocess
 import sys
 from fnmatch import fnmatchcase
 
-import pytest
-
 import pdserve
 from tests.patience import HANG_S
 
@@ -42,36 +40,49 @@ def modules_like(pattern: str) -> list[str]:
     return [name for name in MODULES if fnmatchcase(name, pattern)]
 
 
-def loaded_by(modules: list[str], libraries: list[str]) -> list[str]:
-    """Which of ``libraries`` a fresh interpreter holds once it has imported ``modules``."""
+def loaded_by(modules: list[str], libraries: list[str]) -> dict[str, str]:
+    """Which of ``libraries`` a fresh interpreter loads when it imports ``modules`` in this order, each with the module
+    that brought it."""
     code = f"""
 import importlib, sys
 for name in {modules!r}:
+    before = set(sys.modules)
     importlib.import_module(name)
-print(*(name for name in {libraries!r} if name in sys.modules))
+    for library in {libraries!r}:
+        if library in sys.modules and library not in before:
+            print(library, name)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert run.returncode == 0, run.stderr
-    return run.stdout.split()
+    return dict(line.split() for line in run.stdout.splitlines())
 
 
-@pytest.mark.parametrize("pattern", TORCH_FREE)
-def test_the_edge_and_the_schedulers_load_no_model_library(pattern: str) -> None:
-    assert modules_like(pattern)
-    assert loaded_by(modules_like(pattern), ["torch", "transformers", "ray"]) == []
+def test_the_edge_and_the_schedulers_load_no_model_library() -> None:
+    found = {pattern: modules_like(pattern) for pattern in TORCH_FREE}
+    assert all(found.values()), found
+    modules = [name for each in found.values() for name in each]
+    assert loaded_by(modules, ["torch", "transformers", "ray"]) == {}
+
+
+def test_the_command_line_answers_without_what_only_some_commands_need() -> None:
+    heavy = ["numpy", "grpc", "fastapi", "httpx", "jinja2", "tokenizers"]
+    assert loaded_by(["pdserve.deploy.cli"], heavy) == {}
+    assert "fastapi" not in loaded_by(["pdserve.deploy.cluster.supervisor"], heavy)
 
 
 def test_engines_run_without_the_cluster_libraries() -> None:
     modules = [name for pattern in ENGINE for name in modules_like(pattern)]
     assert len(modules) > len(ENGINE)
-    assert loaded_by(modules, CLUSTER_LIBRARIES) == []
+    assert loaded_by(modules, CLUSTER_LIBRARIES) == {}
 
 
 def test_kernels_are_measured_where_only_torch_and_triton_are() -> None:
     modules = modules_like("pdserve.bench.kernels.*")
     assert "pdserve.bench.kernels.run" in modules
-    assert loaded_by(modules, [*CLUSTER_LIBRARIES, "rich", "matplotlib", "psutil", "transformers"]) == []
+    assert loaded_by(modules, [*CLUSTER_LIBRARIES, "rich", "matplotlib", "psutil", "transformers"]) == {}
 
 
 def test_the_check_sees_what_is_loaded() -> None:
-    assert loaded_by(["pdserve.model.sampling.sampling"], ["torch", "ray"]) == ["torch"]
+    assert loaded_by(["pdserve.model", "pdserve.model.sampling.sampling"], ["torch", "ray"]) == {
+        "torch": "pdserve.model.sampling.sampling"
+    }

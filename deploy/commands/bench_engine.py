@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,13 +13,12 @@ from rich.table import Table
 
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
 from pdserve.contracts.errors import ConfigError, DeployError
-from pdserve.deploy.cluster.host_facts import slow_dtype_reason
 from pdserve.deploy.commands.bench_load import DatasetOption, DatasetPathOption, workload_of
-from pdserve.deploy.commands.profile import profiled_model, progress_bar, restored_affinity
 from pdserve.deploy.config import check_deployment, find_dtype
-from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.model.weights.demo_model import DEMO_MODEL
-from pdserve.planner.hardware_file import read_hardware_file
+
+if TYPE_CHECKING:
+    from pdserve.model.cost.hardware import Hardware
 
 
 def engine(
@@ -41,6 +40,8 @@ def engine(
 ) -> int:
     """Measure throughput, TTFT, TPOT and requests/s of the engine in this process, without a cluster."""
     from pdserve.bench.engine import COLUMNS, Question, engine_html, measure_engine
+    from pdserve.deploy.cluster.host_facts import slow_dtype_reason
+    from pdserve.deploy.commands.profile import profiled_model, progress_bar, restored_affinity
     from pdserve.planner.report.page import check_drawing
 
     try:
@@ -109,6 +110,9 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
 
 def _hardware(path: Path | None, num_cores: int) -> Hardware:
     """The CPU as a file of `pdserve profile` has it, or a usual one."""
+    from pdserve.model.cost.hardware import hardware
+    from pdserve.planner.hardware_file import read_hardware_file
+
     if path is None:
         return hardware("cpu", num_cores=num_cores)
     try:

@@ -7,6 +7,7 @@ question (`pdserve.deploy.commands.plan_live`).
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -186,6 +187,7 @@ def plan(
     ] = False,
 ) -> int:
     """Find the placement with the most goodput on given GPUs, or the fewest GPUs for a rate."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the search ends its processes and semaphores
     given = _given(settings or ())
     kv_transport, policy = given.get("kv_transfer.transport", kv_transport), given.get("router.policy", policy)
     model_options = ModelOptions(dtype, kv_dtype, quantization, max_model_len)

@@ -245,8 +245,8 @@ def _question_words(question: Question) -> str:
     slo = question.slo
     return (
         f"Planned for {question.model.held_name}, a TTFT of {wording.seconds(slo.ttft_seconds)} and a TPOT of "
-        f"{wording.seconds(slo.tpot_seconds)} for {wording.share(slo.attainment)} of requests."
-    )
+        f"{wording.seconds(slo.tpot_seconds)} for {wording.share(slo.attainment)} of requests. {question.guesses_note}"
+    ).rstrip()
 
 
 def _words(observed: ObservedTraffic) -> str:

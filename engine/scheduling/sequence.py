@@ -172,15 +172,10 @@ class Sequence:
 
     def append(self, token: int) -> FinishReason:
         """Append the next token of the answer and return its finish reason."""
-        finish = self.finish_with(token)
         self.tokens.append(token)
-        return finish
-
-    def finish_with(self, token: int) -> FinishReason:
-        """Finish reason of the answer if ``token`` came next."""
         if token in self.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.tokens) + 1 >= self.max_length else FinishReason.NONE
+        return FinishReason.LENGTH if len(self.tokens) >= self.max_length else FinishReason.NONE
 
     def start_at(self, shared_blocks: Iterable[int], new_blocks: Iterable[int]) -> None:
         """Assign blocks: leading ones with complete KV from the prefix cache, then blocks still to be written."""

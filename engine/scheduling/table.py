@@ -45,6 +45,8 @@ class PlannedStep:
     """A step under construction, with the sequence of each row."""
 
     batch: StepBatch
+    spare_rows: list[StepRow] = field(default_factory=list)
+    """Of `SequenceTable`."""
     sequences: list[Sequence] = field(default_factory=list)
     swapped_out: list[Sequence] = field(default_factory=list)
     num_chunk_tokens: int = 0
@@ -85,23 +87,21 @@ class PlannedStep:
 
     def add_decode(self, sequence: Sequence) -> None:
         """Add a row that computes the newest token, known or pending, and samples the next one."""
-        start, tokens = sequence.num_computed, sequence.tokens
+        start, tokens, spare = sequence.num_computed, sequence.tokens, self.spare_rows
         is_pending = start == len(tokens)
-        self.batch.rows.append(
-            StepRow(
-                sequence_id=sequence.sequence_id,
-                tokens=() if is_pending else (tokens[start],),
-                previous_row=sequence.last_row if is_pending else -1,
-                cached_length=start,
-                block_table=sequence.block_table,
-                sample=sequence.sampling,
-                sample_position=start + 1,
-                history=sequence.history,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                banned_tokens=sequence.early_end_ids and sequence.banned_at(start + 1),
-                choice=sequence.request.choice,
-            )
-        )
+        row = spare.pop() if spare else StepRow(sequence_id=0, tokens=(), cached_length=0, block_table=(), sample=None)
+        row.sequence_id = sequence.sequence_id
+        row.tokens = () if is_pending else (tokens[start],)
+        row.previous_row = sequence.last_row if is_pending else -1
+        row.cached_length = start
+        row.block_table = sequence.block_table
+        row.sample = sequence.sampling
+        row.sample_position = start + 1
+        row.history = sequence.history
+        row.num_prompt_tokens = sequence.num_prompt_tokens
+        row.banned_tokens = sequence.early_end_ids and sequence.banned_at(start + 1)
+        row.choice = sequence.request.choice
+        self.batch.rows.append(row)
         self._account(sequence, start + 1, True)
 
     def allow_guesses(self, index: int, num_guesses: int, num_forced: int = 0) -> None:
@@ -146,6 +146,9 @@ class SequenceTable:
         self.events: list[Event] = []
         self.num_retiring = 0
         """Sequences whose blocks are freed when the steps in flight complete."""
+        self.spare_rows: list[StepRow] = []
+        """Rows without guesses and prompt logprobs that the driver gave back, because nobody reads them any more:
+        decode rows use them again. A simulator does, to which a new object for each token is a tenth of its time."""
         self.num_to_decode = 0
         """Live sequences that are not handed off."""
         self.must_drain = False
@@ -327,7 +330,7 @@ class SequenceTable:
 
     def begin_step(self) -> PlannedStep:
         assert len(self._steps) <= 1, "two steps are in flight already"
-        return PlannedStep(StepBatch(step_id=self._num_steps, rows=[]))
+        return PlannedStep(StepBatch(step_id=self._num_steps, rows=[]), self.spare_rows)
 
     def commit(self, step: PlannedStep) -> StepBatch | None:
         """Commit a step; ``None`` if it is empty."""
@@ -414,12 +417,11 @@ class SequenceTable:
     def receive(self, sequence: Sequence, num_tokens: int, first: FirstToken) -> FinishReason:
         """Record a pulled prompt and its token 0, which the prefill worker has emitted. Returns the finish reason of
         that token."""
-        finish = first.finish or sequence.finish_with(first.token)
-        if not finish:
-            sequence.receive(num_tokens)
-            self.register_written(sequence)
-            sequence.append(first.token)
-        return finish
+        if first.finish:
+            return first.finish
+        sequence.receive(num_tokens)
+        self.register_written(sequence)
+        return sequence.append(first.token)
 
     def fail_step(self, step_id: int) -> list[Sequence]:
         """Handle a failed step: return the live sequences it computed or copied, for their scheduler to end. Their

@@ -159,10 +159,12 @@ class _CorrectionByTokens:
 
     def ratio(self, num_tokens: int) -> float:
         """That of steps of about as many tokens, as far as some were observed; 1 before any was."""
+        if not self._ratios:
+            return 1.0
         size = _size(num_tokens)
-        if size not in self._ratios and self._ratios:
+        if size not in self._ratios:
             size = min(self._ratios, key=lambda known: abs(known - size))
-        return self._ratios.get(size, 1.0)
+        return self._ratios[size]
 
     def observe(self, num_tokens: int, predicted_s: float, observed_s: float) -> None:
         size = _size(num_tokens)

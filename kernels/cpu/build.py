@@ -14,9 +14,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -33,6 +34,8 @@ _FLAGS = (
     *("-falign-functions=64", "-falign-loops=64"),
 )
 _COMPILE_TIMEOUT_S = 600.0
+_MAX_UNUSED_S = 30 * 24 * 3600.0
+"""Libraries that no process has loaded for so long are removed when another is built: those of earlier sources."""
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +81,11 @@ def is_built() -> bool:
 
 
 def _library(compiler: str, folder: Path) -> Path:
-    return folder / f"cpu_kernels-{_build_key(compiler)}.so"
+    return folder / _library_name(_build_key(compiler))
+
+
+def _library_name(key: str) -> str:
+    return f"cpu_kernels-{key}.so"
 
 
 def build_library(compiler: str, folder: Path) -> Path:
@@ -90,10 +97,15 @@ def build_library(compiler: str, folder: Path) -> Path:
     """
     library = _library(compiler, folder)
     if library.exists():
+        with suppress(OSError):  # of another user
+            os.utime(library)
         return library
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(folder):
         if not library.exists():
+            for other in folder.glob(_library_name("*")):
+                if time.time() - other.stat().st_mtime > _MAX_UNUSED_S:
+                    other.unlink()  # a process that still runs keeps what it has mapped
             with tempfile.TemporaryDirectory(dir=folder) as work:
                 _compile(compiler, Path(work) / library.name).replace(library)
     return library

@@ -32,6 +32,8 @@ _LEFT_OUT = re.compile(
 activations, which stay floats."""
 _QUANTISED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks")
 """Ends of names that only quantised weights have."""
+_SIZED_BY_SCHEME = (*_QUANTISED, ".qzeros", ".scales", "_scales", ".weight_zero_point")
+"""Ends of names of tensors whose shapes depend on the bits and groups of the scheme."""
 _MIXTRAL = re.compile(
     r"(?P<layer>.+)\.block_sparse_moe\.(?P<part>gate|experts\.\d+)(\.(?P<projection>w[123]))?\.(?P<kind>\w+)"
 )
@@ -140,10 +142,12 @@ def check_weights(folder: Path, shape: ModelShape) -> str:
     unexpected = sorted(stored.keys() - wanted - ignored - zero_biases)
     left_out = {name: found for name in unexpected if (found := _LEFT_OUT.fullmatch(name))}
     problems += [f"unexpected {stored[name].name}" for name in unexpected if name not in left_out]
+    misshapen = []
     for name in filter(wanted.__contains__, stored):
         dtypes, shapes, _ = wanted[name]
         _, given_name, tensor = stored[name]
         if tensor.shape not in shapes:
+            misshapen.append(name)
             problems.append(f"{given_name} has shape {list(tensor.shape)}, not {list(shapes[0])}")
         elif tensor.dtype not in dtypes:
             problems.append(f"{given_name} has dtype {tensor.dtype}, not one of {', '.join(dtypes)}")
@@ -158,6 +162,8 @@ def check_weights(folder: Path, shape: ModelShape) -> str:
             )
         elif any(name.startswith(("lm_head.", "model.embed_tokens.")) for name in unexpected):
             remedy = "Serve a checkpoint in which embeddings and lm_head are not quantised"
+        elif len(misshapen) == len(problems) and all(name.endswith(_SIZED_BY_SCHEME) for name in misshapen):
+            remedy += ", or correct the bits and the size of groups or blocks in quantization_config there"
         raise ValueError(
             f"{folder}: weights do not match config.json: {'; '.join(problems[:_MAX_PROBLEMS])}{more}. {remedy}"
         )

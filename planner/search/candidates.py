@@ -79,7 +79,7 @@ def _resource(layout: Layout, estimate: Estimate, seen: Attainment | None) -> Re
 
 def _binding_words(seen: Attainment | None, resource: Resource, idle_miss_share: float) -> str:
     if seen is None:
-        return f"Estimated, not simulated: {resource.value} would run out first."
+        return f"Its highest rate is estimated: {resource.value} would run out first."
     objective = seen.binding_slo.upper()
     text = (
         f"{objective} binds: at {rate_words(seen.rate)} {share(seen.ttft_share)} meet TTFT and "

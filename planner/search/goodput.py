@@ -11,7 +11,7 @@ are those of the simulator that drives the live schedulers and the router's own 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from math import inf
@@ -69,8 +69,8 @@ class Trial:
     @property
     def most_rate(self) -> float:
         """The highest rate that may be stated: beyond it all requests arrive within less than `LEAST_RUN`, most of them
-        at a cluster that was idle."""
-        return self.num_requests / (LEAST_RUN * self.run_s)
+        at a cluster that was idle. Infinite if the usual length is."""
+        return self.num_requests / (LEAST_RUN * self.run_s) if self.run_s < inf else inf
 
 
 class Run(NamedTuple):
@@ -197,26 +197,29 @@ def _max_in_flight(trial: Trial) -> int:
 # Searches
 
 
-def search_goodput(trial: Trial, start_rate: float, *, tolerance: float = 0.02) -> Search[Goodput]:
+def search_goodput(
+    trial: Trial, start_rate: float, *, tolerance: float = 0.02, known: Iterable[Attainment] = ()
+) -> Search[Goodput]:
     """Goodput of ``trial``: the highest rate that surely meets the target, and about the first one that surely misses
-    it, by runs near that.
+    it, by runs near that; or a rate that meets it and is too high to be stated (`Trial.most_rate`).
 
     Args:
         start_rate: a guess; any rate above 0 leads to the same goodput, within the tolerance.
         tolerance: ratio, less 1, of the lowest rate that missed the target and the highest that met it.
+        known: results of runs of ``trial``, which are not simulated again.
 
     Raises:
         ValueError: the layout cannot run.
     """
     target = trial.slo.attainment
-    points: dict[float, Attainment] = {}
-    rates = bracketing(start_rate, _STEP, 1 + tolerance)
+    points = {point.rate: point for point in known}
+    rates = bracketing(start_rate, _STEP, 1 + tolerance, most=trial.most_rate)
     rate = sure_rate = yield from answered(rates, trial, lambda seen: seen.surely_meets(target), points)
     met = [each for each, seen in points.items() if seen.meets(target)]
     if not rate and met:
         rates = bracketing(max(met), _STEP, 1 + tolerance)
         rate = yield from answered(rates, trial, lambda seen: seen.meets(target), points)
-    most_runs = _MOST_END_RUNS if rate else 0
+    most_runs = _MOST_END_RUNS if 0 < rate <= trial.most_rate else 0
     high = yield from search_fall(trial, rate, points, lambda seen: seen.interval.high, 1 + tolerance, most_runs)
     in_order = tuple(points[each] for each in sorted(points))
     return Goodput(
@@ -226,6 +229,16 @@ def search_goodput(trial: Trial, start_rate: float, *, tolerance: float = 0.02) 
         num_devices=trial.layout.num_devices,
         points=in_order,
     )
+
+
+def search_better(
+    trial: Trial, rate: float, is_met: Callable[[Attainment], bool], *, tolerance: float
+) -> Search[Goodput | Attainment]:
+    """Goodput of ``trial`` if its run at ``rate``, the goodput of another one, is met; otherwise that run."""
+    seen = yield from single_run(trial, rate)
+    if not is_met(seen):
+        return seen
+    return (yield from search_goodput(trial, rate, tolerance=tolerance, known=(seen,)))
 
 
 def single_run(trial: Trial, rate: float) -> Search[Attainment]:

@@ -124,6 +124,12 @@ class Question:
     space: Space = Space()
     effort: Effort = Effort()
 
+    @property
+    def guesses_note(self) -> str:
+        """What is assumed of devices whose workers may guess; empty if there are none."""
+        may_guess = any(supply.hardware.is_host for supply in self.fleet)
+        return "Assumes no guesses: with speculation, answers may be faster." if may_guess else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolFigures:
@@ -161,12 +167,12 @@ class Candidate:
     layout: Layout
     estimate: Estimate
     goodput: Goodput | None
-    """``None``: not simulated; the rate is an estimate."""
+    """``None``: not searched; the rate is an estimate."""
     resource: Resource
     pools: tuple[PoolFigures, ...]
     dollars_per_hour: float | None
     at_winners_rate: Attainment | None = None
-    """Result at the winner's rate; simulated ones only."""
+    """Result at the winner's rate, if it was simulated there."""
     saturation_rate: float | None = None
     """Rate at which attainment falls to half of its target, or answers lag behind arrivals; winner only."""
     sensitivity: tuple[Sensitivity, ...] = ()

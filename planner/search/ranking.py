@@ -12,6 +12,7 @@ from pdserve.planner.layout import Layout
 from pdserve.planner.search.estimates import Estimate
 from pdserve.planner.search.goodput import Goodput, Screened
 from pdserve.planner.search.plan import Objective, Question
+from pdserve.planner.simulate.attainment import Attainment
 
 
 @dataclass(slots=True, eq=False)
@@ -27,11 +28,18 @@ class Entry:
     screened: Screened | None = None
     """By the scout."""
     goodput: Goodput | None = None
+    beaten: Attainment | None = None
+    """Result at the goodput of a better layout of its kind, which it does not reach: instead of ``goodput``."""
 
     @property
     def rate(self) -> float:
         """Goodput if simulated, otherwise the expected one."""
         return self.expected_rate if self.goodput is None else self.goodput.rate
+
+    def result_at(self, rate: float) -> Attainment | None:
+        """What it attains at ``rate``; ``None`` if that was not simulated."""
+        points = [*(self.goodput.points if self.goodput else ()), *([self.beaten] if self.beaten else ())]
+        return next((point for point in points if point.rate == rate), None)
 
 
 class Ranking:
@@ -58,6 +66,16 @@ class Ranking:
             or not rival.rate
             or self.key(entry, entry.rate * optimism) < self.key(rival, rival.rate)
         ]
+
+    def rival(self, entry: Entry, finalists: Iterable[Entry]) -> tuple[Goodput, float] | None:
+        """The best goodput of the kind of ``entry``, and the rate at which ``entry`` is as good; ``None`` if there is
+        none above 0, or if not the rate alone decides."""
+        best = best_of_kinds(self.ranked(finalists)).get(entry.layout.is_colocated)
+        if best is None or best.goodput is None or not best.rate or self._question.objective.has_rate:
+            return None
+        is_per_device = self._question.objective is Objective.RATE_PER_DEVICE
+        size = entry.layout.num_devices / best.layout.num_devices if is_per_device else 1.0
+        return best.goodput, best.rate * size
 
     def key(self, entry: Entry, rate: float) -> tuple[float, ...]:
         """Sort key at a goodput of ``rate``; lower is better."""

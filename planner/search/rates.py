@@ -15,22 +15,30 @@ from pdserve.planner.simulate.attainment import Attainment
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 Result = TypeVar("Result")
+_ROUNDING = 1e-9
 _LEAST_SHARE = 1 / 200
 """Share of the first rate below which the result counts as 0; a search up ends at its inverse."""
 
 
-def bracketing(start_rate: float, step: float, tolerance: float) -> Generator[float, bool, float]:
+def bracketing(
+    start_rate: float, step: float, tolerance: float, *, low: float = 0.0, high: float = inf, most: float = inf
+) -> Generator[float, bool, float]:
     """Ask of one rate after the other whether it meets the target; return the highest that does, below one that does
     not and is at most ``tolerance`` times as high, or 0 if no rate does. The steps to bracket the result grow from
-    ``step``, then the bracket is halved."""
+    ``step``, then the bracket is halved.
+
+    Args:
+        low, high: rates that are known to meet and to miss the target.
+        most: the search ends at the first rate above it that meets the target.
+    """
     assert start_rate > 0
-    low, high, rate = 0.0, inf, start_rate
-    while not low or high / low > tolerance:
+    rate = start_rate
+    while not low or high / low > tolerance * (1 + _ROUNDING):
         if (yield rate):
             low = rate
         else:
             high = rate
-        if low > start_rate / _LEAST_SHARE and high == inf:
+        if low > min(most, start_rate / _LEAST_SHARE) and high == inf:
             return low
         if high < start_rate * _LEAST_SHARE and not low:
             return 0.0

@@ -9,9 +9,9 @@ successive halving; Karnin, Koren and Somekh, ICML 2013), all on the same reques
 2. Screening: the scout (`pdserve.planner.simulate.scout`) ranks the best estimates of both kinds of layout; the first
    ones correct the remaining estimates.
 3. Finalists: the simulator that drives the live schedulers and the router's own policy
-   (`pdserve.planner.simulate.simulator`) finds the goodput of the best of either kind, and of those that may be better.
-   Last, the sensitivity: the losers at the winner's rate, the saturation rate, and the effect of faster or slower
-   steps.
+   (`pdserve.planner.simulate.simulator`) finds the goodput of the best of either kind, and of those that may be better:
+   they serve the goodput of the best of their kind. Last, the sensitivity: the losers at the winner's rate, the
+   saturation rate, and the effect of faster or slower steps.
 
 The scout models one policy, ``least-time``, so it states nothing: all figures of a plan are of the third round, under
 the policy of the question. The answer does not depend on the number of processes. Layouts that were not simulated keep
@@ -34,7 +34,18 @@ from pdserve.planner.layout import Layout
 from pdserve.planner.search.candidates import assemble, verdict_of
 from pdserve.planner.search.demand import Demand
 from pdserve.planner.search.estimates import Estimator, fits
-from pdserve.planner.search.goodput import Result, Run, Search, Trial, Workload, find_best, search_goodput, single_run
+from pdserve.planner.search.goodput import (
+    Goodput,
+    Result,
+    Run,
+    Search,
+    Trial,
+    Workload,
+    find_best,
+    search_better,
+    search_goodput,
+    single_run,
+)
 from pdserve.planner.search.infeasible import nothing_met, slo_infeasible, too_few_requests, too_slow
 from pdserve.planner.search.layouts import Enumeration, dollars_per_hour, enumerate_layouts
 from pdserve.planner.search.plan import Candidate, InfeasibleError, Objective, Plan, Question, Screening
@@ -136,6 +147,8 @@ def _notes(question: Question, candidates: Sequence[Candidate]) -> tuple[str, ..
     notes = []
     if question.policy != DEFAULT_POLICY:
         notes.append(f"Planned for the router's policy {question.policy}.")
+    if question.guesses_note:
+        notes.append(question.guesses_note)
     if len(question.fleet) > 1:
         notes.append("A colocated layout uses one kind of device; the other kinds stay idle.")
     if any(candidate.layout.spans_hosts for candidate in candidates):
@@ -175,6 +188,8 @@ class _Search:
         self._fraction = 0.0
         self._entries: list[Entry] = []
         """Feasible layouts in order of enumeration."""
+        self._tuned: dict[tuple[Layout, ...], Entry] = {}
+        """The best screened layout by its variants."""
         self._num_infeasible = 0
         self._num_requests = 0
         self._sample = sample
@@ -220,7 +235,6 @@ class _Search:
             )
             for entry, layouts in zip(entries, variants, strict=True)
         ]
-        known = {entry.layout for entry in self._screened()}
 
         def done(num_done: int) -> None:
             self._report(low + (high - low) * num_done / len(jobs), f"screening: {num_done} of {len(jobs)}")
@@ -230,10 +244,18 @@ class _Search:
             if layouts[best] != entry.layout:
                 entry.layout, entry.estimate = layouts[best], self._estimator.estimate(layouts[best])
             entry.screened = found
-            if entry.layout in known:
-                self._entries.remove(entry)
-            known.add(entry.layout)
+            self._keep_best(tuple(layouts), entry)
         self._correct()
+
+    def _keep_best(self, variants: tuple[Layout, ...], entry: Entry) -> None:
+        """Of the layouts that were tuned to one of the same ``variants``, only the best goes on."""
+        rival = self._tuned.setdefault(variants, entry)
+        if rival is not entry:
+            assert rival.screened is not None
+            assert entry.screened is not None
+            is_worse = rival.goodput is None and rival.screened.rate < entry.screened.rate
+            self._entries.remove(rival if is_worse else entry)
+            self._tuned[variants] = entry if is_worse else rival
 
     def _variants(self, layout: Layout) -> list[Layout]:
         """A colocated layout with chunk budgets of powers of two that hold a decode batch and whose steps leave room
@@ -263,7 +285,8 @@ class _Search:
             is_colocated = entry.layout.is_colocated
             ratios = screened.get(_family(entry)) or screened.get((is_colocated, False)) or [1.0]
             rate = entry.screened.rate if entry.screened else entry.estimate.rate * geometric_mean(ratios)
-            entry.expected_rate = rate * geometric_mean(simulated.get(is_colocated) or all_simulated or [1.0])
+            rate *= geometric_mean(simulated.get(is_colocated) or all_simulated or [1.0])
+            entry.expected_rate = min(rate, entry.beaten.rate) if entry.beaten else rate
 
     def finish(self) -> None:
         """Simulate the best screened layouts, until one answers the question and no other is likely to be better."""
@@ -282,9 +305,9 @@ class _Search:
         has_rate = self._question.objective.has_rate
         if not finalists:
             return of_both_kinds(self._ranking.ranked(self._screened()), 2)
-        rest = [entry for entry in self._screened() if entry.goodput is None and entry.expected_rate]
+        rest = [entry for entry in self._screened() if not (entry.goodput or entry.beaten) and entry.expected_rate]
         if self._is_served(finalists):
-            num_more = 2 if has_rate else max(0, effort.num_finalists - len(finalists))
+            num_more = 2 if has_rate else max(0, effort.num_finalists - len(finalists + self._beaten()))
             return of_both_kinds(self._ranking.may_beat(rest, finalists, _SCREEN_OPTIMISM), num_more)[:num_more]
         if not has_rate and len(finalists) >= effort.num_screened:
             return []
@@ -298,19 +321,26 @@ class _Search:
         return of_both_kinds(self._ranking.ranked(rest, _SCREEN_OPTIMISM), 2)
 
     def _simulate(self, chosen: Sequence[Entry]) -> None:
-        """Find the goodput of finalists."""
-        tolerance = self._question.effort.tolerance
-        searches = [
-            search_goodput(self._trial(entry), entry.expected_rate or entry.estimate.rate, tolerance=tolerance)
-            for entry in chosen
-        ]
+        """Find the goodput of finalists, as far as it is that of the best of their kind so far."""
+        searches = [self._finalist(entry) for entry in chosen]
         for entry, goodput in zip(chosen, self._searched(searches, 0.12, 0.7, "finalists"), strict=True):
+            if isinstance(goodput, Attainment):
+                entry.beaten = goodput
+                continue
             entry.goodput = goodput
             trial, required = self._trial(entry), self._question
             stated = required.rate if required.objective.has_rate else goodput.rate
             if goodput.rate > trial.most_rate and stated > trial.most_rate:
                 raise too_few_requests(entry, trial, may_draw=trial.num_requests != required.effort.most_requests)
         self._correct()
+
+    def _finalist(self, entry: Entry) -> Search[Goodput | Attainment]:
+        trial, tolerance = self._trial(entry), self._question.effort.tolerance
+        rival = self._ranking.rival(entry, self._finalists())
+        if rival is not None:
+            goodput, rate = rival
+            return search_better(trial, rate, goodput.is_met, tolerance=tolerance)
+        return search_goodput(trial, entry.expected_rate or entry.estimate.rate, tolerance=tolerance)
 
     def candidates(self) -> tuple[Candidate, ...]:
         """All layouts in order of rank, with their reasons."""
@@ -319,19 +349,19 @@ class _Search:
         goodput, trial = winner.goodput, self._trial(winner)
         assert goodput is not None
         rate = self._question.rate if self._question.objective.has_rate else goodput.rate
+        at_rate = {each: each.result_at(rate) for each in (*losers, *others)}
+        unknown = [each for each in losers if at_rate[each] is None]
         describing: list[Search[Any]] = [
             search_saturation(trial, goodput),
             *(search_sensitivity(trial, goodput, factor) for factor in TIME_FACTORS),
-            *(single_run(self._trial(each), rate) for each in losers),
+            *(single_run(self._trial(each), rate) for each in unknown),
         ]
         saturation_rate, faster, slower, *seen = self._searched(describing, 0.7, 1.0, "saturation and sensitivity")
         put_together = partial(assemble, self._question, self._estimator)
         best = put_together(winner, None, saturation_rate=saturation_rate, sensitivity=(faster, slower))
-        losing = [
-            put_together(entry, best, at_winners_rate=at_rate) for entry, at_rate in zip(losers, seen, strict=True)
-        ]
+        at_rate.update(zip(unknown, seen, strict=True))
         self._report(1.0, "done")
-        return best, *losing, *(put_together(entry, best) for entry in others)
+        return best, *(put_together(entry, best, at_winners_rate=found) for entry, found in at_rate.items())
 
     def notes(self) -> tuple[str, ...]:
         """Limits of the simulations' accuracy."""
@@ -347,7 +377,7 @@ class _Search:
 
     def screening(self, num_without_memory: int) -> Screening:
         """Number of layouts by outcome."""
-        num_screened, num_simulated = len(self._screened()), len(self._finalists())
+        num_screened, num_simulated = len(self._screened()), len(self._finalists()) + len(self._beaten())
         return Screening(
             num_layouts=len(self._entries) + self._num_infeasible + num_without_memory,
             num_without_memory=num_without_memory,
@@ -415,6 +445,9 @@ class _Search:
 
     def _finalists(self) -> list[Entry]:
         return [entry for entry in self._entries if entry.goodput is not None]
+
+    def _beaten(self) -> list[Entry]:
+        return [entry for entry in self._entries if entry.beaten is not None]
 
     def _is_served(self, entries: Iterable[Entry]) -> bool:
         """Whether one of them answers the question."""

@@ -36,11 +36,15 @@ def search_sensitivity(trial: Trial, goodput: Goodput, factor: float) -> Search[
     """Goodput of the winner if steps and transfers take ``factor`` times as long.
 
     As the objectives stay, it changes by more than their time, if little: in proportion to that, the known goodput is a
-    bound of it, and the other bound is near.
+    bound of it, which takes no run, and the other bound is near.
     """
     slow = replace(trial, layout=_slowed(trial.layout, factor))
     bound = goodput.rate / factor
-    rates = bracketing(bound if factor < 1 else bound / _TOLERANCE, _TOLERANCE, _TOLERANCE)
+    beyond = bound * _TOLERANCE
+    if factor < 1:
+        rates = bracketing(beyond, _TOLERANCE, _TOLERANCE, low=bound)
+    else:
+        rates = bracketing(bound, _TOLERANCE, _TOLERANCE, high=beyond)
     rate = yield from answered(rates, slow, goodput.is_met, {})
     return Sensitivity(factor, rate)
 

@@ -60,7 +60,7 @@ class _Step:
         rows = self.batch.rows
         return StepOutput(
             step_id=self.batch.step_id,
-            sampled=[_sampled(row) for row in rows],
+            sampled=[_TOKEN if (each := row.sample) and not each.stop_token_ids else _sampled(row) for row in rows],
             num_guesses={index: rows[index].max_guesses for index in self.right},
             more={
                 index: [token for ahead in range(count) if (token := _sampled(rows[index], 1 + ahead))]
@@ -266,6 +266,8 @@ class SimulatedWorker:
             step = self._steps.popleft()
             self._count_step(step)
             self._loop.step_ended(step.result(), now_s)
+            if self._guessing is None:  # nothing sets what only rows with guesses have
+                self._scheduler.table.spare_rows[:] = step.batch.rows
         if had_step and self._free_at_s <= now_s and not self._steps:
             self._free_at_s = now_s + self._turn_s
         inbox, self._inbox = self._inbox, []

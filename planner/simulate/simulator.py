@@ -295,7 +295,8 @@ class _Simulator:
 
     def received(self, engine: SimulatedWorker, report: StepReport, sent_s: float) -> None:
         worker = self._workers[engine.worker_id]
-        events = [event for event in report.events if not isinstance(event, TokenEvent) or _is_delivered(event)]
+        # Tokens between token 1 and the last are only counted.
+        events = [each for each in report.events if not isinstance(each, TokenEvent) or each.index < 2 or each.finish]
         if events:
             arrives_s = sent_s + self._overheads.message_s
             self._events.at(arrives_s, partial(self._deliver, engine.worker_id, events, arrives_s))
@@ -359,8 +360,3 @@ class _Simulator:
             ended_s=self._ended_s,
             offered_until_s=self._offered_until_s,
         )
-
-
-def _is_delivered(token: TokenEvent) -> bool:
-    """Tokens between token 1 and the last are only counted."""
-    return token.index < 2 or bool(token.finish)

@@ -80,6 +80,7 @@ def create_app(
         EdgeMiddleware,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
+        max_model_len=lambda: cluster.max_model_len,
         keys=keys,
         request_log=request_log,
         tracer=tracer,

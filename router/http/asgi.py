@@ -83,13 +83,14 @@ class EdgeMiddleware:
         app: ASGIApp,
         metrics: RouterMetrics,
         max_body_bytes: int,
+        max_model_len: Callable[[], int | None],
         keys: KeyFile | None,
         request_log: RequestLog | None,
         tracer: Tracer | None,
     ) -> None:
         self._app = app
         self._metrics = metrics
-        self._max_body_bytes = max_body_bytes
+        self._max_body_bytes, self._max_model_len = max_body_bytes, max_model_len
         self._keys = keys
         self._request_log = request_log
         self._memory = Memory(MAX_HELD_BYTES)
@@ -104,7 +105,9 @@ class EdgeMiddleware:
         state = scope.setdefault("state", {})
         # Whoever asks whether the router lives would restart one that is full
         is_beyond_limit = state.get("is_beyond_limit", False) and scope["path"] != "/live"
-        state["exchange"] = exchange = Exchange(scope, receive, send, self._memory, self._max_body_bytes)
+        state["exchange"] = exchange = Exchange(
+            scope, receive, send, self._memory, self._max_body_bytes, self._max_model_len() or 0
+        )
         status: int | None = None
 
         async def send_noted(message: Message) -> None:

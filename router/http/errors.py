@@ -9,14 +9,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
-from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from pdserve.router.requests.request import GenerationError
+
+if TYPE_CHECKING:
+    from fastapi import (
+        FastAPI,  # the supervisor reads keys with this module, and the import takes a quarter of a second
+    )
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,9 @@ class Exchange(Request):
     """One request: what it sent, and what `EdgeMiddleware` and the edge find out. Handlers get it in place of
     Starlette's request, whose ``state`` has it as ``exchange``."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, memory: Memory, max_body_bytes: int) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, memory: Memory, max_body_bytes: int, max_prompt_tokens: int
+    ) -> None:
         """``send``: for the parts of a stream; those further in only look at the start of a response."""
         super().__init__(scope, receive, send)
         self.send = send
@@ -51,7 +53,7 @@ class Exchange(Request):
         """Grammar of its answers, once it is admitted."""
         self.num_body_bytes = 0
         """Length of the body, once it has arrived."""
-        self.max_body_bytes = max_body_bytes
+        self.max_body_bytes, self.max_prompt_tokens = max_body_bytes, max_prompt_tokens
         self._num_held_bytes = 0
         self._memory = memory
 

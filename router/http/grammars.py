@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+import msgspec
+
 from pdserve.contracts.request import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pdserve.router.http.errors import MAX_NAME_CHARS, refusal
 from pdserve.router.http.json_schema import SchemaError, check_json_schema
@@ -107,7 +109,7 @@ def _of_structured_outputs(wanted: Mapping[str, object]) -> Grammar:
     match name, value:
         case "json", str():
             try:
-                schema = json.loads(value)
+                schema = msgspec.json.decode(value)
             except (ValueError, RecursionError) as error:
                 raise refusal(f"{field}.json", f"is not JSON: {error}") from error
             return _of_schema(schema, f"{field}.json")
@@ -134,7 +136,8 @@ def _of_schema(schema: object, field: str) -> Grammar:
         check_json_schema(schema)
     except SchemaError as error:
         raise refusal(field, f"cannot be enforced: {error}") from error
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+    # `json` would hold up other threads for several times as long.
+    return Grammar(GrammarKind.JSON_SCHEMA, msgspec.json.encode(schema).decode())
 
 
 def _short(value: object) -> str:

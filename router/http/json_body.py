@@ -32,8 +32,8 @@ MAX_CONTAINERS = 2**16
 """Objects and lists in a body."""
 MAX_STRINGS = 2**17
 """Names included."""
-MAX_VALUES = 2**20
-"""Prompts of token ids may be that long."""
+MAX_VALUES = 2**18
+"""Or as many as a prompt of token ids may have, and `MAX_MEMBERS`."""
 MAX_MEMBERS = 256
 """Most members of an object; both APIs have fewer than 100 fields."""
 
@@ -112,7 +112,8 @@ async def read(exchange: Exchange, model: type[Model]) -> Model:
 
 async def _receive(exchange: Exchange) -> bytearray:
     """Body of a request; a declared length is checked before reading."""
-    structure, data, most = Structure(), bytearray(), exchange.max_body_bytes
+    structure = Structure(max(MAX_VALUES, exchange.max_prompt_tokens + MAX_MEMBERS))
+    data, most = bytearray(), exchange.max_body_bytes
     length = exchange.headers.get("content-length", "")
     if length.isdecimal() and int(length) > most:
         raise _too_large(most)
@@ -232,7 +233,7 @@ class Structure:
         for what, number, most in (
             ("strings", self._num_quotes // 2, MAX_STRINGS),
             ("objects and lists", self._num_containers, MAX_CONTAINERS),
-            ("values", self._num_commas + 1, min(self._most_values, MAX_VALUES)),
+            ("values", self._num_commas + 1, self._most_values),
         ):
             if number > most:
                 raise ApiError(400, f"the request body has more than {most} {what}; send fewer")

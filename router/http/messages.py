@@ -23,6 +23,8 @@ MAX_MESSAGE_CALLS = 128
 """Maximum tool calls in one message."""
 MAX_MESSAGES = 2**14
 """Maximum messages in one chat. Each delays other requests, however short it is."""
+MAX_CALLS = 2**12
+"""Maximum tool calls in one chat. Each is several objects, which collections of garbage go through at once."""
 MAX_CALL_VALUES = 2**16
 """Maximum values in the arguments of all calls. No other thread runs while those of one are read or written, or while
 all are looked through for garbage."""
@@ -151,9 +153,11 @@ class ChatMessage(Body):
 
 
 def _bounded_calls(messages: object) -> object:
-    """Count the values of all calls before those of one are read."""
+    """Count all calls, and their values, before those of one are read."""
     structure = Structure(MAX_CALL_VALUES)
-    for call in _calls(messages):
+    for number, call in enumerate(_calls(messages)):
+        if number == MAX_CALLS:
+            raise PydanticCustomError("calls", "There may be {most} calls at most", {"most": MAX_CALLS})
         arguments = call.get("arguments")
         text = arguments.encode() if isinstance(arguments, str) else msgspec.json.encode(arguments)
         try:

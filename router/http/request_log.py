@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 from contextlib import suppress
 from logging.handlers import WatchedFileHandler
@@ -21,6 +22,15 @@ log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 
 
+class _File(WatchedFileHandler):
+    """Raises what it cannot write: logging would tell of each line, with a traceback."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - its name in logging
+        error = sys.exc_info()[1]
+        assert error is not None
+        raise error
+
+
 class RequestLog:
     """Appends to a file, which may be moved or removed at any time, as logrotate does, from a thread of its own."""
 
@@ -30,7 +40,7 @@ class RequestLog:
             ValueError: the file cannot be written.
         """
         try:
-            self._file = WatchedFileHandler(path)
+            self._file = _File(path)
         except OSError as error:
             raise ValueError(
                 f"router.request_log {path} cannot be written ({error.strerror}); name a file in a folder of this user"
@@ -59,11 +69,12 @@ class RequestLog:
             try:
                 self._file.handle(logging.makeLogRecord({"msg": line.decode()}))
                 is_writable = True
-            except OSError as error:  # it was moved, and there can be no new one yet
+            except OSError as error:  # full disk, or it was moved, and there can be no new one yet
                 if is_writable:
                     log.error("the request log cannot be written, and its lines are lost until it can: %s", error)
                 is_writable = False
             if self._num_dropped > num_told:
                 num_told = self._num_dropped
                 log.warning("the request log is too slow: %d lines dropped so far", num_told)
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()

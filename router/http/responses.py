@@ -15,6 +15,7 @@ import msgspec
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, refusal
+from pdserve.router.http.json_body import INTEGRAL
 from pdserve.router.http.messages import FREE_TEXT, MAX_MESSAGES, messages_of
 from pdserve.router.http.schema import ChatBody, ConvertedBody, ToolList
 from pdserve.router.http.unsupported_fields import RESPONSES, warn_once
@@ -63,7 +64,7 @@ class ResponsesBody(ConvertedBody):
         BeforeValidator(_as_items, json_schema_input_type=str | list[dict[str, object]]),
     ]
     instructions: str | None = None
-    max_output_tokens: object = None
+    max_output_tokens: Annotated[object, INTEGRAL] = None
     temperature: object = None
     top_p: object = None
     text: dict[str, object] | None = None

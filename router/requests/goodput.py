@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import inf, log
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.requests.goodput_rules import (
@@ -31,6 +31,7 @@ from pdserve.router.requests.goodput_rules import (
     HeldTurns,
     Joining,
     PrefillCost,
+    Pulls,
     RetryTimes,
     chance,
     handoff_score,
@@ -38,6 +39,7 @@ from pdserve.router.requests.goodput_rules import (
     tpot_chance,
 )
 from pdserve.router.requests.lengths import Lengths, TtftErrors
+from pdserve.router.requests.options import DecodeOption, Handoff, PrefillOption
 from pdserve.router.requests.placement import (
     Arrival,
     Binding,
@@ -80,6 +82,7 @@ class Goodput(Placement):
         self._joining, self._late_joining = Joining(), Joining()
         self._late_tokens: Counter[str] = Counter()
         """Tokens of late prompts by id of the worker on which they wait."""
+        self._pulls = Pulls()
         self._prefix_sources = PrefixSources(costs, self.pull_corrections)
         self._prefill_cost = PrefillCost()
         self._turns = HeldTurns()
@@ -106,14 +109,14 @@ class Goodput(Placement):
             if view.role is not PREFILL
         }
         handoffs = [option for option in decodes.values() if option.view.role is DECODE]
-        score = -self._least(handoffs, lambda option, harm: (harm - option.gain(weight),))[0][0] if handoffs else 0.0
+        handoff = self._handoff(handoffs, weight, len(fleet[DECODE])) if handoffs else None
         computing = [view for view in views if self._may_prefill(arrival, view, cached, fleet)]
         if not computing:
             return None
         num_workers = len(computing) * len(workers) / len(views)  # as many of all as of those on the short list
         cost_per_s = self._prefill_cost.misses_per_s(arrival.now_s) / num_workers
         options = [
-            self._prefill_option(arrival, view, decode, score, num_cached, cost_per_s, pull)
+            self._prefill_option(arrival, view, decode, handoff, num_cached, cost_per_s, pull)
             for view in computing
             for num_cached in [cached.get(view.worker_id, 0)]
             for pull in [sources and self._prefix_sources.pull(arrival, view, num_cached, sources)]
@@ -143,7 +146,10 @@ class Goodput(Placement):
         cached = blocks.cached_on(near)
         options = [
             self._decode_option(
-                arrival, self._updated(each), cached, pull_token_s=self._pull_token_s(each, source_host)
+                arrival,
+                self._updated(each),
+                cached,
+                pull_token_s=self._pull_token_s(same_host=each.host == source_host),
             )
             for each in by_room(blocks, near, cached)
         ]
@@ -188,6 +194,7 @@ class Goodput(Placement):
             self._prefix_sources.leave(choice.prefix.worker_id, arrival.now_s + choice.prefix.pull_s)
         if choice.handoff:
             (self._late_joining if is_late else self._joining).add(request_id, num_tokens)
+            self._pulls.add(request_id, choice.worker_id, num_tokens)
         self._turns.placed(arrival, is_late=is_late)
         self._prefill_cost.add(choice.misses_per_s)
         self._retry_times.placed(choice.prefill_s)
@@ -204,6 +211,7 @@ class Goodput(Placement):
         if request.ttft_s and request.wanted_s > -inf and began_s > request.placed_s:
             self._errors[request.handoff].add(log((began_s - request.placed_s) / request.ttft_s))
             request.ttft_s = 0.0
+        self._pulls.remove(request_id)
         if began_s <= request.wanted_s:  # another miss costs a late one nothing
             self._answer_left(request_id, request)
             request.decode = view = self._view(worker)
@@ -212,6 +220,10 @@ class Goodput(Placement):
             view.answer_began(request_id, began_s, tokens_ahead, slo_s, weight, worker.num_steps)
             self._num_answers += 1
             self._count_lengths()
+
+    def pulled(self, role: WorkerRole, num_tokens: int, seconds: float, *, same_host: bool) -> None:
+        if not self._pulls.is_shared:  # the wait for others is no error of the prediction
+            super().pulled(role, num_tokens, seconds, same_host=same_host)
 
     def prefix_failed(self, worker_id: str, until_s: float) -> None:
         self._prefix_sources.leave(worker_id, until_s)
@@ -257,6 +269,7 @@ class Goodput(Placement):
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._prompt_left(request_id, request)
+            self._pulls.remove(request_id)
             self._answer_left(request_id, request)
             self._bound(request_id)
 
@@ -287,7 +300,7 @@ class Goodput(Placement):
         *,
         pull_token_s: float = 0.0,
         has_decode: bool = True,
-    ) -> _DecodeOption:
+    ) -> DecodeOption:
         """What the answer may expect on a worker, and others there from it.
 
         Args:
@@ -313,11 +326,26 @@ class Goodput(Placement):
             without = tpot_chance(tpot - view.added_s(1, num_tokens) / slo_s)
             joining_misses = joining[0] * arrival.weight * (without - tpot_chance(tpot))
         misses = joining_misses + slack_misses(arrival.weight, tpot_alone)
-        return _DecodeOption(view, num_cached, lacking, step_s, tpot_chance(tpot), joining_s, misses)
+        return DecodeOption(view, num_cached, lacking, step_s, tpot_chance(tpot), joining_s, misses)
 
-    def _pull_token_s(self, worker: WorkerSnapshot, source_host: str) -> float:
+    def _handoff(self, options: Sequence[DecodeOption], weight: float, num_decode: int) -> Handoff:
+        """To the best of so many decode workers."""
+        (negative_score,), best = self._least(options, lambda option, harm: (harm - option.gain(weight),))
+        return Handoff(best, -negative_score, num_decode, {option.view.snapshot.host for option in options})
+
+    def _misses_of_pull(self, arrival: Arrival, view: WorkerView, handoff: Handoff, ttft_s: float) -> float:
+        """Expected misses of TPOT by the pull of a prompt: its answer may be too short to make up for it. Until the
+        prompt is computed, the links of both workers carry those before it, and its own chunks but the last."""
+        slo_s, source = arrival.tpot_slo_s or LENIENT_TPOT_S, view.snapshot
+        token_s = self._pull_token_s(same_host=source.host in handoff.hosts)
+        behind_s = token_s * self._pulls.num_tokens(view.worker_id, handoff.num_decode) - ttft_s
+        num_last = min(arrival.blocks.num_tokens - handoff.best.num_cached, source.max_batch_tokens)
+        pull_s = max(0.0, behind_s) + token_s * num_last
+        too_short = self._lengths.chance_of_steps(pull_s / max(1e-9, slo_s - handoff.best.step_s))
+        return arrival.weight * handoff.best.chance * too_short
+
+    def _pull_token_s(self, *, same_host: bool) -> float:
         """Seconds to pull one token."""
-        same_host = worker.host == source_host
         return self.costs[DECODE].transfer_s(1, same_host=same_host) * self.pull_corrections[same_host].factor
 
     def _wait_for_blocks_s(self, blocks: PromptBlocks, view: WorkerView, num_lacking: float) -> float:
@@ -351,16 +379,16 @@ class Goodput(Placement):
         self,
         arrival: Arrival,
         view: WorkerView,
-        decode: _DecodeOption | None,
-        decode_score: float,
+        decode: DecodeOption | None,
+        handoff: Handoff | None,
         num_cached: int,
         cost_per_s: float,
         pull: PrefixPull | None = None,
-    ) -> _PrefillOption:
+    ) -> PrefillOption:
         """What the prompt may expect on a worker, and others from it.
 
         Args:
-            decode: its answer there; None if it is handed off, for a ``decode_score``.
+            decode: its answer there; None if it is handed off.
             cost_per_s: misses that a second of delay to what arrives at the worker would cause, per second.
             pull: adds to the ``num_cached`` tokens there.
         """
@@ -370,10 +398,14 @@ class Goodput(Placement):
         ttft_s = pull_s + view.ttft_s(num_tokens, num_cached, num_behind=view.prompts.num_tokens_after(due_s))
         spread_s = max(MIN_TTFT_SPREAD_S, self._errors[decode is None].spread * ttft_s)
         ttft_chance = chance((slack_s - ttft_s) / spread_s)
-        gain = decode.gain(weight * ttft_chance) if decode else handoff_score(ttft_chance, decode_score)
+        if decode:
+            gain = decode.gain(weight * ttft_chance)
+        else:
+            assert handoff is not None
+            gain = handoff_score(ttft_chance, handoff.score - self._misses_of_pull(arrival, view, handoff, ttft_s))
         cost = cost_per_s * prefill_s * ttft_s
         gain -= cost + slack_misses(weight, ttft_s / (max(slack_s, ttft_s) if slack_s < inf else 1.0))
-        return _PrefillOption(
+        return PrefillOption(
             view, decode, num_cached, prefill_s, due_s, ttft_s, ttft_chance, spread_s, cost, gain, pull
         )
 
@@ -389,7 +421,7 @@ class Goodput(Placement):
 
     # Refused and held ones
 
-    def _last_in_line(self, blocks: PromptBlocks, options: Sequence[_PrefillOption]) -> tuple[float, _PrefillOption]:
+    def _last_in_line(self, blocks: PromptBlocks, options: Sequence[PrefillOption]) -> tuple[float, PrefillOption]:
         """Where the prompt would end first behind all that waits, and after how many seconds; it is handed off if it
         can be."""
         options = [option for option in options if option.decode is None] or options
@@ -408,7 +440,7 @@ class Goodput(Placement):
                 tokens_per_s += worker.num_decoding / (step_s * worker.decode_correction)
         return tokens_per_s / self._lengths.mean
 
-    def _is_held(self, arrival: Arrival, fleet: _Fleet, decodes: Collection[_DecodeOption]) -> bool:
+    def _is_held(self, arrival: Arrival, fleet: _Fleet, decodes: Collection[DecodeOption]) -> bool:
         """Whether a request that meets nothing finds no worker where it fits beside others, nor an idle one. It gives
         way to answers that may still meet their objectives; one of weight 0, to those that may come, too."""
         if arrival.is_probe or arrival.wanted_s == inf or self._turns.is_due(arrival):
@@ -423,20 +455,20 @@ class Goodput(Placement):
         num_fitting = len(fitting) * len(decoders) / max(1, len(decodes))
         return not any(self._fits_after_joining(arrival, each, num_fitting) for each in fitting)
 
-    def _may_meet_tpot(self, arrival: Arrival, decodes: Iterable[_DecodeOption]) -> bool:
+    def _may_meet_tpot(self, arrival: Arrival, decodes: Iterable[DecodeOption]) -> bool:
         """Whether a lone answer is likely to meet the tightest TPOT objective; if not, to wait is of no use."""
         cost = self.costs.get(DECODE) or self.costs[MIXED]
         correction = min((each.view.step_correction for each in decodes), default=inf)
         lone_s = cost.decode_s(1, arrival.blocks.num_tokens) * correction
         return self.tpot_slo_s > 0 and tpot_chance(lone_s / self.tpot_slo_s) >= 1 - MIN_SCORE
 
-    def _fits_beside(self, option: _DecodeOption, step_s: float) -> bool:
+    def _fits_beside(self, option: DecodeOption, step_s: float) -> bool:
         """Whether one more answer causes few misses and, with steps of ``step_s``, leaves those a chance that may come
         with the tightest TPOT objective."""
         misses = option.own_misses + option.harm(self._lengths)
         return misses <= MIN_SCORE and tpot_chance(step_s / self.tpot_slo_s) >= 1 - MIN_SCORE
 
-    def _fits_after_joining(self, arrival: Arrival, option: _DecodeOption, num_workers: float) -> bool:
+    def _fits_after_joining(self, arrival: Arrival, option: DecodeOption, num_workers: float) -> bool:
         """Whether the answer still fits on a worker, one of ``num_workers``, when those have joined that are about to
         be handed off, late ones included."""
         parts = [joining.part_of(num_workers) for joining in (self._joining, self._late_joining)]
@@ -448,7 +480,7 @@ class Goodput(Placement):
 
 
 _Key = tuple[Any, ...]
-_Option = TypeVar("_Option", "_DecodeOption", "_PrefillOption")
+_Option = TypeVar("_Option", DecodeOption, PrefillOption)
 _Fleet = Mapping[WorkerRole, Sequence[WorkerSnapshot]]
 
 
@@ -470,78 +502,6 @@ class _Request:
     """Tokens of its prompt, if that is late."""
 
 
-class _DecodeOption(NamedTuple):
-    """An answer on one worker."""
-
-    view: WorkerView
-    num_cached: int
-    """Tokens of the prompt that the worker caches."""
-    lacking: float
-    """Blocks and batch slots, as in `shortfall`."""
-    step_s: float
-    """Seconds of a step with the answer."""
-    chance: float
-    """Probability of meeting TPOT."""
-    joining_s: float
-    """Seconds that those add to a step that are about to be handed off."""
-    own_misses: float
-    """Expected ones of those, and what its own time counts as."""
-
-    def gain(self, weight: float) -> float:
-        """Score, less the harm."""
-        return weight * self.chance - self.own_misses
-
-    def harm(self, lengths: Lengths) -> float:
-        """Expected misses of answers that decode there."""
-        return self.view.misses_of_steps(self.joining_s, self.joining_s + self.step_s - self.view.step_s, lengths)
-
-
-class _PrefillOption(NamedTuple):
-    """A prompt on one worker."""
-
-    view: WorkerView
-    decode: _DecodeOption | None
-    """Its answer there; None if it is handed off."""
-    num_cached: int
-    """Tokens that the worker caches, or will when it has pulled them."""
-    prefill_s: float
-    """Seconds of its own tokens."""
-    due_s: float
-    ttft_s: float
-    chance: float
-    """Probability of meeting TTFT."""
-    spread_s: float
-    """Error of the predicted TTFT."""
-    cost: float
-    """Misses that its seconds are expected to cause among prompts behind it."""
-    gain: float
-    """Score, less the harm."""
-    pull: PrefixPull | None
-    """What it pulls first."""
-
-    def harm(self, lengths: Lengths) -> float:
-        """Expected misses of answers that decode there."""
-        delayed = self.view.misses_of_delay(self.prefill_s, lengths)
-        return delayed + self.decode.harm(lengths) if self.decode else delayed
-
-    def order(self, blocks: PromptBlocks, harm: float) -> _Key:
-        """The best one has the least; it begins with the score, negated."""
-        tie = tie_order(blocks, self.view.snapshot)
-        return harm - self.gain, self.ttft_s, self.view.role is DECODE, tie, self.decode is None
-
-    def spared_if_late(self, num_tokens: int) -> float:
-        """Part of ``cost`` that a late prompt would not cause: it delays nothing that arrives while it waits, and what
-        arrives later by half a chunk at most."""
-        chunk = min(1.0, self.view.snapshot.max_batch_tokens / (num_tokens - self.num_cached))
-        return self.cost * (self.ttft_s - self.prefill_s * (1 + chunk) / 2) / self.ttft_s
-
-    def choice(self) -> PrefillChoice:
-        view, decode, num_cached, prefill_s, due_s, ttft_s, *_, pull = self
-        return PrefillChoice(
-            view.worker_id, decode is None, ttft_s, num_cached, prefill_s=prefill_s, due_s=due_s, prefix=pull
-        )
-
-
 def _due_s(arrival: Arrival, view: WorkerView) -> float:
     """When the prompt is due on a worker: it gives way to other shares for the seconds of its own share's prompts that
     wait there, the more the less it weighs, and to those prompts. A resumed one goes first."""
@@ -552,7 +512,7 @@ def _due_s(arrival: Arrival, view: WorkerView) -> float:
     return max(arrival.wanted_s + behind_s, last_due_s)
 
 
-def _is_late(arrival: Arrival, options: Iterable[_PrefillOption]) -> bool:
+def _is_late(arrival: Arrival, options: Iterable[PrefillOption]) -> bool:
     """Whether the prompt is unlikely to meet TTFT everywhere, or would cost others more than if it were late."""
     if arrival.is_probe or arrival.is_resumed:
         return False

@@ -4,6 +4,7 @@ requests, and when refused ones are asked back. Pure.
 
 from __future__ import annotations
 
+from collections import Counter
 from math import exp, inf, tanh
 
 from pdserve.router.requests.placement import Arrival
@@ -64,6 +65,33 @@ class Joining:
     def part_of(self, num_workers: float) -> tuple[float, float]:
         """Requests, and tokens of their prompts, that each of so many workers will get."""
         return (len(self) / num_workers, self._num_tokens / num_workers) if num_workers else (0.0, 0.0)
+
+
+class Pulls:
+    """KV of prompts that are handed off, until it is pulled."""
+
+    def __init__(self) -> None:
+        self._pulls: dict[int, tuple[str, int]] = {}
+        """Id of the worker that computes a prompt, and tokens of that, by request id."""
+        self.is_shared = False
+        """Those that are pending may have waited for each other."""
+        self._from: Counter[str] = Counter()
+        """Tokens by id of the worker."""
+
+    def add(self, request_id: int, worker_id: str, num_tokens: int) -> None:
+        self.is_shared = len(self._pulls) > 0
+        self._pulls[request_id] = worker_id, num_tokens
+        self._from[worker_id] += num_tokens
+
+    def remove(self, request_id: int) -> None:
+        worker_id, num_tokens = self._pulls.pop(request_id, ("", 0))
+        self._from[worker_id] -= num_tokens
+        if not self._from[worker_id]:
+            del self._from[worker_id]
+
+    def num_tokens(self, worker_id: str, num_decode: int) -> float:
+        """Tokens on the link of a worker, or on that of each of so many decode workers, whichever has more."""
+        return max(self._from[worker_id], self._from.total() / num_decode)
 
 
 class PrefillCost:

@@ -57,12 +57,16 @@ class Lengths:
             np.add.at(num_running, num_tokens, 1)
         self._rebuild(num_running)
 
+    def chance_of_steps(self, most: float) -> float:
+        """Chance of an answer to take a decode step, and ``most`` of them at most."""
+        return float(self._survival[1] - self._survival[int(min(most, MAX_LENGTH - 1)) + 1])
+
     def _rebuild(self, running: npt.NDArray[np.int64]) -> None:
         """``running``: number of running answers by tokens so far."""
         as_long = np.cumsum((self._ended + running)[::-1])[::-1]
         """Weight of answers of at least each length."""
         goes_on = 1 - self._ended / np.maximum(as_long, 1e-300)
-        survival = np.cumprod(np.maximum(goes_on, 0.0))
+        self._survival = survival = np.cumprod(np.maximum(goes_on, 0.0))
         """Chance of an answer to be longer than each length."""
         self.median = int(np.argmax(survival < 0.5)) or MAX_LENGTH
         after = np.cumsum(survival[::-1])[::-1]

@@ -15,6 +15,7 @@ import httpx
 import psutil
 
 from pdserve.deploy.cluster.folder import admin_headers
+from pdserve.deploy.cluster.processes import is_alive
 from tests.patience import HANG_S
 
 CLI = (sys.executable, "-m", "pdserve.deploy.cli")
@@ -105,7 +106,7 @@ class UpProcess:
 
     def leftovers(self) -> list[psutil.Process]:
         """Processes returned by `members` that still run."""
-        return [process for process in self.family if _runs(process)]
+        return [process for process in self.family if is_alive(process)]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal, unless it has ended already, and wait for the end; returns the exit code."""
@@ -113,13 +114,6 @@ class UpProcess:
             self.members("")
             self.process.send_signal(number)
         return int(self.process.wait(HANG_S))
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != "zombie"
-    except psutil.NoSuchProcess:  # it ended between the two calls
-        return False
 
 
 def _description(process: psutil.Process) -> str:

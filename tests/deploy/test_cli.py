@@ -58,7 +58,7 @@ def test_version() -> None:
         (["up", "--port", "http"], 2, "--port"),
         (["up", "--prefill", "0"], 2, "prefill.replicas is 0"),
         (["up", "--time-scale", "2"], 2, "add --emulate GPU"),
-        (["up", "--decode", "1000"], 2, "decode.replicas is 1000; write a whole number from 0 to 64"),
+        (["up", "--decode", "1000"], 2, "pdserve: decode.replicas is 1000; write a whole number from 0 to 64"),
         (["up", "/absent/deployment.yaml"], 2, "cannot read /absent/deployment.yaml"),
         (["up", "--port", "0", "--model", "/absent"], 1, "no model folder at /absent; give --model a folder"),
         (["up", "--ray-address", "127.0.0.1:9"], 1, "no Ray cluster answers at 127.0.0.1:9"),
@@ -78,6 +78,13 @@ def test_version() -> None:
         (["bench", "serve", "--trace", "/absent"], 1, "cannot read /absent"),
         (["bench", "kernels", "--folder", "/absent"], 2, "/absent"),
         (["status", "--admin-url", "nonsense"], 1, "no pdserve router answers at nonsense"),
+        (["up", "--set", "decode.speculation={draft:", "/x}"], 2, "--set 'decode.speculation={draft: /x}'"),
+        (
+            ["up", "a.yaml", "--set", "kv_tier={path:", "/x,", "size:", "1}", "--port", "0"],
+            2,
+            "'kv_tier={path: /x, size: 1}'",
+        ),
+        (["simulate", "--set", "model.name=a", "b"], 2, "--set 'model.name=a b'"),
     ],
 )
 def test_a_mistake_gets_one_line_and_its_exit_code(arguments: list[str], status: int, said: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.models import write_model
 from tests.e2e.reference import ReferenceAnswer, assert_same_tokens
 from tests.patience import HANG_S
 
@@ -25,9 +26,10 @@ NUM_TOKENS = 400
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """1 P + 1 D on a model slow enough for a stream to last about a second."""
+    """1 P + 1 D on a model, quantised and of experts, slow enough for a stream to last about a second."""
     folder = tmp_path_factory.mktemp("cluster")
-    checkpoint = write_random_checkpoint(folder / "model", hidden_size=256, intermediate_size=688)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "sliding_window": None}
+    checkpoint = write_model(folder, "mixtral", "gptq", **sizes, max_position_embeddings=4096).served
     phase = {"kv_memory": "256MiB", "max_batch_tokens": 256}
     deployment = {
         "model": {"path": str(checkpoint), "served_name": "tiny"},

@@ -10,10 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.model.weights.random_checkpoint import write_random_checkpoint, write_tokenizer
 from tests.e2e.cluster import running_cluster
-from tests.e2e.reference import ReferenceAnswer, assert_same_tokens, greedy_answers
-from tests.model.checkpoints import write_family
+from tests.e2e.models import write_model
+from tests.e2e.reference import assert_same_tokens, greedy_answers
 from tests.patience import HANG_S
 
 NUM_TOKENS = 24
@@ -29,16 +28,6 @@ def make_prompts() -> list[list[int]]:
         prefix = shared[len(prompts) % 2] if len(prompts) % 4 else []
         prompts.append(prefix + [rng.randrange(6, 512) for _ in range(rng.choice((1, 3, 15, 16, 17, 60, 200)))])
     return prompts
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def references(checkpoint: Path) -> list[ReferenceAnswer]:
-    return greedy_answers(checkpoint, make_prompts(), NUM_TOKENS)
 
 
 async def complete(client: httpx.AsyncClient, prompt: list[int], stream: bool) -> tuple[list[int], dict[str, Any]]:
@@ -100,31 +89,31 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("topology", [name for name in TOPOLOGIES if "of 2 ranks" not in name])
+@pytest.mark.parametrize(
+    ("topology", "family", "form", "num_prompts"),
+    [
+        ("mixed", "mixtral", "gptq", 64),
+        *(("1P+1D memfd", family, None, 12) for family in ("qwen2", "qwen2_moe", "gemma3_text")),
+        ("1P+1D of 2 stages, tcp", "llama", None, 64),
+        ("1P of 2 ranks+1D", "mixtral", "awq", 12),
+        ("1P of 2 ranks+1D", "qwen3", "fp8-block", 12),
+        ("1P of 2 ranks+1D", "gemma2", None, 12),
+        ("1P of 2 ranks with whole experts+1D", "qwen3_moe", "gptq", 12),
+        ("1P of 2 ranks with whole experts+1D", "gpt_oss", None, 12),
+        ("2P+2D", "mistral", "w8a8-fp8", 64),
+    ],
+)
 def test_same_tokens_and_exact_usage(
-    topology: str, checkpoint: Path, references: list[ReferenceAnswer], tmp_path: Path
+    topology: str, family: str, form: str | None, num_prompts: int, tmp_path: Path
 ) -> None:
-    results = serve(checkpoint, topology, make_prompts(), tmp_path)
+    """Every family, and every topology; of a quantised model as transformers computes what its weights stand for."""
+    no_window = {"sliding_window": None} if family == "mixtral" else {}  # as published
+    served, plain = write_model(tmp_path, family, form, **no_window)
+    prompts = make_prompts()[:num_prompts]
+    references = greedy_answers(plain, prompts, NUM_TOKENS)
+    results = serve(served, topology, prompts, tmp_path)
     assert_same_tokens([tokens for tokens, _ in results], references)
-    for prompt, (_, usage) in zip(make_prompts(), results, strict=True):
+    for prompt, (_, usage) in zip(prompts, results, strict=True):
         assert usage["prompt_tokens"] == len(prompt)
         assert usage["completion_tokens"] == NUM_TOKENS
         assert usage["total_tokens"] == len(prompt) + NUM_TOKENS
-
-
-@pytest.mark.parametrize(
-    ("family", "topology"),
-    [
-        *((family, "1P+1D memfd") for family in ("mistral", "qwen2", "gemma3_text")),
-        *((family, "1P of 2 ranks+1D") for family in ("qwen3", "gemma2")),
-        ("gpt_oss", "1P of 2 ranks with whole experts+1D"),
-        ("gemma3_text", "mixed"),
-    ],
-)
-def test_same_tokens_of_every_family(family: str, topology: str, tmp_path: Path) -> None:
-    checkpoint = write_family(tmp_path / "checkpoint", family, vocab_size=512, max_position_embeddings=1024)
-    write_tokenizer(checkpoint, 512)
-    prompts = make_prompts()[:12]
-    references = greedy_answers(checkpoint, prompts, NUM_TOKENS)
-    results = serve(checkpoint, topology, prompts, tmp_path)
-    assert_same_tokens([tokens for tokens, _ in results], references)

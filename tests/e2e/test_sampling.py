@@ -1,4 +1,5 @@
-"""Every sampling parameter, over HTTP: identical answers mixed, disaggregated, and while workers are killed."""
+"""Every sampling parameter, over HTTP, of experts in int4: identical answers mixed, disaggregated, and while workers
+are killed."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from tests.e2e.cluster import Cluster, running_cluster
+from tests.e2e.models import write_model
 from tests.patience import HANG_S
 
 NUM_TOKENS = 160
@@ -73,7 +74,8 @@ def deployment(checkpoint: Path, **phases: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random_checkpoint(tmp_path_factory.mktemp("checkpoint"), hidden_size=256, intermediate_size=688)
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 3}
+    return write_model(tmp_path_factory.mktemp("checkpoint"), "qwen3_moe", "w4a16", **sizes).served
 
 
 @pytest.fixture(scope="module")

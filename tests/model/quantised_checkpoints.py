@@ -192,6 +192,10 @@ FORMS = {
         _compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
         lambda weight: _fp8(weight, (1, _ALL), "weight_scale"),
     ),
+    "w8a8-fp8-block": Form(
+        _compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[48, GROUP]),
+        lambda weight: _fp8(weight, (48, GROUP), "weight_scale"),
+    ),
     "fp8-tensor": Form(
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
         lambda weight: _fp8(weight, (_ALL, _ALL), "weight_scale"),

@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import yaml
 
 from pdserve.deploy.cli import run
+from pdserve.deploy.cluster.processes import is_alive
 from pdserve.deploy.config import read_deployment
+from tests.deploy.clusters import wait_for
 from tests.patience import HANG_S
 from tests.planner.test_planned_model import written
 
@@ -76,6 +79,17 @@ print("LOADED", *{"torch", "ray", "transformers", "fastapi", "httpx"} & sys.modu
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout.splitlines()[-1].strip() == "LOADED"
+
+
+def test_a_plan_that_is_terminated_ends_its_processes_and_says_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pdserve.deploy.cli", "plan", "--model", str(written(tmp_path / "model"))]
+    process = psutil.Popen([*command, "--gpu", "h100", "--jobs", "2"], stderr=subprocess.PIPE, text=True)
+    children = wait_for(lambda: (all_of := process.children())[2:] and all_of, "two processes and their tracker")
+    process.terminate()
+    _, said = process.communicate(timeout=HANG_S)
+    assert process.returncode in (1, 130)  # as newer versions of typer have it
+    assert all("%" in line for line in said.splitlines()), said
+    wait_for(lambda: not any(map(is_alive, children)), "their end")
 
 
 def test_the_best_layouts_are_ranked_with_reasons_and_a_verdict(planned: Planned) -> None:

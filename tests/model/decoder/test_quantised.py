@@ -18,20 +18,13 @@ from tests.model.quantised_checkpoints import FORMS, SHAPE, write_mxfp4, write_q
 PROMPT = TOKENS[:40]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe"])
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_are_those_of_transformers(tmp_path: Path, family: str, form: str) -> None:
     quantised, plain = write_quantised(tmp_path, family, form, num_hidden_layers=2)
     expected = reference_logits(plain, PROMPT)
     for kernels in (CPU_KERNELS, TORCH_KERNELS):
         assert_close(PagedDecoder(quantised, torch.float32, kernels).logits((PROMPT, 0, TABLE)), expected)
-
-
-@pytest.mark.parametrize(("family", "form"), [("mixtral", "awq"), ("qwen2_moe", "fp8-block"), ("qwen3_moe", "gptq")])
-def test_experts(tmp_path: Path, family: str, form: str) -> None:
-    quantised, plain = write_quantised(tmp_path, family, form)
-    logits = PagedDecoder(quantised, torch.float32).logits((PROMPT, 0, TABLE))
-    assert_close(logits, reference_logits(plain, PROMPT))
 
 
 @pytest.mark.parametrize("hidden_size", [64, 96])

@@ -104,6 +104,18 @@ def test_a_quantised_matrix_without_its_scales_or_of_another_size_is_named(
         check_weights(stored(folder, tensors), shape_of(folder))
 
 
+@pytest.mark.parametrize("changes", [{"group_size": 64}, {"bits": 8}])
+def test_groups_of_another_size_than_the_configuration_says_are_refused(
+    tmp_path: Path, changes: dict[str, int]
+) -> None:
+    folder, _ = write_quantised(tmp_path, "mixtral", "gptq")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"has shape .* or correct the bits and the size of groups or blocks"):
+        check_weights(folder, shape_of(folder))
+
+
 def test_biases_of_zeros_that_tools_for_gptq_add_are_left_out(tmp_path: Path) -> None:
     folder, _ = write_quantised(tmp_path, "llama", "gptq")
     tensors = load_file(folder / "model.safetensors")

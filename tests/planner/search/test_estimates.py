@@ -15,7 +15,6 @@ from pdserve.planner.search.estimates import Estimator, Resource, even_pulls_per
 from pdserve.planner.search.goodput import Runner, Trial
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
 from pdserve.planner.workload.requests import Segment, SimulatedRequest
-from tests.planner.search.searches import find_goodput
 from tests.planner.stand_ins import (
     H100,
     LLAMA_3_8B,
@@ -86,8 +85,9 @@ CASES = [
 def test_the_estimate_is_near_what_simulations_show(case: Case) -> None:
     estimate = estimator_of(case.workload, case.slo).estimate(case.layout)
     trial = Trial(model=LLAMA_3_8B, layout=case.layout, slo=case.slo, num_requests=500, policy="least-time")
-    goodput = find_goodput(Runner(case.workload), trial, estimate.rate, tolerance=0.1)
-    assert goodput.rate / 3 < estimate.rate < goodput.rate * 3
+    slow, fast = (Runner(case.workload).attainment(trial, factor * estimate.rate) for factor in (1 / 3, 3.0))
+    assert slow.meets(case.slo.attainment)
+    assert not fast.meets(case.slo.attainment)
 
 
 @pytest.mark.parametrize("ttft_s", [0.08, 0.1, 0.15, 0.3])

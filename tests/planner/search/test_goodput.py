@@ -8,11 +8,14 @@ import pytest
 from pdserve.planner.layout import Layout
 from pdserve.planner.search import goodput as goodput_module
 from pdserve.planner.search.goodput import (
+    LEAST_RUN,
+    Goodput,
     Runner,
     Trial,
     answered,
     find_best,
     run_lengths,
+    search_better,
 )
 from pdserve.planner.search.rates import bracketing, highest_rate
 from pdserve.planner.simulate.attainment import Attainment, Interval, measure
@@ -99,6 +102,28 @@ def test_what_barely_meets_the_target_has_a_goodput_that_is_not_sure() -> None:
 def test_where_no_rate_misses_the_search_ends() -> None:
     goodput = find_goodput(CurveRunner(lambda rate: 1.0), TRIAL, 5.0)
     assert goodput.rate > 1000.0
+
+
+def test_what_misses_at_the_goodput_of_another_is_not_searched() -> None:
+    rival = find_goodput(CurveRunner(falling(10.0)), TRIAL, 9.0)
+    for middle, is_better in ((9.5, False), (12.0, True)):
+        runner = CurveRunner(falling(middle))
+        found = carried_out(search_better(TRIAL, rival.rate, rival.is_met, tolerance=0.02), runner)
+        assert isinstance(found, Goodput) is is_better
+        if isinstance(found, Goodput):
+            assert found.rate > 1.1 * rival.rate
+            assert runner.num_runs == len(found.points)
+        else:
+            assert (found.rate, runner.num_runs) == (rival.rate, 1)
+
+
+def test_a_rate_that_is_too_high_to_be_stated_ends_the_search() -> None:
+    trial, runner = replace(TRIAL, run_s=20_000 / 6 / LEAST_RUN), CurveRunner(falling(10.0))
+    goodput = find_goodput(runner, trial, 5.0)
+    assert trial.most_rate < goodput.rate < 1.2 * trial.most_rate
+    assert runner.num_runs == len(goodput.points) <= 3
+    assert find_goodput(runner, trial, 3.0).rate > trial.most_rate
+    assert find_goodput(CurveRunner(falling(5.0)), trial, 3.0).rate < 5.0 < trial.most_rate
 
 
 @pytest.mark.parametrize("start_rate", [3.0, 30.0])

@@ -6,8 +6,10 @@ import pytest
 
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.estimates import Estimate, Resource
+from pdserve.planner.search.goodput import Goodput
 from pdserve.planner.search.plan import Objective, Question, Supply
 from pdserve.planner.search.ranking import Entry, Ranking, of_both_kinds
+from pdserve.planner.simulate.attainment import Interval
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, colocated, disaggregated
 
 
@@ -64,3 +66,16 @@ def test_what_may_beat_the_best_of_its_kind_is_near_it() -> None:
     asked = replace(question, objective=Objective.FEWEST_DEVICES, rate=5.0)
     fewer, too_few = an_entry(colocated(2), 4.5), an_entry(colocated(1), 2.0)
     assert Ranking(asked).may_beat([far, fewer, too_few], [best], 1.25) == [fewer]
+
+
+def test_a_rival_is_the_best_of_the_kind_and_its_rate_is_that_of_as_many_devices() -> None:
+    goodput = Goodput(rate=8.0, interval=Interval(8.0, 9.0), target=0.9, num_devices=4, points=())
+    finalist, entry = an_entry(colocated(4), 10.0), an_entry(colocated(2), 4.0)
+    finalist.goodput = goodput
+    question = Question(model=LLAMA_3_8B, slo=SLO, fleet=(Supply(hardware=H100),))
+    assert Ranking(question).rival(entry, [finalist]) == (goodput, 8.0)
+    assert Ranking(question).rival(CHEAP, [finalist]) is None
+    per_device = Ranking(replace(question, objective=Objective.RATE_PER_DEVICE))
+    assert per_device.rival(entry, [finalist]) == (goodput, 4.0)
+    asked = Ranking(replace(question, objective=Objective.FEWEST_DEVICES, rate=5.0))
+    assert asked.rival(entry, [finalist]) is None

@@ -1,16 +1,9 @@
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
-import psutil
 import pytest
 
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
@@ -32,13 +25,12 @@ from pdserve.planner.search.plan import (
 from pdserve.planner.search.search import find_plan
 from pdserve.planner.wording import share
 from pdserve.planner.workload.presets import preset
-from tests.patience import HANG_S
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, UnitRateRequests
 
 WORKLOAD = PoissonWorkload(1500, 20)
 POLICIES = (DEFAULT_POLICY, "round-robin")
-LITTLE = Effort(screen_requests=200, final_requests=240, num_screened=4, num_finalists=2, tolerance=0.1)
-MORE = replace(LITTLE, final_requests=600)
+LITTLE = Effort(screen_requests=200, final_requests=160, num_screened=4, num_finalists=2, tolerance=0.1)
+MORE = replace(LITTLE, final_requests=400)
 
 
 def a_question(
@@ -56,8 +48,14 @@ def a_question(
 
 
 @cache
+def a_search() -> tuple[Plan, list[tuple[float, str]]]:
+    """A plan, and the progress of its search."""
+    heard: list[tuple[float, str]] = []
+    return find_plan(a_question(), WORKLOAD, num_processes=1, progress=lambda *news: heard.append(news)), heard
+
+
 def a_plan() -> Plan:
-    return find_plan(a_question(), WORKLOAD, num_processes=1)
+    return a_search()[0]
 
 
 def test_every_layout_is_ranked_and_none_is_dropped() -> None:
@@ -108,14 +106,14 @@ def test_losers_say_why() -> None:
 
 
 def test_no_more_is_simulated_than_a_trace_has() -> None:
-    limited = find_plan(replace(a_question(), effort=replace(LITTLE, most_requests=200)), WORKLOAD, num_processes=1)
+    limited = find_plan(replace(a_question(), effort=replace(LITTLE, most_requests=150)), WORKLOAD, num_processes=1)
     runs = [
         point.num_requests // point.num_runs
         for candidate in limited.candidates
         if candidate.goodput
         for point in candidate.goodput.points
     ]
-    assert set(runs) == {200}
+    assert set(runs) == {150}
 
 
 def test_a_large_fleet_has_as_many_requests_as_its_runs_take() -> None:
@@ -126,12 +124,14 @@ def test_a_large_fleet_has_as_many_requests_as_its_runs_take() -> None:
 
 
 def test_of_two_kinds_a_colocated_layout_takes_one_and_that_is_said() -> None:
-    fleet = tuple(Supply(hardware=hardware(name), devices_per_node=1) for name in ("h100", "a100"))
+    kinds = (hardware("h100"), replace(hardware("a100"), pipeline_depth=1))
+    fleet = tuple(Supply(hardware=kind, devices_per_node=1) for kind in kinds)
     plan = find_plan(replace(a_question(), fleet=fleet), WORKLOAD, num_processes=1)
     assert {candidate.layout.num_devices for candidate in plan.candidates if candidate.layout.is_colocated} == {1}
     assert any("A colocated layout uses one" in note for note in plan.notes)
     assert any("KV crosses the network between workers on different hosts" in note for note in plan.notes)
-    assert not any("A colocated layout uses one" in note for note in a_plan().notes)
+    assert any("Assumes no guesses" in note for note in plan.notes), "workers of the second kind may guess"
+    assert a_plan().notes == ()
 
 
 def test_the_verdict_weighs_both_kinds() -> None:
@@ -196,18 +196,19 @@ class OnlyShortRunsAreEasy(PoissonWorkload):
 
 @pytest.mark.parametrize("objective", [Objective.RATE, Objective.FEWEST_DEVICES])
 def test_an_slo_that_only_short_runs_meet_names_the_best_that_was_seen(objective: Objective) -> None:
-    slo = SloConfig(ttft_seconds=0.1, tpot_seconds=0.02)
+    question = a_question(objective, rate=1.0, slo=SloConfig(ttft_seconds=0.1, tpot_seconds=0.02))
+    question = replace(question, space=replace(question.space, tensor_parallel=(1,)))
     with pytest.raises(InfeasibleSloError, match=r"no layout meets TTFT 100 ms .* any rate, the best was \d\d"):
-        find_plan(a_question(objective, rate=1.0, slo=slo), OnlyShortRunsAreEasy(1500, 20), num_processes=1)
+        find_plan(question, OnlyShortRunsAreEasy(1500, 20), num_processes=1)
 
 
 def test_figures_are_of_the_policy_that_will_serve() -> None:
     """What was found is what the router's policy attains; another policy attains something else."""
-    question = replace(a_question(num_devices=4), effort=MORE)
+    question = a_question()
     plans = [find_plan(replace(question, policy=each), WORKLOAD, num_processes=1) for each in POLICIES]
     for policy, plan in zip(POLICIES, plans, strict=True):
         assert plan.best.goodput is not None
-        trial = Trial(model=LLAMA_3_8B, layout=plan.best.layout, slo=SLO, policy=policy, num_requests=600)
+        trial = Trial(model=LLAMA_3_8B, layout=plan.best.layout, slo=SLO, policy=policy, num_requests=160)
         assert Runner(WORKLOAD).attainment(trial, plan.best.rate) == plan.best.goodput.at_rate
     usual, other = plans
     assert usual.best.rate > 1.02 * other.best.rate
@@ -215,13 +216,13 @@ def test_figures_are_of_the_policy_that_will_serve() -> None:
     assert other.notes == ("Planned for the router's policy round-robin.",)
 
 
-@pytest.mark.parametrize(("most_requests", "more"), [(None, "--requests"), (240, "a trace of")])
+@pytest.mark.parametrize(("most_requests", "more"), [(None, "--requests"), (160, "a trace of")])
 def test_a_highest_rate_of_too_few_requests_is_refused_and_a_required_one_is_noted(
     most_requests: int | None, more: str
 ) -> None:
-    """A TTFT objective of 5 s asks for runs of 37.5 s; 240 requests at what two devices serve take a tenth of that."""
+    """A TTFT objective of 5 s asks for runs of 37.5 s; 160 requests at what two devices serve take a tenth of that."""
     effort, slo = replace(LITTLE, most_requests=most_requests), SloConfig(ttft_seconds=5, tpot_seconds=0.1)
-    too_few = r"240 requests are too few to find the highest rate of [12] x"
+    too_few = r"160 requests are too few to find the highest rate of [12] x"
     with pytest.raises(InfeasibleError, match=rf"{too_few} .* takes 37.5 s to reach a steady state; plan with {more}"):
         find_plan(replace(a_question(slo=slo), effort=effort), WORKLOAD, num_processes=1)
     required = replace(a_question(Objective.FEWEST_DEVICES, 1.0, slo), effort=effort)
@@ -263,6 +264,7 @@ def test_where_handoffs_meet_no_objective_the_plan_is_colocated() -> None:
     question = replace(
         a_question(slo=SloConfig(ttft_seconds=0.5, tpot_seconds=0.03)),
         fleet=(Supply(hardware=slow, num_nodes=4, devices_per_node=1),),
+        effort=replace(LITTLE, final_requests=240),
     )
     plan = find_plan(question, PoissonWorkload(4000, 6, 0.3), num_processes=1)
     assert plan.best.layout.is_colocated
@@ -308,49 +310,15 @@ def test_where_all_that_seemed_to_serve_the_rate_do_not_more_devices_are_tried()
 def test_the_chunk_budget_of_colocated_workers_is_tuned(tpot_seconds: float, is_short: bool) -> None:
     space = Space(pipeline_parallel=(1,), tensor_parallel=(1,), may_disaggregate=False)
     slo = SloConfig(ttft_seconds=1.0, tpot_seconds=tpot_seconds)
-    question = replace(a_question(slo=slo, num_devices=1), space=space, effort=replace(LITTLE, final_requests=800))
-    best = find_plan(question, PoissonWorkload(1500, 40), num_processes=1).best
-    assert best.layout.mixed is not None
-    assert (best.layout.mixed.max_batch_tokens == 512) is is_short
+    question = replace(
+        a_question(slo=slo, num_devices=1), space=space, effort=replace(LITTLE, final_requests=800, tolerance=0.3)
+    )
+    (only,) = find_plan(question, PoissonWorkload(1500, 40), num_processes=1).candidates
+    assert only.layout.mixed is not None
+    assert (only.layout.mixed.max_batch_tokens == 512) is is_short
 
 
 def test_progress_rises_from_nothing_to_all() -> None:
-    heard: list[tuple[float, str]] = []
-    find_plan(a_question(num_devices=1), WORKLOAD, num_processes=1, progress=lambda *news: heard.append(news))
-    fractions = [fraction for fraction, _ in heard]
+    fractions = [fraction for fraction, _ in a_search()[1]]
     assert fractions == sorted(fractions)
     assert (fractions[0], fractions[-1]) == (0.0, 1.0)
-
-
-_SCRIPT = """
-from tests.planner.search.test_search import a_question, WORKLOAD
-from pdserve.planner.search.search import find_plan
-if __name__ == "__main__":
-    find_plan(a_question(num_devices=8), WORKLOAD, num_processes=2, progress=lambda *news: print(*news, flush=True))
-"""
-
-
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_search_that_is_cut_short_leaves_no_process(tmp_path: Path, ending: signal.Signals) -> None:
-    script = tmp_path / "plan_for_long.py"
-    script.write_text(_SCRIPT)
-    root = str(Path(__file__).parents[3])
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": root},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    while "screening: 1 of" not in process.stdout.readline():
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert children
-    process.send_signal(ending)
-    process.communicate(timeout=HANG_S)
-    deadline_s = time.monotonic() + HANG_S
-    while any(child.is_running() for child in children) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert not [child for child in children if child.is_running()]

@@ -19,7 +19,7 @@ from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.metrics import NO_TENANT
 from pdserve.contracts.request import FinishReason
 from pdserve.router.http import asgi, unsupported_fields
-from pdserve.router.http.json_body import MAX_CONTAINERS, MAX_MEMBERS
+from pdserve.router.http.json_body import MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES
 from pdserve.router.http.schema import ChatBody, CompletionBody
 from pdserve.router.requests.request import GenerationError
 from tests.patience import HANG_S
@@ -227,6 +227,16 @@ def test_an_overloaded_cluster_says_when_to_come_back(edge: EdgeServer, http: ht
     assert error_of(answer) == {
         "message": "full", "type": "rate_limit_error", "param": None, "code": "rate_limit_exceeded"
     }  # fmt: skip
+
+
+def test_a_prompt_may_have_as_many_ids_as_the_model_takes(http: httpx.Client, edge: EdgeServer) -> None:
+    body = {"prompt": [7] * (MAX_VALUES + 1), "max_tokens": 1}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert f"more than {MAX_VALUES} values" in answer.text
+    edge.generator.max_model_len = MAX_VALUES + 2
+    edge.say("x")
+    assert http.post("/v1/completions", json=body).status_code == 200
 
 
 def test_without_a_worker_requests_are_503(edge: EdgeServer, http: httpx.Client) -> None:

@@ -1,4 +1,4 @@
-"""Ten thousand malformed bodies: each is answered or refused in OpenAI's format, and the edge keeps serving."""
+"""Four thousand malformed bodies: each is answered or refused in OpenAI's format, and the edge keeps serving."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ from tests.router.http.test_tools import TEMPLATE
 from tests.router.small_tokenizers import EOS_ID, write_tokenizer
 from tests.router.sse import data_of
 
-NUM_BODIES = 5_000
+NUM_BODIES = 2_000
 """Bodies per route."""
-"""Seconds for one answer, which takes about a millisecond."""
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES = "/v1/messages"
@@ -175,7 +174,7 @@ def test_odd_bodies_of_other_apis(app: FastAPI, path: str) -> None:
 
     async def run() -> Counter[int]:
         statuses = Counter[int]()
-        for _ in range(NUM_BODIES // 5):
+        for _ in range(NUM_BODIES // 2):
             body = random.choice(bodies)
             for _ in range(random.randrange(3)):
                 body = mutated(random, body)
@@ -187,5 +186,5 @@ def test_odd_bodies_of_other_apis(app: FastAPI, path: str) -> None:
         return statuses
 
     statuses = asyncio.run(run())
-    assert statuses[200] > NUM_BODIES // 50
+    assert statuses[200] > NUM_BODIES // 20
     assert statuses[400] > NUM_BODIES // 20

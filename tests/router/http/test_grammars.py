@@ -27,6 +27,7 @@ KEYWORDS = [
     "propertyNames", "required", "type", "uniqueItems",
 ]  # fmt: skip
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CITY_TEXT = json.dumps(CITY, separators=(",", ":"))
 
 
 def chat(**fields: object) -> ChatBody:
@@ -43,9 +44,9 @@ def json_schema(schema: object) -> dict[str, object]:
         ({}, None),
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, Grammar(GrammarKind.JSON_SCHEMA, ANY_OBJECT)),
-        ({"response_format": json_schema(CITY)}, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(CITY))),
-        ({"structured_outputs": {"json": CITY}}, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(CITY))),
-        ({"structured_outputs": {"json": json.dumps(CITY)}}, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(CITY))),
+        ({"response_format": json_schema(CITY)}, Grammar(GrammarKind.JSON_SCHEMA, CITY_TEXT)),
+        ({"structured_outputs": {"json": CITY}}, Grammar(GrammarKind.JSON_SCHEMA, CITY_TEXT)),
+        ({"structured_outputs": {"json": json.dumps(CITY)}}, Grammar(GrammarKind.JSON_SCHEMA, CITY_TEXT)),
         ({"structured_outputs": {"json_object": True}}, Grammar(GrammarKind.JSON_SCHEMA, ANY_OBJECT)),
         ({"structured_outputs": {"regex": "a+", "json": None}}, Grammar(GrammarKind.REGEX, "a+")),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, Grammar(GrammarKind.EBNF, 'root ::= "a"')),
@@ -72,7 +73,8 @@ def test_a_request_has_the_grammar_that_it_names(fields: dict[str, object], gram
         ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex", "should be a text"),
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", "list of texts"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "list of texts"),
-        ({"structured_outputs": {"json": '{"const": "\\ud800"}'}}, "structured_outputs", "surrogate"),
+        ({"structured_outputs": {"json": '{"const": "\\ud800"}'}}, "structured_outputs.json", "is not JSON"),
+        ({"structured_outputs": {"regex": "\ud800"}}, "structured_outputs", "surrogate"),
         ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs", f"{MAX_GRAMMAR_BYTES} are supported"),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},

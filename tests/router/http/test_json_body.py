@@ -94,7 +94,7 @@ def read(data: bytes, model: type[Body]) -> Body:
 
 
 def count(data: bytes, piece_bytes: int) -> None:
-    structure = Structure()
+    structure = Structure(json_body.MAX_VALUES)
     for start in range(0, len(data), piece_bytes):
         structure.add(data[start : start + piece_bytes])
 
@@ -124,6 +124,18 @@ def test_arguments_of_too_many_values_are_refused_unread(
     with pytest.raises(ApiError, match="Calls may have 65536 values at most") as raised:
         read(json.dumps(body).encode(), ChatBody)
     assert raised.value.param == "messages"
+
+
+@pytest.mark.parametrize("calls_of_a_message", [1, 128])
+def test_calls_are_counted_before_one_is_read(calls_of_a_message: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [{"function": {"name": "f", "arguments": "{}"}}] * calls_of_a_message
+    message = {"role": "assistant", "tool_calls": calls}
+    body = {"messages": [message] * (messages.MAX_CALLS // calls_of_a_message)}
+    assert read_body(json.dumps(body).encode(), ChatBody)
+    body["messages"].append({**message, "tool_calls": calls[:1]})
+    monkeypatch.setattr(messages, "call_arguments", None)
+    with pytest.raises(ApiError, match="There may be 4096 calls at most"):
+        read_body(json.dumps(body).encode(), ChatBody)
 
 
 def counts(value: object) -> tuple[int, int, int]:

@@ -112,6 +112,15 @@ def test_a_folder_that_is_gone_for_a_while_costs_the_lines_of_that_while_only(
     assert caplog.text.count("cannot be written") == 1
 
 
+def test_a_full_disk_is_told_of_once(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    log = RequestLog(Path("/dev/full"))
+    for request_id in ("lost", "lost, too"):
+        log.write(record(request_id))
+    log.close()
+    assert caplog.text.count("cannot be written, and its lines are lost until it can") == 1
+    assert not capfd.readouterr().err
+
+
 def test_a_disk_that_hangs_stops_nobody_and_lines_beyond_the_bound_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -59,6 +59,13 @@ def test_an_answer_that_is_cut_is_incomplete(server: EdgeServer, client: openai.
     assert response.output[0].status == "incomplete"  # type: ignore[union-attr]
 
 
+def test_an_integral_limit_comes_back_as_an_integer(server: EdgeServer) -> None:
+    """Typed clients read no 16.0."""
+    server.say("an answer")
+    answer = httpx.post(f"{server.url}/v1/responses", json={"input": "hi", "max_output_tokens": 16.0})
+    assert '"max_output_tokens":16,' in answer.text
+
+
 def test_a_call_and_its_output_go_round(server: EdgeServer, client: openai.OpenAI) -> None:
     server.say(f"<think>hm</think>I look. {CALL}{CALL}")
     asked: Any = [{"role": "user", "content": [{"type": "input_text", "text": "Weather in Oslo?"}]}]

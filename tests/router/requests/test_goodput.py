@@ -180,6 +180,32 @@ def test_a_decode_worker_prefills_only_while_its_mean_step_meets_tpot() -> None:
     assert set(chosen[num_local:]) == {"prefill-0"}
 
 
+def test_behind_a_full_link_prompts_are_computed_where_they_decode() -> None:
+    """Pulls between hosts take as long as prompts, so that those placed at once wait for each other."""
+    policy = Goodput(COSTS, tpot_slo_s=0.05)
+
+    def chosen(request_id: int, host: str) -> str:
+        one = arrival(request_id, 1000, ttft_s=2.0)._replace(tpot_slo_s=0.05)
+        return placed(policy, one, P0, D0._replace(host=host)).worker_id
+
+    assert {chosen(number, P0.host) for number in range(20)} == {"prefill-0"}, "within a host none waits"
+    assert chosen(20, "there") == "decode-0"
+    for number in range(20):
+        policy.decoding(number, 0.0, 1, D0)
+    assert chosen(21, "there") == "prefill-0"
+
+
+def test_pulls_that_waited_for_others_correct_no_prediction() -> None:
+    policy = Goodput(COSTS, tpot_slo_s=0.05)
+    for number in range(2):
+        placed(policy, arrival(number, 1000), P0, D0)
+        policy.pulled(WorkerRole.DECODE, 1000, 1.0, same_host=True)
+        if not number:
+            factor = policy.pull_corrections[True].factor
+    assert factor > 1
+    assert policy.pull_corrections[True].factor == factor
+
+
 def test_short_answers_stand_fewer_prefills_beside_them() -> None:
     queue = P0._replace(num_waiting_tokens=40_000)
     busy = D0._replace(num_decoding=8, num_context_tokens=8000)
@@ -608,7 +634,7 @@ def test_answers_that_a_prefill_beside_them_delays_count_against_it() -> None:
     policy, one = Goodput(COSTS, tpot_slo_s=1.1 * STEP_S), arrival(1, 4000, ttft_s=10.0)
     view = policy._updated(with_answers(policy, D0, 16, late_s=0.0))
     there = policy._decode_option(one, view, {})
-    option = policy._prefill_option(one, view, there, 0.0, 0, 0.0)
+    option = policy._prefill_option(one, view, there, None, 0, 0.0)
     delayed = view.misses_of_delay(option.prefill_s, policy._lengths)
     assert delayed > 0.01
     assert option.gain == pytest.approx(there.gain(option.chance) - SLACK_MISSES * option.ttft_s / 10.0)

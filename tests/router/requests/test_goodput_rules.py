@@ -17,6 +17,7 @@ from pdserve.router.requests.goodput_rules import (
     HeldTurns,
     Joining,
     PrefillCost,
+    Pulls,
     RetryTimes,
     chance,
     handoff_score,
@@ -58,6 +59,28 @@ def test_those_that_join_are_divided_among_workers() -> None:
     joining.remove(1)
     assert (len(joining), joining.part_of(1)) == (1, (1, 300))
     assert joining.part_of(0) == (0.0, 0.0)
+
+
+def test_pulls_wait_on_the_link_that_has_most_to_carry() -> None:
+    pulls = Pulls()
+    pulls.add(1, "prefill-0", 100)
+    pulls.add(2, "prefill-1", 300)
+    assert (pulls.num_tokens("prefill-0", 2), pulls.num_tokens("prefill-1", 2)) == (200, 300)
+    pulls.remove(2)
+    pulls.remove(2)
+    assert (pulls.num_tokens("prefill-0", 2), pulls.num_tokens("prefill-1", 2)) == (100, 50)
+
+
+def test_pulls_that_are_pending_together_may_wait_for_each_other() -> None:
+    pulls, are_shared = Pulls(), list[bool]()
+    for request_id in (1, 2):
+        pulls.add(request_id, "prefill-0", 100)
+        are_shared.append(pulls.is_shared)
+    for request_id in (1, 2):
+        are_shared.append(pulls.is_shared)
+        pulls.remove(request_id)
+    pulls.add(3, "prefill-0", 100)
+    assert [*are_shared, pulls.is_shared] == [False, True, True, True, False]
 
 
 def test_prefill_costs_what_it_has_cost_of_late() -> None:

@@ -25,6 +25,15 @@ def test_lengths_are_learned() -> None:
     assert lengths.remaining[MAX_LENGTH] == 1.0
 
 
+def test_the_chance_of_few_steps_is_that_of_short_answers() -> None:
+    lengths = Lengths()
+    for num_tokens in (1, 2, 5, 5) * 500:
+        lengths.add(num_tokens)
+    counted(lengths, 0, 0)
+    chances = [lengths.chance_of_steps(most) for most in (0.9, 1.0, 3.9, 4.0, 1e9)]
+    assert chances == pytest.approx([0.0, 0.25, 0.25, 0.75, 0.75], abs=0.02)
+
+
 def test_a_count_is_due_now_and_then() -> None:
     lengths = Lengths()
     due = [lengths.is_due(100) for _ in range(CHANGES_PER_COUNT)]
