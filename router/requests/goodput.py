@@ -221,9 +221,9 @@ class Goodput(Placement):
             self._num_answers += 1
             self._count_lengths()
 
-    def pulled(self, role: WorkerRole, num_tokens: int, seconds: float, *, same_host: bool) -> None:
-        if not self._pulls.is_shared:  # the wait for others is no error of the prediction
-            super().pulled(role, num_tokens, seconds, same_host=same_host)
+    def pulled(self, role: WorkerRole, num_tokens: int, seconds: float, source_id: str, *, same_host: bool) -> None:
+        if not self._pulls.are_shared(source_id):  # the wait for others is no error of the prediction
+            super().pulled(role, num_tokens, seconds, source_id, same_host=same_host)
 
     def prefix_failed(self, worker_id: str, until_s: float) -> None:
         self._prefix_sources.leave(worker_id, until_s)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from math import exp, inf, tanh
 
+from pdserve.contracts.worker_config import whole_worker_id
 from pdserve.router.requests.placement import Arrival
 
 TPOT_SPREAD = 0.05
@@ -73,13 +74,13 @@ class Pulls:
     def __init__(self) -> None:
         self._pulls: dict[int, tuple[str, int]] = {}
         """Id of the worker that computes a prompt, and tokens pulled from it, by request id."""
-        self.is_shared = False
-        """Those that are pending may have waited for each other."""
         self._from: Counter[str] = Counter()
         """Tokens by id of the worker."""
+        self._shared: set[str] = set()
+        """Ids of workers from which those that are pending may have waited for each other."""
 
     def add(self, request_id: int, worker_id: str, num_tokens: int) -> None:
-        self.is_shared = len(self._pulls) > 0
+        (self._shared.add if self._from[worker_id] else self._shared.discard)(worker_id)
         self._pulls[request_id] = worker_id, num_tokens
         self._from[worker_id] += num_tokens
 
@@ -88,6 +89,10 @@ class Pulls:
         self._from[worker_id] -= num_tokens
         if not self._from[worker_id]:
             del self._from[worker_id]
+
+    def are_shared(self, source_id: str) -> bool:
+        """Whether those from a worker, of which this is the whole id, may have waited for each other."""
+        return any(whole_worker_id(worker_id) == source_id for worker_id in self._shared)
 
     def num_tokens(self, worker_id: str, num_decode: int, num_after: int) -> float:
         """Tokens on the link of a worker, or on that of each of so many decode workers, whichever has more, before

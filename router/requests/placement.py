@@ -240,8 +240,9 @@ class Placement:
     def decoding(self, request_id: int, began_s: float, num_tokens: int, worker: WorkerSnapshot) -> None:
         """An answer, ``num_tokens`` long so far since ``began_s``, decodes on ``worker`` from now on."""
 
-    def pulled(self, role: WorkerRole, num_tokens: int, seconds: float, *, same_host: bool) -> None:
-        """A worker pulled the KV of so many tokens, and held it ``seconds`` after its last block was granted."""
+    def pulled(self, role: WorkerRole, num_tokens: int, seconds: float, source_id: str, *, same_host: bool) -> None:
+        """A worker pulled the KV of so many tokens from another, and held it ``seconds`` after its last block was
+        granted. ``source_id``: of the whole worker, if that has micro-batches."""
         predicted_s = self.costs[role].pull_s(num_tokens, same_host=same_host)
         self.pull_corrections[same_host].observe(predicted_s, seconds)
 

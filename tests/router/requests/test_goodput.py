@@ -220,14 +220,12 @@ def test_what_decode_workers_cache_or_will_have_for_a_sibling_is_not_pulled(is_s
 
 
 def test_pulls_that_waited_for_others_correct_no_prediction() -> None:
-    policy = Goodput(COSTS, tpot_slo_s=0.05)
-    for number in range(2):
-        placed(policy, arrival(number, 1000), P0, D0)
-        policy.pulled(WorkerRole.DECODE, 1000, 1.0, same_host=True)
-        if not number:
-            factor = policy.pull_corrections[True].factor
-    assert factor > 1
-    assert policy.pull_corrections[True].factor == factor
+    policy, factors = Goodput(COSTS, tpot_slo_s=0.05), [1.0]
+    for number, source in enumerate((P0, P0, P1)):
+        placed(policy, arrival(number, 1000), source, D0)
+        policy.pulled(WorkerRole.DECODE, 1000, 1.0, source.worker_id, same_host=True)
+        factors.append(policy.pull_corrections[True].factor)
+    assert factors[0] < factors[1] == factors[2] < factors[3], "those from another worker do not wait"
 
 
 def test_short_answers_stand_fewer_prefills_beside_them() -> None:
