@@ -65,7 +65,7 @@ def run(arguments: list[str]) -> int:
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx else "pdserve"
         said = error.format_message()
-        instead = _quoted(arguments) or remedy(command, said)
+        instead = remedy(command, said) or _quoted(arguments)
         return _fail(2, f"{said}{instead and f'; {instead}'} (see {command} --help)")
     except ConfigError as error:
         split = _quoted(arguments)
@@ -78,11 +78,12 @@ def run(arguments: list[str]) -> int:
 
 
 def _quoted(arguments: list[str]) -> str:
-    """Remedy for a value of ``--set`` that a shell may have split at its spaces; empty if none is followed by words."""
+    """Remedy for a value of ``--set`` that a shell may have split at its spaces; empty if no words follow one, or a
+    deployment file does."""
     for index, argument in enumerate(arguments):
         setting, *rest = arguments[index + 1 :] or [""]
         words = [*itertools.takewhile(lambda word: not word.startswith("-"), rest)]
-        if argument == "--set" and words and not Path(words[0]).exists():
+        if argument == "--set" and words and Path(words[0]).suffix not in (".yaml", ".yml"):
             return f"shells split at spaces: quote what belongs together, --set '{' '.join([setting, *words])}'"
     return ""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from math import ceil
 from statistics import fmean
 from typing import NamedTuple
@@ -19,12 +18,16 @@ from pdserve.router.requests.demand import Demand
 
 WINDOW_S = 5.0
 """Between two looks at the demand."""
-NUM_WINDOWS_UP, NUM_WINDOWS_DOWN = 2, 12
-"""Successive windows that need more workers before some are added, or fewer before some leave."""
 PREFILL_SHARE = 0.7
 """Share of the time of prefill workers that arriving prompts may take: what is left keeps queues short."""
 START_S = 30.0
-"""For so long a need that grows is expected to grow on: until a worker that starts now serves."""
+"""Until a worker that starts now serves. A need is a mean over that time, as it cannot meet a shorter one, and a need
+that grows is expected to grow on for so long."""
+NUM_WINDOWS_MEAN, NUM_WINDOWS_MINUTE = int(START_S / WINDOW_S), int(60 / WINDOW_S)
+NUM_WINDOWS_DOWN = 2 * NUM_WINDOWS_MINUTE
+"""Successive windows in which all means need fewer workers before some leave."""
+NUM_WINDOWS_KNOWN = 2
+"""From which a mean is taken while there are no more."""
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 ROLES = (PREFILL, DECODE)
 
@@ -72,12 +75,11 @@ class Autoscaler:
         seconds = now_s - before_s
         prefill = max(0.0, demand.prefill_s - before.prefill_s) / seconds / PREFILL_SHARE
         decode = (demand.num_answers - before.num_answers) * demand.answer_s / seconds
-        # What waits is to be gone within the time for which a worker stays at least.
-        stay_s = NUM_WINDOWS_DOWN * WINDOW_S
+        # What waits is to be gone within a minute.
         self._needs.append(
             {
-                PREFILL: prefill + demand.waiting_s / stay_s,
-                DECODE: max(decode + demand.num_waiting * demand.answer_s / stay_s, demand.num_full),
+                PREFILL: prefill + demand.waiting_s / 60,
+                DECODE: max(decode + demand.num_waiting * demand.answer_s / 60, demand.num_full),
             }
         )
 
@@ -92,15 +94,15 @@ class Autoscaler:
         self._replicas = dict(replicas)
         decode = self._wanted(DECODE, replicas[DECODE])
         wanted = {PREFILL: self._wanted(PREFILL, replicas[PREFILL], decode), DECODE: decode}
-        is_known = len(self._needs) >= NUM_WINDOWS_UP
+        is_known = len(self._needs) >= NUM_WINDOWS_KNOWN
         for role, other in (ROLES, ROLES[::-1]):  # a worker that is spare takes a role before another starts
             lacking = wanted[role] - replicas[role]
             if lacking > 0 and is_known and other in self._bounds and wanted[other] == replicas[other]:
-                needed = max(self._bounds[other].least, self._whole(other, self._lasting, wanted[DECODE]))
+                needed = max(self._bounds[other].least, self._whole(other, self._soon, wanted[DECODE]))
                 wanted[other] -= min(lacking, max(0, replicas[other] - needed))
         if most_workers is not None and sum(wanted.values()) > most_workers and self._needs:
-            # Roles that both lack workers take one from the other once in that time at most, or chance moves it about.
-            is_soon = sum(replicas.values()) == most_workers and self._num_since_change < NUM_WINDOWS_DOWN
+            # Roles that both lack workers take one from the other once a minute at most, or chance moves it about.
+            is_soon = sum(replicas.values()) == most_workers and self._num_since_change < NUM_WINDOWS_MINUTE
             wanted = dict(replicas) if is_soon else self._shared(wanted, most_workers)
         if all(wanted[role] == replicas[role] for role in ROLES):
             return None
@@ -112,7 +114,7 @@ class Autoscaler:
         if role not in self._bounds:
             return count
         least, most = self._bounds[role]
-        up = self._whole(role, self._soon, num_decode) if len(self._needs) >= NUM_WINDOWS_UP else 0
+        up = self._whole(role, self._soon, num_decode) if len(self._needs) >= NUM_WINDOWS_KNOWN else 0
         is_settled = len(self._needs) == NUM_WINDOWS_DOWN <= self._num_since_change
         down = self._whole(role, self._lasting, num_decode) if is_settled else count
         return min(most, max(least, up if up > count else min(down, count)))
@@ -125,29 +127,31 @@ class Autoscaler:
         return int(need) if is_spare else ceil(need)
 
     def _soon(self, role: WorkerRole) -> float:
-        """What the last windows needed, and growth adds to it."""
-        return self._smoothed(role)[-1] + self._growth(role)
-
-    def _smoothed(self, role: WorkerRole) -> list[float]:
-        """Means of two windows."""
-        return [(one[role] + two[role]) / 2 for one, two in pairwise(self._needs)]
+        """The newest mean, and growth adds to it."""
+        return self._means(role)[-1] + self._growth(role)
 
     def _lasting(self, role: WorkerRole) -> float:
-        """The most that windows of the last minute needed, and growth adds to it."""
-        return max(self._smoothed(role)) + self._growth(role)
+        """The largest mean, and growth adds to it."""
+        return max(self._means(role)) + self._growth(role)
+
+    def _means(self, role: WorkerRole) -> list[float]:
+        needs = [each[role] for each in self._needs]
+        ends = range(min(NUM_WINDOWS_MEAN, len(needs)), len(needs) + 1)
+        return [fmean(needs[max(0, end - NUM_WINDOWS_MEAN) : end]) for end in ends]
 
     def _growth(self, role: WorkerRole) -> float:
         """By how much the need will have grown in `START_S`, as it did from each third of the last minute to the next.
         A step grows once, and so does chance: that counts for half at most, and seldom."""
-        needs, third = [each[role] for each in self._needs], NUM_WINDOWS_DOWN // 3
-        if len(needs) < NUM_WINDOWS_DOWN:
+        third = NUM_WINDOWS_MINUTE // 3
+        needs = [each[role] for each in self._needs][-NUM_WINDOWS_MINUTE:]
+        if len(needs) < NUM_WINDOWS_MINUTE:
             return 0.0
-        first, second, last = (fmean(needs[begin : begin + third]) for begin in range(0, NUM_WINDOWS_DOWN, third))
+        first, second, last = (fmean(needs[begin : begin + third]) for begin in range(0, NUM_WINDOWS_MINUTE, third))
         return max(0.0, min(second - first, last - second)) * START_S / (third * WINDOW_S)
 
     def _shared(self, wanted: Replicas, most_workers: int) -> dict[WorkerRole, int]:
         """Numbers with that sum, so that the role with the least for its need has the most."""
-        needs = {role: max(1e-9, min(each[role] for each in [*self._needs][-NUM_WINDOWS_UP:])) for role in ROLES}
+        needs = {role: max(1e-9, min(each[role] for each in [*self._needs][-NUM_WINDOWS_KNOWN:])) for role in ROLES}
         (first, last) = (self._bounds.get(role, Bounds(wanted[role], wanted[role])) for role in ROLES)
         counts = [
             count for count in range(first.least, first.most + 1) if last.least <= most_workers - count <= last.most

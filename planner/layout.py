@@ -67,7 +67,7 @@ class Pool:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: bool = False
-    """As in `pdserve.contracts.deployment.PhaseConfig`; plans have none."""
+    """As in `pdserve.contracts.deployment.PhaseConfig`; plans have it where experts do not divide."""
     max_batch_tokens: int = 2048
     max_batch_size: int = 256
     num_kv_blocks: int = 0
@@ -76,6 +76,12 @@ class Pool:
     """Share of a device's memory for a worker; workers of one device with at most half of it share devices."""
     guesses: Guesses | None = None
     """``None``: answers are computed one token at a time, as in all plans."""
+
+    @property
+    def degrees(self) -> str:
+        """Such as ``TP2 PP2``; with whole experts on each rank ``EP2 PP2``."""
+        tensor = f"{'EP' if self.expert_parallel else 'TP'}{self.tensor_parallel}"
+        return f"{tensor} PP{self.pipeline_parallel}" if self.pipeline_parallel > 1 else tensor
 
     @property
     def devices_per_worker(self) -> int:
@@ -203,5 +209,4 @@ _LETTERS = {WorkerRole.PREFILL: "P", WorkerRole.DECODE: "D", WorkerRole.MIXED: "
 
 
 def _describe(pool: Pool) -> str:
-    degrees = f"TP{pool.tensor_parallel}" + (f" PP{pool.pipeline_parallel}" if pool.pipeline_parallel > 1 else "")
-    return f"{pool.replicas} x {_LETTERS[pool.role]}({degrees})"
+    return f"{pool.replicas} x {_LETTERS[pool.role]}({pool.degrees})"

@@ -157,6 +157,9 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
             "policy": config.policy,
             # Sources are most of a device's text, and readers of the status do not need them.
             "kv_transport": config.kv_transport,
+            "expert_parallel": [
+                role.value for role, has_whole_experts in config.expert_parallel.items() if has_whole_experts
+            ],
             "devices": {role.value: asdict(replace(cost.hardware, sources={})) for role, cost in costs.items()},
         }
 

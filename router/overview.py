@@ -224,4 +224,5 @@ def _worker(worker: RemoteWorker) -> dict[str, Any]:
         "blocks_used": load.num_blocks_referenced,
         "blocks_cached": load.num_blocks_cached,
         "blocks": load.num_blocks_free + load.num_blocks_cached + load.num_blocks_referenced,
+        "tier_failure": load.tier_failure,
     }

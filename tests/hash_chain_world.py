@@ -408,14 +408,19 @@ class World:
         self._pulls.remove(pull)
         self.counts[f"{'prefix ' * bool(pull.order.prefix)}pull failed: {failure}"] += 1
         pull.node.transferred[list(pull.order.block_ids)] = 2
-        handle = pull.handle
-        source = self._offers[handle].node if pull.is_open and handle in self._offers else None
-        if source is not None and pull.order.prefix:
-            del self._offers[handle]
-            self._tell(source, lambda: source.scheduler.released(handle))
-        elif source is not None:
-            self._tell(source, lambda: source.scheduler.set_leased(handle, False))
+        self._leave_source(pull)
         self._tell(pull.node, lambda: self._pull_done(pull, PullResult(pull_id=pull.order.pull_id, failure=failure)))
+
+    def _leave_source(self, pull: _Pull) -> None:
+        """A lent prefix is given back; a parked prompt may be pulled again."""
+        offer = self._offers.get(pull.handle)
+        if not pull.is_open or offer is None:
+            return
+        if pull.order.prefix:
+            del self._offers[pull.handle]
+            self._tell(offer.node, partial(offer.node.scheduler.released, pull.handle))
+        else:
+            self._tell(offer.node, partial(offer.node.scheduler.set_leased, pull.handle, False))
 
     # Workers that end
 
@@ -428,9 +433,7 @@ class World:
         node.messages.clear()
         for pull in [pull for pull in self._pulls if pull.node is node]:
             self._pulls.remove(pull)
-            offer = self._offers.get(pull.order.source.handle)
-            if pull.is_open and offer is not None:
-                self._tell(offer.node, partial(offer.node.scheduler.set_leased, pull.order.source.handle, False))
+            self._leave_source(pull)
         self._offers = {handle: offer for handle, offer in self._offers.items() if offer.node is not node}
         self._alive = {(name, key) for name, key in self._alive if name != node.name}
         node.kill()

@@ -78,7 +78,7 @@ def show_worker(question: Question, traffic: Traffic, outputs: Outputs) -> int:
     found = {}
     for supply in question.fleet:
         pool = _smallest_worker(supply.hardware, question.model)
-        worker = f"{pool.hardware.name}, TP{pool.tensor_parallel} PP{pool.pipeline_parallel}"
+        worker = f"{pool.hardware.name}, {pool.degrees}"
         found[worker] = explain(
             question.model,
             pool,

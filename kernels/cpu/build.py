@@ -105,7 +105,8 @@ def build_library(compiler: str, folder: Path) -> Path:
         if not library.exists():
             for other in folder.glob(_library_name("*")):
                 if time.time() - other.stat().st_mtime > _MAX_UNUSED_S:
-                    other.unlink()  # a process that still runs keeps what it has mapped
+                    with suppress(OSError):  # of another user
+                        other.unlink()  # a process that still runs keeps what it has mapped
             with tempfile.TemporaryDirectory(dir=folder) as work:
                 _compile(compiler, Path(work) / library.name).replace(library)
     return library

@@ -7,7 +7,7 @@ Parses data that the caller fetched. Used by `pdserve plan --live`, with `pdserv
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
@@ -26,7 +26,7 @@ from pdserve.planner.workload.requests import Segment, SimulatedRequest
 from pdserve.planner.workload.traffic import Traffic
 from pdserve.planner.workload.workload import Workload
 
-_DEGREES = ("tensor_parallel", "pipeline_parallel")
+_DEGREES = ("tensor_parallel", "pipeline_parallel", "expert_parallel")
 """In these and in hardware the workers of a pool are alike."""
 _LIMITS = ("max_batch_tokens", "max_batch_size", "num_kv_blocks")
 """In these they may differ: a worker that had another role has those of its first pool. A pool has the least."""
@@ -44,6 +44,7 @@ class RunningWorker:
     hardware: str
     tensor_parallel: int
     pipeline_parallel: int
+    expert_parallel: bool
     precision: Precision
     max_model_len: int
     block_size: int
@@ -76,7 +77,8 @@ def running_cluster(status: Mapping[str, Any]) -> RunningCluster:
         LiveError: it is not a router's status, no worker is up, or their models differ.
     """
     try:
-        workers = _joined([_worker(each) for each in status["workers"] if each["up"]])
+        have_whole_experts = {WorkerRole(each) for each in status["expert_parallel"]}
+        workers = _joined([_worker(each, have_whole_experts) for each in status["workers"] if each["up"]])
         slo = from_plain(SloConfig, status["slo"], "the status")
         devices = read_value(dict[WorkerRole, Hardware], status["devices"], "the status", "devices")
         path, name = str(status["model"]["path"]), str(status["model"]["name"])
@@ -109,15 +111,16 @@ def _held(path: str, name: str, workers: Sequence[RunningWorker]) -> ModelConfig
     )
 
 
-def _worker(status: Mapping[str, Any]) -> RunningWorker:
-    limits = status["limits"]
+def _worker(status: Mapping[str, Any], have_whole_experts: Container[WorkerRole]) -> RunningWorker:
+    limits, role = status["limits"], WorkerRole(status["role"])
     return RunningWorker(
         worker_id=str(status["worker_id"]),
-        role=WorkerRole(status["role"]),
+        role=role,
         host=str(status["address"]).rpartition(":")[0],
         hardware=str(status["hardware"]),
         tensor_parallel=int(status["tensor_parallel"]),
         pipeline_parallel=int(status["pipeline_parallel"]),
+        expert_parallel=role in have_whole_experts,
         precision=from_plain(Precision, {name: status[name] for name in to_plain(Precision())}, "the status"),
         max_model_len=int(limits["max_model_len"]),
         block_size=int(limits["block_size"]),

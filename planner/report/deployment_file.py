@@ -31,7 +31,10 @@ from pdserve.planner.search.hosts import host_sentence, placed
 from pdserve.planner.search.plan import Candidate, Plan, Supply
 
 _MIB = 2**20
-_SHARED_KEYS = ("replicas", "tensor_parallel", "pipeline_parallel", "max_batch_tokens", "max_batch_size")
+_SHARED_KEYS = (
+    *("replicas", "tensor_parallel", "pipeline_parallel", "expert_parallel"),
+    *("max_batch_tokens", "max_batch_size"),
+)
 """Keys of a phase that a pool has too; but for ``kv_memory``, the others keep their defaults."""
 
 
@@ -125,7 +128,6 @@ def _pool(role: WorkerRole, phase: PhaseConfig, model: PlannedModel, devices: De
         role=role,
         hardware=devices.hardware,
         memory_fraction=phase.gpu_memory_utilization,
-        expert_parallel=phase.expert_parallel,
         **shared,
     )
     if not devices.kv_bytes:

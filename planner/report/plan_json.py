@@ -105,6 +105,7 @@ def _pool(pool: Pool) -> Json:
         "hardware": pool.hardware.name,
         "tensor_parallel": pool.tensor_parallel,
         "pipeline_parallel": pool.pipeline_parallel,
+        "expert_parallel": pool.expert_parallel,
         "max_batch_tokens": pool.max_batch_tokens,
         "max_batch_size": pool.max_batch_size,
     }

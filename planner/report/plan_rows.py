@@ -88,12 +88,9 @@ def pool_cells(candidate: Candidate) -> Iterator[tuple[str, ...]]:
 
 def _pool_cells(candidate: Candidate, figures: PoolFigures) -> tuple[str, ...]:
     pool = next(pool for pool in candidate.layout.pools if pool.role is figures.role)
-    degrees = f"{pool.replicas} x TP{pool.tensor_parallel}"
-    if pool.pipeline_parallel > 1:
-        degrees += f" PP{pool.pipeline_parallel}"
     return (
         wording.ROLE_NAMES[figures.role],
-        f"{degrees}, {pool.hardware.name}",
+        f"{pool.replicas} x {pool.degrees}, {pool.hardware.name}",
         wording.size(figures.weight_bytes_per_device),
         wording.size(figures.kv_bytes_per_device),
         wording.size(figures.memory_bytes_per_device),

@@ -87,5 +87,5 @@ def _explanation(plan: Plan, pool: Pool) -> str:
         f"<dt>{escape(line.name)}: <b>{escape(result_words(line))}</b></dt><dd>{escape(line.parts)}</dd>"
         for line in lines
     )
-    name = f"{wording.ROLE_NAMES[pool.role]} worker, TP{pool.tensor_parallel} PP{pool.pipeline_parallel}"
+    name = f"{wording.ROLE_NAMES[pool.role]} worker, {pool.degrees}"
     return f"<details><summary>A {name} on {escape(pool.hardware.name)}</summary><dl>{rows}</dl></details>"

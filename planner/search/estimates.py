@@ -149,7 +149,7 @@ class Estimator:
         self._demand = demand
         self._slo = slo
         self._figures: dict[Pool, WorkerFigures] = {}
-        self._costs: dict[tuple[Hardware, int, int], CostModel] = {}
+        self._costs: dict[tuple[Hardware, int, int, bool], CostModel] = {}
         self._queued: dict[Pool, float] = {}
 
     def figures(self, pool: Pool) -> WorkerFigures:
@@ -301,7 +301,7 @@ class Estimator:
         )
 
     def _cost(self, pool: Pool) -> CostModel:
-        key = (pool.hardware, pool.tensor_parallel, pool.pipeline_parallel)
+        key = (pool.hardware, pool.tensor_parallel, pool.pipeline_parallel, pool.expert_parallel)
         if key not in self._costs:
             self._costs[key] = pool.cost(self._model)
         return self._costs[key]

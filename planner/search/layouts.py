@@ -118,12 +118,13 @@ def _workers(question: Question, role: WorkerRole, budgets: Sequence[int]) -> li
                 hardware=supply.hardware,
                 tensor_parallel=tensor,
                 pipeline_parallel=pipeline,
+                expert_parallel=like is not None and like.expert_parallel,
                 max_batch_tokens=budget,
                 max_batch_size=batch_size,
             )
-            holds = _holds(pool, question.model)
-            if holds is not None:
-                workers.append(_Worker(pool, supply, holds))
+            divided = _divided(pool, question.model)
+            if divided is not None:
+                workers.append(_Worker(divided, supply, _holds(divided, question.model)))
     return workers
 
 
@@ -131,13 +132,21 @@ def _kind(pool: Pool) -> tuple[str, int, int]:
     return pool.hardware.name, pool.tensor_parallel, pool.pipeline_parallel
 
 
-def _holds(pool: Pool, model: PlannedModel) -> bool | None:
-    """Whether a worker has memory for the model; ``None`` if the model does not divide by its degrees."""
-    try:
-        cost = pool.cost(model)
-    except ValueError:
-        return None
-    return fits(pool, model, cost)
+def _divided(pool: Pool, model: PlannedModel) -> Pool | None:
+    """The worker, with whole experts on each rank if the model divides only so; ``None`` if it does not divide."""
+    for expert_parallel in (pool.expert_parallel, model.shape.num_experts > 0):
+        divided = replace(pool, expert_parallel=expert_parallel)
+        try:
+            divided.cost(model)
+        except ValueError:
+            continue
+        return divided
+    return None
+
+
+def _holds(pool: Pool, model: PlannedModel) -> bool:
+    """Whether a worker has memory for the model."""
+    return fits(pool, model, pool.cost(model))
 
 
 def _degrees(devices_per_node: int) -> list[int]:
@@ -229,13 +238,15 @@ def _too_large(
         remedy = "add devices"
     elif pool.devices_per_worker > given.devices_per_worker:
         degrees = {"tensor_parallel": pool.tensor_parallel, "pipeline_parallel": pool.pipeline_parallel}
-        remedy = " ".join(f"--set {given.role.value}.{key}={degree}" for key, degree in degrees.items() if degree > 1)
+        keys = [f"{key}={degree}" for key, degree in degrees.items() if degree > 1]
+        keys += ["expert_parallel=true"] * pool.expert_parallel
+        remedy = " ".join(f"--set {given.role.value}.{key}" for key in keys)
     else:
         remedy = f"raise {given.role.value}.gpu_memory_utilization or kv_memory"
     smaller = "int8 or int4" if scheme is None else "int4" if model.precision.quantization in ("int8", "fp8") else ""
     fewer_bytes = f", or use --set model.quantization={smaller}" if smaller else ""
     return (
-        f"{what}; the smallest worker for both is TP{pool.tensor_parallel} PP{pool.pipeline_parallel}, "
+        f"{what}; the smallest worker for both is {pool.degrees}, "
         f"{pool.devices_per_worker} x {pool.hardware.name}: {remedy}{fewer_bytes}"
     )
 
@@ -254,6 +265,7 @@ def smallest_worker(hardware: Hardware, model: PlannedModel) -> Pool | None:
             tensor_parallel=tensor,
             pipeline_parallel=pipeline,
         )
-        if _holds(pool, model):
-            return pool
+        divided = _divided(pool, model)
+        if divided is not None and _holds(divided, model):
+            return divided
     return None

@@ -165,7 +165,8 @@ class RemoteWorker(Worker):
                 self._cluster.metrics.observe_transfer(report, source, target)
             if report.num_tokens and not report.failure_stage:
                 is_same_host = report.source.rpartition(":")[0] == self.host
-                dispatcher.placement.pulled(self.role, report.num_tokens, report.seconds, same_host=is_same_host)
+                placement, num_tokens = dispatcher.placement, report.num_tokens
+                placement.pulled(self.role, num_tokens, report.seconds, source, same_host=is_same_host)
         endings = []
         for message in frame.events:
             event = event_from_proto(message)

@@ -18,10 +18,8 @@ from starlette.responses import Response
 
 from pdserve.router.requests.request import GenerationError
 
-if TYPE_CHECKING:
-    from fastapi import (
-        FastAPI,  # the supervisor reads keys with this module, and the import takes a quarter of a second
-    )
+if TYPE_CHECKING:  # the supervisor reads keys with this module, and the import takes a quarter of a second
+    from fastapi import FastAPI
 
 logger = logging.getLogger(__name__)
 

@@ -134,10 +134,12 @@ def _of_structured_outputs(wanted: Mapping[str, object]) -> Grammar:
 def _of_schema(schema: object, field: str) -> Grammar:
     try:
         check_json_schema(schema)
+        # `json` would hold up other threads for several times as long.
+        return Grammar(GrammarKind.JSON_SCHEMA, msgspec.json.encode(schema).decode())
     except SchemaError as error:
         raise refusal(field, f"cannot be enforced: {error}") from error
-    # `json` would hold up other threads for several times as long.
-    return Grammar(GrammarKind.JSON_SCHEMA, msgspec.json.encode(schema).decode())
+    except RecursionError:
+        raise refusal(field, "is nested too deeply") from None
 
 
 def _short(value: object) -> str:

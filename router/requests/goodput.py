@@ -109,7 +109,7 @@ class Goodput(Placement):
             if view.role is not PREFILL
         }
         handoffs = [option for option in decodes.values() if option.view.role is DECODE]
-        handoff = self._handoff(handoffs, weight, len(fleet[DECODE])) if handoffs else None
+        handoff = self._handoff(arrival, handoffs, len(fleet[DECODE])) if handoffs else None
         computing = [view for view in views if self._may_prefill(arrival, view, cached, fleet)]
         if not computing:
             return None
@@ -194,7 +194,7 @@ class Goodput(Placement):
             self._prefix_sources.leave(choice.prefix.worker_id, arrival.now_s + choice.prefix.pull_s)
         if choice.handoff:
             (self._late_joining if is_late else self._joining).add(request_id, num_tokens)
-            self._pulls.add(request_id, choice.worker_id, num_tokens)
+            self._pulls.add(request_id, choice.worker_id, choice.num_pulled_tokens)
         self._turns.placed(arrival, is_late=is_late)
         self._prefill_cost.add(choice.misses_per_s)
         self._retry_times.placed(choice.prefill_s)
@@ -220,6 +220,10 @@ class Goodput(Placement):
             view.answer_began(request_id, began_s, tokens_ahead, slo_s, weight, worker.num_steps)
             self._num_answers += 1
             self._count_lengths()
+
+    def pulled(self, role: WorkerRole, num_tokens: int, seconds: float, source_id: str, *, same_host: bool) -> None:
+        if not self._pulls.are_shared(source_id):  # the wait for others is no error of the prediction
+            super().pulled(role, num_tokens, seconds, source_id, same_host=same_host)
 
     def prefix_failed(self, worker_id: str, until_s: float) -> None:
         self._prefix_sources.leave(worker_id, until_s)
@@ -324,19 +328,25 @@ class Goodput(Placement):
         misses = joining_misses + slack_misses(arrival.weight, tpot_alone)
         return DecodeOption(view, num_cached, lacking, step_s, tpot_chance(tpot), joining_s, misses)
 
-    def _handoff(self, options: Sequence[DecodeOption], weight: float, num_decode: int) -> Handoff:
+    def _handoff(self, arrival: Arrival, options: Sequence[DecodeOption], num_decode: int) -> Handoff:
         """To the best of so many decode workers."""
-        (negative_score,), best = self._least(options, lambda option, harm: (harm - option.gain(weight),))
-        return Handoff(best, -negative_score, num_decode, {option.view.snapshot.host for option in options})
+        (negative_score,), best = self._least(options, lambda option, harm: (harm - option.gain(arrival.weight),))
+        num_pulled = arrival.blocks.num_tokens - best.num_cached
+        if arrival.is_sibling:
+            num_pulled = min(num_pulled, arrival.blocks.block_size)
+        hosts = {option.view.snapshot.host for option in options}
+        return Handoff(best, -negative_score, num_pulled, num_decode, hosts)
 
-    def _misses_of_pull(self, arrival: Arrival, view: WorkerView, handoff: Handoff, ttft_s: float) -> float:
+    def _misses_of_pull(
+        self, arrival: Arrival, view: WorkerView, handoff: Handoff, ttft_s: float, num_after: int
+    ) -> float:
         """Expected misses of TPOT by the pull of a prompt: its answer may be too short to make up for it. Until the
-        prompt is computed, the links of both workers carry those before it, and its own chunks but the last."""
+        prompt is computed, the links of both workers carry those before it, and its own chunks but the last.
+        ``num_after``: tokens of prompts that run after it."""
         slo_s, source = arrival.tpot_slo_s or LENIENT_TPOT_S, view.snapshot
         token_s = self._pull_token_s(same_host=source.host in handoff.hosts)
-        behind_s = token_s * self._pulls.num_tokens(view.worker_id, handoff.num_decode) - ttft_s
-        num_last = min(arrival.blocks.num_tokens - handoff.best.num_cached, source.max_batch_tokens)
-        pull_s = max(0.0, behind_s) + token_s * num_last
+        behind_s = token_s * self._pulls.num_tokens(view.worker_id, handoff.num_decode, num_after) - ttft_s
+        pull_s = max(0.0, behind_s) + token_s * min(handoff.num_pulled, source.max_batch_tokens)
         too_short = self._lengths.chance_of_steps(pull_s / max(1e-9, slo_s - handoff.best.step_s))
         return arrival.weight * handoff.best.chance * too_short
 
@@ -391,18 +401,20 @@ class Goodput(Placement):
         num_tokens, weight, slack_s = arrival.blocks.num_tokens, arrival.weight, arrival.wanted_s - arrival.now_s
         num_cached, pull_s = (pull.num_tokens, pull.pull_s) if pull else (num_cached, 0.0)
         prefill_s, due_s = view.prefill_s(num_tokens, num_cached), _due_s(arrival, view)
-        ttft_s = pull_s + view.ttft_s(num_tokens, num_cached, num_behind=view.prompts.num_tokens_after(due_s))
+        num_after = view.prompts.num_tokens_after(due_s)
+        ttft_s = pull_s + view.ttft_s(num_tokens, num_cached, num_behind=num_after)
         spread_s = max(MIN_TTFT_SPREAD_S, self._errors[decode is None].spread * ttft_s)
         ttft_chance = chance((slack_s - ttft_s) / spread_s)
         if decode:
-            gain = decode.gain(weight * ttft_chance)
+            gain, num_pulled = decode.gain(weight * ttft_chance), 0
         else:
             assert handoff is not None
-            gain = handoff_score(ttft_chance, handoff.score - self._misses_of_pull(arrival, view, handoff, ttft_s))
+            misses, num_pulled = self._misses_of_pull(arrival, view, handoff, ttft_s, num_after), handoff.num_pulled
+            gain = handoff_score(ttft_chance, handoff.score - misses)
         cost = cost_per_s * prefill_s * ttft_s
         gain -= cost + slack_misses(weight, ttft_s / (max(slack_s, ttft_s) if slack_s < inf else 1.0))
         return PrefillOption(
-            view, decode, num_cached, prefill_s, due_s, ttft_s, ttft_chance, spread_s, cost, gain, pull
+            view, decode, num_cached, num_pulled, prefill_s, due_s, ttft_s, ttft_chance, spread_s, cost, gain, pull
         )
 
     def _least(self, options: Sequence[_Option], key: Callable[[_Option, float], _Key]) -> tuple[_Key, _Option]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from math import exp, inf, tanh
 
+from pdserve.contracts.worker_config import whole_worker_id
 from pdserve.router.requests.placement import Arrival
 
 TPOT_SPREAD = 0.05
@@ -68,15 +69,18 @@ class Joining:
 
 
 class Pulls:
-    """KV of prompts that are handed off, until it is pulled."""
+    """Expected pulls of prompts that are handed off, until they have ended."""
 
     def __init__(self) -> None:
         self._pulls: dict[int, tuple[str, int]] = {}
-        """Id of the worker that computes a prompt, and tokens of that, by request id."""
+        """Id of the worker that computes a prompt, and tokens pulled from it, by request id."""
         self._from: Counter[str] = Counter()
         """Tokens by id of the worker."""
+        self._shared: set[str] = set()
+        """Ids of workers from which those that are pending may have waited for each other."""
 
     def add(self, request_id: int, worker_id: str, num_tokens: int) -> None:
+        (self._shared.add if self._from[worker_id] else self._shared.discard)(worker_id)
         self._pulls[request_id] = worker_id, num_tokens
         self._from[worker_id] += num_tokens
 
@@ -86,9 +90,17 @@ class Pulls:
         if not self._from[worker_id]:
             del self._from[worker_id]
 
-    def num_tokens(self, worker_id: str, num_decode: int) -> float:
-        """Tokens on the link of a worker, or on that of each of so many decode workers, whichever has more."""
-        return max(self._from[worker_id], self._from.total() / num_decode)
+    def are_shared(self, source_id: str) -> bool:
+        """Whether those from a worker, of which this is the whole id, may have waited for each other."""
+        return any(whole_worker_id(worker_id) == source_id for worker_id in self._shared)
+
+    def num_tokens(self, worker_id: str, num_decode: int, num_after: int) -> float:
+        """Tokens on the link of a worker, or on that of each of so many decode workers, whichever has more, before
+        those of a prompt after which ``num_after`` tokens are computed on the worker. Others have as large a part
+        after it."""
+        num_from = self._from[worker_id]
+        share_before = max(0.0, 1 - num_after / num_from) if num_from else 1.0
+        return share_before * max(num_from, self._from.total() / num_decode)
 
 
 class PrefillCost:

@@ -45,6 +45,8 @@ class Handoff(NamedTuple):
     best: DecodeOption
     score: float
     """Of that, less the harm."""
+    num_pulled: int
+    """Tokens of the prompt that the best worker is expected to pull."""
     num_decode: int
     """Decode workers."""
     hosts: AbstractSet[str]
@@ -59,6 +61,8 @@ class PrefillOption(NamedTuple):
     """Its answer there; None if it is handed off."""
     num_cached: int
     """Tokens that the worker caches, or will when it has pulled them."""
+    num_pulled: int
+    """Tokens that are pulled from it for the answer."""
     prefill_s: float
     """Seconds of its own tokens."""
     due_s: float
@@ -91,7 +95,13 @@ class PrefillOption(NamedTuple):
         return self.cost * (self.ttft_s - self.prefill_s * (1 + chunk) / 2) / self.ttft_s
 
     def choice(self) -> PrefillChoice:
-        view, decode, num_cached, prefill_s, due_s, ttft_s, *_, pull = self
         return PrefillChoice(
-            view.worker_id, decode is None, ttft_s, num_cached, prefill_s=prefill_s, due_s=due_s, prefix=pull
+            self.view.worker_id,
+            self.decode is None,
+            self.ttft_s,
+            self.num_cached,
+            num_pulled_tokens=self.num_pulled,
+            prefill_s=self.prefill_s,
+            due_s=self.due_s,
+            prefix=self.pull,
         )

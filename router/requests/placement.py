@@ -145,6 +145,8 @@ class Arrival(NamedTuple):
     """Refuse it if it would meet its objectives nowhere."""
     queued_s: float = 0.0
     """Instant from which it waits."""
+    is_sibling: bool = False
+    """Another choice of its request has the prompt before it, and brings it into the cache where that decodes."""
     share: str = ""
     """Prompts of one share wait behind each other, those of several side by side: its tenant and tier."""
 
@@ -174,6 +176,8 @@ class PrefillChoice(NamedTuple):
     """Predicted seconds from now to the first new token; on a busy decode worker, with the larger correction."""
     num_cached_tokens: int
     """Expected prefix-cache hit, with what is pulled."""
+    num_pulled_tokens: int = 0
+    """Expected tokens of its KV that the worker pulls which decodes it."""
     is_late: bool = False
     """It is unlikely to meet its TTFT objective, or would cost others more: it runs behind prompts that can."""
     is_held: bool = False
@@ -236,8 +240,9 @@ class Placement:
     def decoding(self, request_id: int, began_s: float, num_tokens: int, worker: WorkerSnapshot) -> None:
         """An answer, ``num_tokens`` long so far since ``began_s``, decodes on ``worker`` from now on."""
 
-    def pulled(self, role: WorkerRole, num_tokens: int, seconds: float, *, same_host: bool) -> None:
-        """A worker pulled the KV of so many tokens, and held it ``seconds`` after its last block was granted."""
+    def pulled(self, role: WorkerRole, num_tokens: int, seconds: float, source_id: str, *, same_host: bool) -> None:
+        """A worker pulled the KV of so many tokens from another, and held it ``seconds`` after its last block was
+        granted. ``source_id``: of the whole worker, if that has micro-batches."""
         predicted_s = self.costs[role].pull_s(num_tokens, same_host=same_host)
         self.pull_corrections[same_host].observe(predicted_s, seconds)
 

@@ -60,6 +60,11 @@ def test_version() -> None:
         (["up", "--time-scale", "2"], 2, "add --emulate GPU"),
         (["up", "--decode", "1000"], 2, "pdserve: decode.replicas is 1000; write a whole number from 0 to 64"),
         (["up", "/absent/deployment.yaml"], 2, "cannot read /absent/deployment.yaml"),
+        (
+            ["up", "--set", "slo.ttft_seconds=1", "/absent/a.yaml"],
+            2,
+            "cannot read /absent/a.yaml: No such file or directory\n",
+        ),
         (["up", "--port", "0", "--model", "/absent"], 1, "no model folder at /absent; give --model a folder"),
         (["up", "--ray-address", "127.0.0.1:9"], 1, "no Ray cluster answers at 127.0.0.1:9"),
         (

@@ -105,6 +105,7 @@ async def test_workers_links_and_losses_are_shown(p: ScriptedWorker, d: Scripted
         await hand_off(p, d)
         await read_some(stream, 1)
         p.load["num_blocks_referenced"] = 3
+        p.load["tier_failure"] = "No space left on device"
         await until(lambda: rig.cluster.workers["prefill-0"].load.num_blocks_referenced == 3)
         now = overview.now()
         assert now["links"] == [["prefill-0", "decode-0", 1, ""]]
@@ -116,6 +117,7 @@ async def test_workers_links_and_losses_are_shown(p: ScriptedWorker, d: Scripted
             ("prefill-0", "prefill", "up"),
         ]
         assert now["workers"][1]["blocks_used"] == 3
+        assert now["workers"][1]["tier_failure"] == "No space left on device"
         await d.stop()
         await until(lambda: not rig.cluster.workers["decode-0"].is_up)
         now = overview.now()

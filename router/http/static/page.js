@@ -141,7 +141,9 @@ function card(worker) {
   if (worker.parked) queues.push(`${worker.parked} parked`);
   const name = element("b", {}, worker.id, element("span", { textContent: worker.state, className: worker.state === "up" ? "good" : "bad" }));
   const step = worker.step_s ? `, step ${milliseconds(worker.step_s)}` : "";
-  const facts = element("span", { className: "facts", textContent: `KV ${share(worker.blocks ? worker.blocks_used / worker.blocks : null)}${step}` });
+  const tier = worker.tier_failure ? `, KV tier off: ${worker.tier_failure}` : "";
+  const facts = element("span", { className: "facts", textContent: `KV ${share(worker.blocks ? worker.blocks_used / worker.blocks : null)}${step}${tier}` });
+  facts.title = facts.textContent;  // a long one is cut
   return element("li", { className: worker.state === "up" ? "" : "down", title: worker.host }, name, queues.join(", "), meter, facts);
 }
 

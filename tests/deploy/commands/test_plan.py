@@ -132,12 +132,12 @@ def test_a_worker_is_explained_without_a_search(capsys: pytest.CaptureFixture[st
     command = ["plan", "--model", str(model), "--gpu", "h100", "--decode-gpu", "l4", *SHORT, "--explain"]
     assert run(command) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].rstrip() == "Llama-3-8B on h100-sxm, TP1 PP1"
-    assert "Llama-3-8B on l4, TP1 PP1" in [line.rstrip() for line in lines]
+    assert lines[0].rstrip() == "Llama-3-8B on h100-sxm, TP1"
+    assert "Llama-3-8B on l4, TP1" in [line.rstrip() for line in lines]
     assert "KV of a token: 131,072 bytes (131 kB)" in lines
     assert run([*command, "--kv-transport", "cuda_ipc", "--json", "-"]) == 0
     explained = json.loads(capsys.readouterr().out)
-    parts = {each["name"]: each["parts"] for each in explained["h100-sxm, TP1 PP1"]}
+    parts = {each["name"]: each["parts"] for each in explained["h100-sxm, TP1"]}
     assert parts.keys() >= {"weights", "tokens of KV"}
     pulls = [made_of for name, made_of in parts.items() if name.startswith("pull of ")]
     assert pulls == ["by cuda_ipc", "by tcp"]

@@ -68,9 +68,11 @@ def test_restored_blocks_change_no_token(seed: int, num_prefill: int, is_staged:
         pipeline_depth=1 + seed % 2,
         num_swap_slots=5 * (seed % 2),
         local_share=0.3,
+        relabel=0.01,
         pull_failure=0.02,
         step_failure=0.01,
         cancel=0.1,
+        prefix_share=0.5,
         eos_period=30,
     )
     world = World(config, seed)
@@ -78,6 +80,7 @@ def test_restored_blocks_change_no_token(seed: int, num_prefill: int, is_staged:
     world.run(MAX_TURNS)
     assert world.counts["killed"] > 2
     assert world.counts["restored tokens"] > 100
+    assert any(name.startswith("prefix") for name in world.counts), "none was pulled"
     assert {client.outcome for client in world.clients} <= {Outcome.FINISHED, Outcome.CANCELLED}
 
 

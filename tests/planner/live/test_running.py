@@ -66,6 +66,7 @@ def status(*workers: dict[str, object], **changes: object) -> dict[str, object]:
         "slo": {"ttft_seconds": 0.25, "tpot_seconds": 0.02, "attainment": 0.8},
         "devices": {},
         "kv_transport": "auto",
+        "expert_parallel": [],
         "policy": "goodput",
         **changes,
     }
@@ -89,6 +90,7 @@ def test_workers_that_are_up_are_read() -> None:
             hardware="h100-sxm",
             tensor_parallel=1,
             pipeline_parallel=1,
+            expert_parallel=False,
             precision=Precision(dtype="bfloat16"),
             max_model_len=8192,
             block_size=16,
@@ -158,6 +160,12 @@ def test_the_layout_is_that_of_the_workers() -> None:
     assert (layout.decode.num_kv_blocks, layout.num_hosts) == (900, 1)
     (supply,) = supplies(layout, workers)
     assert (supply.hardware.name, supply.num_nodes, supply.devices_per_node) == ("h100-sxm", 1, 5)
+
+
+def test_ranks_have_whole_experts_as_the_deployment_says() -> None:
+    workers = status_of("p", "prefill"), status_of("d", "decode", tensor_parallel=2)
+    running = running_cluster(status(*workers, expert_parallel=["decode"]))
+    assert str(running_layout(running.workers, named)) == "1 x P(TP1) + 1 x D(EP2)"
 
 
 def test_micro_batches_of_a_pipeline_are_one_worker() -> None:

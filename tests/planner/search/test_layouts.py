@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.bench.shapes import QWEN3_30B_A3B_INT4_CONFIG
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import WorkerRole
+from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.search.layouts import check_fits, dollars_per_hour, enumerate_layouts
@@ -49,6 +51,15 @@ def test_all_of_two_devices() -> None:
             "1 x P(TP1) + 1 x D(TP1)",
             "2 x M(TP1)",
         ]
+
+
+def test_ranks_have_whole_experts_where_their_features_do_not_divide() -> None:
+    """Of 768 inputs in groups of 128 two ranks have three groups each."""
+    model = PlannedModel(shape=ModelShape.from_hf_config(QWEN3_30B_A3B_INT4_CONFIG), max_model_len=4096)
+    question = a_question(
+        Supply(hardware=H100, devices_per_node=4), model=model, space=replace(FLAT, may_disaggregate=False)
+    )
+    assert names(question) == ["1 x M(EP4)", "2 x M(TP2)", "4 x M(TP1)"]
 
 
 def test_groups_need_not_fill_a_host() -> None:
@@ -123,7 +134,7 @@ def test_workers_without_memory_are_counted_and_left_out() -> None:
 
 
 def test_a_model_that_fits_nowhere_names_the_smallest_worker_that_would() -> None:
-    why = r"the weights of llama-3-70b in bfloat16 do not fit 1 x h100-sxm; .* TP4 PP1, 4 x h100-sxm"
+    why = r"the weights of llama-3-70b in bfloat16 do not fit 1 x h100-sxm; .* TP4, 4 x h100-sxm"
     with pytest.raises(FitsNowhereError, match=why):
         enumerate_layouts(a_question(Supply(hardware=H100, devices_per_node=1), model=LLAMA_3_70B))
 

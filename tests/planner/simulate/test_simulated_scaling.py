@@ -53,7 +53,7 @@ def run(rates: Sequence[float], *lengths: int, replicas: tuple[int, int], most: 
 
 
 def test_workers_come_and_go_with_the_load() -> None:
-    found = run([1, 14, 1, 1, 1], 6000, 10, replicas=(1, 1), most=6)
+    found = run([1, 14, 1, 1, 1, 1], 6000, 10, replicas=(1, 1), most=6)
     numbers = [tuple(each.replicas.values()) for each in found.scaled]
     assert max(prefill for prefill, _ in numbers) >= 3
     assert numbers[-1] == (1, 1)

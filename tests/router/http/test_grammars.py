@@ -27,6 +27,9 @@ KEYWORDS = [
     "propertyNames", "required", "type", "uniqueItems",
 ]  # fmt: skip
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+DEEP: dict[str, list[Any]] = {"enum": [[]]}
+for _ in range(2000):
+    DEEP["enum"] = [DEEP["enum"]]
 CITY_TEXT = json.dumps(CITY, separators=(",", ":"))
 
 
@@ -65,6 +68,11 @@ def test_a_request_has_the_grammar_that_it_names(fields: dict[str, object], gram
         ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema to be"),
         ({"response_format": json_schema([])}, "response_format.json_schema.schema", "should be a schema"),
         ({"response_format": json_schema({"not": CITY})}, "response_format.json_schema.schema", "# has not"),
+        (
+            {"response_format": json_schema(DEEP)},
+            "response_format.json_schema.schema",
+            "nested too deeply",
+        ),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"regex": "a", "json": CITY}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"lark": "a"}}, "structured_outputs", "'lark'; supported are"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, KvSource, SamplingParams
 from pdserve.contracts.worker_config import WorkerRole
-from pdserve.router.requests.attempt import Held, Parked, Queued
+from pdserve.router.requests.attempt import Held, Parked, Prefilling, Queued
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.goodput import Goodput
 from pdserve.router.requests.request import GenerationError, RequestSpec
@@ -137,17 +137,24 @@ class World:
 
     def check(self) -> None:
         table, unreported = self.dispatcher.attempts, defaultdict[RecordingWorker, set[int]](set)
+        pulled = set[int]()
         for request_id, attempt in table.all.items():
             assert attempt.request.attempts[attempt.choice] is attempt
             state = attempt.state
             assert (request_id in table.queued) == isinstance(state, Queued)
             assert (request_id in table.unbound) == (isinstance(state, Parked) and state.pull is None)
             assert all(worker.is_up for worker in state.workers)
+            if isinstance(state, Parked) or (isinstance(state, Prefilling) and state.sent.handoff):
+                pulled.add(request_id)
             if isinstance(state.unreported, RecordingWorker):
                 unreported[state.unreported].add(request_id)
         for worker in self.workers:
             in_flight = worker.in_flight
             assert {*in_flight._prefills, *in_flight._decodes} == unreported[worker]
+        placement = self.dispatcher.placement
+        assert isinstance(placement, Goodput)
+        assert placement._pulls._pulls.keys() == pulled
+        assert bool(placement._pulls._from) == bool(pulled)
         assert len(table.held) == sum(isinstance(each.state, Held) for each in table.all.values())
         assert sum(self.dispatcher.outcomes.values()) + self.dispatcher.num_in_flight == self.dispatcher.num_accepted
         for request in self.requests:

@@ -9,6 +9,7 @@ import pytest
 from pdserve.contracts.events import RefusalCode, RequestEventKind
 from pdserve.contracts.request import Outcome
 from pdserve.proto.v1 import worker_pb2
+from pdserve.router.requests.goodput import Goodput
 from pdserve.router.requests.request import GenerationError
 from pdserve.router.token_stream import TokenStream
 from tests.router.rig import (
@@ -100,6 +101,9 @@ async def test_every_choice_counts_as_load(p: ScriptedWorker, d: ScriptedWorker)
         snapshot = rig.cluster.workers["decode-0"].snapshot()
         # The worker's own report includes the one that has joined.
         assert (snapshot.num_decoding, snapshot.num_context_tokens) == (2, 20)
+        placement = rig.dispatcher.placement
+        assert isinstance(placement, Goodput)
+        assert placement._pulls.num_tokens("prefill-0", 1, 0) == 2 * 4, "a block each"
         stream.cancel()
         assert rig.cluster.workers["decode-0"].snapshot().num_decoding == 0
 

@@ -160,12 +160,14 @@ def test_the_policy_forgets_what_has_left() -> None:
     policy = Goodput(COSTS, tpot_slo_s=0.02)
     for number in range(600):
         placed(policy, arrival(number, ttft_s=0.0), P0, D0._replace(num_free_blocks=0))
-        policy.decoding(number, -inf, 1, D0)
+        if number % 2:
+            policy.decoding(number, -inf, 1, D0)
     for number in range(600):
         policy.left(number, 10)
     assert not policy._requests
     assert policy._num_answers == len(policy._joining) == len(policy._late_joining) == 0
     assert not policy._late_tokens
+    assert not policy._pulls.num_tokens("prefill-0", 1, 0)
     assert not any(len(view.prompts) or len(view.answers) for view in policy._views.values())
 
 
@@ -193,6 +195,37 @@ def test_behind_a_full_link_prompts_are_computed_where_they_decode() -> None:
     for number in range(20):
         policy.decoding(number, 0.0, 1, D0)
     assert chosen(21, "there") == "prefill-0"
+
+
+@pytest.mark.parametrize("ttft_s", [0.0, 30.0])
+def test_no_prompt_waits_for_pulls_of_those_that_run_after_it(ttft_s: float) -> None:
+    """Late ones, and those of a tier with a longer TTFT."""
+    policy, far = Goodput(COSTS, tpot_slo_s=0.05), D0._replace(host="there")
+    for number in range(100):
+        other, queue = arrival(number, 1000, ttft_s=ttft_s), P0._replace(num_waiting_tokens=1000 * number)
+        assert placed(policy, other, queue, far._replace(num_free_blocks=0)).handoff
+    urgent = arrival(100, 1000)._replace(tpot_slo_s=0.05, share="urgent")
+    assert placed(policy, urgent, P0._replace(num_waiting_tokens=100_000), far).handoff
+
+
+@pytest.mark.parametrize("is_sibling", [True, False])
+def test_what_decode_workers_cache_or_will_have_for_a_sibling_is_not_pulled(is_sibling: bool) -> None:
+    policy, cached = Goodput(COSTS, tpot_slo_s=0.05), frozenset(block_hashes(range(1000), BLOCK_SIZE))
+    full = D0._replace(num_free_blocks=0, cached_blocks=() if is_sibling else cached)
+    for number in range(60):
+        one = arrival(number, 1001)._replace(is_sibling=is_sibling and number > 0)
+        assert placed(policy, one, P0, full).handoff
+    num_pulled = 1001 + 59 * BLOCK_SIZE if is_sibling else 60
+    assert policy._pulls.num_tokens("prefill-0", 1, 0) == num_pulled
+
+
+def test_pulls_that_waited_for_others_correct_no_prediction() -> None:
+    policy, factors = Goodput(COSTS, tpot_slo_s=0.05), [1.0]
+    for number, source in enumerate((P0, P0, P1)):
+        placed(policy, arrival(number, 1000), source, D0)
+        policy.pulled(WorkerRole.DECODE, 1000, 1.0, source.worker_id, same_host=True)
+        factors.append(policy.pull_corrections[True].factor)
+    assert factors[0] < factors[1] == factors[2] < factors[3], "those from another worker do not wait"
 
 
 def test_short_answers_stand_fewer_prefills_beside_them() -> None:

@@ -65,10 +65,25 @@ def test_pulls_wait_on_the_link_that_has_most_to_carry() -> None:
     pulls = Pulls()
     pulls.add(1, "prefill-0", 100)
     pulls.add(2, "prefill-1", 300)
-    assert (pulls.num_tokens("prefill-0", 2), pulls.num_tokens("prefill-1", 2)) == (200, 300)
+    assert (pulls.num_tokens("prefill-0", 2, 0), pulls.num_tokens("prefill-1", 2, 0)) == (200, 300)
+    assert [pulls.num_tokens("prefill-1", 2, num_after) for num_after in (100, 400)] == [pytest.approx(200), 0]
     pulls.remove(2)
     pulls.remove(2)
-    assert (pulls.num_tokens("prefill-0", 2), pulls.num_tokens("prefill-1", 2)) == (100, 50)
+    assert (pulls.num_tokens("prefill-0", 2, 0), pulls.num_tokens("prefill-1", 2, 0)) == (100, 50)
+
+
+def test_pulls_that_are_pending_together_may_wait_for_each_other() -> None:
+    pulls, are_shared = Pulls(), list[bool]()
+    pulls.add(0, "prefill-1.0", 100)
+    for request_id in (1, 2):
+        pulls.add(request_id, "prefill-0.1", 100)
+        are_shared.append(pulls.are_shared("prefill-0"))
+    for request_id in (1, 2):
+        are_shared.append(pulls.are_shared("prefill-0"))
+        pulls.remove(request_id)
+    pulls.add(3, "prefill-0.1", 100)
+    assert [*are_shared, pulls.are_shared("prefill-0")] == [False, True, True, True, False]
+    assert not pulls.are_shared("prefill-1")
 
 
 def test_prefill_costs_what_it_has_cost_of_late() -> None:

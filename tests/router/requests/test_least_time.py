@@ -254,7 +254,7 @@ def test_pulls_take_as_long_as_others_took(policy: type[Placement]) -> None:
     chosen = []
     for same_host in (None, True, False):
         for _ in range(60 if same_host is not None else 0):
-            placement.pulled(WorkerRole.DECODE, 1000, 1.0, same_host=bool(same_host))
+            placement.pulled(WorkerRole.DECODE, 1000, 1.0, "prefill-0", same_host=bool(same_host))
         binding = placement.decode(arrival, [D0._replace(num_free_blocks=2000), d1], frozenset(), "another host")
         assert binding is not None
         chosen.append(binding.worker_id)
