@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -156,6 +157,7 @@ def up(
     if detach:
         from pdserve.deploy.commands.detach import start_detached
 
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what it starts ends, too
         return start_detached([each for each in sys.argv[1:] if each != "--detach"], Console())
     if time_scale != 1 and not emulate:
         raise ConfigError("--time-scale scales emulated durations: add --emulate GPU, or leave it out")

@@ -46,9 +46,10 @@ def recognise(path: Path) -> str:
     for name, (fields, _) in _OF_LINES.items():
         if names.issuperset(fields) and name != "mooncake":
             return name
+    found = f"no known trace begins with {line[:80]!r}" if line else "the file is empty"
     known = "; ".join(f"{name} ({', '.join(fields)})" for name, (fields, _) in _OF_LINES.items())
     raise ValueError(
-        f"{path}:1: no known trace begins with {line[:80]!r}: use {known}; or sharegpt (a JSON array of "
+        f"{path}:1: {found}: use {known}; or sharegpt (a JSON array of "
         "conversations); mooncake is JSON, an object in each line"
     )
 

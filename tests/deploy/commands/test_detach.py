@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import io
+import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -39,3 +41,16 @@ def test_it_returns_after_the_whole_banner(tmp_path: Path, monkeypatch: pytest.M
     assert start_detached([], Console(file=said)) == 0
     assert said.getvalue() == "router up\n" + banner.getvalue()
     assert said.getvalue().endswith("admin        http://127.0.0.1:9000\n\ncurl it\n")
+
+
+def test_a_cluster_that_starts_ends_with_the_command_that_waits_for_it(tmp_path: Path) -> None:
+    stub = tmp_path / "python"
+    stub.write_text("#!/bin/sh\necho started\nexec sleep 60\n")
+    stub.chmod(0o755)
+    code = f"import sys; sys.executable = {str(stub)!r}; from pdserve.deploy.cli import run; run(['up', '--detach'])"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        assert command.stdout.readline() == b"started\n"
+        (cluster,) = psutil.Process(command.pid).children()
+        command.terminate()
+    assert not cluster.is_running()
