@@ -68,7 +68,10 @@ def tools_of(body: ChatBody, style: ToolFormat | None, requested: Grammar | None
     if not functions or choice == "none":
         return None
     if style is None:
-        raise refusal("tools", "have no known form in the model's chat template; leave them out")
+        raise refusal(
+            "tools",
+            "have no known form in the model's chat template; leave them out, or serve it with `model.tool_format`",
+        )
     may_call_several = body.parallel_tool_calls is not False
     grammar = None
     if forced or requested is not None or any(function.is_strict for function in functions.values()):
