@@ -35,7 +35,7 @@ from pdserve.model.config.shape import ModelShape
 from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.planner.layout import Guesses, Layout, PlannedModel, Pool
 from pdserve.planner.search.goodput import LEAST_REQUESTS
-from pdserve.planner.search.search import usual_run_s
+from pdserve.planner.search.search import NUM_SAMPLED, usual_run_s
 from pdserve.planner.simulate.attainment import Attainment, measure
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.conversations import Conversations
@@ -122,7 +122,7 @@ def run_length(case: Case, seed: int) -> int:
     """Requests of a run of usual length at the rate of ``case``, without guesses."""
     devices = DEVICES[case.devices]
     residence_s = served(case, LEAST_REQUESTS, seed, case.rate, None).mean_residence_s
-    sample = case.workload.draw(1000, seed, max_model_len=devices.model.max_model_len).at_rate(case.rate)
+    sample = case.workload.draw(NUM_SAMPLED, seed, max_model_len=devices.model.max_model_len).at_rate(case.rate)
     return max(LEAST_REQUESTS, ceil(case.rate * usual_run_s(sample, residence_s, devices.slo)))
 
 

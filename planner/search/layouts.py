@@ -134,7 +134,7 @@ def _kind(pool: Pool) -> tuple[str, int, int]:
 
 def _divided(pool: Pool, model: PlannedModel) -> Pool | None:
     """The worker, with whole experts on each rank if the model divides only so; ``None`` if it does not divide."""
-    for expert_parallel in (pool.expert_parallel, model.shape.num_experts > 0):
+    for expert_parallel in dict.fromkeys((pool.expert_parallel, model.shape.num_experts > 0)):
         divided = replace(pool, expert_parallel=expert_parallel)
         try:
             divided.cost(model)

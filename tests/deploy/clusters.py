@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,6 +115,20 @@ class UpProcess:
             self.members("")
             self.process.send_signal(number)
         return int(self.process.wait(HANG_S))
+
+
+@contextmanager
+def running_up(folder: Path, deployment: str, *arguments: str) -> Iterator[UpProcess]:
+    """``pdserve up`` of a deployment file with this text, once it is ready; it must end well and leave nothing."""
+    path = folder / "deployment.yaml"
+    path.write_text(deployment)
+    up = UpProcess(folder / "log", str(path), *arguments)
+    try:
+        up.wait_ready()
+        yield up
+    finally:
+        assert up.stop() == 0, "\n".join(up.lines)
+        assert up.leftovers() == []
 
 
 def _description(process: psutil.Process) -> str:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from pdserve.deploy.cluster.folder import admin_headers
-from tests.deploy.clusters import UpProcess, pdserve, wait_for
+from tests.deploy.clusters import UpProcess, pdserve, running_up, wait_for
 from tests.patience import HANG_S
 from tests.shared import shared
 
@@ -29,21 +26,9 @@ BACK = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode"}
 SWITCHED = {**BACK, "prefill-1": "decode"}
 
 
-@contextmanager
-def running(folder: Path) -> Iterator[UpProcess]:
-    (folder / "deployment.yaml").write_text(DEPLOYMENT)
-    up = UpProcess(folder / "log", str(folder / "deployment.yaml"), *ARGUMENTS)
-    try:
-        up.wait_ready()
-        yield up
-    finally:
-        assert up.stop() == 0, "\n".join(up.lines)
-        assert up.leftovers() == []
-
-
 @pytest.fixture
 def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> UpProcess:
-    return shared(request, lambda: running(tmp_path_factory.mktemp("routers")))
+    return shared(request, lambda: running_up(tmp_path_factory.mktemp("routers"), DEPLOYMENT, *ARGUMENTS))
 
 
 def status(admin_url: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pdserve.contracts.codec import from_plain
 from pdserve.contracts.deployment import SloConfig
 from pdserve.deploy.cluster.folder import running_clusters
 from pdserve.model.weights.demo_model import DEMO_MODEL
-from tests.deploy.clusters import UpProcess, pdserve, wait_for
+from tests.deploy.clusters import UpProcess, pdserve, running_up, wait_for
 from tests.patience import HANG_S
 
 ARGUMENTS = ("--emulate", "h100-sxm", "--prefill", "1", "--decode", "1")
@@ -32,16 +32,9 @@ DEPLOYMENT = "{model: {dtype: bfloat16}, slo: {attainment: 0.8}, decode: {tensor
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
-    folder = tmp_path_factory.mktemp("up")
-    (folder / "deployment.yaml").write_text(DEPLOYMENT)
-    up = UpProcess(folder / "log", str(folder / "deployment.yaml"), *ARGUMENTS)
-    try:
-        up.wait_ready()
+    with running_up(tmp_path_factory.mktemp("up"), DEPLOYMENT, *ARGUMENTS) as up:
         yield up
-    finally:
-        assert up.stop() == 0, up.lines
-        assert up.leftovers() == []
-        assert up.process.pid not in [note.pid for note in running_clusters()]
+    assert up.process.pid not in [note.pid for note in running_clusters()]
 
 
 def test_the_last_line_of_the_banner_is_a_command_that_works(cluster: UpProcess) -> None:
