@@ -1,4 +1,5 @@
-"""An autoscaled cluster against the best fixed one, simulated: attained share, seconds of workers, and changes.
+"""An autoscaled cluster against the best fixed one, simulated: attained share, seconds of workers, changes, and how often
+their number turns from growth to decline or back.
 
     python -m pdserve.bench.autoscale [--data FOLDER] [--only NAME] [--json FILE]
     python -m pdserve.bench.autoscale --live [--leg-s 600] [--time-scale 2] [--json FILE]
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,12 @@ def cases(data: Path) -> dict[str, Callable[[], Case]]:
     }
 
 
+def num_turns(totals: Sequence[int]) -> int:
+    """How often a number that grew or fell does the other."""
+    steps = [after > before for before, after in pairwise(totals) if after != before]
+    return sum(before is not after for before, after in pairwise(steps))
+
+
 def summary(case: Case, found: Simulation, num_prefill: int, num_decode: int) -> dict[str, Any]:
     times = found.times
     hours = float(times.arrived_s[-1] - times.arrived_s[0]) / 3600
@@ -140,6 +148,7 @@ def summary(case: Case, found: Simulation, num_prefill: int, num_decode: int) ->
         "attained": round(float(times.are_within(case.slo).mean()), 4),
         "worker_s": round(found.worker_s),
         "changes_per_hour": round(len(found.scaled) / hours, 1),
+        "turns_per_hour": round(num_turns([sum(each.replicas.values()) for each in found.scaled]) / hours, 1),
         "changes": [[round(each.at_s), each.reason, *each.replicas.values()] for each in found.scaled],
     }
 
