@@ -5,8 +5,8 @@
 
 ``ramp``: from 2 to 10 to 1 requests/s in 10 minutes each, Llama-3-8B on L4. ``azure``, ``mooncake``: the traces in
 ``--data`` at their own times, on L4 and on H100. The best fixed layout is that of the fewest workers, and of these the
-one with the largest share, with at least 95 % of requests within both objectives. A new worker takes 30 s to start. At a turn, numbers of workers
-that grew shrink, or the other way round.
+one with the largest share, with at least 95 % of requests within both objectives. A new worker takes
+30 s to start. At a turn, numbers of workers that grew shrink, or the other way round.
 
 ``--live``: the ramp, with legs of so many seconds, by `pdserve up` with emulated workers as slow as the time scale, and
 simulated as slow, with workers that start as fast.
