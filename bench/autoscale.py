@@ -1,7 +1,7 @@
 """An autoscaled cluster against the best fixed one, simulated: attained share, seconds of workers, changes and turns.
 
     python -m pdserve.bench.autoscale [--data FOLDER] [--only NAME] [--json FILE]
-    python -m pdserve.bench.autoscale --live [--leg-s 600] [--time-scale 2] [--json FILE]
+    python -m pdserve.bench.autoscale --live [--leg-s 600] [--time-scale 1] [--json FILE]
 
 ``ramp``: from 2 to 10 to 1 requests/s in 10 minutes each, Llama-3-8B on L4. ``azure``, ``mooncake``: the traces in
 ``--data`` at their own times, on L4 and on H100. The best fixed layout is that of the fewest workers, and of these the
@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["ramp", "azure", "mooncake"])
     parser.add_argument("--live", action="store_true")
     parser.add_argument("--leg-s", type=float, default=600.0, help="of the ramp, in real seconds")
-    parser.add_argument("--time-scale", type=float, default=2.0, help="real seconds of an emulated one")
+    parser.add_argument("--time-scale", type=float, default=1.0, help="real seconds of an emulated one")
     arguments = parser.parse_args()
     if arguments.live:
         ramped = cases(arguments.data)["ramp"]()
