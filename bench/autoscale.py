@@ -1,11 +1,12 @@
-"""An autoscaled cluster against the best fixed one, simulated: attained share, seconds of workers, and changes.
+"""An autoscaled cluster against the best fixed one, simulated: attained share, seconds of workers, changes and turns.
 
     python -m pdserve.bench.autoscale [--data FOLDER] [--only NAME] [--json FILE]
-    python -m pdserve.bench.autoscale --live [--leg-s 600] [--time-scale 2] [--json FILE]
+    python -m pdserve.bench.autoscale --live [--leg-s 600] [--time-scale 1] [--json FILE]
 
 ``ramp``: from 2 to 10 to 1 requests/s in 10 minutes each, Llama-3-8B on L4. ``azure``, ``mooncake``: the traces in
 ``--data`` at their own times, on L4 and on H100. The best fixed layout is that of the fewest workers, and of these the
-one with the largest share, with at least 95 % of requests within both objectives. A new worker takes 30 s to start.
+one with the largest share, with at least 95 % of requests within both objectives. A new worker takes
+30 s to start. At a turn, numbers of workers that grew shrink, or the other way round.
 
 ``--live``: the ramp, with legs of so many seconds, by `pdserve up` with emulated workers as slow as the time scale, and
 simulated as slow, with workers that start as fast.
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,12 @@ def cases(data: Path) -> dict[str, Callable[[], Case]]:
     }
 
 
+def num_turns(totals: Sequence[int]) -> int:
+    """How often a number that grew or fell does the other."""
+    steps = [after > before for before, after in pairwise(totals) if after != before]
+    return sum(before is not after for before, after in pairwise(steps))
+
+
 def summary(case: Case, found: Simulation, num_prefill: int, num_decode: int) -> dict[str, Any]:
     times = found.times
     hours = float(times.arrived_s[-1] - times.arrived_s[0]) / 3600
@@ -140,6 +148,7 @@ def summary(case: Case, found: Simulation, num_prefill: int, num_decode: int) ->
         "attained": round(float(times.are_within(case.slo).mean()), 4),
         "worker_s": round(found.worker_s),
         "changes_per_hour": round(len(found.scaled) / hours, 1),
+        "turns_per_hour": round(num_turns([sum(each.replicas.values()) for each in found.scaled]) / hours, 1),
         "changes": [[round(each.at_s), each.reason, *each.replicas.values()] for each in found.scaled],
     }
 
@@ -247,7 +256,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["ramp", "azure", "mooncake"])
     parser.add_argument("--live", action="store_true")
     parser.add_argument("--leg-s", type=float, default=600.0, help="of the ramp, in real seconds")
-    parser.add_argument("--time-scale", type=float, default=2.0, help="real seconds of an emulated one")
+    parser.add_argument("--time-scale", type=float, default=1.0, help="real seconds of an emulated one")
     arguments = parser.parse_args()
     if arguments.live:
         ramped = cases(arguments.data)["ramp"]()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.bench.autoscale import followed
+from pdserve.bench.autoscale import followed, num_turns
 
 LOG = """\
    8.0s  decode-0     up at 127.0.0.1:1
@@ -29,3 +29,8 @@ def test_changes_and_seconds_of_workers_are_those_that_the_supervisor_tells_of()
     assert seen["changes"] == [[10, "decode_short", 1, 4], [30, "prefill_short", 2, 3], [60, "surplus", 2, 2]]
     assert starts_s == pytest.approx([4, 5])
     assert seen["worker_s"] == 3 * 100 + 90 + 60
+
+
+def test_a_number_turns_if_it_falls_after_growth_or_grows_after_a_fall() -> None:
+    assert num_turns([3, 4, 4, 6]) == 0
+    assert num_turns([3, 4, 4, 3, 2, 2, 5]) == 2
