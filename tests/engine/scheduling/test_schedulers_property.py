@@ -6,12 +6,14 @@ import logging
 import os
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.contracts.request import Outcome, SamplingParams
+from tests.guessed_worlds import GUESSES, draft_model, served
 from tests.hash_chain_node import WorldConfig
 from tests.hash_chain_world import World, submit_many
 
@@ -100,23 +102,11 @@ LONG_ANSWERS = WorldConfig(num_decode_blocks=104, max_model_len=400)
 @pytest.mark.parametrize(
     "config",
     [
-        WorldConfig(
-            num_prefill=2,
-            num_decode=2,
-            pipeline_depth=1,
-            right_guesses=0.8,
-            eos_period=30,
-            local_share=0.2,
-            pull_failure=0.05,
-            step_failure=0.01,
-            row_failure=0.01,
-            cancel=0.3,
-        ),
         replace(LONG_ANSWERS, pipeline_depth=1, right_guesses=0.8, num_swap_slots=60, cancel_preempted=0.2),
         replace(LONG_ANSWERS, pipeline_depth=2, right_guesses=0.8),
         replace(LONG_ANSWERS, num_decode=2, right_guesses=0.8, num_swap_slots=60, local_share=0.5, prefix_share=1.0),
     ],
-    ids=["everything fails", "answers outgrow the pool", "steps are planned ahead", "prefixes are pulled"],
+    ids=["answers outgrow the pool", "steps are planned ahead", "prefixes are pulled"],
 )
 def test_guesses_change_no_token(config: WorldConfig) -> None:
     world = World(config, seed=5)
@@ -124,6 +114,14 @@ def test_guesses_change_no_token(config: WorldConfig) -> None:
     world.run(MAX_TURNS)
     assert world.counts["right guesses"] > 20
     assert world.counts["wrong guesses"] > 5
+
+
+@pytest.mark.parametrize("kind", [*GUESSES, "draft"])
+def test_guesses_of_no_kind_change_a_token(kind: str, tmp_path: Path) -> None:
+    counts = served(GUESSES[kind] if kind in GUESSES else draft_model(tmp_path), seed=9).counts
+    assert counts["killed"]
+    assert bool(counts["right guesses"]) == (kind not in ("none", "wrong"))
+    assert kind in ("none", "oracle") or counts["wrong guesses"]
 
 
 @pytest.mark.parametrize("num_swap_slots", [0, 60])
