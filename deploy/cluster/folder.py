@@ -103,12 +103,12 @@ def running_clusters() -> list[ClusterNote]:
     """Notes of the user's running clusters, those that start included, oldest first, also of those outside TMPDIR."""
     roots = {_root(), *filter(_is_private, [_TMP / _ROOT])}
     notes = []
-    for folder in sorted((each for root in roots for each in root.iterdir()), key=lambda each: each.stat().st_ctime):
-        with contextlib.suppress(FileNotFoundError, ValueError):
+    for folder in (each for root in roots for each in root.iterdir()):
+        with contextlib.suppress(FileNotFoundError, ValueError):  # some end meanwhile
             note = from_json(ClusterNote, (folder / _NOTE).read_text(), _NOTE)
             if not _is_stale(folder):
-                notes.append(note)
-    return notes
+                notes.append((folder.stat().st_ctime, note))
+    return [note for _, note in sorted(notes, key=lambda entry: entry[0])]
 
 
 def find_cluster(admin_url: str = "", *, may_start: bool = False) -> ClusterNote:
