@@ -2,19 +2,20 @@
 
 ``$TMPDIR/pdserve-<uid>/<random>/``, readable by the user only; in ``/tmp`` without ``TMPDIR``, or if that is too long
 for Ray's socket paths. The supervisor holds a lock on it while the cluster runs; the next cluster removes folders
-without a lock.
+without a lock. What the cluster has in folders of the same name elsewhere, such as the files of KV tiers, goes with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from pdserve.contracts.errors import DeployError
 _ROOT = f"pdserve-{os.getuid()}"
 _LOCK = "lock"
 _NOTE = "cluster.json"
+_ELSEWHERE = "elsewhere.json"
 _TMP = Path("/tmp")
 _MAX_CHARS = 107 - len(f"/{_ROOT}/12345678/ray/r/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store")
 """The system allows paths of sockets 107 bytes."""
@@ -54,11 +56,12 @@ class ClusterNote:
 
 
 @contextmanager
-def cluster_folder(name: str = "") -> Iterator[Path]:
+def cluster_folder(name: str = "", elsewhere: Iterable[str] = ()) -> Iterator[Path]:
     """A new folder, locked and kept until the context or the process ends.
 
     Args:
         name: of a folder that exists if another process has made it, which may still have it; empty chooses one.
+        elsewhere: folders in which what bears this one's name is removed with it.
 
     Raises:
         DeployError: the folder cannot be made.
@@ -68,18 +71,26 @@ def cluster_folder(name: str = "") -> Iterator[Path]:
         with _locked(root):  # nobody looks for stale folders between the making of ours and its lock
             for folder in root.iterdir():
                 if folder.name != name and _is_stale(folder):
-                    shutil.rmtree(folder, ignore_errors=True)
+                    _remove(folder)
             path = root / name if name else Path(tempfile.mkdtemp(dir=root, prefix=""))
             path.mkdir(mode=0o700, exist_ok=True)
             lock = (path / _LOCK).open("w")
             fcntl.flock(lock, fcntl.LOCK_SH)
+            (path / _ELSEWHERE).write_text(json.dumps([str(Path(each).absolute()) for each in elsewhere]))
     except OSError as error:
         raise _unusable(root, error) from error
     with lock:
         try:
             yield path
         finally:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(OSError, ValueError):  # it has just been made
+        for other in json.loads((folder / _ELSEWHERE).read_text()):
+            shutil.rmtree(Path(other) / folder.name, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ START_TIMEOUT_S = 600.0
 _READ_BYTES_PER_S = 100e6
 """Slowest disk on which a worker that reads its weights does not count as hung."""
 _TICK_S = 0.05
-_STOP_WORKERS_S = 3.0
+_STOP_WORKERS_S, _CLEAR_HOSTS_S = 3.0, 1.0
 _CLOSE_STREAMS_S = 8.0
 _QUESTION = "What is 17 + 25?"  # the demo model answers 42
 
@@ -91,7 +91,7 @@ class Supervisor:
         preflight.check_launch(launch)
         model_warning = check_model(launch)
         self._has_chat = NO_CHAT_TEMPLATE not in model_warning
-        with cluster_folder() as self._folder:
+        with cluster_folder(elsewhere=launch.tier_paths) as self._folder:
             self._take_signals()
             write_note(self._folder, ClusterNote(pid=os.getpid(), folder=str(self._folder)))
             token_file = launch.config.router.admin_token_file or self._folder / "admin_token"
@@ -388,8 +388,8 @@ class Supervisor:
         if self._compiler is not None:
             end_session(self._compiler, 0)
         if not self._desk.is_stuck and self._loss is None:
-            stopping = [ending for worker in self._workers if (ending := worker.stop()) is not None]
-            futures.wait(stopping, _STOP_WORKERS_S)
+            futures.wait([ending for each in self._workers if (ending := each.stop()) is not None], _STOP_WORKERS_S)
+            futures.wait([ending for each in self._fleet.hosts if (ending := each.clear()) is not None], _CLEAR_HOSTS_S)
         if self._desk.is_stuck:  # Ray cannot end them
             for worker in self._workers:
                 worker.kill()

@@ -23,6 +23,7 @@ from pdserve.deploy.cluster.folder import (
     running_clusters,
     write_note,
 )
+from pdserve.deploy.cluster.hosts import HostAgent
 from tests.patience import HANG_S
 
 NOTE = ClusterNote(pid=1, url="http://127.0.0.1:8000", admin_url="http://127.0.0.1:9000")
@@ -99,23 +100,40 @@ def test_of_several_clusters_the_user_must_name_one() -> None:
             find_cluster()
 
 
-def test_what_a_killed_supervisor_left_is_not_found_and_cleared_away(root: Path) -> None:
+def test_what_a_cluster_has_elsewhere_goes_with_it(tmp_path_factory: pytest.TempPathFactory) -> None:
+    tiers = tmp_path_factory.mktemp("tiers")
+    (kept := tiers / "another").mkdir()
+    with cluster_folder(elsewhere=[str(tiers), str(tiers / "absent")]) as folder:
+        (mine := tiers / folder.name).mkdir()
+        (mine / "decode-0.kv").touch()
+        with cluster_folder(elsewhere=[str(tiers)]):
+            assert [*mine.iterdir()] == [mine / "decode-0.kv"]
+    assert [*tiers.iterdir()] == [kept]
+
+
+def test_what_a_killed_supervisor_left_is_not_found_and_cleared_away(
+    root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tiers = tmp_path_factory.mktemp("tiers")
     code = f"""
 import os
 from pathlib import Path
 from pdserve.deploy.cluster import folder
 folder._root = lambda: Path({str(root)!r})
 folder._MAX_CHARS = 4096
-with folder.cluster_folder() as path:
+with folder.cluster_folder(elsewhere=[{str(tiers)!r}]) as path:
+    (Path({str(tiers)!r}) / path.name).mkdir()
     folder.write_note(path, folder.ClusterNote(pid=os.getpid(), url="u", admin_url="a"))
     os.kill(os.getpid(), 9)
 """
     subprocess.run([sys.executable, "-c", code], timeout=HANG_S, check=False)
     (left,) = root.iterdir()
+    assert [*tiers.iterdir()] == [tiers / left.name]
     assert running_clusters() == []
     with cluster_folder() as folder:
         assert list(root.iterdir()) == [folder]
         assert left != folder
+    assert [*tiers.iterdir()] == []
 
 
 def test_no_other_cluster_looks_for_stale_folders_while_one_is_made(
@@ -160,6 +178,18 @@ def test_commands_send_the_token_of_the_cluster_that_they_name(monkeypatch: pyte
         assert admin_headers("http://127.0.0.1:1") == {}
         monkeypatch.setenv("PDSERVE_ADMIN_TOKEN", "another")
         assert admin_headers("http://127.0.0.1:1") == {"Authorization": "Bearer another"}
+
+
+def test_the_agent_of_a_host_holds_a_folder_until_the_cluster_ends(
+    root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tiers = tmp_path_factory.mktemp("tiers")
+    agent = HostAgent("a-1", [str(tiers)])
+    (tiers / "a-1").mkdir()
+    with cluster_folder():
+        assert Path(agent.folder()).is_dir()
+    agent.clear()
+    assert [*tiers.iterdir(), *root.iterdir()] == []
 
 
 def test_a_named_folder_is_taken_over_and_kept_while_one_process_has_it() -> None:
