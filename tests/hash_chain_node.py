@@ -44,6 +44,7 @@ class WorldConfig:
     max_batch_tokens: int = 32
     max_batch_size: int = 8
     max_model_len: int = 128
+    vocab_size: int = VOCAB_SIZE
     num_swap_slots: int = 0
     recompute_share: float = 0.0
     """Share of preemptions that recompute although slots are free."""
@@ -68,18 +69,26 @@ class WorldConfig:
     num_tier_blocks: int = 0
     """Slots of each worker's tier, a file; 0 without."""
     kill: float = 0.0
-    """Share of turns before which a worker is killed, and its tier's file damaged half the time; another one starts."""
+    """Share of turns before which a worker is killed, and the file of its tier damaged half the time; another one
+    starts."""
     right_guesses: float | None = None
     """Share of drafts on decode workers that are right throughout; ``None`` if nothing is guessed."""
+    first_wrong_guess: int | None = None
+    """Number of right guesses before the others' first wrong one; random if ``None``."""
+    new_drafter: Callable[[WorldConfig], Drafter] | None = None
+    """Makes the drafter of a decode worker that starts, in place of one of ``right_guesses``."""
 
 
 class RandomDrafter:
     """Drafts of random lengths, which go on behind the end of an answer; some are wrong from a random guess on."""
 
-    def __init__(self, random: Random, vocabulary: HashVocabulary, share_right: float) -> None:
+    def __init__(
+        self, random: Random, vocabulary: HashVocabulary, share_right: float, first_wrong: int | None = None
+    ) -> None:
         self._random = random
         self._vocabulary = vocabulary
         self._share_right = share_right
+        self._first_wrong = first_wrong
 
     def read(self, rows: Sequence[StepRow]) -> None:
         pass
@@ -98,8 +107,10 @@ class RandomDrafter:
             guesses.append(self._vocabulary.next_token(state, salt, row.banned_tokens))
             state = mix64(link(state, guesses[-1]))
         if guesses and self._random.random() >= self._share_right:
-            first_wrong = self._random.randrange(len(guesses))
-            guesses[first_wrong:] = [self._random.randrange(VOCAB_SIZE) for _ in guesses[first_wrong:]]
+            first = self._random.randrange(len(guesses)) if self._first_wrong is None else self._first_wrong
+            size = self._vocabulary.size
+            wrong = [(token + self._random.randrange(1, size)) % size for token in guesses[first:]]
+            guesses[first:] = wrong
         return guesses
 
 
@@ -263,13 +274,11 @@ class Node:
         self.messages: deque[Callable[[], None]] = deque()
         """From the transfer process: each calls the scheduler."""
         eos = (EOS,)
-        drafter: Drafter | None = None
-        if config.right_guesses is not None and decodes:
-            drafter = RandomDrafter(random, HashVocabulary(VOCAB_SIZE, eos, config.eos_period), config.right_guesses)
+        drafter = self._drafter() if decodes else None
         inner = EmulatedExecutor(
             layout=layout,
             pool=self.memory,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=config.vocab_size,
             eos_token_ids=eos,
             eos_period=config.eos_period,
             num_swap_slots=config.num_swap_slots,
@@ -281,7 +290,7 @@ class Node:
         self.in_flight: deque[tuple[int, StepHandle]] = deque()
         self.sleeps_until_turn = 0
         self.max_batch_tokens = config.max_batch_tokens
-        limits = ModelLimits(max_model_len=config.max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=eos)
+        limits = ModelLimits(max_model_len=config.max_model_len, vocab_size=config.vocab_size, eos_token_ids=eos)
         space = SwapSpace(
             num_slots=config.num_swap_slots,
             is_cheaper=lambda num_tokens, num_cached: random.random() >= config.recompute_share,
@@ -298,12 +307,21 @@ class Node:
             speculation=None if drafter is None else Speculation(_random_seconds(random)),
         )
 
+    def _drafter(self) -> Drafter | None:
+        config = self.config
+        if config.new_drafter is not None:
+            return config.new_drafter(config)
+        if config.right_guesses is None:
+            return None
+        vocabulary = HashVocabulary(config.vocab_size, (EOS,), config.eos_period)
+        return RandomDrafter(self._random, vocabulary, config.right_guesses, config.first_wrong_guess)
+
     def kill(self) -> None:
         """Start anew, after damage to the file half the time."""
-        assert self.tier is not None
-        self.tier.close()
-        if self._random.random() < 0.5:
-            damage(self.tier_path, self._random)
+        if self.tier is not None:
+            self.tier.close()
+            if self._random.random() < 0.5:
+                damage(self.tier_path, self._random)
         self.start()
 
     def turn(self, now_s: float) -> bool:

@@ -38,9 +38,10 @@ from pdserve.engine.scheduling.interface import (
     WithdrawEvent,
 )
 from tests.expected_tokens import expected_tokens
-from tests.hash_chain_node import EOS, VOCAB_SIZE, Node, WorldConfig
+from tests.hash_chain_node import EOS, Node, WorldConfig
 
-STOP_TOKEN_IDS = (100,)
+STOP_TOKEN = 100
+"""The rest of this divided by the vocabulary's size is."""
 
 
 @dataclass
@@ -140,7 +141,7 @@ class World:
             expected = expected_tokens(
                 prompt,
                 sampling.max_tokens,
-                VOCAB_SIZE,
+                self.config.vocab_size,
                 sampling=sampling,
                 choice=choice,
                 eos_token_ids=(EOS,),
@@ -533,17 +534,17 @@ def submit_many(
     world: World, num_requests: int, *, max_prompt: int, max_answer: int, max_choices: int = 1, turns_between: int = 2
 ) -> None:
     """Submit requests of random lengths, some with shared prefixes, over time."""
-    random = world.random
-    families = [tuple(random.randrange(VOCAB_SIZE) for _ in range(max_prompt)) for _ in range(3)]
+    random, vocab_size = world.random, world.config.vocab_size
+    families = [tuple(random.randrange(vocab_size) for _ in range(max_prompt)) for _ in range(3)]
     for _ in range(num_requests):
         shared = random.choice(families)[: random.randrange(max_prompt)]
-        tail = tuple(random.randrange(VOCAB_SIZE) for _ in range(random.randint(1, max_prompt - len(shared))))
+        tail = tuple(random.randrange(vocab_size) for _ in range(random.randint(1, max_prompt - len(shared))))
         sampling = SamplingParams(
             temperature=random.choice((0.0, 1.0)),
             seed=random.randrange(2**32),
             max_tokens=random.randint(1, max_answer),
             ignore_eos=random.random() < 0.3,
-            stop_token_ids=random.choice(((), STOP_TOKEN_IDS)),
+            stop_token_ids=random.choice(((), (STOP_TOKEN % vocab_size,))),
             presence_penalty=random.choice((0.0, 1.0)),
             num_prompt_logprobs=random.choice((-1, -1, 0)),
         )
