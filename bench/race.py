@@ -1,7 +1,7 @@
 """Compares pdserve with vLLM's CPU build on the same cores, both behind their HTTP servers, taking turns case by case.
 
     python -m pdserve.bench.race --vllm-python VENV/bin/python [--shapes 0.36b 1.2b] [--prompts 256 1024]
-        [--streams 1 16 64] [--sides pdserve vllm split int8 int4] [--rounds 3] [--json FILE]
+        [--streams 1 16 64] [--max-prompt-tokens N] [--sides pdserve vllm split int8 int4] [--rounds 3] [--json FILE]
 
 Random Llamas in bfloat16. A case is a number of prompts of one length, sent together twice: for one token (*prefill*),
 and then, one token longer and otherwise cached, for `ANSWER_TOKENS` (*decode*: rows of one batch all the time). Prompts
@@ -64,7 +64,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Of Qwen2 0.5B, but for its vocabulary, and of Llama 3.2 1B."""
 ANSWER_TOKENS = 64
 START_TIMEOUT_S, BURST_TIMEOUT_S = 900.0, 1800.0
-_KV_GIB = 4
+_KV_GIB = 3
 _DEPLOYMENTS: dict[str, dict[str, Any]] = {
     "pdserve": {},
     "split": {"prefill": {"replicas": 1}, "decode": {"replicas": 1}, "mixed": {"replicas": 0}},
@@ -261,6 +261,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--prompts", nargs="+", type=int, default=[256, 1024], help="of multiples of 128 tokens")
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16, 64])
+    parser.add_argument(
+        "--max-prompt-tokens", type=int, default=2**30, help="larger cases are left out: 2^14, 2^12 ..."
+    )
     parser.add_argument("--sides", nargs="+", choices=("vllm", *_DEPLOYMENTS), default=["pdserve", "vllm"])
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
@@ -285,7 +288,11 @@ def _of_shape(name: str, arguments: argparse.Namespace, peak: dict[str, float]) 
             **{side: partial(running_pdserve, folder, changes) for side, changes in _DEPLOYMENTS.items()},
         }
         sides = {side: starts[side] for side in arguments.sides}
-        cases = list(product(arguments.prompts, arguments.streams))
+        cases = [
+            (prompt_tokens, streams)
+            for prompt_tokens, streams in product(arguments.prompts, arguments.streams)
+            if prompt_tokens * streams <= arguments.max_prompt_tokens
+        ]
         found = race(sides, cases, arguments.rounds, shape.vocab_size, lambda text: console.print(f"{name}, {text}"))
     rows = []
     for (prompt_tokens, streams), figures in found.items():
