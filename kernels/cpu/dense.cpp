@@ -499,13 +499,14 @@ struct Product {
   int64_t work() const { return num_rows * weight.num_inputs * weight.num_outputs; }
   bool has_few_rows() const { return num_rows <= kFewRows; }
 
-  // Enough tasks for each of `num_threads` to have its share, even if some are slow.
+  // Enough tasks for each of `num_threads` to have its share, even if some are slow, and as many for each.
   Tasks tasks(int64_t num_threads) const {
     const int64_t panels = num_panels();
     if (has_few_rows()) return {1, num_threads};
     const int64_t row_tasks = (num_rows + kBlockRows - 1) / kBlockRows;
     const int64_t width = std::clamp<int64_t>(panels * row_tasks / (4 * num_threads), 4, kBlockPanels);
-    return {row_tasks, (panels + width - 1) / width};
+    const int64_t rounds = (panels + width * num_threads - 1) / (width * num_threads);
+    return {row_tasks, std::min(panels, rounds * num_threads)};
   }
 
   void run(const Tasks& tasks, int64_t i) const {
