@@ -125,12 +125,12 @@ def running_clusters() -> list[ClusterNote]:
     roots = {_root(), *filter(_is_private, [_TMP / _ROOT])}
     folders = {each.resolve() for root in roots for each in root.iterdir()}
     notes = []
-    for folder in sorted(filter(Path.exists, folders), key=lambda each: each.stat().st_ctime):
-        with contextlib.suppress(FileNotFoundError, ValueError):
+    for folder in folders:
+        with contextlib.suppress(FileNotFoundError, ValueError):  # some end meanwhile
             note = from_json(ClusterNote, (folder / _NOTE).read_text(), _NOTE)
             if not _is_stale(folder):
-                notes.append(note)
-    return notes
+                notes.append((folder.stat().st_ctime, note))
+    return [note for _, note in sorted(notes, key=lambda entry: entry[0])]
 
 
 def find_cluster(admin_url: str = "", *, may_start: bool = False) -> ClusterNote:

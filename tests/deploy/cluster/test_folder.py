@@ -66,6 +66,13 @@ def test_a_cluster_is_found_while_it_runs() -> None:
     assert not folder.exists()
 
 
+def test_a_folder_that_is_gone_when_it_is_looked_at_hides_no_other(root: Path) -> None:
+    (root / "gone").symlink_to("nowhere")
+    with cluster_folder() as folder:
+        write_note(folder, NOTE)
+        assert running_clusters() == [NOTE]
+
+
 def test_a_cluster_that_starts_is_found_by_those_that_can_wait_or_end_it() -> None:
     with cluster_folder() as folder:
         starting = ClusterNote(pid=7, folder=str(folder))
