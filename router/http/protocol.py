@@ -164,7 +164,8 @@ class PartWriter:
 
     def write(self, body: bytes) -> None:
         """Requires `is_ready`, and that more follows."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        if body:  # an empty chunk would end the response
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 def _end_with_connection(cycle: RequestResponseCycle) -> None:
