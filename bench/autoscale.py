@@ -1,30 +1,41 @@
-"""An autoscaled cluster against the best fixed one, simulated: attained share, seconds of workers, and changes.
+"""An autoscaled cluster against the best fixed one, simulated: attained share, seconds of workers, changes and turns.
 
     python -m pdserve.bench.autoscale [--data FOLDER] [--only NAME] [--json FILE]
+    python -m pdserve.bench.autoscale --live [--leg-s 600] [--time-scale 1] [--json FILE]
 
 ``ramp``: from 2 to 10 to 1 requests/s in 10 minutes each, Llama-3-8B on L4. ``azure``, ``mooncake``: the traces in
 ``--data`` at their own times, on L4 and on H100. The best fixed layout is that of the fewest workers, and of these the
-one with the largest share, with at least 95 % of requests within both objectives. A new worker takes 30 s to start.
+one with the largest share, with at least 95 % of requests within both objectives. A new worker takes
+30 s to start. At a turn, numbers of workers that grew shrink, or the other way round.
+
+``--live``: the ramp, with legs of so many seconds, by `pdserve up` with emulated workers as slow as the time scale, and
+simulated as slow, with workers that start as fast.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
+from pdserve.bench.cluster import RunningCluster
 from pdserve.bench.models import LLAMA_3_8B
 from pdserve.bench.script import publish, script_parser
+from pdserve.bench.simulator_vs_emulation import MODEL, cpu_seconds, emulated_cluster, invalid_reasons, slowed_request
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.worker_config import WorkerRole
-from pdserve.model.cost.hardware import Hardware, hardware
+from pdserve.loadgen.load import measure_load
+from pdserve.model.cost.hardware import Hardware, hardware, slowed
 from pdserve.planner.autoscale import START_S, Autoscaler, Bounds
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.simulation import Simulation
@@ -45,23 +56,41 @@ class Case:
     device: Hardware
     slo: SloConfig
     requests: Sequence[SimulatedRequest]
+    start_s: float = START_S
+    """Of a worker."""
 
-    def run(self, num_prefill: int, num_decode: int, autoscaler: Autoscaler | None = None) -> Simulation:
+    def layout(self, num_prefill: int, num_decode: int) -> Layout:
         pools = [
             Pool(role=role, replicas=number, hardware=self.device)
             for role, number in ((PREFILL, num_prefill), (DECODE, num_decode))
         ]
-        layout = Layout(prefill=pools[0], decode=pools[1])
+        return Layout(prefill=pools[0], decode=pools[1])
+
+    def run(self, num_prefill: int, num_decode: int, autoscaler: Autoscaler | None = None) -> Simulation:
         return simulate(
-            self.model, layout, self.requests, slo=self.slo, autoscaler=autoscaler, start_s=START_S, max_in_flight=4096
+            self.model,
+            self.layout(num_prefill, num_decode),
+            self.requests,
+            slo=self.slo,
+            autoscaler=autoscaler,
+            start_s=self.start_s,
+            max_in_flight=4096,
         )
 
+    def slowed(self, time_scale: float, start_s: float) -> Case:
+        """The case as an emulated cluster sees it."""
+        slo = replace(
+            self.slo, ttft_seconds=self.slo.ttft_seconds * time_scale, tpot_seconds=self.slo.tpot_seconds * time_scale
+        )
+        requests = [slowed_request(each, time_scale) for each in self.requests]
+        return replace(self, device=slowed(self.device, time_scale), slo=slo, requests=requests, start_s=start_s)
 
-def ramp(seed: int = 0) -> list[SimulatedRequest]:
-    """Poisson arrivals at a rate that goes from 2 to 10 requests/s in 600 s, and to 1 in another 600 s."""
+
+def ramp(seed: int = 0, leg_s: float = 600.0) -> list[SimulatedRequest]:
+    """Poisson arrivals at a rate that goes from 2 to 10 requests/s in ``leg_s``, and to 1 in as long again."""
     random, now_s, arrived_s = np.random.default_rng(seed), 0.0, []
-    while (now_s := now_s + random.exponential(1 / 10)) < 1200:
-        if random.random() < np.interp(now_s, (0, 600, 1200), (2, 10, 1)) / 10:
+    while (now_s := now_s + random.exponential(1 / 10)) < 2 * leg_s:
+        if random.random() < np.interp(now_s, (0, leg_s, 2 * leg_s), (2, 10, 1)) / 10:
             arrived_s.append(now_s)
     lengths = LogNormalLengths(
         mean_prompt_tokens=1000, mean_output_tokens=200, prompt_variation=1.0, output_variation=0.8
@@ -104,6 +133,12 @@ def cases(data: Path) -> dict[str, Callable[[], Case]]:
     }
 
 
+def num_turns(totals: Sequence[int]) -> int:
+    """How often a number that grew or fell does the other."""
+    steps = [after > before for before, after in pairwise(totals) if after != before]
+    return sum(before is not after for before, after in pairwise(steps))
+
+
 def summary(case: Case, found: Simulation, num_prefill: int, num_decode: int) -> dict[str, Any]:
     times = found.times
     hours = float(times.arrived_s[-1] - times.arrived_s[0]) / 3600
@@ -113,6 +148,7 @@ def summary(case: Case, found: Simulation, num_prefill: int, num_decode: int) ->
         "attained": round(float(times.are_within(case.slo).mean()), 4),
         "worker_s": round(found.worker_s),
         "changes_per_hour": round(len(found.scaled) / hours, 1),
+        "turns_per_hour": round(num_turns([sum(each.replicas.values()) for each in found.scaled]) / hours, 1),
         "changes": [[round(each.at_s), each.reason, *each.replicas.values()] for each in found.scaled],
     }
 
@@ -156,11 +192,78 @@ def autoscaled(case: Case) -> dict[str, Any]:
     return result
 
 
+_SAID = re.compile(r"^ *([\d.]+)s +change +(.+)$", re.MULTILINE)
+_ASKS = re.compile(r"the load asks for prefill=(\d+) decode=(\d+) \((\w+)\)")
+_READY = re.compile(r"is ready after ([\d.]+) s")
+
+
+def followed(log: str, num_workers: int, ended_s: float) -> tuple[dict[str, Any], list[float]]:
+    """Changes that `pdserve up` tells of, and worker-seconds, as `summary` has them, and how long each start took.
+
+    Args:
+        num_workers: at the beginning.
+        ended_s: seconds from readiness to the last answer.
+    """
+    (ready_s,) = _READY.findall(log)
+    changes: list[list[Any]] = []
+    starts_s, worker_s, asked_s = [], num_workers * ended_s, 0.0
+    for at, said in _SAID.findall(log):
+        at_s = float(at) - float(ready_s)
+        if asked := _ASKS.match(said):
+            changes.append([round(at_s), asked[3], int(asked[1]), int(asked[2])])
+            asked_s = at_s
+        elif " is up at " in said:
+            starts_s.append(at_s - asked_s)
+            worker_s += ended_s - asked_s
+        elif said.endswith(" has left"):
+            worker_s -= max(0.0, ended_s - at_s)
+    return {"worker_s": round(worker_s), "changes": changes}, starts_s
+
+
+def live(case: Case, time_scale: float) -> dict[str, Any]:
+    with emulated_cluster(case.model, case.layout(1, 2), case.slo, time_scale, max_replicas=MOST) as cluster:
+        before_s, began_s = _router_s(cluster), time.monotonic()
+        psutil.cpu_percent()  # begins the interval of the next call
+        measured = measure_load(
+            cluster.url, case.requests, vocab_size=case.model.shape.vocab_size, time_scale=time_scale
+        )
+        machine_share = psutil.cpu_percent() / 100
+        router_share = (_router_s(cluster) - before_s) / (time.monotonic() - began_s)
+        seen, starts_s = followed(cluster.log.read_text(), 3, measured.ended_s * time_scale)
+    seen = {"attained": round(float(measured.times.are_within(case.slo).mean()), 4), **seen}
+    start_s = float(np.mean(starts_s)) if starts_s else START_S
+    simulated = autoscaled(case.slowed(time_scale, start_s))
+    return {
+        "requests": len(case.requests),
+        "time_scale": time_scale,
+        "start_s": round(start_s, 1),
+        "live": seen,
+        "simulated": simulated,
+        "points": round(100 * (seen["attained"] - simulated["attained"]), 1),
+        "router_share": round(router_share, 2),
+        "machine_share": round(machine_share, 2),
+        "invalid": invalid_reasons(measured, router_share, machine_share, time_scale),
+    }
+
+
+def _router_s(cluster: RunningCluster) -> float:
+    return cpu_seconds(cluster)["router"]
+
+
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--only", choices=["ramp", "azure", "mooncake"])
+    parser.add_argument("--live", action="store_true")
+    parser.add_argument("--leg-s", type=float, default=600.0, help="of the ramp, in real seconds")
+    parser.add_argument("--time-scale", type=float, default=1.0, help="real seconds of an emulated one")
     arguments = parser.parse_args()
+    if arguments.live:
+        ramped = cases(arguments.data)["ramp"]()
+        requests = ramp(leg_s=arguments.leg_s / arguments.time_scale)
+        case = replace(ramped, model=replace(ramped.model, transport=MODEL.transport), requests=requests)
+        publish({"cases": {"live ramp": live(case, arguments.time_scale)}}, arguments.json)
+        return
     results = {}
     for name, make in cases(arguments.data).items():
         if arguments.only in (None, name):

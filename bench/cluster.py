@@ -30,6 +30,8 @@ class RunningCluster:
     admin_url: str
     pid: int
     """Process of `pdserve up`, the ancestor of all its processes."""
+    log: Path
+    """What it prints."""
 
     def router(self) -> psutil.Process:
         """Process of its only router."""
@@ -64,7 +66,7 @@ def running_cluster(deployment: dict[str, Any], *options: str) -> Iterator[Runni
                 if process.poll() is not None or time.perf_counter() - started_s > START_TIMEOUT_S:
                     raise RuntimeError(f"`pdserve up` did not start:\n{log.read_text()}")
                 time.sleep(0.05)
-            yield RunningCluster(found["url"], found["admin"], process.pid)
+            yield RunningCluster(found["url"], found["admin"], process.pid, log)
         finally:
             process.send_signal(signal.SIGINT)
             process.wait()

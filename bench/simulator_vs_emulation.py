@@ -151,15 +151,19 @@ _PROCESSES = {"router": "pdserve.router", "prefill": "ray::prefill", "decode": "
 
 
 @contextmanager
-def emulated_cluster(setting: Setting, time_scale: float) -> Iterator[RunningCluster]:
+def emulated_cluster(
+    model: PlannedModel, layout: Layout, slo: SloConfig, time_scale: float, *, max_replicas: int = 0
+) -> Iterator[RunningCluster]:
     """The layout on emulated devices, ``time_scale`` times slower than real ones; objectives are in seconds of theirs.
 
     Emulation needs a config.json and a tokenizer, but no weights. Prompts are token ids, so the tokenizer is small.
 
+    Args:
+        max_replicas: of a pool, whose workers follow the load; 0 for numbers that stay.
+
     Raises:
         RuntimeError: it did not start.
     """
-    model, slo = setting.model, setting.slo
     with TemporaryDirectory() as work:
         folder = Path(work) / model.name
         write_tokenizer(folder, 512)
@@ -172,13 +176,15 @@ def emulated_cluster(setting: Setting, time_scale: float) -> Iterator[RunningClu
             **{
                 pool.role.value: {
                     "replicas": pool.replicas,
+                    "max_replicas": max_replicas,
                     "tensor_parallel": pool.tensor_parallel,
                     "pipeline_parallel": pool.pipeline_parallel,
                 }
-                for pool in setting.layout.pools
+                for pool in layout.pools
             },
         }
-        with running_cluster(deployment, "--emulate", GPU, "--time-scale", str(time_scale)) as cluster:
+        gpu = layout.decode_pool.hardware.name
+        with running_cluster(deployment, "--emulate", gpu, "--time-scale", str(time_scale)) as cluster:
             yield cluster
 
 
@@ -317,7 +323,7 @@ def compare(
     expected_s = arguments.time_scale * num_requests / setting.rate * sum(1 / share for share in arguments.shares)
     console.print(f"{setting.layout}: 1.00 x is {setting.rate:.1f} requests/s; about {expected_s / 60 + 2:.0f} minutes")
     results = []
-    with emulated_cluster(setting, arguments.time_scale) as cluster:
+    with emulated_cluster(setting.model, setting.layout, setting.slo, arguments.time_scale) as cluster:
         comparison = Comparison(cluster, setting, arguments.time_scale)
         probes = workload.draw(NUM_PROBES, arguments.seed + 1, max_model_len=max_model_len)
         # Later turns would arrive in another order in the simulation, and are not compared one by one.

@@ -195,7 +195,8 @@ class KvTierConfig:
     """A tier below the KV pool of each worker on CPUs: a file that outlives the worker."""
 
     path: str
-    """Folder of the files, on each worker's host. They hold KV of prompts and answers; their owner alone reads them."""
+    """Folder of the files, on each worker's host, which go with the cluster. They hold KV of prompts and answers; their
+    owner alone reads them."""
     size: Annotated[str, Rule(_is_size, _SIZE)]
     """Of each worker's file; larger than its ``kv_memory``."""
 

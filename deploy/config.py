@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from pdserve.contracts.codec import from_plain, to_plain
-from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig
+from pdserve.contracts.deployment import DeploymentConfig, KvTierConfig, ModelConfig, PhaseConfig
 from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.worker_config import TlsFiles, WorkerRole
 from pdserve.model.config.dtype import checkpoint_dtype
@@ -55,7 +55,7 @@ def read_deployment(path: Path, *, use: Use = "serve") -> DeploymentConfig:
             speculation = {"draft": from_folder(phase, "draft_path")["draft_path"]}
             config = override(config, role.value, speculation=speculation)
         if (tier := phase.kv_tier) is not None:
-            config = override(config, role.value, kv_tier={**to_plain(tier), **from_folder(tier, "path")})
+            config = override(config, role.value, kv_tier=dataclasses.replace(tier, **from_folder(tier, "path")))
     config = override(config, "router", **from_folder(config.router, *_ROUTER_FILES))
     if tls := config.security.tls:
         tls = TlsFiles(**from_folder(tls, *to_plain(tls)))
@@ -107,7 +107,7 @@ def parse_deployment(document: object, *, use: Use = "serve") -> DeploymentConfi
 
 
 def override(
-    config: DeploymentConfig, section: str, **values: str | int | float | dict[str, str] | None
+    config: DeploymentConfig, section: str, **values: str | int | float | dict[str, str] | KvTierConfig | None
 ) -> DeploymentConfig:
     """Replace fields of one section by the ``values`` that are not None. Check the result afterwards."""
     given = {name: value for name, value in values.items() if value is not None}

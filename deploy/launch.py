@@ -133,16 +133,22 @@ class Launch:
         return [role for role, _ in self.all_workers]
 
     @property
+    def tier_paths(self) -> list[str]:
+        """Folders of KV tiers."""
+        return [tier.path for role in WorkerRole if (tier := self.config.phase(role).kv_tier) is not None]
+
+    @property
     def split(self) -> CoreSplit:
         """Cores of each worker, in the order of `roles`."""
         return split_cores(self.cores, self.roles, [self.num_ranks(role) for role in self.roles])
 
 
-def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = "") -> list[WorkerConfig]:
+def worker_configs(launch: Launch, cluster_token: str = "", folder: str = "") -> list[WorkerConfig]:
     """Configuration of each worker, in the order of `Launch.roles`.
 
     Args:
-        core_board: file through which workers lend their idle cores; empty lends none.
+        folder: that workers of a host share, to lend idle cores there; empty lends none. Files of their KV tiers are in
+            folders of its name.
     """
     model, roles, split = launch.config.model, launch.roles, launch.split
     lent_cores = tuple(
@@ -170,7 +176,7 @@ def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = ""
                 block_size=model.block_size,
                 kv_memory_bytes=phase.kv_memory_bytes,
                 swap_memory_bytes=phase.swap_memory_bytes,
-                kv_tier_path=phase.kv_tier.path if phase.kv_tier else "",
+                kv_tier_path=str(Path(phase.kv_tier.path) / Path(folder).name) if phase.kv_tier else "",
                 kv_tier_bytes=parse_bytes(phase.kv_tier.size) if phase.kv_tier else 0,
                 max_batch_tokens=phase.max_batch_tokens,
                 max_batch_size=phase.max_batch_size,
@@ -181,7 +187,7 @@ def worker_configs(launch: Launch, cluster_token: str = "", core_board: str = ""
                 cluster_token=cluster_token,
                 tls=launch.config.security.tls,
                 cpu_cores=cores,
-                core_board=core_board if cores and _lends_cores(launch, role) else "",
+                core_board=f"{folder}/cores" if folder and cores and _lends_cores(launch, role) else "",
                 core_index=index,
                 core_sets=lent_cores,
                 transfer_cpu_cores=split.spare_cores or launch.cores,

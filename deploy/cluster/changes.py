@@ -55,7 +55,7 @@ class Changes:
             self._changed()
         yield from steps.refused
         yield from (f"{worker.name} becomes a {role.value} worker" for worker, role in steps.moves)
-        changes = self._add(steps.added), self._remove_all(steps.removed)
+        changes = self._add(steps.added), self._remove(steps.removed)
         for change in reversed(changes) if steps.is_short else changes:
             yield from change
 
@@ -111,12 +111,11 @@ class Changes:
         Raises:
             DeployError: a name is no worker's, or its role would have none.
         """
-        workers = [self._worker(name) for name in names]
+        workers = [self._worker(name) for name in dict.fromkeys(names)]
         for pool in map(self._pool, {worker.role for worker in workers}):
             if set(pool) <= set(workers):
                 raise DeployError(f"{' '.join(names)}: no {pool[0].role.value} worker would be left; add one first")
-        for worker in workers:
-            yield from self._remove(worker)
+        yield from self._remove(workers)
 
     def restart(self, names: Sequence[str]) -> Iterator[str]:
         """Start workers anew, one after the other; all without ``names``.
@@ -127,7 +126,7 @@ class Changes:
         for worker in [self._worker(name) for name in names] or list(self._fleet.workers):
             if len(self._pool(worker.role)) == 1:
                 yield f"{worker.name} is the only {worker.role.value} worker: requests wait for it"
-            yield from self._finish(worker)
+            yield from self._finish([worker])
             worker.end()
             self._changed()
             yield from self._start(worker)
@@ -147,16 +146,13 @@ class Changes:
             self._changed()
             raise
 
-    def _remove_all(self, workers: Sequence[WorkerProcess]) -> Iterator[str]:
+    def _remove(self, workers: Sequence[WorkerProcess]) -> Iterator[str]:
+        yield from self._finish(workers)
         for worker in workers:
-            yield from self._remove(worker)
-
-    def _remove(self, worker: WorkerProcess) -> Iterator[str]:
-        yield from self._finish(worker)
-        self._fleet.workers.remove(worker)
-        worker.end()
-        self._changed()
-        yield f"{worker.name} has left"
+            self._fleet.workers.remove(worker)
+            worker.end()
+            self._changed()
+            yield f"{worker.name} has left"
 
     def _start(self, worker: WorkerProcess) -> Iterator[str]:
         """Wait until the supervisor has started it."""
@@ -170,13 +166,11 @@ class Changes:
             yield ""
         yield f"{worker.name} is up at {worker.address}"
 
-    def _finish(self, worker: WorkerProcess) -> Iterator[str]:
-        """Wait until it has no requests, or for the time limit, or until it is lost."""
-        if worker.state is not ProcessState.UP:
-            return
-        yield f"{worker.name} finishes its requests"
-        drained = worker.drain(self._drain_timeout_s)
-        while not drained.done() and worker.state is ProcessState.UP:
+    def _finish(self, workers: Sequence[WorkerProcess]) -> Iterator[str]:
+        """Wait until each has no requests, or is lost; all together for the time limit."""
+        drained = {worker: worker.drain(self._drain_timeout_s) for worker in workers if worker.state is ProcessState.UP}
+        yield from (f"{worker.name} finishes its requests" for worker in drained)
+        while any(worker.state is ProcessState.UP and not each.done() for worker, each in drained.items()):
             yield ""
 
     def _worker(self, name: str) -> WorkerProcess:

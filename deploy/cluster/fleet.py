@@ -92,7 +92,12 @@ class Fleet:
             host.state = ProcessState.STOPPED
         for node_id in nodes.keys() - self._hosts.keys():
             self._hosts[node_id] = RayHost(
-                self._ray.desk, nodes[node_id], self._model_path, self._ours, self._folder.name
+                self._ray.desk,
+                nodes[node_id],
+                self._model_path,
+                self._ours,
+                self._folder.name,
+                self._launch.tier_paths,
             )
         return gone
 
@@ -260,7 +265,7 @@ class Fleet:
         )
 
     def _configs(self, launch: Launch, host: Host) -> dict[str, WorkerConfig]:
-        return {each.worker_id: each for each in worker_configs(launch, self._cluster_token, f"{host.folder}/cores")}
+        return {each.worker_id: each for each in worker_configs(launch, self._cluster_token, host.folder)}
 
 
 def _check_launch(host: Host, launch: Launch) -> None:

@@ -43,9 +43,10 @@ def _kill_worker(process_id: int) -> None:
 class HostAgent:
     """Actor that speaks for a host. Holds a folder there, which its successor takes over if it ends."""
 
-    def __init__(self, folder_name: str) -> None:
+    def __init__(self, folder_name: str, elsewhere: Sequence[str]) -> None:
+        """Arguments are those of `cluster_folder`."""
         self._open = contextlib.ExitStack()
-        self._folder = self._open.enter_context(cluster_folder(folder_name))
+        self._folder = self._open.enter_context(cluster_folder(folder_name, elsewhere))
 
     def facts(self, address: str, model_path: str) -> dict[str, Any]:
         """Fields of the `HostFacts`."""
@@ -57,6 +58,10 @@ class HostAgent:
 
     def kill(self, process_id: int) -> None:
         _kill_worker(process_id)
+
+    def clear(self) -> None:
+        """Remove what the cluster has on the host."""
+        self._open.close()
 
 
 class Host(SupervisedProcess):
@@ -97,6 +102,10 @@ class Host(SupervisedProcess):
             return Path(f"/proc/{process_id}/fd/2").readlink()
         return None
 
+    def clear(self) -> Future[Any] | None:
+        """Remove what an agent keeps there; returns what to wait for, ``None`` unless it is up."""
+        return None
+
     def end(self) -> None:
         pass
 
@@ -113,11 +122,20 @@ class Host(SupervisedProcess):
 class RayHost(Host):
     """A node of an existing Ray cluster; up while its agent answers."""
 
-    def __init__(self, desk: RayDesk, node: RayNode, model_path: str, ours: HostFacts, cluster_name: str) -> None:
+    def __init__(
+        self,
+        desk: RayDesk,
+        node: RayNode,
+        model_path: str,
+        ours: HostFacts,
+        cluster_name: str,
+        tier_paths: Sequence[str] = (),
+    ) -> None:
         """
         Args:
             ours: facts of this machine, with which those of the host must agree.
             cluster_name: part of the name of the host's folder.
+            tier_paths: folders of KV tiers.
         """
         unknown = HostFacts(
             address=node.address,
@@ -137,6 +155,7 @@ class RayHost(Host):
         self._model_path = model_path
         self._ours = ours
         self._folder_name = f"{cluster_name}-{self._node_id}"
+        self._tier_paths = tier_paths
         self._agent: Any = None
         self._pending: Future[Any] | None = None
         self._called_at_s = 0.0
@@ -164,6 +183,10 @@ class RayHost(Host):
     def log_path(self, process_id: int) -> Path | None:
         return super().log_path(process_id) if self._is_here else None
 
+    def clear(self) -> Future[Any] | None:
+        agent = self._agent
+        return self._desk.submit(lambda: agent.clear.remote()) if self.state is ProcessState.UP else None
+
     def end(self) -> None:
         if (agent := self._agent) is not None:
             self._desk.submit(lambda: _end_actor(agent))
@@ -177,7 +200,7 @@ class RayHost(Host):
         import ray
 
         options = {"num_cpus": 0, "max_concurrency": 2, **self.actor_options}
-        return ray.remote(HostAgent).options(**options).remote(self._folder_name)
+        return ray.remote(HostAgent).options(**options).remote(self._folder_name, self._tier_paths)
 
     def _check_starting(self, now_s: float) -> bool:
         if (answer := self._answer(now_s, _START_TIMEOUT_S)) is None:

@@ -52,7 +52,7 @@ START_TIMEOUT_S = 600.0
 _READ_BYTES_PER_S = 100e6
 """Slowest disk on which a worker that reads its weights does not count as hung."""
 _TICK_S = 0.05
-_STOP_WORKERS_S = 3.0
+_STOP_WORKERS_S, _CLEAR_HOSTS_S = 3.0, 1.0
 _CLOSE_STREAMS_S = 8.0
 _QUESTION = "What is 17 + 25?"  # the demo model answers 42
 
@@ -91,7 +91,7 @@ class Supervisor:
         preflight.check_launch(launch)
         model_warning = check_model(launch)
         self._has_chat = NO_CHAT_TEMPLATE not in model_warning
-        with cluster_folder() as self._folder:
+        with cluster_folder(elsewhere=launch.tier_paths) as self._folder:
             self._take_signals()
             write_note(self._folder, ClusterNote(pid=os.getpid(), folder=str(self._folder)))
             token_file = launch.config.router.admin_token_file or self._folder / "admin_token"
@@ -366,12 +366,11 @@ class Supervisor:
         if not self._is_ready:
             return 0
         self._progress.note("stopping", "finishing running requests; Ctrl-C again ends them")
-        num_signals = self._num_signals
         deadline_s = time.monotonic() + self._launch.drain_timeout_s + _CLOSE_STREAMS_S
         drained = [router for router in self._routers if router.state is ProcessState.UP]
         for router in self._routers:
             router.terminate()
-        while self._num_signals == num_signals and time.monotonic() < deadline_s:
+        while self._num_signals < 2 and time.monotonic() < deadline_s:  # both may have come before
             if all(router.exit_code is not None for router in self._routers):
                 break
             self._tick()
@@ -388,8 +387,8 @@ class Supervisor:
         if self._compiler is not None:
             end_session(self._compiler, 0)
         if not self._desk.is_stuck and self._loss is None:
-            stopping = [ending for worker in self._workers if (ending := worker.stop()) is not None]
-            futures.wait(stopping, _STOP_WORKERS_S)
+            futures.wait([ending for each in self._workers if (ending := each.stop()) is not None], _STOP_WORKERS_S)
+            futures.wait([ending for each in self._fleet.hosts if (ending := each.clear()) is not None], _CLEAR_HOSTS_S)
         if self._desk.is_stuck:  # Ray cannot end them
             for worker in self._workers:
                 worker.kill()

@@ -94,6 +94,8 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(503, "the router is too busy to answer in time; try again", headers={"Retry-After": "1"})
         case HTTPException():
             return ApiError(error.status_code, error.detail, headers=error.headers)
+        case RecursionError():  # what reads or writes JSON has a limit, each another one
+            return ApiError(400, "the request body is nested too deeply")
     logger.error("unexpected error in the HTTP edge", exc_info=error)
     return ApiError(500, "internal error of the router; its log has the cause")
 

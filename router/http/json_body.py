@@ -160,8 +160,6 @@ def read_body(data: bytes | bytearray, model: type[Model]) -> Model:
         raise ApiError(400, "the request body is not UTF-8") from None
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the request body is not JSON: {error}") from None
-    except RecursionError:
-        raise ApiError(400, "the request body is nested too deeply") from None
     except ValidationError as error:
         raise refusal_of(error) from None
 

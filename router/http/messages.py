@@ -49,14 +49,17 @@ FREE_TEXT = "input"
 """Argument of a custom tool, which the model calls as a function, and of a call whose arguments are no JSON object."""
 
 
-def _joined_text(value: object) -> object:
+def _joined_text(value: object) -> str:
     """Text of a message whose content is a string or a list of text parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise PydanticCustomError("content", "Input should be a string or a list of text parts")
-    texts = []
+    texts: list[str] = []
     for part in value:
+        if (inner := _parts_of_document(part)) is not None:
+            texts.append(_joined_text(inner))
+            continue
         if isinstance(part, str):
             part = {"text": part}
         kind = part.get("type", "text") if isinstance(part, dict) else None
@@ -68,6 +71,21 @@ def _joined_text(value: object) -> object:
             raise PydanticCustomError("content", 'Parts should be {"type": "text", "text": "..."}')
         texts.append(text)
     return "\n".join(texts)
+
+
+def _parts_of_document(part: object) -> list[object] | None:
+    """Texts and parts of a document or of what a search found (Anthropic); None of all else, and of files."""
+    match part:
+        case {"type": "document", "source": {"type": "text", "data": content}, **rest}:
+            pass
+        case {"type": "document", "source": {"type": "content", "content": content}, **rest}:
+            pass
+        case {"type": "search_result", "content": content, **rest}:
+            pass
+        case _:
+            return None
+    heads = [text for name in ("title", "source", "context") if isinstance(text := rest.get(name), str)]
+    return [*heads, *(content if isinstance(content, list) else [content])]
 
 
 def call_arguments(value: object) -> dict[str, object]:
@@ -123,7 +141,10 @@ class ChatMessage(Body):
     @classmethod
     def _read_content(cls, message: object) -> object:
         """All but a user's message may have no text. A tool may return any JSON. Reasoning may be among the parts."""
-        if not isinstance(message, dict) or isinstance(message.get("content"), str):
+        if not isinstance(message, dict):
+            return message
+        message = _of_tools(message)
+        if isinstance(message.get("content"), str):
             return message
         role, content = message.get("role"), message.get("content")
         if content is None and role in _MAY_BE_EMPTY:
@@ -152,6 +173,17 @@ class ChatMessage(Body):
         return message
 
 
+def _of_tools(message: dict[str, object]) -> dict[str, object]:
+    """The message with tools in place of functions, OpenAI's first form, in which results had the name of a call."""
+    call = message.get("function_call")
+    if isinstance(call, dict) and not message.get("tool_calls"):
+        calls = [{"id": call.get("name"), "function": call}]
+        message = {**message, "function_call": None, "tool_calls": calls}
+    if message.get("role") == "function":
+        message = {**message, "role": "tool", "tool_call_id": message.get("name")}
+    return message
+
+
 def _bounded_calls(messages: object) -> object:
     """Count all calls, and their values, before those of one are read."""
     structure = Structure(MAX_CALL_VALUES)
@@ -172,8 +204,10 @@ def _bounded_calls(messages: object) -> object:
 def _calls(messages: object) -> Iterator[dict[str, object]]:
     """Functions of the calls of messages that have not been checked."""
     for message in messages if isinstance(messages, list) else ():
-        calls = message.get("tool_calls") if isinstance(message, dict) else None
-        for call in calls if isinstance(calls, list) else ():
+        if not isinstance(message, dict):
+            continue
+        calls = message.get("tool_calls")
+        for call in [*(calls if isinstance(calls, list) else ()), {"function": message.get("function_call")}]:
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict):
                 yield function

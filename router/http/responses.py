@@ -185,18 +185,22 @@ class ResponseWriter:
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "metadata": extra.get("metadata") or {},
             "parallel_tool_calls": extra.get("parallel_tool_calls") is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": body.text or {"format": {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
         }
+        echoed = {
+            "metadata": extra.get("metadata") or {},
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+        }
+        # Written once, and refused here if it is nested too deeply, as no stream has begun
+        self._envelope |= {name: msgspec.Raw(_encode(value)) for name, value in echoed.items()}
 
     def events(self, batch: Sequence[TextDelta]) -> bytes:
         """Events of tokens that arrived together, including those that open and end the response."""

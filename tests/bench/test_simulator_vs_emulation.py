@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,7 +99,7 @@ def test_a_simulation_knows_what_the_cluster_has_served(monkeypatch: pytest.Monk
         return Measurement(times=times, gap_s=np.zeros(1), errors=Counter(), ended_s=ended_s, health=HEALTHY)
 
     monkeypatch.setattr(simulator_vs_emulation, "measure_load", serve)
-    comparison = Comparison(RunningCluster(url="", admin_url="", pid=0), setting, scale)
+    comparison = Comparison(RunningCluster(url="", admin_url="", pid=0, log=Path()), setting, scale)
     for seed in (1, 2):
         requests = LOGNORMAL.draw(60, seed, max_model_len=MODEL.max_model_len).at_rate(setting.rate)
         measured = comparison._measure(requests)

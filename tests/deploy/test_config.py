@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from pdserve.contracts.codec import from_json, to_json
-from pdserve.contracts.deployment import DeploymentConfig, parse_bytes
+from pdserve.contracts.deployment import DeploymentConfig, KvTierConfig, parse_bytes
 from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.deploy.config import (
@@ -63,7 +63,7 @@ def test_every_file_is_found_from_the_deployment_file(tmp_path: Path, monkeypatc
         "router: {keys_file: keys, tls_certificate: c.pem, tls_key: /k.pem, request_log: log,\n"
         "  admin_token_file: token}\n"
         "security: {tls: {ca: ca.pem, certificate: h.pem, key: h.key}}\n"
-        "decode: {speculation: {draft: small}}\n"
+        "decode: {speculation: {draft: small}, kv_tier: {path: tiers, size: 1GiB}}\n"
     )
     monkeypatch.chdir(tmp_path)
     config = read_deployment(Path("cluster/deployment.yaml"))
@@ -74,6 +74,7 @@ def test_every_file_is_found_from_the_deployment_file(tmp_path: Path, monkeypatc
     assert files == tuple(str(folder / name) for name in ("keys", "c.pem", "log", "token"))
     assert router.tls_key == "/k.pem"
     assert (config.decode.draft_path, config.mixed.draft_path) == (str(folder / "small"), "")
+    assert config.decode.kv_tier == KvTierConfig(path=str(folder / "tiers"), size="1GiB")
     assert (tls.ca, tls.certificate, tls.key) == tuple(str(folder / name) for name in ("ca.pem", "h.pem", "h.key"))
 
 

@@ -29,7 +29,7 @@ DOCUMENT = {
     "ports": "20000-20099",
     "router": {"port": 1234, "policy": "round-robin", "max_queued_requests": 5, "keep_alive_seconds": 0},
 }
-BOARD = "/run/cores"
+FOLDER, BOARD = "/run", "/run/cores"
 EIGHT, FOUR = tuple(range(8)), tuple(range(4))
 
 
@@ -44,7 +44,7 @@ def device_of(config: WorkerConfig) -> Hardware:
 
 def test_each_worker_gets_its_phase_and_its_cores() -> None:
     launch = Launch(config=deployment(DOCUMENT), emulate="a100", time_scale=2.0, cores=EIGHT)
-    first, second, third = worker_configs(launch, "secret", BOARD)
+    first, second, third = worker_configs(launch, "secret", FOLDER)
     assert [config.worker_id for config in (first, second, third)] == ["prefill-0", "prefill-1", "decode-0"]
     assert (first.kv_memory_bytes, third.kv_memory_bytes) == (2**30, 0)
     assert (second.max_batch_tokens, third.max_batch_size) == (100, 7)
@@ -64,20 +64,20 @@ def test_each_worker_gets_its_phase_and_its_cores() -> None:
 
 
 def test_a_tier_goes_to_the_workers_of_its_pool() -> None:
-    configs = worker_configs(
-        Launch(config=deployment({"prefill": {"kv_tier": {"path": "/tiers", "size": "2GiB"}}})), "secret"
-    )
+    launch = Launch(config=deployment({"prefill": {"kv_tier": {"path": "/tiers", "size": "2GiB"}}}))
+    configs = worker_configs(launch, "secret", "/tmp/cluster")
     assert {(each.role.value, each.kv_tier_path, each.kv_tier_bytes) for each in configs} == {
-        ("prefill", "/tiers", 2**31),
+        ("prefill", "/tiers/cluster", 2**31),
         ("decode", "", 0),
     }
+    assert launch.tier_paths == ["/tiers"]
 
 
 def test_degrees_go_to_the_workers_and_the_router() -> None:
     degrees = {"prefill": {"pipeline_parallel": 2}, "decode": {"tensor_parallel": 4, "expert_parallel": True}}
     wide = deployment(degrees, use="emulate")
     launch = Launch(config=wide, emulate="a100", cores=EIGHT)
-    configs = worker_configs(launch, "secret", BOARD)
+    configs = worker_configs(launch, "secret", FOLDER)
     assert [config.tensor_parallel for config in configs] == [1, 4]
     assert [config.pipeline_parallel for config in configs] == [2, 1]
     assert [config.expert_parallel for config in configs] == [False, True]
@@ -94,14 +94,14 @@ def test_degrees_go_to_the_workers_and_the_router() -> None:
 
 def test_workers_without_cores_of_their_own_lend_nothing() -> None:
     launch = Launch(config=deployment({}), cores=(0,))
-    (first, second) = worker_configs(launch, "", BOARD)
+    (first, second) = worker_configs(launch, "", FOLDER)
     assert (first.core_board, second.core_board) == ("", "")
 
 
 def test_phases_that_lend_no_cores_take_none_either() -> None:
     config = deployment({"prefill": {"lend_cores": False}, "decode": {"replicas": 2}})
     launch = Launch(config=config, cores=EIGHT)
-    first, second, third = worker_configs(launch, "", BOARD)
+    first, second, third = worker_configs(launch, "", FOLDER)
     assert [config.core_board for config in (first, second, third)] == ["", BOARD, BOARD]
     assert third.core_sets == ((), *launch.split.worker_cores[1:])
     assert first.cpu_cores == launch.split.worker_cores[0]
@@ -110,7 +110,7 @@ def test_phases_that_lend_no_cores_take_none_either() -> None:
 def test_transfers_run_anywhere_when_no_core_is_spare() -> None:
     launch = Launch(config=deployment({}), cores=(0, 1))
     assert launch.split.spare_cores == ()
-    configs = worker_configs(launch, "", BOARD)
+    configs = worker_configs(launch, "", FOLDER)
     assert [config.transfer_cpu_cores for config in configs] == [(0, 1), (0, 1)]
 
 

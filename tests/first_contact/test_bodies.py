@@ -20,6 +20,7 @@ import httpx
 import pytest
 import xgrammar
 
+from pdserve.router.http.json_body import LARGE_BYTES
 from tests.router.edge_server import EdgeServer, running_edge
 from tests.vocabulary import compiled
 
@@ -94,6 +95,31 @@ def test_a_body_gets_what_is_right(edges: Any, file: Path) -> None:
     assert has(answer_of(response), case.get("answer", {})), response.text
     if response.status_code == 200:
         check_request(case, server)
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/responses", '{"input": "a", "metadata": %s}'),
+        ("/v1/responses", '{"input": "a", "stream": true, "metadata": %s}'),
+        ("/tokenize", '{"messages": [{"role": "user", "content": "a"}], "tools": [%s]}'),
+        (
+            CHAT,
+            '{"messages": [{"role": "user", "content": "a"}], "tool_choice": "required", "tools": '
+            '[{"type": "function", "function": {"name": "f", "parameters": {"enum": [%s]}}}]}',
+        ),
+    ],
+)
+def test_no_depth_is_an_error_of_the_router(edges: Any, route: str, body: str) -> None:
+    """What decodes a body reads deeper than some of what follows, most of all if it is large: in a thread."""
+    body = f'{{"user": "{"a" * LARGE_BYTES}", {body[1:]}'
+    server: EdgeServer = edges("tools")
+    server.say("Yes.")
+    with httpx.Client(base_url=server.url, headers={"content-type": "application/json"}) as client:
+        for depth in [100, 300, 600, *range(900, 1000, 9)]:
+            answer = client.post(route, content=body % ('{"a":' * depth + "1" + "}" * depth))
+            assert answer.status_code in (200, 400), depth
+            assert "internal error" not in answer.text
 
 
 def check_request(case: dict[str, Any], server: EdgeServer) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import psutil
 
-from pdserve.bench.cluster import RunningCluster
+from pdserve.bench.cluster import RunningCluster, running_cluster
 from pdserve.deploy.cluster.folder import admin_headers
 from pdserve.deploy.observe.drill.live import (
     emulated_cluster,
@@ -82,6 +82,14 @@ def _changed_back_and_forth(cluster: RunningCluster, end: Event) -> None:
         for reason in ("decode_short", "surplus"):
             httpx.put(f"{cluster.admin_url}/scaled", params={"reason": reason}, headers=headers).raise_for_status()
         end.wait(1.0)
+
+
+def _without_tier(cluster: RunningCluster, end: Event) -> None:
+    """The file of the tier of each worker is deleted."""
+    for process in processes(cluster, "ray::mixed"):
+        for file in process.open_files():
+            if file.path.endswith(".kv"):
+                Path(file.path).unlink()
 
 
 @contextmanager
@@ -178,6 +186,20 @@ CASES = (
         alerts=("ScaleFlaps",),
         deployment=_ONE_EACH,
         fault=_changed_back_and_forth,
+    ),
+    Case(
+        what="a file of a tier that is deleted",
+        alerts=("KvTierOff",),
+        deployment={
+            "slo": SLO,
+            "prefill": {"replicas": 0},
+            "decode": {"replicas": 0},
+            "mixed": {"replicas": 1, "kv_memory": "16MiB", "kv_tier": {"path": "tiers", "size": "64MiB"}},
+        },
+        cluster=running_cluster,
+        num_prompt_tokens=50,
+        num_output_tokens=2,
+        fault=_without_tier,
     ),
     Case(
         what="a router that stands still",

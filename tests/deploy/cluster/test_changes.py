@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
@@ -14,10 +15,31 @@ from pdserve.deploy.cluster.changes import Changes
 from pdserve.deploy.cluster.supervised_process import ProcessState
 
 
+@dataclass(eq=False)
+class Worker:
+    number: int
+    state: ProcessState
+    role: WorkerRole = WorkerRole.DECODE
+    num_failures: int = 0
+    failure: str = ""
+    address: str = "a:1"
+    drained: Future[bool] | None = None
+    has_ended: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"decode-{self.number}"
+
+    def drain(self, timeout_s: float) -> Future[bool]:
+        self.drained = Future()
+        return self.drained
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
 def worker(number: int, state: ProcessState) -> Any:
-    return SimpleNamespace(
-        name=f"decode-{number}", role=WorkerRole.DECODE, state=state, num_failures=0, failure="", address="a:1"
-    )
+    return Worker(number, state)
 
 
 class OneHost:
@@ -26,7 +48,7 @@ class OneHost:
     def __init__(self) -> None:
         self.workers = [worker(0, ProcessState.UP)]
 
-    def find_room(self, roles: Sequence[WorkerRole]) -> None:
+    def find_room(self, roles: Sequence[WorkerRole], leaving: Sequence[Any] = ()) -> None:
         pass
 
     def add_worker(self, role: WorkerRole) -> Any:
@@ -76,3 +98,17 @@ def test_a_worker_that_starts_when_the_cluster_ends_is_left_for_it_to_end() -> N
     assert next(change) == ""
     change.close()
     assert [each.name for each in fleet.workers] == ["decode-0", "decode-1"]
+
+
+def test_workers_that_leave_finish_their_requests_at_the_same_time() -> None:
+    fleet = OneHost()
+    fleet.workers = [worker(number, ProcessState.UP) for number in range(4)]
+    _, first, second, third = workers = list(fleet.workers)
+    change = Changes(cast(Any, fleet), 1.0, lambda: None).scale({WorkerRole.DECODE: 1})
+    assert [next(change) for _ in range(4)] == [*(f"decode-{number} finishes its requests" for number in (1, 2, 3)), ""]
+    second.drained.set_result(True)
+    third.state = ProcessState.STOPPED  # it is lost
+    assert next(change) == ""
+    first.drained.set_result(True)
+    assert list(change) == ["decode-1 has left", "decode-2 has left", "decode-3 has left"]
+    assert [each.has_ended for each in workers] == [False, True, True, True]

@@ -23,6 +23,7 @@ from pdserve.deploy.cluster.folder import (
     running_clusters,
     write_note,
 )
+from pdserve.deploy.cluster.hosts import HostAgent
 from tests.patience import HANG_S
 
 NOTE = ClusterNote(pid=1, url="http://127.0.0.1:8000", admin_url="http://127.0.0.1:9000")
@@ -65,6 +66,13 @@ def test_a_cluster_is_found_while_it_runs() -> None:
     assert not folder.exists()
 
 
+def test_a_folder_that_is_gone_when_it_is_looked_at_hides_no_other(root: Path) -> None:
+    (root / "gone").symlink_to("nowhere")
+    with cluster_folder() as folder:
+        write_note(folder, NOTE)
+        assert running_clusters() == [NOTE]
+
+
 def test_a_cluster_that_starts_is_found_by_those_that_can_wait_or_end_it() -> None:
     with cluster_folder() as folder:
         starting = ClusterNote(pid=7, folder=str(folder))
@@ -91,6 +99,25 @@ def test_folders_are_in_the_temporary_folder_unless_it_is_too_deep_for_sockets(g
     assert run.stdout.strip() == parent
 
 
+def test_a_cluster_is_found_whatever_the_temporary_folder_is(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    other.chmod(0o700)
+    with cluster_folder() as folder:
+        write_note(folder, NOTE)
+        assert find_cluster() == NOTE, "once, though it is found in two ways"
+        monkeypatch.setattr(folder_module, "_root", lambda: other)
+        assert find_cluster() == NOTE
+        links = root.parent / f"pdserve-{os.getuid()}"
+        (links / "gone").symlink_to(root / "gone")
+        assert find_cluster() == NOTE
+        monkeypatch.setattr(folder_module, "_root", lambda: links)
+        with cluster_folder() as second:
+            assert {each.name for each in links.iterdir()} == {folder.name, second.name}
+    assert not list(links.iterdir())
+
+
 def test_of_several_clusters_the_user_must_name_one() -> None:
     with cluster_folder() as first, cluster_folder() as second:
         write_note(first, NOTE)
@@ -99,23 +126,40 @@ def test_of_several_clusters_the_user_must_name_one() -> None:
             find_cluster()
 
 
-def test_what_a_killed_supervisor_left_is_not_found_and_cleared_away(root: Path) -> None:
+def test_what_a_cluster_has_elsewhere_goes_with_it(tmp_path_factory: pytest.TempPathFactory) -> None:
+    tiers = tmp_path_factory.mktemp("tiers")
+    (kept := tiers / "another").mkdir()
+    with cluster_folder(elsewhere=[str(tiers), str(tiers / "absent")]) as folder:
+        (mine := tiers / folder.name).mkdir()
+        (mine / "decode-0.kv").touch()
+        with cluster_folder(elsewhere=[str(tiers)]):
+            assert [*mine.iterdir()] == [mine / "decode-0.kv"]
+    assert [*tiers.iterdir()] == [kept]
+
+
+def test_what_a_killed_supervisor_left_is_not_found_and_cleared_away(
+    root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tiers = tmp_path_factory.mktemp("tiers")
     code = f"""
 import os
 from pathlib import Path
 from pdserve.deploy.cluster import folder
 folder._root = lambda: Path({str(root)!r})
 folder._MAX_CHARS = 4096
-with folder.cluster_folder() as path:
+with folder.cluster_folder(elsewhere=[{str(tiers)!r}]) as path:
+    (Path({str(tiers)!r}) / path.name).mkdir()
     folder.write_note(path, folder.ClusterNote(pid=os.getpid(), url="u", admin_url="a"))
     os.kill(os.getpid(), 9)
 """
     subprocess.run([sys.executable, "-c", code], timeout=HANG_S, check=False)
     (left,) = root.iterdir()
+    assert [*tiers.iterdir()] == [tiers / left.name]
     assert running_clusters() == []
     with cluster_folder() as folder:
         assert list(root.iterdir()) == [folder]
         assert left != folder
+    assert [*tiers.iterdir()] == []
 
 
 def test_no_other_cluster_looks_for_stale_folders_while_one_is_made(
@@ -160,6 +204,18 @@ def test_commands_send_the_token_of_the_cluster_that_they_name(monkeypatch: pyte
         assert admin_headers("http://127.0.0.1:1") == {}
         monkeypatch.setenv("PDSERVE_ADMIN_TOKEN", "another")
         assert admin_headers("http://127.0.0.1:1") == {"Authorization": "Bearer another"}
+
+
+def test_the_agent_of_a_host_holds_a_folder_until_the_cluster_ends(
+    root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tiers = tmp_path_factory.mktemp("tiers")
+    agent = HostAgent("a-1", [str(tiers)])
+    (tiers / "a-1").mkdir()
+    with cluster_folder():
+        assert Path(agent.folder()).is_dir()
+    agent.clear()
+    assert [*tiers.iterdir(), *root.iterdir()] == []
 
 
 def test_a_named_folder_is_taken_over_and_kept_while_one_process_has_it() -> None:

@@ -521,7 +521,7 @@ def test_values_that_are_not_served_name_their_field(
         (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content"),
         (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
-        (CHAT, {"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
+        (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
         (
             CHAT,
             {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
