@@ -42,6 +42,8 @@ PAUSE_S = 0.005
 TIME_SCALE = 25.0
 """An emulated token of the demo model then takes some 20 ms."""
 NUM_ROUNDS = 3
+OPENING_S = 3.0
+"""After which all streams have begun, and before the end of which none does."""
 BARE_STEP_S = 0.024
 BARE_EVENT = (
     b'data: {"id":"cmpl-0123456789abcdef0123456789abcdef","object":"text_completion","created":1700000000,'
@@ -93,8 +95,8 @@ def large_bodies() -> dict[str, tuple[str, bytes]]:
     }
 
 
-def num_tokens(answers: Sequence[StreamedAnswer]) -> int:
-    return sum(len(answer.token_s) for answer in answers)
+def token_times_s(answers: Sequence[StreamedAnswer]) -> np.ndarray:
+    return np.concatenate([answer.token_s for answer in answers])
 
 
 def gaps_s(answers: Sequence[StreamedAnswer]) -> np.ndarray:
@@ -128,7 +130,7 @@ def stream(
     num_streams: int,
     seconds: float,
     results: Connection,
-    result: Callable[[Sequence[StreamedAnswer]], Any] = num_tokens,
+    result: Callable[[Sequence[StreamedAnswer]], Any] = token_times_s,
 ) -> None:
     """What ``result`` makes of the answers of streams."""
     body = json.dumps({"prompt": [7] * 100, "max_tokens": 1900, "ignore_eos": True, "stream": True}).encode()
@@ -185,15 +187,17 @@ def running(target: Callable[..., None], *arguments: object) -> Iterator[int]:
         process.join()
 
 
-def us_per_token(url: str, pid: int, num_streams: int, seconds: float) -> float:
-    """CPU time of a server's process for a token of its streams."""
+def us_per_token(url: str, pid: int, num_streams: int, seconds: float, opening_s: float = OPENING_S) -> float:
+    """CPU time of a server's process for a token of its streams, once all of them have begun."""
     server, (received, results) = psutil.Process(pid), multiprocessing.Pipe(duplex=False)
-    before_s: float = sum(server.cpu_times()[:2])
-    with running(stream, url, num_streams, seconds, results):
-        assert received.poll(seconds + 60), "the streams have not ended"
-        num_tokens: int = received.recv()
-    spent_s: float = sum(server.cpu_times()[:2]) - before_s
-    return 1e6 * spent_s / num_tokens
+    with running(stream, url, num_streams, seconds + 2 * opening_s, results, token_times_s):
+        time.sleep(opening_s)
+        before_s, began_s = sum(server.cpu_times()[:2]), time.monotonic()
+        time.sleep(seconds)
+        spent_s, ended_s = sum(server.cpu_times()[:2]) - before_s, time.monotonic()
+        assert received.poll(60), "the streams have not ended"
+        times_s: np.ndarray = received.recv()
+    return 1e6 * spent_s / int(((times_s > began_s) & (times_s < ended_s)).sum())
 
 
 def compare_with_bare(url: str, pid: int, num_streams: int, seconds: float) -> dict[str, float | list[float]]:

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from pdserve.contracts.request import Grammar
 from pdserve.router.http.errors import ApiError
 from pdserve.router.http.keys import Caller
+from pdserve.router.http.protocol import PartWriter
 from pdserve.router.record import RequestRecord
 
 MAX_HELD_BYTES = 2**30
@@ -44,6 +45,8 @@ class Exchange(Request):
         """``send``: for the parts of a stream; those further in only look at the start of a response."""
         super().__init__(scope, receive, send)
         self.send = send
+        self.parts: PartWriter | None = scope["state"].pop("parts", None)
+        """For those of a stream, if the server has one."""
         wanted_id = self.headers.get("x-request-id", "")
         request_id = wanted_id if _CLIENT_ID.fullmatch(wanted_id) else uuid.uuid4().hex
         self.record = RequestRecord(id=request_id, path=scope["path"], arrived_s=time.monotonic())

@@ -65,6 +65,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             _end_with_connection(self.cycle)
+        self.scope["state"]["parts"] = PartWriter(self.cycle)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -147,6 +148,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._head_deadline is not None:
             self._head_deadline.cancel()
             self._head_deadline = None
+
+
+class PartWriter:
+    """Writes parts of a response at once, where uvicorn's ``send`` needs a task that may wait for a slow client."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether nothing waits for the client, and the response is one of chunks that has begun."""
+        cycle = self._cycle
+        return not (cycle.flow.write_paused or cycle.disconnected) and bool(cycle.chunked_encoding)
+
+    def write(self, body: bytes) -> None:
+        """Requires `is_ready`, and that more follows."""
+        if body:  # an empty chunk would end the response
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 def _end_with_connection(cycle: RequestResponseCycle) -> None:

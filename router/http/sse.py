@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from starlette.requests import ClientDisconnect
@@ -17,6 +18,8 @@ from starlette.types import Receive, Scope, Send
 from pdserve.router.http.anthropic import MessageWriter
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import api_error
+from pdserve.router.http.exchange import Exchange
+from pdserve.router.http.protocol import PartWriter
 from pdserve.router.http.responses import ResponseWriter
 from pdserve.router.http.writer import AnswerWriter, off_loop
 from pdserve.router.metrics import RouterMetrics
@@ -55,10 +58,12 @@ class EventStream(StreamingResponse):
         self._is_started = False
         self._writing_since_s: float | None = None
         self._send_part: Send
+        self._parts: PartWriter | None = None
         super().__init__((), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send_part = scope["state"]["exchange"].send
+        exchange: Exchange = scope["state"]["exchange"]
+        self._send_part, self._parts = exchange.send, exchange.parts
         try:
             async with cancel_on_disconnect(receive, self._stall):
                 # A task of its own: for each token, every await that is pending is resumed
@@ -82,9 +87,8 @@ class EventStream(StreamingResponse):
                     else:
                         data = self._writer.events(batch)
                     await self._write(data)
-                    for delta in batch:
-                        self._metrics.token(self._record, delta.choice)
-                    batch = await generation.next()
+                    self._count(batch)
+                    batch = await generation.next(None if has_echo else self._write_now)
             self._metrics.answered(self._record)
             if self._shows_workers:
                 workers = " ".join(worker for answer in answers for worker in answer.workers)
@@ -115,6 +119,18 @@ class EventStream(StreamingResponse):
         await self._send_part({"type": "http.response.body", "body": body, "more_body": more_body})
         self._record.wrote(time.monotonic() - self._writing_since_s)
         self._writing_since_s = None
+
+    def _write_now(self, batch: Sequence[TextDelta]) -> bool:
+        """Write text unless the client reads so slowly that its connection is full."""
+        if self._parts is None or not self._parts.is_ready:
+            return False
+        self._parts.write(self._writer.events(batch))
+        self._count(batch)
+        return True
+
+    def _count(self, batch: Sequence[TextDelta]) -> None:
+        for delta in batch:
+            self._metrics.token(self._record, delta.choice)
 
     async def _stall(self) -> None:
         """Return once a write has waited too long. Periodic polling costs less than a deadline for each write."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pdserve.contracts.worker_config import WorkerRole
@@ -13,7 +14,8 @@ from pdserve.router.requests.placement import PrefillChoice, PrefixPull, PromptB
 from pdserve.router.requests.worker_view import WorkerView
 
 
-class DecodeOption(NamedTuple):
+@dataclass(slots=True)
+class DecodeOption:
     """An answer on one worker."""
 
     view: WorkerView
@@ -29,6 +31,8 @@ class DecodeOption(NamedTuple):
     """Seconds that those add to a step that are about to be handed off."""
     own_misses: float
     """Expected ones of those, and what its own time counts as."""
+    known_harm: float | None = None
+    """What `harm` returned: it is asked for with the handoff, and again with each prompt that would decode there."""
 
     def gain(self, weight: float) -> float:
         """Score, less the harm."""
@@ -36,7 +40,10 @@ class DecodeOption(NamedTuple):
 
     def harm(self, lengths: Lengths) -> float:
         """Expected misses of answers that decode there."""
-        return self.view.misses_of_steps(self.joining_s, self.joining_s + self.step_s - self.view.step_s, lengths)
+        if self.known_harm is None:
+            after_s = self.joining_s + self.step_s - self.view.step_s
+            self.known_harm = self.view.misses_of_steps(self.joining_s, after_s, lengths)
+        return self.known_harm
 
 
 class Handoff(NamedTuple):

@@ -254,6 +254,7 @@ class Generation:
         """Choices whose end has not arrived."""
         self._ready: list[TextDelta] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._write: Callable[[Sequence[TextDelta]], bool] | None = None
 
     def __enter__(self) -> Self:
         """
@@ -279,17 +280,25 @@ class Generation:
                     self._dispatcher.finish(answer, number)
             self._dispatcher.cancel(answer)
 
-    async def next(self) -> list[TextDelta]:
+    async def next(self, write: Callable[[Sequence[TextDelta]], bool] | None = None) -> list[TextDelta]:
         """Wait for text and take what has arrived; empty after the last token.
+
+        Args:
+            write: is given text in the turn after it has arrived, but for the last, and says whether it took that.
+                What it took is not returned: to wake who waits here would cost more than to write a token.
 
         Raises:
             Exception: an answer failed, and what came before is taken.
         """
-        while not self._ready and self._num_running:
-            if self.error is not None:
-                raise self.error
-            self._waiter = self._loop.create_future()
-            await self._waiter
+        self._write = write
+        try:
+            while not self._ready and self._num_running:
+                if self.error is not None:
+                    raise self.error
+                self._waiter = self._loop.create_future()
+                await self._waiter
+        finally:
+            self._write = None
         ready, self._ready = self._ready, []
         return ready
 
@@ -299,10 +308,14 @@ class Generation:
         """A token of ``choice`` arrived; ``delta`` is its text and that of earlier ones, if they have a delta now."""
         if self._arrived is not None:
             self._arrived(choice)
-        if delta is not None:
-            self._ready.append(delta)
-            self._num_running -= delta.end is not None
+        if delta is None:
+            return
+        self._ready.append(delta)
+        self._num_running -= delta.end is not None
+        if self._write is None:
             self._wake()
+        elif len(self._ready) == 1:
+            self._loop.call_soon(self._hand_over)
 
     def finish_soon(self, answer: Answer, choice: int) -> None:
         """Have workers end ``choice``, which is over, after the frame that is being handled."""
@@ -310,6 +323,20 @@ class Generation:
 
     def failed(self, error: Exception) -> None:
         self.error = self.error or error
+        self._wake()
+
+    def _hand_over(self) -> None:
+        """Have all that has arrived since the last turn written, or wake who waits for it."""
+        if not self._ready:
+            return
+        if self._write is not None and self._num_running and self.error is None:
+            try:
+                if self._write(self._ready):
+                    self._ready = []
+                    return
+            except Exception as error:  # other answers are handed over in the same turn
+                self._ready = []
+                self.error = error
         self._wake()
 
     def _wake(self) -> None:

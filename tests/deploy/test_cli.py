@@ -31,23 +31,37 @@ def test_help_is_quick_and_loads_no_engine() -> None:
 
 
 @pytest.mark.parametrize("command", ["up", "check", "chat", "status", "profile", "bench serve", "bench kernels"])
-def test_every_command_has_help_with_an_example(command: str) -> None:
-    run = pdserve(*command.split(), "--help")
-    assert run.returncode == 0
-    assert f"Example: pdserve {command}" in run.stdout
+def test_every_command_has_help_with_an_example(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert run([*command.split(), "--help"]) == 0
+    assert f"Example: pdserve {command}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
-def test_without_a_command_there_is_help(arguments: tuple[str, ...]) -> None:
-    run = pdserve(*arguments)
-    assert run.returncode == 0
-    assert "Example: pdserve up" in run.stdout
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_without_a_command_there_is_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 0
+    assert "Example: pdserve up" in capsys.readouterr().out
 
 
 def test_version() -> None:
     run = pdserve("--version")
     assert run.returncode == 0
     assert run.stdout.startswith("pdserve 0.")
+
+
+def test_exit_codes_of_a_process_are_those_of_its_command() -> None:
+    done = pdserve("upp")
+    assert done.returncode == 2
+    assert done.stderr.startswith("pdserve: ")
+
+
+def test_a_cluster_of_ray_that_does_not_answer_is_named() -> None:
+    done = pdserve("up", "--ray-address", "127.0.0.1:9")
+    assert done.returncode == 1
+    assert done.stderr.startswith("pdserve: no Ray cluster answers at 127.0.0.1:9")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -66,7 +80,6 @@ def test_version() -> None:
             "cannot read /absent/a.yaml: No such file or directory\n",
         ),
         (["up", "--port", "0", "--model", "/absent"], 1, "no model folder at /absent; give --model a folder"),
-        (["up", "--ray-address", "127.0.0.1:9"], 1, "no Ray cluster answers at 127.0.0.1:9"),
         (
             ["up", "--ray-address", "ray://head"],
             1,
@@ -92,12 +105,14 @@ def test_version() -> None:
         (["simulate", "--set", "model.name=a", "b"], 2, "--set 'model.name=a b'"),
     ],
 )
-def test_a_mistake_gets_one_line_and_its_exit_code(arguments: list[str], status: int, said: str) -> None:
-    run = pdserve(*arguments)
-    assert run.returncode == status, run.stderr
-    assert run.stderr.startswith("pdserve: ")
-    assert run.stderr.count("\n") == 1
-    assert said in run.stderr
+def test_a_mistake_gets_one_line_and_its_exit_code(
+    arguments: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == status
+    error = capsys.readouterr().err
+    assert error.startswith("pdserve: ")
+    assert error.count("\n") == 1
+    assert said in error
 
 
 def test_a_taken_port_is_named() -> None:

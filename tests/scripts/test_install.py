@@ -117,14 +117,17 @@ class Machine:
         )
 
     def log(self) -> list[str]:
-        """Commands that interpreters have run since the last call, without options."""
+        """Commands that interpreters have run since the last call, without options, in alphabetical order: two run side
+        by side."""
         log = self.script.parents[1] / "log"
         lines = log.read_text().splitlines() if log.exists() else []
         log.unlink(missing_ok=True)
-        return [" ".join(line.replace(f"{self._bin}/", "").split()[:4]) for line in lines]
+        return sorted(" ".join(line.replace(f"{self._bin}/", "").split()[:4]) for line in lines)
 
 
-INSTALLED = [".venv/bin/python -m pip install", ".venv/bin/python -m pdserve.kernels.cpu.build"]
+INSTALLED = [
+    f".venv/bin/python -m {command}" for command in ("compileall -qq", "pdserve.kernels.cpu.build", "pip install")
+]
 
 
 @pytest.fixture
@@ -140,7 +143,7 @@ def test_the_first_python_that_runs_and_fits_is_taken_and_kept(machine: Machine)
     machine.add_python("python3.13", "(3, 13)")
     run = machine.install()
     assert run.returncode == 0, run.stderr
-    assert machine.log() == ["python3.13 -m venv --clear", *INSTALLED]
+    assert machine.log() == [*INSTALLED, "python3.13 -m venv --clear"]
     machine.add_python("python3.11", "(3, 11)")
     assert machine.install().returncode == 0
     assert machine.log() == []  # it is current
@@ -156,7 +159,7 @@ def test_a_named_python_replaces_an_environment_of_another_version(machine: Mach
     other = machine.add_python("other", "(3, 11)")
     machine.log()
     assert machine.install(str(other)).returncode == 0
-    assert machine.log() == ["other -m venv --clear", *INSTALLED]
+    assert machine.log() == [*INSTALLED, "other -m venv --clear"]
     assert machine.install().returncode == 0
     assert machine.log() == []
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from pdserve.contracts.deployment import ModelConfig
 from pdserve.contracts.errors import DeployError
@@ -15,6 +15,11 @@ from pdserve.deploy.commands import bench, bench_load, plan_options
 from pdserve.loadgen import load
 from tests.deploy.clusters import pdserve
 from tests.loadgen.scripted_server import Script, scripted_server, token_events
+
+
+def here(*arguments: str) -> Result:
+    """What a command of ``pdserve bench`` says, run by this process."""
+    return CliRunner().invoke(bench.app, arguments)
 
 
 def answer_in_full(body: dict[str, Any]) -> Script:
@@ -25,8 +30,8 @@ def test_serve_takes_vllms_options_and_writes_its_keys(tmp_path: Path) -> None:
     lengths = ("--random-input-len", "7", "--random-output-len", "3", "--request-rate", "50")
     saved = ("--num-prompts", "6", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json")
     with scripted_server(answer_in_full) as server:
-        run = pdserve("bench", "serve", "--base-url", f"{server.url}/v1/", *lengths, *saved, "--json")
-        shown = pdserve("bench", "serve", "--url", server.url, *lengths, "--requests", "2")
+        run = here("serve", "--base-url", f"{server.url}/v1/", *lengths, *saved, "--json")
+        shown = here("serve", "--url", server.url, *lengths, "--requests", "2")
     result = json.loads(run.stdout)
     assert (result["completed"], result["total_output_tokens"], result["total_input_tokens"]) == (6, 18, 42)
     assert {"mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_itl_ms"} <= result.keys()
@@ -42,7 +47,7 @@ def test_lengths_of_a_trace(tmp_path: Path) -> None:
     trace.write_text("arrived_s,prompt_tokens,output_tokens\n0.0,5,2\n0.1,6,3\n")
     options = ("--dataset-path", str(trace), "--num-prompts", "2", "--request-rate", "inf", "--max-concurrency", "1")
     with scripted_server(answer_in_full) as server:
-        run = pdserve("bench", "serve", "--url", server.url, *options, "--percentile-metrics", "e2el")
+        run = here("serve", "--url", server.url, *options, "--percentile-metrics", "e2el")
     assert "Maximum request concurrency:             1" in run.stdout, run.stderr
     assert "P99 E2EL (ms)" in run.stdout
     assert sorted((len(body["prompt"]), body["max_tokens"]) for body in server.bodies) == [(5, 2), (6, 3)]
@@ -69,7 +74,7 @@ def test_requests_of_a_trace_may_be_turns_of_sessions(tmp_path: Path) -> None:
 def test_objectives_are_those_asked_for(ttft_ms: str, share: float) -> None:
     options = ("--num-prompts", "2", "--request-rate", "20", "--goodput", f"ttft:{ttft_ms}", "tpot:1000", "--json")
     with scripted_server(answer_in_full) as server:
-        run = pdserve("bench", "serve", "--url", server.url, *options)
+        run = here("serve", "--url", server.url, *options)
     result = json.loads(run.stdout)
     assert result["goodput_ms"] == {"ttft": float(ttft_ms), "tpot": 1000.0}
     assert result["attainment"]["ttft"] == share
@@ -157,11 +162,11 @@ def test_kernels_are_measured_on_a_gpu_only() -> None:
 def test_a_sweep_writes_json_csv_and_a_page(tmp_path: Path) -> None:
     options = ("--num-prompts", "10", "--goodput", "ttft:5000", "tpot:5000", "--result-dir", str(tmp_path))
     with scripted_server(answer_in_full) as server:
-        run = pdserve("bench", "sweep", "--url", server.url, *options, "--request-rates", "40,50", "--label", "a",
-                      "--result-filename", "first")  # fmt: skip
+        first = ("--request-rates", "40,50", "--label", "a", "--result-filename", "first")
+        run = here("sweep", "--url", server.url, *options, *first)
         assert "Written: " in run.stdout, run.stderr  # on a busy machine with a complaint about the generator
         again = ("--request-rates", "50", "--label", "b/c", "--compare", str(tmp_path / "first.json"))
-        compared = pdserve("bench", "sweep", "--url", server.url, *options, *again)
+        compared = here("sweep", "--url", server.url, *options, *again)
     assert "Written: " in compared.stdout, compared.stderr
     assert "Goodput, requests/s: at least 50.0, not sure" in run.stdout
     assert [point["rate"] for point in json.loads((tmp_path / "first.json").read_text())["points"]] == [40, 50]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -173,3 +174,40 @@ async def test_whole_answers_have_the_text_of_streams_in_few_pieces(m: ScriptedW
         assert "".join(pieces[False]) == "".join(pieces[True]) == text[:1000]
         assert len(pieces[False]) == 1001
         assert len(pieces[True]) <= 5
+
+
+@with_workers("mixed-0")
+async def test_text_is_written_as_it_arrives_while_the_writer_takes_it_and_is_returned_else(m: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(m)
+        written: list[str] = []
+
+        def write(batch: Sequence[TextDelta]) -> bool:
+            written.append("".join(delta.text for delta in batch))
+            if "?" in written[-1]:
+                raise LookupError("a text that cannot be written")
+            return "|" not in written[-1]
+
+        async def rest(generation: Generation) -> str:
+            return "".join(delta.text for delta in await asyncio.wait_for(generation.next(write), HANG_S))
+
+        with generation_of(rig, answer_of()) as generation, generation_of(rig, answer_of()) as other:
+            requests = [await m.next_submit() for _ in range(2)]
+            reading, beside = asyncio.create_task(rest(generation)), asyncio.create_task(taken(other))
+            await asyncio.sleep(0)
+            send_frame(m, (requests[0], 0, "ab"))
+            await until(lambda: written == ["ab"])
+            send_frame(m, (requests[0], 2, "c|"))
+            assert await reading == "c|"
+            send_frame(m, (requests[0], 4, "d?"), (requests[1], 0, "xy"))
+            with pytest.raises(LookupError):
+                await rest(generation)
+            assert [delta.text for delta in await beside] == ["x", "y"]
+            assert written == ["ab", "c|", "d?"]
+        with generation_of(rig, answer_of()) as generation:
+            last = await m.next_submit()
+            reading = asyncio.create_task(rest(generation))
+            await asyncio.sleep(0)
+            send_frame(m, (last, 0, "yz"), is_last=True)
+            assert await reading == "yz"
+            assert await taken(generation) == []
