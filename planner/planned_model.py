@@ -10,14 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pdserve.contracts.precision import Precision
+from pdserve.model.config.decoder_config import parse_config
 from pdserve.model.config.families import FAMILIES, PLANNED_FAMILIES, find_family
 from pdserve.model.config.quantisation import parse_scheme, served_scheme
 from pdserve.model.config.shape import ModelShape, positive_int
 from pdserve.planner.layout import BFLOAT16, PlannedModel
 
 MAX_DEFAULT_LENGTH = 8192
-"""Default limit on the tokens of a sequence: many models support far more than their users need, and every layout must
-hold one such sequence."""
+"""Default of a plan's limit on the tokens of a sequence: many models support far more than their users need, and every
+layout must hold one such sequence."""
 
 
 def read_planned_model(
@@ -31,7 +32,7 @@ def read_planned_model(
     for, too, if ``precision`` has a quantization of as many bytes.
 
     Args:
-        max_model_len: 0 uses the model's own limit, or `MAX_DEFAULT_LENGTH` if that is less.
+        max_model_len: 0 uses the model's own limit, as `pdserve up` does.
 
     Raises:
         ValueError: there is no such file, or no known decoder of known precision in it.
@@ -41,7 +42,7 @@ def read_planned_model(
     try:
         known = _with_architectures(values)
         shape = ModelShape.from_hf_config(_with_known_scheme(known, precision.quantization))
-        own_limit = positive_int(values, "max_position_embeddings", MAX_DEFAULT_LENGTH)
+        max_model_len = max_model_len or _own_limit(known)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     return PlannedModel(
@@ -49,9 +50,20 @@ def read_planned_model(
         name=_name(file),
         precision=precision,
         block_size=block_size,
-        max_model_len=max_model_len or min(own_limit, MAX_DEFAULT_LENGTH),
+        max_model_len=max_model_len,
         unserved=_unserved(values, precision.quantization),
     )
+
+
+def _own_limit(values: Mapping[str, object]) -> int:
+    """Tokens of the longest sequence; of a decoder that cannot be served, without what scaled rope adds."""
+    try:
+        return parse_config(values, {}).max_context_length
+    except ValueError:
+        text = values.get("text_config")
+        return positive_int(
+            text if isinstance(text, Mapping) else values, "max_position_embeddings", MAX_DEFAULT_LENGTH
+        )
 
 
 def _with_known_scheme(values: Mapping[str, object], quantization: str) -> Mapping[str, object]:

@@ -1,8 +1,9 @@
 """Folder of a running cluster: logs, Ray's files and the note from which `pdserve status` takes the addresses.
 
 ``$TMPDIR/pdserve-<uid>/<random>/``, readable by the user only; in ``/tmp`` without ``TMPDIR``, or if that is too long
-for Ray's socket paths. The supervisor holds a lock on it while the cluster runs; the next cluster removes folders
-without a lock. What the cluster has in folders of the same name elsewhere, such as the files of KV tiers, goes with it.
+for Ray's socket paths; a link from there is for commands with another ``TMPDIR``. The supervisor holds a lock on it
+while the cluster runs; the next cluster removes folders without a lock. What the cluster has in folders of the same
+name elsewhere, such as the files of KV tiers, goes with it.
 """
 
 from __future__ import annotations
@@ -71,12 +72,13 @@ def cluster_folder(name: str = "", elsewhere: Iterable[str] = ()) -> Iterator[Pa
         with _locked(root):  # nobody looks for stale folders between the making of ours and its lock
             for folder in root.iterdir():
                 if folder.name != name and _is_stale(folder):
-                    _remove(folder)
+                    _remove(folder.resolve())
             path = root / name if name else Path(tempfile.mkdtemp(dir=root, prefix=""))
             path.mkdir(mode=0o700, exist_ok=True)
             lock = (path / _LOCK).open("w")
             fcntl.flock(lock, fcntl.LOCK_SH)
             (path / _ELSEWHERE).write_text(json.dumps([str(Path(each).absolute()) for each in elsewhere]))
+            _link(path)
     except OSError as error:
         raise _unusable(root, error) from error
     with lock:
@@ -91,6 +93,14 @@ def _remove(folder: Path) -> None:
         for other in json.loads((folder / _ELSEWHERE).read_text()):
             shutil.rmtree(Path(other) / folder.name, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # none, or the folder was there itself
+        (_TMP / _ROOT / folder.name).unlink()
+
+
+def _link(folder: Path) -> None:
+    """Have a folder found from `_TMP`; without a place there, commands with the same ``TMPDIR`` find it."""
+    with contextlib.suppress(OSError, DeployError):
+        (_private(_TMP / _ROOT) / folder.name).symlink_to(folder)
 
 
 @contextmanager
@@ -113,13 +123,14 @@ def write_note(folder: Path, note: ClusterNote) -> None:
 def running_clusters() -> list[ClusterNote]:
     """Notes of the user's running clusters, those that start included, oldest first, also of those outside TMPDIR."""
     roots = {_root(), *filter(_is_private, [_TMP / _ROOT])}
+    folders = {each.resolve() for root in roots for each in root.iterdir()}
     notes = []
-    for folder in sorted((each for root in roots for each in root.iterdir()), key=lambda each: each.stat().st_ctime):
-        with contextlib.suppress(FileNotFoundError, ValueError):
+    for folder in folders:
+        with contextlib.suppress(FileNotFoundError, ValueError):  # some end meanwhile
             note = from_json(ClusterNote, (folder / _NOTE).read_text(), _NOTE)
             if not _is_stale(folder):
-                notes.append(note)
-    return notes
+                notes.append((folder.stat().st_ctime, note))
+    return [note for _, note in sorted(notes, key=lambda entry: entry[0])]
 
 
 def find_cluster(admin_url: str = "", *, may_start: bool = False) -> ClusterNote:
@@ -188,7 +199,11 @@ def api_key() -> str:
 
 
 def _root() -> Path:
-    root = _PARENT / _ROOT
+    return _private(_PARENT / _ROOT)
+
+
+def _private(root: Path) -> Path:
+    """The folder, made unless it exists."""
     try:
         with contextlib.suppress(FileExistsError):
             root.mkdir(mode=0o700)
@@ -207,14 +222,16 @@ def _is_private(root: Path) -> bool:
 
 
 def _unusable(root: Path, error: OSError) -> DeployError:
-    return DeployError(f"cannot write to {root}: {error.strerror}; make room and give yourself access to {_PARENT}")
+    return DeployError(f"cannot write to {root}: {error.strerror}; make room and give yourself access to {root.parent}")
 
 
 def _is_stale(folder: Path) -> bool:
-    """True if the folder has a lock that no process holds."""
+    """True if the folder has a lock that no process holds, or is a link to none."""
     try:
         with (folder / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (FileNotFoundError, BlockingIOError):  # being made or removed; or in use
+    except FileNotFoundError:  # being made or removed
+        return folder.is_symlink()
+    except BlockingIOError:  # in use
         return False
     return True

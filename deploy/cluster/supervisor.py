@@ -366,12 +366,11 @@ class Supervisor:
         if not self._is_ready:
             return 0
         self._progress.note("stopping", "finishing running requests; Ctrl-C again ends them")
-        num_signals = self._num_signals
         deadline_s = time.monotonic() + self._launch.drain_timeout_s + _CLOSE_STREAMS_S
         drained = [router for router in self._routers if router.state is ProcessState.UP]
         for router in self._routers:
             router.terminate()
-        while self._num_signals == num_signals and time.monotonic() < deadline_s:
+        while self._num_signals < 2 and time.monotonic() < deadline_s:  # both may have come before
             if all(router.exit_code is not None for router in self._routers):
                 break
             self._tick()

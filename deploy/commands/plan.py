@@ -23,6 +23,7 @@ from pdserve.deploy.commands.ray_file import PROVIDERS, ray_cluster_path
 from pdserve.deploy.config import check_deployment, override, read_settings, with_settings
 
 if TYPE_CHECKING:
+    from pdserve.planner.layout import PlannedModel
     from pdserve.planner.search.plan import Effort, Objective
 
 DEFAULT_WORKLOAD = "chat"
@@ -238,6 +239,7 @@ def plan(
     config = override(override(DeploymentConfig(), "kv_transfer", transport=kv_transport), "router", policy=policy)
     check_deployment(config, use="simulate")
     planned = options.planned_model(model_config, kv_transport)
+    planned, notes = _bounded(planned, has_length=bool(model_config.max_model_len))
 
     from pdserve.planner.search.plan import Question, Supply
 
@@ -251,6 +253,7 @@ def plan(
         burstiness=burstiness,
         max_tokens=max_tokens,
     ).with_at_least(_MIN_TRAFFIC_REQUESTS)
+    described = dataclasses.replace(described, notes=(*described.notes, *notes))
     question = Question(
         model=planned,
         slo=options.objectives(described.usual_slo, objectives),
@@ -264,6 +267,20 @@ def plan(
         effort=dataclasses.replace(_effort(requests, seed), most_requests=described.max_requests),
     )
     return show_worker(question, described, outputs) if explain else answer(question, described, outputs)
+
+
+def _bounded(model: PlannedModel, *, has_length: bool) -> tuple[PlannedModel, tuple[str, ...]]:
+    """The model with the usual limit on a sequence unless the user names one; a note if its own is higher."""
+    from pdserve.planner.planned_model import MAX_DEFAULT_LENGTH
+
+    own = model.max_model_len
+    if has_length or own <= MAX_DEFAULT_LENGTH:
+        return model, ()
+    note = (
+        f"Planned for sequences of up to {MAX_DEFAULT_LENGTH:,} tokens, to which a deployment file of --output limits "
+        f"pdserve up; the model's own limit is {own:,}: --set model.max_model_len={own} plans for them."
+    )
+    return dataclasses.replace(model, max_model_len=MAX_DEFAULT_LENGTH), (note,)
 
 
 def _given(settings: Sequence[str]) -> dict[str, Any]:

@@ -6,9 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,8 +14,6 @@ from pdserve.deploy.commands import plan_options as options
 from pdserve.deploy.commands.ray_file import ray_cluster_path, ray_cluster_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from pdserve.model.cost.hardware import Hardware
     from pdserve.planner.layout import PlannedModel, Pool
     from pdserve.planner.search.plan import Plan, Question
@@ -27,8 +22,6 @@ if TYPE_CHECKING:
 
 _NUM_EXPLAINED = 1000
 """Number of requests from which mean lengths are taken."""
-_LINE_S = 5.0
-"""Between two lines of progress."""
 
 
 class Outputs(NamedTuple):
@@ -115,46 +108,10 @@ def search(question: Question, traffic: Traffic, *, num_processes: int) -> Plan:
     from pdserve.planner.extrapolation import extrapolations
     from pdserve.planner.search.search import find_plan
 
-    with options.failure(), shown_progress() as report:
+    with options.failure(), options.shown_progress() as report:
         plan = find_plan(question, traffic.workload, num_processes=num_processes, progress=report)
     beyond = extrapolations(question.model, plan.best.layout, question.model.max_model_len)
     return dataclasses.replace(plan, notes=(*plan.notes, *(f"{text}." for text in beyond)))
-
-
-@contextmanager
-def shown_progress() -> Iterator[Callable[[float, str], None]]:
-    """Takes a fraction and an activity; shows a bar on the terminal, or elsewhere a line every few seconds."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    terminal = Console(stderr=True)
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
-        task = progress.add_task("starting", total=1.0)
-        lines = _Lines(terminal)
-
-        def report(fraction: float, text: str) -> None:
-            progress.update(task, completed=fraction, description=text)
-            if not terminal.is_terminal:
-                lines.show(fraction, text)
-
-        yield report
-
-
-class _Lines:
-    """Progress as lines, the first one at once and others `_LINE_S` apart at least."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._began_s = time.monotonic()
-        self._due_s = self._began_s
-
-    def show(self, fraction: float, text: str) -> None:
-        now_s = time.monotonic()
-        if now_s >= self._due_s:
-            self._due_s = now_s + _LINE_S
-            line = f"{fraction:4.0%} after {now_s - self._began_s:.0f} s: {text}"
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def write_files(plan: Plan, words: str, outputs: Outputs) -> None:

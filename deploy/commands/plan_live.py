@@ -22,7 +22,7 @@ from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster.control import send_command
 from pdserve.deploy.cluster.folder import ClusterNote, admin_headers, find_cluster
 from pdserve.deploy.commands import plan_options as options
-from pdserve.deploy.commands.plan_answer import Outputs, search, shown_progress, write_files
+from pdserve.deploy.commands.plan_answer import Outputs, search, write_files
 from pdserve.deploy.commands.plan_options import ModelOptions, Objectives
 from pdserve.deploy.commands.status import fetch_status, other_routers
 
@@ -87,11 +87,12 @@ def plan_live(
     traffic = observed_traffic(observed, question.model)
     num_processes = outputs.num_processes or options.num_cores()
     if keeps_pools:
-        with options.failure(), shown_progress() as report:
+        with options.failure(), options.shown_progress() as report:
             found = best_numbers(question, traffic.workload, layout, num_processes=num_processes, progress=report)
     else:
         found = search(question, traffic, num_processes=num_processes)
-    with options.failure(), options.working("comparing with the placement that runs"):
+    with options.failure(), options.shown_progress() as report:
+        report(0.0, "comparing with the placement that runs")
         proposal = propose(
             found,
             layout,
@@ -215,7 +216,7 @@ def _observe(watch: Watch, routers: Sequence[str]) -> ObservedTraffic:
     from pdserve.planner.live.live import observe
 
     before, begun_s = "".join(map(_fetch_metrics, routers)), time.monotonic()
-    with shown_progress() as report:
+    with options.shown_progress() as report:
         while (passed_s := time.monotonic() - begun_s) < watch.window_s:
             report(passed_s / watch.window_s, f"watching {watch.url} for {watch.window_s:g} s")
             time.sleep(min(_LOOK_S, watch.window_s - passed_s))

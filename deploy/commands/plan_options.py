@@ -11,8 +11,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
@@ -115,6 +116,8 @@ TRAFFIC_REMEDY = (
     "answers of 200 tokens"
 )
 _FILE_WIDTH = 160
+_LINE_S = 5.0
+"""Between two lines of progress."""
 
 
 @contextmanager
@@ -138,13 +141,40 @@ def failure() -> Iterator[None]:
 
 
 @contextmanager
-def working(text: str) -> Iterator[None]:
-    """Show ``text`` on the terminal, if there is one, during a wait."""
+def shown_progress(*, is_brief: bool = False) -> Iterator[Callable[[float, str], None]]:
+    """Takes a fraction and an activity; shows a bar on the terminal, or elsewhere a line every few seconds: at once, or
+    of work that is usually brief only if it takes longer."""
     from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     terminal = Console(stderr=True)
-    with terminal.status(text) if terminal.is_terminal else nullcontext():
-        yield
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
+        task = progress.add_task("starting", total=1.0)
+        lines = _Lines(terminal, _LINE_S if is_brief else 0.0)
+
+        def report(fraction: float, text: str) -> None:
+            progress.update(task, completed=fraction, description=text)
+            if not terminal.is_terminal:
+                lines.show(fraction, text)
+
+        yield report
+
+
+class _Lines:
+    """Progress as lines, the first one after ``quiet_s`` and others `_LINE_S` apart at least."""
+
+    def __init__(self, console: Console, quiet_s: float) -> None:
+        self._console = console
+        self._began_s = time.monotonic()
+        self._due_s = self._began_s + quiet_s
+
+    def show(self, fraction: float, text: str) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._due_s:
+            self._due_s = now_s + _LINE_S
+            line = f"{fraction:4.0%} after {now_s - self._began_s:.0f} s: {text}"
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def planned_model(config: ModelConfig, transport: str) -> PlannedModel:

@@ -298,8 +298,8 @@ def _report(run: Run, json: Path | None) -> int:
         words, notes = run.traffic.described()
         sample = run.traffic.draw(run.num_requests, run.seed)
         check_fits(run.layout, run.model, sample)
-        with options.working(f"simulating {run.num_requests:,} requests"):
-            result = carry_out(run)
+        with options.shown_progress(is_brief=True) as report:
+            result = carry_out(run, report)
         notes = (*notes, *_notes(run, result), *extrapolations(run.model, run.layout, sample.longest()))
         if any(pool.workers_per_device > 1 for pool in run.layout.pools):
             notes = (*notes, _SHARED_NOTE)

@@ -230,7 +230,8 @@ def _too_large(
             f"the longest request, {longest} tokens, does not fit {have} beside {name}, but --set model.max_model_len="
             f"{most_tokens} does"
         )
-    smallest = [found for kind in kinds if (found := smallest_worker(kind, model)) is not None]
+    asked = replace(model, max_model_len=longest)
+    smallest = [found for kind in kinds if (found := smallest_worker(kind, asked)) is not None]
     if not smallest:
         return f"{what}; no number of them holds both: use larger devices, a smaller max_model_len, or int4 weights"
     pool = min(smallest, key=lambda pool: pool.devices_per_worker)

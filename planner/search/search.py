@@ -95,7 +95,7 @@ def find_plan(
     report = progress or (lambda fraction, text: None)
     _check_prices(question)
     enumeration = enumerate_layouts(question)
-    report(0.0, "loading the screener (the first time compiles it, in a minute)")
+    report(0.0, "loading the screener (compiled once on this machine, in about a minute)")
     model, effort = question.model, question.effort
     with ProcessPool(workload, num_processes or len(os.sched_getaffinity(0))) as pool:
         _load_scout()

@@ -3,13 +3,18 @@
 Takes what the judge, `pdserve.planner.simulate.simulator.simulate`, takes, and answers with the times of the same
 requests. It models the router's choices, queues, chunked prefill, decode batches, KV blocks, prefix caches, transfers
 and preemption on tables of the same cost model; see `pdserve.planner.simulate.scout_kernel`. The first call in a
-process loads the compiled kernel from the disk; the first after an installation compiles it, which takes a minute.
+process loads the compiled kernel from the disk; the first after an installation compiles it, which takes a minute, and
+for which other processes wait.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import nan
@@ -29,6 +34,9 @@ from pdserve.planner.simulate.simulation import RequestTimes, Simulation
 from pdserve.planner.simulate.simulator import Overheads
 from pdserve.planner.workload.requests import Segment, SimulatedRequest
 
+MAX_WAIT_S = 600.0
+"""For another process that compiles the kernel, which takes a minute or, on a busy machine, several."""
+_POLL_S = 0.1
 _ROLES = {WorkerRole.PREFILL: kernel.PREFILL, WorkerRole.DECODE: kernel.DECODE, WorkerRole.MIXED: kernel.MIXED}
 
 
@@ -203,7 +211,8 @@ def scout(
         num_references=np.zeros((len(workers), num_nodes), np.int32),
         lru=lru,
     )
-    kernel.run(state)
+    with _one_compiler():
+        kernel.run(state)
     assert (workers["num_free"] == workers["num_blocks"]).all(), "all blocks are free in the end"
     if len(table) > len(requests.arrived_s):
         table = np.sort(table[~np.isnan(table["arrived_s"])], order="arrived_s", kind="stable")
@@ -224,6 +233,27 @@ def scout(
         num_decoded=int(workers["num_decoded"].sum()),
         offered_until_s=float(requests.arrived_s[-1]),
     )
+
+
+@contextmanager
+def _one_compiler() -> Iterator[None]:
+    """Let one process at a time make its first call of the kernel, which compiles or loads it; where one dies, the
+    operating system lets in the next."""
+    if kernel.run.signatures:
+        yield
+        return
+    folder = os.open(kernel.run.stats.cache_path, os.O_RDONLY)
+    try:
+        deadline_s = time.monotonic() + MAX_WAIT_S
+        while time.monotonic() < deadline_s:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(folder)
 
 
 def load_scout() -> None:

@@ -32,7 +32,7 @@ from pdserve.router.http.responses import ResponsesBody, ResponseWriter
 from pdserve.router.http.sampling import check_prompt_length, check_token_ids, sampling_params
 from pdserve.router.http.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
 from pdserve.router.http.sse import EventStream, Writer
-from pdserve.router.http.tools import Tools, new_call_id, template_options, tools_of
+from pdserve.router.http.tools import Tools, check_tools, new_call_id, template_options, tools_of
 from pdserve.router.http.writer import AnswerWriter, off_loop
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.request import GenerationError, RequestSpec
@@ -146,6 +146,7 @@ class Edge:
         """Token ids of a prompt, or of a chat as the model would be asked it."""
         body.check()
         self._check_model(body.model)
+        await self._aside(exchange, partial(check_tools, body.tools or ()))
         tokens = await self._tokens(body, exchange, body.tools or ())
         texts = None
         if body.return_token_strs:

@@ -58,12 +58,7 @@ def tools_of(body: ChatBody, style: ToolFormat | None, requested: Grammar | None
         ApiError: one is malformed, ``style`` is None, or the body contradicts a forced call.
     """
     offered, choice = _allowed(body.tools or [], body.tool_choice)
-    functions = {}
-    for index, tool in enumerate(offered):
-        function = _function(tool, f"tools.{index}")
-        if function.name in functions:
-            raise refusal(f"tools.{index}.function.name", f"{function.name!r} is there twice; rename one")
-        functions[function.name] = function
+    functions = check_tools(offered)
     forced = _forced(choice, functions)
     if not functions or choice == "none":
         return None
@@ -79,6 +74,21 @@ def tools_of(body: ChatBody, style: ToolFormat | None, requested: Grammar | None
     if grammar is not None and body.ignore_eos:
         raise refusal("ignore_eos", "contradicts forced and strict tools; leave it out")
     return Tools(offered, style, grammar, may_call_several)
+
+
+def check_tools(tools: Sequence[object]) -> Mapping[str, _Function]:
+    """Functions of ``tools``, by name.
+
+    Raises:
+        ApiError: one is malformed, or there twice.
+    """
+    functions = {}
+    for index, tool in enumerate(tools):
+        function = _function(tool, f"tools.{index}")
+        if function.name in functions:
+            raise refusal(f"tools.{index}.function.name", f"{function.name!r} is there twice; rename one")
+        functions[function.name] = function
+    return functions
 
 
 def new_call_id() -> str:

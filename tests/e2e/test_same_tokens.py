@@ -69,6 +69,7 @@ def serve(
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "mixed": {"prefill": {"replicas": 0}, "decode": {"replicas": 0}, "mixed": {"replicas": 1}},
+    "1P+1D memfd": {"kv_transfer": {"transport": "memfd"}},
     "1P+1D of 2 stages, tcp": {"kv_transfer": {"transport": "tcp"}, "decode": {"pipeline_parallel": 2}},
     "1P of 2 ranks+1D": {"prefill": {"tensor_parallel": 2}},
     "1P of 2 ranks with whole experts+1D": {"prefill": {"tensor_parallel": 2, "expert_parallel": True}},
@@ -80,8 +81,10 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
     ("topology", "family", "form", "num_prompts"),
     [
         ("mixed", "mixtral", "gptq", 64),
+        ("1P+1D memfd", "qwen2_moe", None, 12),
         ("1P+1D of 2 stages, tcp", "llama", None, 64),
         ("1P of 2 ranks+1D", "mixtral", "awq", 12),
+        ("1P of 2 ranks with whole experts+1D", "qwen3_moe", "gptq", 12),
         ("1P of 2 ranks with whole experts+1D", "gpt_oss", None, 12),
         ("2P+2D", "mistral", "w8a8-fp8", 64),
     ],
@@ -89,8 +92,8 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
 def test_same_tokens_and_exact_usage(
     topology: str, family: str, form: str | None, num_prompts: int, tmp_path: Path
 ) -> None:
-    """Every topology; of a quantised model as transformers computes what its weights stand for. Other families are
-    handed off in `tests.engine.worker.test_families`."""
+    """Every topology, and every family with experts; of a quantised model as transformers computes what its weights
+    stand for. Other families are handed off in `tests.engine.worker.test_families`."""
     no_window = {"sliding_window": None} if family == "mixtral" else {}  # as published
     served, plain = write_model(tmp_path, family, form, **no_window)
     prompts = make_prompts()[:num_prompts]

@@ -12,7 +12,7 @@ from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.bytes import weight_bytes
 from pdserve.planner.layout import Pool
-from pdserve.planner.planned_model import MAX_DEFAULT_LENGTH, read_planned_model
+from pdserve.planner.planned_model import read_planned_model
 from tests.model.published_configs import GPT_OSS_20B, GPT_OSS_120B
 
 CONFIG = {
@@ -46,10 +46,19 @@ def test_a_file_of_another_name_is_called_by_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own_limit", "asked", "planned"), [(131072, 0, MAX_DEFAULT_LENGTH), (2048, 0, 2048), (131072, 65536, 65536)]
+    ("changes", "asked", "planned"),
+    [
+        ({}, 0, 131072),
+        ({}, 65536, 65536),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 0, 262144),
+        ({"rope_scaling": {"type": "not known", "factor": 2.0}}, 0, 131072),
+        ({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {**CONFIG, "head_dim": 128}}, 0, 131072),
+    ],
 )
-def test_the_length_is_what_is_asked_or_bounded(tmp_path: Path, own_limit: int, asked: int, planned: int) -> None:
-    folder = written(tmp_path / "model", max_position_embeddings=own_limit)
+def test_the_length_is_what_is_asked_or_that_of_a_cluster(
+    tmp_path: Path, changes: dict[str, object], asked: int, planned: int
+) -> None:
+    folder = written(tmp_path / "model", **changes)
     assert read_planned_model(folder, max_model_len=asked).max_model_len == planned
 
 

@@ -66,6 +66,13 @@ def test_a_cluster_is_found_while_it_runs() -> None:
     assert not folder.exists()
 
 
+def test_a_folder_that_is_gone_when_it_is_looked_at_hides_no_other(root: Path) -> None:
+    (root / "gone").symlink_to("nowhere")
+    with cluster_folder() as folder:
+        write_note(folder, NOTE)
+        assert running_clusters() == [NOTE]
+
+
 def test_a_cluster_that_starts_is_found_by_those_that_can_wait_or_end_it() -> None:
     with cluster_folder() as folder:
         starting = ClusterNote(pid=7, folder=str(folder))
@@ -90,6 +97,25 @@ def test_folders_are_in_the_temporary_folder_unless_it_is_too_deep_for_sockets(g
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG_S, check=True
     )
     assert run.stdout.strip() == parent
+
+
+def test_a_cluster_is_found_whatever_the_temporary_folder_is(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    other.chmod(0o700)
+    with cluster_folder() as folder:
+        write_note(folder, NOTE)
+        assert find_cluster() == NOTE, "once, though it is found in two ways"
+        monkeypatch.setattr(folder_module, "_root", lambda: other)
+        assert find_cluster() == NOTE
+        links = root.parent / f"pdserve-{os.getuid()}"
+        (links / "gone").symlink_to(root / "gone")
+        assert find_cluster() == NOTE
+        monkeypatch.setattr(folder_module, "_root", lambda: links)
+        with cluster_folder() as second:
+            assert {each.name for each in links.iterdir()} == {folder.name, second.name}
+    assert not list(links.iterdir())
 
 
 def test_of_several_clusters_the_user_must_name_one() -> None:

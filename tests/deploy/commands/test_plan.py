@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +111,9 @@ def test_what_is_written_is_what_was_found(planned: Planned) -> None:
     path = planned.folder / "deployment.yaml"
     config = read_deployment(path, use="simulate")
     assert config.model.path == str(planned.folder / "Llama-3-8B")
+    said = "for sequences of up to 8,192 tokens, .* own limit is 131,072: --set model.max_model_len=131072"
+    assert re.search(said, planned.printed)
+    assert config.model.max_model_len == 8192
     replicas = {role: getattr(config, role).replicas for role in ("prefill", "decode", "mixed")}
     assert replicas == {role: best.get(role, {}).get("replicas", 0) for role in replicas}
     html = (planned.folder / "plan.html").read_text()

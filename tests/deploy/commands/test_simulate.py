@@ -16,6 +16,7 @@ from pdserve.contracts.deployment import POLICIES
 from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.cli import run
+from pdserve.deploy.commands import plan_options
 from pdserve.deploy.config import parse_deployment
 from pdserve.model.weights.demo_model import DEMO_MODEL
 from tests.patience import HANG_S
@@ -40,6 +41,7 @@ def test_help_and_refusals_load_no_engine() -> None:
     code = """
 import sys
 from pdserve.deploy.cli import run
+from pdserve.deploy.commands import plan_options
 assert run(["simulate", "--help"]) == 0
 assert run(["simulate", "--gpu", "h100-sxm", "--rate", "-1", "--workload", "chat"]) == 2
 assert run(["simulate", "--gpu", "h100-sxm", "--rate", "1", "--workload", "chat", "--model", "/absent"]) == 1
@@ -107,6 +109,16 @@ def test_a_terminal_hears_what_it_waits_for(
     captured = capsys.readouterr()
     assert "simulating 50 requests" in captured.err
     assert json.loads(captured.out)["steady_state"]["num_requests"] == 50
+
+
+def test_a_slow_run_says_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_options, "_LINE_S", 0.0)
+    assert run([*BASE, "--model", model, "--rate", "5", *SHORT, "--json", "-"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[:4] for line in lines[::4]] == ["  0%", " 20%", " 44%", " 68%", " 92%"]
+    assert {line.partition(": ")[2] for line in lines} == {"simulating 50 requests"}
 
 
 def test_options_describe_workers(capsys: pytest.CaptureFixture[str], model: str) -> None:

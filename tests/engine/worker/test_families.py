@@ -24,11 +24,9 @@ RANKS = {"tensor_parallel": 2}
     ("family", "form", "prefill"),
     [
         ("qwen2", None, {}),
-        ("qwen2_moe", None, {}),
         ("gemma3_text", None, {}),
         ("qwen3", "fp8-block", RANKS),
         ("gemma2", None, RANKS),
-        ("qwen3_moe", "gptq", {**RANKS, "expert_parallel": True}),
     ],
 )
 def test_same_tokens(family: str, form: str | None, prefill: dict[str, Any], tmp_path: Path) -> None:

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import fcntl
+import os
+import threading
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +17,13 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.arrays import FloatArray
 from pdserve.planner.layout import Layout
+from pdserve.planner.simulate import scout as scout_module
 from pdserve.planner.simulate.scout import ScoutRequests, ScoutResult, scout, step_table
 from pdserve.planner.simulate.simulation import RequestTimes
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
 from pdserve.planner.workload.presets import preset
 from pdserve.planner.workload.requests import Segment, SimulatedRequest
+from tests.patience import HANG_S
 from tests.planner.stand_ins import H100, LLAMA_3_8B, a_pool, colocated, disaggregated
 
 SLO = SloConfig(ttft_seconds=0.25, tpot_seconds=0.02)
@@ -295,3 +302,25 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
     huge = replace(LLAMA_3_8B, shape=replace(LLAMA_3_8B.shape, num_layers=400))
     with pytest.raises(ValueError, match="leave no memory for KV"):
         scout(huge, colocated(), poisson(1.0, 10, 100, 10), slo=SLO)
+
+
+def test_one_process_compiles_while_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = SimpleNamespace(signatures=(), stats=SimpleNamespace(cache_path=str(tmp_path)))
+    monkeypatch.setattr("pdserve.planner.simulate.scout_kernel.run", compiled)
+    entered = threading.Event()
+
+    def compile() -> None:
+        with scout_module._one_compiler():
+            entered.set()
+
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    waiting = threading.Thread(target=compile)
+    waiting.start()
+    assert not entered.wait(0.3)
+    os.close(other)  # as at the end of its process
+    assert entered.wait(HANG_S)
+    waiting.join()
+    with scout_module._one_compiler():  # of one that is stopped, not for ever
+        monkeypatch.setattr(scout_module, "MAX_WAIT_S", 0.0)
+        compile()
