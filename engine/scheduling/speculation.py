@@ -49,7 +49,7 @@ Seconds = Callable[[int, int], float]
 """Predicted seconds of a step by the guesses in it, and by those of the row that has most: a draft model makes one of
 each row at a time."""
 SecondsByGuesses = Callable[[StepBatch], Seconds]
-"""`pdserve.engine.worker.loop.StepTimes.by_guesses`."""
+"""`pdserve.engine.worker.step_times.StepTimes.by_guesses`."""
 
 
 class Choice(NamedTuple):
