@@ -206,16 +206,19 @@ def followed(log: str, num_workers: int, ended_s: float) -> tuple[dict[str, Any]
     """
     (ready_s,) = _READY.findall(log)
     changes: list[list[Any]] = []
-    starts_s, worker_s, asked_s = [], num_workers * ended_s, 0.0
+    began_s: dict[str, float] = {}
+    starts_s, worker_s = [], num_workers * ended_s
     for at, said in _SAID.findall(log):
         at_s = float(at) - float(ready_s)
+        name, _, what = said.partition(" ")
         if asked := _ASKS.match(said):
             changes.append([round(at_s), asked[3], int(asked[1]), int(asked[2])])
-            asked_s = at_s
-        elif " is up at " in said:
-            starts_s.append(at_s - asked_s)
-            worker_s += ended_s - asked_s
-        elif said.endswith(" has left"):
+        elif what == "starts":
+            began_s[name] = at_s
+            worker_s += ended_s - at_s
+        elif what.startswith("is up at "):
+            starts_s.append(at_s - began_s[name])
+        elif what == "has left":
             worker_s -= max(0.0, ended_s - at_s)
     return {"worker_s": round(worker_s), "changes": changes}, starts_s
 

@@ -40,7 +40,7 @@ class Autoscaling:
         self._refused_until_s = 0.0
 
     def turn(self, now_s: float, routers: Sequence[RouterProcess], *, is_busy: bool) -> Iterator[str] | None:
-        """The change to make, if any. While another ``is_busy``, only looks."""
+        """The change to make, if any, beside those that go on. While a command ``is_busy``, only looks."""
         if not self.is_on or now_s < self._due_s:
             return None
         self._due_s = now_s + WINDOW_S

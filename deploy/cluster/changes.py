@@ -51,8 +51,17 @@ class Changes:
         steps = self._steps(replicas)
         for worker, role in steps.moves:
             worker.relabel(role)
+        for worker in steps.removed:
+            worker.is_leaving = True
         if steps.moves:
             self._changed()
+        try:
+            yield from self._carry_out(steps)
+        finally:  # a worker that did not start ends the change
+            for worker in steps.removed:
+                worker.is_leaving = False
+
+    def _carry_out(self, steps: _Steps) -> Iterator[str]:
         yield from steps.refused
         yield from (f"{worker.name} becomes a {role.value} worker" for worker, role in steps.moves)
         changes = self._add(steps.added), self._remove(steps.removed)
@@ -129,16 +138,18 @@ class Changes:
             yield from self._finish([worker])
             worker.end()
             self._changed()
+            yield f"{worker.name} starts"
             yield from self._start(worker)
 
     def _add(self, roles: Sequence[WorkerRole]) -> Iterator[str]:
         """Start workers, all at once."""
         added = [self._fleet.add_worker(role) for role in roles]
+        yield from (f"{worker.name} starts" for worker in added)
         try:
             for worker in added:
                 yield from self._start(worker)
         except DeployError:
-            for worker in added:
+            for worker in [each for each in added if each in self._fleet.workers]:
                 if worker.state is not ProcessState.UP:
                     self._fleet.workers.remove(worker)
                 if worker.state is ProcessState.STARTING:
@@ -156,9 +167,10 @@ class Changes:
 
     def _start(self, worker: WorkerProcess) -> Iterator[str]:
         """Wait until the supervisor has started it."""
-        yield f"{worker.name} starts"
         num_failures, deadline_s = worker.num_failures, time.monotonic() + PLACE_TIMEOUT_S
         while worker.state is not ProcessState.UP:
+            if worker not in self._fleet.workers:  # another change has ended it
+                return
             if worker.num_failures > num_failures:
                 raise DeployError(f"{worker.name} did not start: {worker.failure}")
             if worker.state is not ProcessState.STARTING and time.monotonic() > deadline_s:
@@ -183,7 +195,7 @@ class Changes:
 
     def _pool(self, role: WorkerRole) -> list[WorkerProcess]:
         """Workers of a role: those that have their name of it, the oldest first, then those that had another before."""
-        pool = [worker for worker in self._fleet.workers if worker.role is role]
+        pool = [worker for worker in self._fleet.workers if worker.role is role and not worker.is_leaving]
         return sorted(pool, key=lambda worker: not _is_named(worker, role))
 
 

@@ -12,7 +12,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pdserve.contracts.errors import DeployError
 
@@ -24,6 +24,23 @@ Begin = Callable[[dict[str, Any]], Iterator[str]]
 """Begins the change that a command describes, or raises `DeployError`."""
 
 
+class _Running(NamedTuple):
+    """A change in progress."""
+
+    change: Iterator[str]
+    client: socket.socket | None = None
+    """None of a change that nobody sent."""
+
+    def tell(self, line: dict[str, str]) -> None:
+        if self.client is not None:
+            _send(self.client, line)
+
+    def end(self, error: str) -> None:
+        self.tell({"error": error})
+        if self.client is not None:
+            self.client.close()
+
+
 class ControlPort:
     """The supervisor's end."""
 
@@ -33,68 +50,57 @@ class ControlPort:
         self._listener.listen()
         self._listener.setblocking(False)
         self._waiting: deque[socket.socket] = deque()
-        self._client: socket.socket | None = None
-        self._change: Iterator[str] | None = None
+        self._running: deque[_Running] = deque()
 
     def turn(self, begin: Begin) -> str:
-        """Take a command, or the next step of the one in progress, whose client may have left; returns what was said.
-        Other commands wait for its end, and are told so."""
+        """Take a command, or the next step of a change in progress, whose client may have left; returns what was said.
+        Commands wait for the end of all changes, and are told so."""
         with contextlib.suppress(OSError):  # nobody is there, or no file is left for another client
             client, _ = self._listener.accept()
             self._waiting.append(client)
-            if self._change is not None:
+            if self._running:
                 _send(client, {"say": "another change is in progress; this one begins after it"})
-        if self._change is None:
+        if not self._running:
             if not self._waiting:
                 return ""
-            self._client = self._waiting.popleft()
+            client = self._waiting.popleft()
             try:
-                self._client.settimeout(_READ_TIMEOUT_S)
-                command = json.loads(self._client.makefile("rb").readline(_MAX_BYTES))
+                client.settimeout(_READ_TIMEOUT_S)
+                command = json.loads(client.makefile("rb").readline(_MAX_BYTES))
             except (OSError, ValueError):
-                self._finish("the command did not arrive")
+                _Running(iter(()), client).end("the command did not arrive")
                 return ""
-            self._change = _begun(begin, command)
+            self._running.append(_Running(_begun(begin, command), client))
+        running = self._running.popleft()
         try:
-            if said := next(self._change):
-                self._tell({"say": said})
+            if said := next(running.change):
+                running.tell({"say": said})
+            self._running.append(running)
             return said
         except StopIteration:
-            self._finish("")
-            return ""
+            failure = ""
         except DeployError as error:
             failure = str(error)
         except Exception as error:  # the cluster outlives whatever a client sends
             failure = f"it failed: {type(error).__name__}: {error}"
-        self._finish(failure)
+        running.end(failure)
         return failure
 
     @property
     def is_busy(self) -> bool:
-        """Whether a change is in progress, or a command waits."""
-        return self._change is not None or bool(self._waiting)
+        """Whether a command is carried out, or waits."""
+        return bool(self._waiting) or any(running.client is not None for running in self._running)
 
     def begin(self, change: Iterator[str]) -> None:
-        """Begin a change that nobody sent; none is in progress."""
-        assert self._change is None
-        self._change = change
+        """Begin a change that nobody sent, beside others alike."""
+        self._running.append(_Running(change))
 
     def close(self) -> None:
-        if self._client is not None:
-            self._finish("the cluster ends")
+        for running in self._running:
+            running.end("the cluster ends")
         for client in self._waiting:
             client.close()
         self._listener.close()
-
-    def _finish(self, error: str) -> None:
-        self._tell({"error": error})
-        if self._client is not None:
-            self._client.close()
-        self._client = self._change = None
-
-    def _tell(self, line: dict[str, str]) -> None:
-        if self._client is not None:  # a change that nobody sent has none
-            _send(self._client, line)
 
 
 def _send(client: socket.socket, line: dict[str, str]) -> None:

@@ -62,17 +62,18 @@ class Fleet:
         """Number of workers of each role with which the cluster can start anew. A worker counts for its present role,
         or for the one that it was placed for if these request different resources of Ray."""
         config = self._launch.config
-        first = [self._needs[worker.name].role for worker in self.workers]
+        staying = [worker for worker in self.workers if not worker.is_leaving]
+        first = [self._needs[worker.name].role for worker in staying]
         roles = [
             worker.role if config.phase(worker.role).resources == config.phase(role).resources else role
-            for worker, role in zip(self.workers, first, strict=True)
+            for worker, role in zip(staying, first, strict=True)
         ]
         return {role: roles.count(role) for role in WorkerRole}
 
     @property
     def present(self) -> dict[WorkerRole, int]:
-        """Number of workers of each role, up or not."""
-        return {role: sum(worker.role is role for worker in self.workers) for role in WorkerRole}
+        """Number of workers of each role, up or not, without those that leave."""
+        return {role: sum(each.role is role and not each.is_leaving for each in self.workers) for role in WorkerRole}
 
     @property
     def is_on_gpus(self) -> bool:

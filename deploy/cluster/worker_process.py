@@ -53,6 +53,8 @@ class WorkerProcess(SupervisedProcess):
         """One of each micro-batch; none unless the worker is up."""
         self.process_id = 0
         """0 until known."""
+        self.is_leaving = False
+        """True once a change is to end it for good."""
         self._desk = desk
         self.host = host
         self._config = config

@@ -11,9 +11,9 @@ LOG = """\
 
 pdserve is ready after 10.0 s
   20.0s  change       the load asks for prefill=1 decode=4 (decode_short)
-  20.1s  change       decode-2 starts
+  20.0s  change       decode-2 starts
+  20.0s  change       decode-3 starts
   24.0s  change       decode-2 is up at 127.0.0.1:2
-  24.0s  change       decode-3 starts
   25.0s  change       decode-3 is up at 127.0.0.1:3
   40.0s  change       the load asks for prefill=2 decode=3 (prefill_short)
   40.0s  change       decode-3 becomes a prefill worker

@@ -24,6 +24,7 @@ class Worker:
     failure: str = ""
     address: str = "a:1"
     drained: Future[bool] | None = None
+    is_leaving: bool = False
     has_ended: bool = False
 
     @property
@@ -112,3 +113,26 @@ def test_workers_that_leave_finish_their_requests_at_the_same_time() -> None:
     first.drained.set_result(True)
     assert list(change) == ["decode-1 has left", "decode-2 has left", "decode-3 has left"]
     assert [each.has_ended for each in workers] == [False, True, True, True]
+
+
+def test_a_change_does_not_wait_for_what_another_takes_away() -> None:
+    fleet = OneHost()
+    changes = Changes(cast(Any, fleet), 1.0, lambda: None)
+    growth = changes.scale({WorkerRole.DECODE: 2})
+    assert [next(growth) for _ in range(2)] == ["decode-1 starts", ""]
+    assert list(changes.scale({WorkerRole.DECODE: 1})) == ["decode-1 has left"]
+    assert next(growth, "over") == "over"
+    assert [each.name for each in fleet.workers] == ["decode-0"]
+
+
+def test_a_worker_that_leaves_is_none_of_those_that_another_change_counts() -> None:
+    fleet = OneHost()
+    fleet.workers.append(worker(2, ProcessState.UP))
+    changes = Changes(cast(Any, fleet), 1.0, lambda: None)
+    decline = changes.scale({WorkerRole.DECODE: 1})
+    assert [next(decline) for _ in range(2)] == ["decode-2 finishes its requests", ""]
+    fleet.add_worker = lambda role: fleet.workers.append(worker(3, ProcessState.UP)) or fleet.workers[-1]  # type: ignore
+    assert list(changes.scale({WorkerRole.DECODE: 2})) == ["decode-3 starts", "decode-3 is up at a:1"]
+    fleet.workers[1].drained.set_result(True)
+    assert list(decline) == ["decode-2 has left"]
+    assert [each.name for each in fleet.workers] == ["decode-0", "decode-3"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -103,17 +104,6 @@ def test_a_client_that_cannot_be_accepted_ends_nothing(tmp_path: Path, monkeypat
     port.close()
 
 
-def test_a_change_that_nobody_sent_is_advanced_and_others_wait_for_its_end(tmp_path: Path) -> None:
-    port = ControlPort(tmp_path)
-    were_busy = [port.is_busy]
-    port.begin(begin({"fails": 1}))
-    were_busy.append(port.is_busy)
-    assert [port.turn(begin) for _ in range(2)] == ["begins", "it failed"]
-    assert [*were_busy, port.is_busy] == [False, True, False]
-    port.begin(begin({}))
-    port.close()
-
-
 def test_an_ended_cluster_is_named(tmp_path: Path) -> None:
     with pytest.raises(DeployError, match="the cluster has ended"):
         list(send_command(tmp_path, {}))
@@ -122,3 +112,26 @@ def test_an_ended_cluster_is_named(tmp_path: Path) -> None:
         assert next(waiting) == "begins"
     with pytest.raises(DeployError, match="the cluster ends"):
         next(waiting)
+
+
+def test_changes_that_nobody_sent_go_on_side_by_side_and_commands_wait_for_all(tmp_path: Path) -> None:
+    port = ControlPort(tmp_path)
+    were_busy = []
+
+    def turns(number: int) -> list[str]:
+        said = [port.turn(begin) for _ in range(number)]
+        were_busy.append(port.is_busy)
+        return said
+
+    try:
+        port.begin(begin({"waits": 2}))
+        port.begin(begin({"fails": 1}))
+        assert turns(4) == ["begins", "begins", "", "it failed"]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.connect(str(tmp_path / "control"))
+            client.sendall(b"{}\n")
+            assert turns(3) == ["", "ends", ""]
+            assert turns(3) == ["begins", "ends", ""]
+        assert were_busy == [False, True, False]
+    finally:
+        port.close()
