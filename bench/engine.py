@@ -17,8 +17,10 @@ from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey,
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.request import GenerationRequest, SamplingParams
 from pdserve.contracts.step import Executor
-from pdserve.engine.worker.loop import AddRequest, StepLoop, StepReport, StepTimes, Wait
+from pdserve.engine.worker.loop import StepLoop, StepReport, Wait
+from pdserve.engine.worker.messages import AddRequest
 from pdserve.engine.worker.scheduler import Scheduler
+from pdserve.engine.worker.step_times import StepTimes
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.loadgen.load import PromptWriter
 from pdserve.model.cost.cost_model import CostModel

@@ -28,8 +28,8 @@ from pdserve.contracts.events import RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
 from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.engine.worker.backend import choose_backend
-from pdserve.engine.worker.loop import StepTimes
 from pdserve.engine.worker.scheduler import Scheduler
+from pdserve.engine.worker.step_times import StepTimes
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.file_tier import FileTier
 from pdserve.kv_transfer.pool_memory import PoolMemory

@@ -165,15 +165,19 @@ def burst(url: str, model: str, prompts: Prompts, max_tokens: int) -> float:
 def measure(server: Server, others: Sequence[Server], prompts: Prompts) -> dict[str, float]:
     """One round of a case."""
     model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
-    others_s, started_s = sum(other.cpu_s() for other in others), time.perf_counter()
+    others_s, own_s, started_s = sum(other.cpu_s() for other in others), server.cpu_s(), time.perf_counter()
     prefill_s = burst(server.url, model, prompts, 1)
+    prefill_cpu_s = server.cpu_s() - own_s
     decode_s = burst(server.url, model, [[*prompt, 7] for prompt in prompts], ANSWER_TOKENS)
+    decode_cpu_s = server.cpu_s() - own_s - prefill_cpu_s
     idle = (sum(other.cpu_s() for other in others) - others_s) / (time.perf_counter() - started_s)
-    num_answered = len(prompts) * ANSWER_TOKENS
+    num_prefilled, num_answered = len(prompts) * len(prompts[0]), len(prompts) * ANSWER_TOKENS
     return {
-        "prefill_tokens_per_s": len(prompts) * len(prompts[0]) / prefill_s,
+        "prefill_tokens_per_s": num_prefilled / prefill_s,
         "decode_tokens_per_s": num_answered / decode_s,
         "tokens_per_s": num_answered / (prefill_s + decode_s),
+        "prefill_cpu_us_per_token": 1e6 * prefill_cpu_s / num_prefilled,
+        "decode_cpu_us_per_token": 1e6 * decode_cpu_s / num_answered,
         "idle": idle,
     }
 

@@ -32,7 +32,7 @@ from pdserve.demo.corpus import EXAMINED, examine
 from pdserve.engine.scheduling.speculation import Speculation
 from pdserve.engine.worker.backend import choose_backend
 from pdserve.engine.worker.batches import scheduler_with
-from pdserve.engine.worker.loop import StepTimes
+from pdserve.engine.worker.step_times import StepTimes
 from pdserve.engine.worker.worker import speculation_of
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.pool_memory import PoolMemory

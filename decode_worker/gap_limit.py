@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 
 MixedSeconds = Callable[[Iterable[tuple[int, int]], int, int], float]
-"""Predicted seconds of a step: `pdserve.engine.worker.loop.StepTimes.mixed_s`."""
+"""Predicted seconds of a step: `pdserve.engine.worker.step_times.StepTimes.mixed_s`."""
 
 
 class GapLimit:

@@ -195,6 +195,9 @@ class AttentionRule:
     sinks: torch.Tensor | None = None
     """float32 ``[N]``, on the device: one more score of each query head, of no key and without a value (Xiao et al.
     2024, StreamingLLM; OpenAI 2025, gpt-oss). None: no such scores."""
+    in_bfloat16: bool = False
+    """Kernels whose activation dtype is float32 may round queries and the weights of keys to bfloat16, and sum in
+    float32, where the pool is of bfloat16."""
 
 
 class PagedAttention(Protocol):

@@ -26,6 +26,7 @@ LONG_FILES = (
     "test_kernels_compile.py",
     "test_real_workers.py",
     "test_worker.py",
+    "test_families.py",
     "tests/e2e/",
     "test_search.py",
     "test_schedulers_property.py",
@@ -45,7 +46,7 @@ LONG_FILES = (
 )
 """Parts of paths of files to start first, in this order, so that no process is left with a long file at the end. Those
 that need the compiled simulator come when `scripts/test` has compiled it."""
-INDEPENDENT_TESTS = ("::test_same_tokens_of_every_family[", "::test_a_launch_fits_the_gpu[")
+INDEPENDENT_TESTS = ("::test_a_launch_fits_the_gpu[", "test_families.py::test_same_tokens[")
 """Many long tests that share next to nothing, so processes may divide them."""
 
 

@@ -49,7 +49,7 @@ Seconds = Callable[[int, int], float]
 """Predicted seconds of a step by the guesses in it, and by those of the row that has most: a draft model makes one of
 each row at a time."""
 SecondsByGuesses = Callable[[StepBatch], Seconds]
-"""`pdserve.engine.worker.loop.StepTimes.by_guesses`."""
+"""`pdserve.engine.worker.step_times.StepTimes.by_guesses`."""
 
 
 class Choice(NamedTuple):
@@ -93,12 +93,21 @@ class Speculation:
             return []
         first_share = max(self._share, _LEAST_FIRST_SHARE)
         shares: dict[int, float] = {}
+        due = []
+        may_guess = False
         for index in rows:
             sequence = step.sequences[index]
             if sequence.acceptance is None:
                 sequence.acceptance = first_share
                 sequence.num_plain_steps = self._num_plain_rows
             shares[index] = sequence.acceptance
+            sequence.num_plain_steps += 1
+            if sequence.num_plain_steps > STEPS_BETWEEN_TRIALS:
+                due.append(index)
+            may_guess |= sequence.acceptance >= _LEAST_WORTH or sequence.sampling.grammar is not None
+        if not may_guess and not due:
+            self._num_plain_rows += len(rows)
+            return []
         guesses = islice(_by_worth(shares, rows), max_guesses)
         limit_s = min([s.request.max_gap_s for s in step.sequences if s.request.max_gap_s], default=inf)
         seconds = self._seconds_by_guesses(batch)
@@ -107,15 +116,13 @@ class Speculation:
         for _, number, index in chosen:
             numbers[index] = number
         num_chosen, depth = len(chosen), max(numbers.values())
-        for index in rows:
-            sequence = step.sequences[index]
-            sequence.num_plain_steps += 1
-            is_due = not numbers[index] and sequence.num_plain_steps > STEPS_BETWEEN_TRIALS
-            if is_due and num_chosen < max_guesses and seconds(num_chosen + 1, max(depth, 1)) <= limit_s:
+        for index in due:
+            if not numbers[index] and num_chosen < max_guesses and seconds(num_chosen + 1, max(depth, 1)) <= limit_s:
                 numbers[index], depth = 1, max(depth, 1)
                 num_chosen += 1
-            if numbers[index]:
-                sequence.num_plain_steps = 0
+        for index, number in numbers.items():
+            if number:
+                step.sequences[index].num_plain_steps = 0
         choices = []
         for index, number in numbers.items():
             num_forced = 0

@@ -19,8 +19,10 @@ from threading import Condition, Event
 from pdserve.contracts.events import RequestEvent, RequestEventKind
 from pdserve.contracts.step import Executor
 from pdserve.engine.scheduling.interface import PullResult, StartPullEvent
-from pdserve.engine.worker.loop import GrammarSource, Message, ReportSink, StepLoop, StepReport, StepTimes, Wait
+from pdserve.engine.worker.loop import GrammarSource, ReportSink, StepLoop, StepReport, Wait
+from pdserve.engine.worker.messages import Message
 from pdserve.engine.worker.scheduler import Scheduler
+from pdserve.engine.worker.step_times import StepTimes
 from pdserve.engine.worker.transfer_messages import order_to_proto
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.file_tier import FileTier

@@ -24,13 +24,8 @@ from pdserve.contracts.request import Grammar
 from pdserve.contracts.step import ModelLimits
 from pdserve.contracts.worker_config import WorkerConfig
 from pdserve.engine.worker.live_loop import STALL_LIMIT_S, Inbox
-from pdserve.engine.worker.loop import (
-    AddRequest,
-    CancelRequest,
-    PrepareRequest,
-    SessionEnded,
-    StepReport,
-)
+from pdserve.engine.worker.loop import StepReport
+from pdserve.engine.worker.messages import AddRequest, CancelRequest, PrepareRequest, SessionEnded
 from pdserve.engine.worker.sessions import Session, SessionTable
 from pdserve.proto.codec import (
     WireError,

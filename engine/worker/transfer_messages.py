@@ -14,7 +14,7 @@ from pdserve.engine.scheduling.interface import (
     TransferEvent,
     WithdrawEvent,
 )
-from pdserve.engine.worker.loop import LeaseChanged, LendPrefix, Message, PromptReleased
+from pdserve.engine.worker.messages import LeaseChanged, LendPrefix, Message, PromptReleased
 from pdserve.proto.codec import WireError, finish_from_proto, source_to_proto
 from pdserve.proto.v1 import kv_pb2, worker_pb2
 from pdserve.proto.v1.transfer_pb2 import (

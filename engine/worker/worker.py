@@ -35,9 +35,10 @@ from pdserve.engine.scheduling.speculation import DRAFT_SHARE, NGRAM_SHARE, Spec
 from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend
 from pdserve.engine.worker.batches import scheduler_with
 from pdserve.engine.worker.live_loop import Inbox, LiveLoop
-from pdserve.engine.worker.loop import BlocksRestored, GrammarCompiled, LendPrefix, Message, StartDrain, StepTimes
+from pdserve.engine.worker.messages import BlocksRestored, GrammarCompiled, LendPrefix, Message, StartDrain
 from pdserve.engine.worker.service import WorkerService
 from pdserve.engine.worker.staged_transfer import StagedTransfer
+from pdserve.engine.worker.step_times import StepTimes
 from pdserve.engine.worker.transfer_messages import message_from_proto
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.file_tier import FileTier

@@ -1,7 +1,9 @@
 // Paged attention over a ragged batch, for CPUs.
 //
 // Compiled by build.py on first use and called by attention.py, which checks every shape, length and block id
-// before a call: nothing is checked here. Activations and arithmetic are float; head_dim is a multiple of 8.
+// before a call: nothing is checked here. Activations and arithmetic are float; head_dim is a multiple of 8. Where a rule
+// asks for it and the CPU, a pool of bfloat16 and head_dim allow it, queries and weights are rounded to bfloat16, and
+// sums are float.
 //
 // Attention is FlashAttention's online softmax (Dao et al. 2022, algorithm 1) with a few KV pages as the key tile, and
 // long contexts are split (Dao et al. 2023, "Flash-Decoding"). Tiles and splits lie at fixed positions of the sequence,
@@ -12,6 +14,7 @@
 
 #include <vector>
 
+#include "pairs.h"
 #include "pool.h"
 #include "threads.h"
 #include "tiles.h"
@@ -22,7 +25,7 @@ constexpr int kTileRows = 48;  // Rows (token, query head of the group) of one t
 constexpr int kFewRows = 12;   // Up to here, as in decoding, memory is waited for rather than arithmetic.
 // Keys at a time, in whole pages: about as many at most, and of about as many numbers.
 constexpr int64_t kTileKeys = 128;
-constexpr int64_t kTileValues = 4096;
+constexpr int64_t kTileValues = 8192;
 constexpr int64_t kSplitKeys = 512;  // About, in whole tiles. Few rows share the splits of a long context.
 constexpr float kLowest = -1e30f;
 constexpr float kLog2e = 1.4426950408889634f;
@@ -33,6 +36,7 @@ struct Rule {
   int64_t window;  // 0: no limit.
   float softcap;   // 0: none.
   const float* sinks;  // [num_heads]: one more score of each, of no key; or null.
+  bool in_bfloat16;
 };
 
 // One row's query tokens [first_token, end_token) on one KV head against keys [first_key, end_key).
@@ -84,6 +88,11 @@ struct Scratch {
   std::vector<float> scores;              // [rows, stride], and then weights.
   std::vector<float> k;                   // [stride / kPanelKeys, dim, kPanelKeys]
   std::vector<float> k_scales, v_scales;  // [stride], of int8.
+#ifdef PDSERVE_BFLOAT16_PRODUCTS
+  PairRows q_pairs, weights;      // [rows, dim / 2] and, of keys, [rows, stride / 2].
+  PairRows k_pairs, v_pairs;      // [dim / 2, stride] and, of keys, [stride / 2, dim].
+  std::vector<const T*> numbers;  // Of each key.
+#endif
   Tile<T> tile, next_tile;
   int64_t stride;  // Keys of a tile, rounded up to whole panels.
 
@@ -118,6 +127,13 @@ struct Attention {
     return std::max<int64_t>(1, std::min(kTileKeys, kTileValues / dim()) / pool.block_size) * pool.block_size;
   }
   int64_t split_keys() const { return std::max<int64_t>(1, kSplitKeys / tile_keys()) * tile_keys(); }
+  bool in_pairs() const {
+#ifdef PDSERVE_BFLOAT16_PRODUCTS
+    return std::is_same_v<T, BFloat16> && rule.in_bfloat16 && dim() % kPairLanes == 0;
+#else
+    return false;
+#endif
+  }
   // First key that the token at `position` sees.
   int64_t first_seen(int64_t position) const {
     return rule.window ? std::max<int64_t>(0, position - rule.window + 1) : 0;
@@ -174,6 +190,12 @@ struct Attention {
       const float* from = q + token_of(task, m) * q_stride + (task.head * group + m % group) * dim();
       for (int64_t d = 0; d < dim(); ++d) scratch.q[m * dim() + d] = from[d] * scale;
     }
+#ifdef PDSERVE_BFLOAT16_PRODUCTS
+    if (!in_pairs()) return;
+    scratch.q_pairs.fit(rows, dim() / 2);
+    for (int64_t m = 0; m < rows; ++m)
+      round_to_pairs(scratch.q.data() + m * dim(), dim(), scratch.q_pairs.row(m));
+#endif
   }
 
   int64_t token_of(const Task& task, int64_t m) const {
@@ -197,7 +219,9 @@ struct Attention {
     const int64_t first_page = std::max<int64_t>(0, task.first_key - key) / pool.block_size;
     const int64_t count = std::min(tile_keys(), task.end_key - key);
     copy_scales(first_page, scratch);
-    if (rows <= kFewRows || pool.block_size % 8)
+    if (in_pairs())
+      score_pairs(first_page, count, rows, scratch);
+    else if (rows <= kFewRows || pool.block_size % 8)
       score_few(first_page, count, rows, scratch);
     else
       score_many(first_page, count, rows, scratch);
@@ -207,7 +231,10 @@ struct Attention {
       const int64_t from = std::max<int64_t>(0, first_seen(position) - key);
       weigh(m, from, std::min(count, position + 1 - key), count, scratch);
     }
-    add_values(first_page, count, rows, scratch);
+    if (in_pairs())
+      add_value_pairs(first_page, count, rows, scratch);
+    else
+      add_values(first_page, count, rows, scratch);
   }
 
   void copy_scales(int64_t first_page, Scratch<T>& scratch) {
@@ -317,6 +344,58 @@ struct Attention {
     });
   }
 
+  // The numbers of each key of a tile's pages, rounded up to whole lines; null outside [first, count). Asks for those of
+  // the next tile.
+  void find_numbers(const std::vector<const T*>& pages, const std::vector<const T*>& next, int64_t first, int64_t count,
+                    std::vector<const T*>& numbers) const {
+    numbers.assign(count + 16, nullptr);
+    for (int64_t page = first / pool.block_size; page * pool.block_size < count; ++page) {
+      if (page < static_cast<int64_t>(next.size())) prefetch(next[page], pool.block_size * dim());
+      const int64_t key = page * pool.block_size, end = std::min(count, key + pool.block_size);
+      for (int64_t i = key; i < end; ++i) numbers[i] = pages[page] + (i - key) * dim();
+    }
+  }
+
+  // Scores of a tile as a product of matrices in pairs.
+  void score_pairs([[maybe_unused]] int64_t first_page, [[maybe_unused]] int64_t count, [[maybe_unused]] int64_t rows,
+                   [[maybe_unused]] Scratch<T>& scratch) {
+#ifdef PDSERVE_BFLOAT16_PRODUCTS
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      scratch.k_pairs.fit((dim() / 2 + kPairLanes - 1) / kPairLanes * kPairLanes, scratch.stride);
+      find_numbers(scratch.tile.k, scratch.next_tile.k, first_page * pool.block_size, count, scratch.numbers);
+      int64_t columns = 0;
+      for (; columns < count; columns += kPairLanes)
+        pack_keys(scratch.numbers.data() + columns, dim(), scratch.k_pairs.row(0) + columns, scratch.k_pairs.stride);
+      in_blocks<6>(0, rows, [&](auto block, int64_t m) {
+        multiply_pair_columns<block.value, 4>(columns, scratch.q_pairs.row(m), scratch.q_pairs.stride,
+                                              scratch.k_pairs.row(0), scratch.k_pairs.stride, dim() / 2,
+                                              scratch.scores.data() + m * scratch.stride, scratch.stride, false);
+      });
+    }
+#endif
+  }
+
+  void add_value_pairs([[maybe_unused]] int64_t first_page, [[maybe_unused]] int64_t count,
+                       [[maybe_unused]] int64_t rows, [[maybe_unused]] Scratch<T>& scratch) {
+#ifdef PDSERVE_BFLOAT16_PRODUCTS
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      scratch.v_pairs.fit(scratch.stride / 2, dim());
+      scratch.weights.fit(rows, scratch.stride / 2);
+      const int64_t first_key = first_page * pool.block_size, first = first_key / 2, end = (count + 1) / 2;
+      find_numbers(scratch.tile.v, scratch.next_tile.v, first_key, count, scratch.numbers);
+      for (int64_t pair = first; pair < end; ++pair)
+        pack_values(scratch.numbers.data() + 2 * pair, dim(), scratch.v_pairs.row(pair));
+      for (int64_t m = 0; m < rows; ++m)
+        round_to_pairs(scratch.scores.data() + m * scratch.stride, count, scratch.weights.row(m));
+      in_blocks<6>(0, rows, [&](auto block, int64_t m) {
+        multiply_pair_columns<block.value, 4>(dim(), scratch.weights.row(m) + first, scratch.weights.stride,
+                                              scratch.v_pairs.row(first), scratch.v_pairs.stride, end - first,
+                                              scratch.split.out.data() + m * dim(), dim(), true);
+      });
+    }
+#endif
+  }
+
   // Writes a task's result, or leaves it to be merged.
   void finish(const Task& task, int64_t rows, const Sums& sums) {
     for (int64_t m = 0; m < rows; ++m)
@@ -368,10 +447,10 @@ extern "C" {
 
 // q and out are [num_tokens, num_heads, head_dim]; q's token stride is q_stride elements, out is contiguous.
 void paged_attention(const float* q, int64_t q_stride, float* out, int64_t num_heads, float scale, int64_t window,
-                     float softcap, const float* sinks, const Pool* pool, int64_t layer, const int32_t* packed_batch) {
+                     float softcap, const float* sinks, int64_t in_bfloat16, const Pool* pool, int64_t layer, const int32_t* packed_batch) {
   const Batch batch(packed_batch);
   const int64_t group = num_heads / pool->num_kv_heads;
-  const Rule rule{scale, window, softcap, sinks};
+  const Rule rule{scale, window, softcap, sinks, in_bfloat16 != 0};
   with_dtype(*pool, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     Attention<T>{q, q_stride, out, group, *pool, layer, batch, rule, {}, {}}();

@@ -22,7 +22,11 @@ _HEAD_DIM_MULTIPLE = 8
 # As declared in attention.cpp and rope.cpp.
 _POOL_AND_BATCH = (c_void_p, c_int64, c_void_p)
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "paged_attention": (c_void_p, c_int64, c_void_p, c_int64, c_float, c_int64, c_float, c_void_p, *_POOL_AND_BATCH),
+    "paged_attention": (
+        *(c_void_p, c_int64, c_void_p, c_int64),
+        *(c_float, c_int64, c_float, c_void_p, c_int64),
+        *_POOL_AND_BATCH,
+    ),
     "rope_and_write_kv": (c_void_p, c_int64, *[c_void_p] * 4, c_float, *_POOL_AND_BATCH),
 }
 
@@ -60,6 +64,7 @@ def paged_attention(
         rule.window,
         rule.softcap,
         None if rule.sinks is None else rule.sinks.data_ptr(),
+        rule.in_bfloat16,
         *_pool_and_batch(kv_pool, layer, metadata),
     )
     return o_TND

@@ -26,7 +26,7 @@ from pdserve.model.config.shape import ModelShape
 from pdserve.model.config.sharding import shard_of
 from pdserve.model.decoder.ranks import ONE_RANK, Ranks
 from pdserve.model.decoder.rope import RopeAngles, inverse_frequencies, rope_angles
-from pdserve.model.weights.decoder_weights import DenseMlp, ExpertMlp, LayerWeights, load_decoder_weights
+from pdserve.model.weights.decoder_weights import DenseMlp, ExpertMlp, LayerWeights, load_decoder_weights, products_of
 
 _EXPERT_BYTES = 2**28
 """Upper limit of activations of a call of experts where calls of an MLP are limited. As few calls as that allows: each
@@ -75,6 +75,7 @@ class Decoder:
                 window=config.layers[index].window,
                 softcap=config.attention_softcap,
                 sinks=layer.sinks,
+                in_bfloat16=products_of(precision) == "bfloat16",
             )
             for index, layer in zip(self._shard.layers, self._weights.layers, strict=True)
         }

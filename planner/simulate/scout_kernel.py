@@ -43,7 +43,7 @@ PULL_ENDED, ARRIVED, ROUTED = range(3)
 """Timers: ends of pulls, and arrivals of next turns at the edge and at the dispatcher."""
 
 ADD, PREPARE, PULLED, RELEASED, CANCEL = range(5)
-"""Messages to a worker: see `pdserve.engine.worker.loop`."""
+"""Messages to a worker: see `pdserve.engine.worker.messages`."""
 STARTED, RESERVED_BLOCKS, LAST_CHUNK, FINISHED = range(4)
 """Messages to the router."""
 

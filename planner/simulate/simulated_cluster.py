@@ -16,9 +16,10 @@ from pdserve.contracts.step import ModelLimits
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.scheduling.speculation import Speculation
-from pdserve.engine.worker.loop import AddRequest, CancelRequest, PrepareRequest, StepTimes
+from pdserve.engine.worker.messages import AddRequest, CancelRequest, PrepareRequest
 from pdserve.engine.worker.pool_size import AUTO_SWAP_SHARE
 from pdserve.engine.worker.scheduler import Scheduler
+from pdserve.engine.worker.step_times import StepTimes
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.stage import Stage

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pdserve.engine.scheduling.interface import GrantEvent, PullResult, StartPullEvent
-from pdserve.engine.worker.loop import LeaseChanged, LendPrefix, PromptReleased
+from pdserve.engine.worker.messages import LeaseChanged, LendPrefix, PromptReleased
 from pdserve.planner.simulate.event_queue import EventQueue
 from pdserve.planner.simulate.simulated_cluster import VirtualWorker
 

@@ -21,7 +21,8 @@ from typing import NamedTuple, Protocol
 from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.step import SampledToken, StepBatch, StepOutput, StepRow
 from pdserve.contracts.worker_config import WorkerRole
-from pdserve.engine.worker.loop import Message, StepLoop, StepReport, Wait
+from pdserve.engine.worker.loop import StepLoop, StepReport, Wait
+from pdserve.engine.worker.messages import Message
 from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost.cost_model import CostModel

@@ -42,7 +42,8 @@ class MessagesBody(ConvertedBody):
     neutral = MESSAGES
 
     messages: Annotated[list[dict[str, object]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: str | list[dict[str, object]] | None = None
+    system: object = None
+    """Checked as the content of a message."""
     tools: ToolList | None = None
     tool_choice: dict[str, object] | None = None
     stop_sequences: object = None
@@ -76,6 +77,8 @@ class MessagesBody(ConvertedBody):
         tools: list[dict[str, object]] = []
         for index, tool in enumerate(self.tools or ()):
             kind = tool.get("type") or "custom"
+            if kind == "function":  # nobody's tool
+                raise refusal(f"tools.{index}", 'should be {"name": "...", "input_schema": {...}}')
             if kind != "custom":
                 warn_once(f"tool type {str(kind)[:MAX_NAME_CHARS]!r}", "not offered to the model")
                 continue

@@ -149,8 +149,10 @@ class ChatMessage(Body):
         role, content = message.get("role"), message.get("content")
         if content is None and role in _MAY_BE_EMPTY:
             return {**message, "content": ""}
+        if role == "tool" and not _has_parts(content):
+            return {**message, "content": msgspec.json.encode(content).decode()}
         if not isinstance(content, list):
-            return {**message, "content": msgspec.json.encode(content).decode()} if role == "tool" else message
+            return message
         thoughts = [part for part in content if isinstance(part, dict) and part.get("type") in _THOUGHTS]
         if role != "assistant" or not thoughts:
             return message
@@ -171,6 +173,14 @@ class ChatMessage(Body):
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
             message["content"] = self.content or None
         return message
+
+
+def _has_parts(content: object) -> bool:
+    """Whether a tool's result is a list of parts, rather than one of its own making."""
+    return isinstance(content, list) and all(
+        isinstance(part, str) or (isinstance(part, dict) and not part.keys().isdisjoint(("type", "text")))
+        for part in content
+    )
 
 
 def _of_tools(message: dict[str, object]) -> dict[str, object]:
@@ -306,6 +316,8 @@ def turns_of(system: object, turns: Sequence[Mapping[str, Any]], places: dict[st
         places: gets the place in the body of each message and call, by its place among the messages.
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    if system:
+        places |= {"messages.0": "system", "messages.0.content": "system"}
     for index, turn in enumerate(turns):
         content = turn.get("content")
         message: dict[str, Any] = {"role": turn.get("role"), "content": content}

@@ -106,7 +106,9 @@ class ResponsesBody(ConvertedBody):
         taken = {str(tool.get("name")) for _, tool, space in flat if not space}
         for place, tool, space in flat:
             kind = tool.get("type")
-            if kind not in ("function", "custom") and isinstance(kind, str):
+            if not isinstance(kind, str):
+                raise refusal(place, 'should be {"type": "function", "name": "...", ...}')
+            if kind not in ("function", "custom"):
                 warn_once(f"tool type {kind[:MAX_NAME_CHARS]!r}", "not offered to the model")
                 continue
             chat_place = f"tools.{len(tools)}"

@@ -342,6 +342,8 @@ class ConvertedBody(Body):
             yield
         except ApiError as error:
             head, tail = error.param or "", ""
+            if head in (self.model_extra or {}):  # by its name already
+                raise
             while head and head not in self._places:
                 head, _, last = head.rpartition(".")
                 tail = f".{last}{tail}"

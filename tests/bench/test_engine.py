@@ -10,7 +10,8 @@ from pdserve.bench import engine
 from pdserve.bench.engine import TPOT, TTFT, Figure
 from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason
-from pdserve.engine.worker.loop import Prediction, Step, StepReport
+from pdserve.engine.worker.loop import Step, StepReport
+from pdserve.engine.worker.step_times import Prediction
 
 _KEYS = [RequestKey(0, number, 0) for number in range(2)]
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from pdserve.deploy.cluster.processes import end_session, start_tied
 from tests.deploy.clusters import pdserve, wait_for
 from tests.patience import HANG_S
+from tests.shared import shared
 
 PORT = 26391
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"  # Ray takes 127.0.0.1 for the address on the network
@@ -82,8 +84,13 @@ class Cluster:
 
 
 @pytest.fixture
-def head(tmp_path: Path) -> Iterator[Node]:
-    node = Node(tmp_path, HEAD, "--head", f"--port={PORT}", "--no-monitor", "--include-dashboard=false")
+def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Node:
+    return shared(request, lambda: running_head(tmp_path_factory.mktemp("ray")))
+
+
+@contextmanager
+def running_head(folder: Path) -> Iterator[Node]:
+    node = Node(folder, HEAD, "--head", f"--port={PORT}", "--no-monitor", "--include-dashboard=false")
     try:
         node.wait()
         yield node
@@ -97,6 +104,17 @@ def control_stores() -> list[psutil.Process]:
     """Ray's control store, unless it has ended."""
     found = psutil.process_iter(["cmdline"])
     return [each for each in found if f"--gcs_server_port={PORT}" in (each.info["cmdline"] or ())]
+
+
+def test_a_worker_without_a_host_is_waited_for_by_name(head: Node, tmp_path: Path) -> None:
+    file = tmp_path / "deployment.yaml"
+    file.write_text("decode: {resources: {big: 2}}")
+    cluster = Cluster(tmp_path, str(file))
+    try:
+        wait_for(lambda: cluster.says("none has 2 big left for decode-0"), "what is missing")
+    finally:
+        cluster.process.send_signal(signal.SIGINT)
+    assert cluster.process.wait(HANG_S) == 130
 
 
 def test_workers_are_spread_and_move_when_their_host_is_lost(head: Node, tmp_path: Path) -> None:
@@ -121,14 +139,3 @@ def test_workers_are_spread_and_move_when_their_host_is_lost(head: Node, tmp_pat
         down = pdserve("down", "--admin-url", cluster.row("admin"))
     assert down.stdout == "stopped\n"
     assert cluster.says("stopping")
-
-
-def test_a_worker_without_a_host_is_waited_for_by_name(head: Node, tmp_path: Path) -> None:
-    file = tmp_path / "deployment.yaml"
-    file.write_text("decode: {resources: {big: 2}}")
-    cluster = Cluster(tmp_path, str(file))
-    try:
-        wait_for(lambda: cluster.says("none has 2 big left for decode-0"), "what is missing")
-    finally:
-        cluster.process.send_signal(signal.SIGINT)
-    assert cluster.process.wait(HANG_S) == 130

@@ -9,7 +9,8 @@ import random
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,9 @@ def request_body(index: int, **extra: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def stream_tokens(client: httpx.AsyncClient, body: dict[str, Any]) -> list[int]:
-    """Token ids of a stream, which must end with ``[DONE]``."""
-    tokens: list[int] = []
+async def stream_tokens(client: httpx.AsyncClient, body: dict[str, Any], tokens: list[int] | None = None) -> list[int]:
+    """Token ids of a stream, added to ``tokens`` as they come. It must end with ``[DONE]``."""
+    tokens = [] if tokens is None else tokens
     async with client.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200, await response.aread()
         done = False
@@ -112,42 +113,54 @@ def test_a_killed_worker_loses_nothing(cluster: Cluster, references: list[Refere
 
 
 def test_guesses_outlive_a_killed_worker(cluster: Cluster) -> None:
-    check_guesses_outlive_a_killed_worker(cluster)
+    check_guesses_outlive_killed_workers(cluster, num_streams=3, num_tokens=1500, num_kills=1)
 
 
-def test_guesses_of_a_draft_model_outlive_a_killed_worker(tmp_path: Path) -> None:
+def test_guesses_of_a_draft_model_outlive_three_killed_workers(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"intermediate_size": 688, "num_layers": 2}
     checkpoint = write_random_checkpoint(tmp_path / "model", hidden_size=256, **sizes)
     write_random_checkpoint(tmp_path / "draft", hidden_size=64, **sizes)
     deployment = {
         "model": {"path": str(checkpoint), "served_name": "tiny"},
+        "slo": {"ttft_seconds": 60.0, "tpot_seconds": 10.0},
         "prefill": {"kv_memory": "64MiB"},
-        "decode": {"kv_memory": "64MiB", "speculation": {"draft": "draft"}},
+        "decode": {"kv_memory": "64MiB", "max_batch_size": 128, "speculation": {"draft": "draft"}},
     }
     with running_cluster(tmp_path, deployment) as cluster:
-        check_guesses_outlive_a_killed_worker(cluster)
+        check_guesses_outlive_killed_workers(cluster, num_streams=72, num_tokens=100, num_kills=3)
 
 
-def check_guesses_outlive_a_killed_worker(cluster: Cluster) -> None:
+def check_guesses_outlive_killed_workers(
+    cluster: Cluster, *, num_streams: int, num_tokens: int, num_kills: int
+) -> None:
     """Answers of four tokens repeat themselves. Those to compare with have a penalty, which is too small to change a
     logit, and so no guesses."""
-    bias = dict.fromkeys(("7", "8", "9", "10"), 15.0)
-    bodies = [
-        request_body(2 * index, temperature=1.0, seed=index, logit_bias=bias, max_tokens=1500) for index in range(3)
-    ]
+    shape = {"temperature": 1.0, "logit_bias": dict.fromkeys(("7", "8", "9", "10"), 15.0), "max_tokens": num_tokens}
+    bodies = [request_body(2 * (index % 3), seed=index, **shape) for index in range(num_streams)]
 
     async def run() -> None:
         async with httpx.AsyncClient(base_url=cluster.url, timeout=HANG_S) as client:
             num_guesses = cluster.num_guesses()
-            expected = await asyncio.gather(
-                *(stream_tokens(client, {**body, "frequency_penalty": 1e-15}) for body in bodies)
-            )
+            plain = [{**body, "frequency_penalty": 1e-15, "stream": False} for body in bodies]
+            replies = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in plain))
+            expected = [reply.json()["choices"][0]["token_ids"] for reply in replies]
             assert cluster.num_guesses() == num_guesses
-            streams = [asyncio.create_task(stream_tokens(client, body)) for body in bodies]
-            while cluster.num_guesses() < num_guesses + 20:
-                await asyncio.sleep(0.02)
-                assert not any(task.done() for task in streams), "the streams ended before the fault"
-            os.kill(cluster.worker_pid("decode-0"), signal.SIGKILL)
+            answers: list[list[int]] = [[] for _ in bodies]
+            streams = [asyncio.create_task(stream_tokens(client, *each)) for each in zip(bodies, answers, strict=True)]
+
+            async def wait_until(is_so: Callable[[], bool]) -> None:
+                while not is_so():
+                    assert not all(task.done() for task in streams), "the streams ended before the fault"
+                    await asyncio.sleep(0.02)
+
+            def is_guessing(least: int) -> bool:
+                return cluster.num_guesses() >= least
+
+            await wait_until(lambda: all(answers))  # a request without a token is not kept until a worker is back
+            for most in (num_guesses, *[0] * (num_kills - 1)):
+                await wait_until(partial(is_guessing, most + 20))
+                os.kill(cluster.worker_pid("decode-0"), signal.SIGKILL)
+                await wait_until(lambda: cluster.num_guesses() == 0)
             assert await asyncio.gather(*streams) == expected
             assert cluster.num_guesses() > 0
 

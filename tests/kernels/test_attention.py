@@ -54,6 +54,16 @@ def test_mixed_rows_of_awkward_lengths(kernels: DecoderKernels, dtype: torch.dty
     assert_matches(kernels, make_batch(MIXED, group=group, head_dim=head_dim, dtype=dtype, num_kv_heads=1))
 
 
+@pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 256])
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+@pytest.mark.parametrize("window", [0, 9])
+def test_products_in_bfloat16(head_dim: int, block_size: int, window: int) -> None:
+    rows = (*MIXED, Row(48, 70), Row(1100, 1))
+    batch = make_batch(rows, group=7, head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16, num_kv_heads=1)
+    rule = replace(rule_of(batch, window=window), in_bfloat16=True)
+    assert_matches(CPU_KERNELS, batch, rule, tolerance=1e-2)
+
+
 @both_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=["fp32", "int8"])
 @pytest.mark.parametrize("block_size", [1, 4, 8, 20, 32])
@@ -161,12 +171,13 @@ def test_the_scale_is_the_rules(kernels: DecoderKernels) -> None:
         AttentionRule(scale=0.2),
         AttentionRule(scale=0.2, window=1100, softcap=30.0),
         AttentionRule(scale=0.2, sinks=sinks_of(4)),
+        AttentionRule(scale=0.2, window=1100, in_bfloat16=True),
     ],
-    ids=["plain", "window and softcap", "sinks"],
+    ids=["plain", "window and softcap", "sinks", "bfloat16"],
 )
 def test_rows_do_not_depend_on_their_neighbours_or_the_thread_count(rule: AttentionRule) -> None:
     rows = (Row(2100, 1), Row(40, 20), Row(9, 1), Row(1500, 70))
-    batch = make_batch(rows)
+    batch = make_batch(rows, dtype=torch.bfloat16 if rule.in_bfloat16 else torch.float32)
     together = CPU_KERNELS.paged_attention(batch.queries, batch.kv_pool, LAYER, batch.metadata, rule)
     use_threads(1)
     start = 0
@@ -180,13 +191,18 @@ def test_rows_do_not_depend_on_their_neighbours_or_the_thread_count(rule: Attent
         start += row.new
 
 
-@every_dtype
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [*((dtype, 16) for dtype in DTYPES.values()), (torch.bfloat16, 64)],
+    ids=[*DTYPES, "bf16 in fp32"],
+)
 @pytest.mark.parametrize("group", [1, 7])
 @pytest.mark.parametrize("window", [0, 50, 700])
-def test_a_token_has_the_same_result_in_any_chunk(dtype: torch.dtype, group: int, window: int) -> None:
+def test_a_token_has_the_same_result_in_any_chunk(dtype: torch.dtype, head_dim: int, group: int, window: int) -> None:
+    """That of bfloat16 also in products of float32, which heads of 24 have."""
     length = 1100
-    batch = make_batch((Row(0, length),), num_kv_heads=1, group=group, head_dim=16, dtype=dtype)
-    rule = rule_of(batch, window=window)
+    batch = make_batch((Row(0, length),), num_kv_heads=1, group=group, head_dim=head_dim, dtype=dtype)
+    rule = replace(rule_of(batch, window=window), in_bfloat16=True)
     whole = CPU_KERNELS.paged_attention(batch.queries, batch.kv_pool, LAYER, batch.metadata, rule)
     for cached, new in ((0, 1), (15, 2), (63, 40), (511, 1), (512, 3), (600, 500), (1030, 7), (1099, 1)):
         metadata = AttentionMetadata.build(

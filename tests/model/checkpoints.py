@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pdserve.kernels.weight_quantisation import dequantise, quantise
 
@@ -155,30 +155,22 @@ def reference_logits(folder: Path, tokens: list[int], dtype: torch.dtype = torch
     return logits
 
 
-class GreedyAnswer(NamedTuple):
-    """A greedy answer of transformers."""
+class Choices(NamedTuple):
+    """The best token at each position of an answer."""
 
     tokens: list[int]
     margins: list[float]
-    """At each position, by how much the best logit beats the second."""
+    """By how much its logit beats the second."""
     logprobs: list[float]
 
 
-def reference_answer(
-    folder: Path, prompt: list[int], num_tokens: int, weights: torch.dtype = torch.float32
-) -> GreedyAnswer:
-    """``transformers.generate`` without end-of-sequence tokens, in float32, with weights rounded to a dtype."""
-    model = load_reference(folder, weights).float()
-    model.generation_config.eos_token_id = None
-    settings = GenerationConfig(
-        max_new_tokens=num_tokens, do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=0
-    )
-    inputs = torch.tensor([prompt])
-    answer = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=settings)
-    logits = torch.cat(answer.logits).float()
-    best = logits.topk(2, dim=-1).values
-    return GreedyAnswer(
-        answer.sequences[0, len(prompt) :].tolist(),
-        (best[:, 0] - best[:, 1]).tolist(),
+def reference_choices(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> Choices:
+    """What `load_reference` would choose in the place of each token of an answer, after those before it."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :].float()
+    best = logits.topk(2, dim=-1)
+    return Choices(
+        best.indices[:, 0].tolist(),
+        (best.values[:, 0] - best.values[:, 1]).tolist(),
         logits.log_softmax(dim=-1).max(dim=-1).values.tolist(),
     )

@@ -37,17 +37,10 @@ from pdserve.engine.scheduling.interface import (
 )
 from pdserve.engine.worker import live_loop
 from pdserve.engine.worker.live_loop import Inbox, LiveLoop
-from pdserve.engine.worker.loop import (
-    MAX_FAILED_STEPS_IN_A_ROW,
-    AddRequest,
-    CancelRequest,
-    PrepareRequest,
-    SessionEnded,
-    StartDrain,
-    StepReport,
-    StepTimes,
-)
+from pdserve.engine.worker.loop import MAX_FAILED_STEPS_IN_A_ROW, StepReport
+from pdserve.engine.worker.messages import AddRequest, CancelRequest, PrepareRequest, SessionEnded, StartDrain
 from pdserve.engine.worker.scheduler import Scheduler
+from pdserve.engine.worker.step_times import StepTimes
 from pdserve.engine.worker.transfer_messages import message_from_proto
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.config.shape import ModelShape

@@ -28,18 +28,11 @@ from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.engine.scheduling.interface import FirstToken, PullResult
 from pdserve.engine.worker import service as service_module
 from pdserve.engine.worker.live_loop import Inbox
-from pdserve.engine.worker.loop import (
-    AddRequest,
-    CancelRequest,
-    Message,
-    Prediction,
-    PrepareRequest,
-    SessionEnded,
-    Step,
-    StepReport,
-)
+from pdserve.engine.worker.loop import Step, StepReport
+from pdserve.engine.worker.messages import AddRequest, CancelRequest, Message, PrepareRequest, SessionEnded
 from pdserve.engine.worker.service import MAX_UNPROVEN_SESSIONS, WorkerService
 from pdserve.engine.worker.sessions import Session
+from pdserve.engine.worker.step_times import Prediction
 from pdserve.kv_transfer.block_pool import CacheEvents
 from pdserve.proto.codec import request_to_proto
 from pdserve.proto.token_proof import ClientProof

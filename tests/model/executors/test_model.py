@@ -16,7 +16,14 @@ from pdserve.kernels.kv_pool import KvPool
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.executors.model import ModelExecutor
 from tests.kernels.paged_batch import nan_pool
-from tests.model.checkpoints import FAMILIES, reference_answer, reference_logits, write_checkpoint, write_family
+from tests.model.checkpoints import (
+    FAMILIES,
+    load_reference,
+    reference_choices,
+    reference_logits,
+    write_checkpoint,
+    write_family,
+)
 from tests.model.quantised_checkpoints import write_quantised
 
 GREEDY = SamplingParams(temperature=0.0, num_logprobs=0)
@@ -114,8 +121,9 @@ def test_greedy_answers_of_quantised_checkpoints_are_those_of_transformers(tmp_p
 
 
 def assert_answers_as(reference_folder: Path, executor: ModelExecutor) -> None:
+    model = load_reference(reference_folder)
     for prompt, answer in zip(PROMPTS, answers(executor), strict=True):
-        reference = reference_answer(reference_folder, prompt, NUM_ANSWER_TOKENS)
+        reference = reference_choices(model, prompt, [sampled.token for sampled in answer])
         unsure = [position for position, margin in enumerate(reference.margins) if margin < 1e-3]
         compared = unsure[0] if unsure else NUM_ANSWER_TOKENS
         assert compared >= 32
@@ -129,21 +137,16 @@ def assert_answers_as(reference_folder: Path, executor: ModelExecutor) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_half_precision_agrees_wherever_the_reference_is_sure(tmp_path: Path, family: str, dtype: str) -> None:
     folder = write_family(tmp_path, family)
-    executor = make_executor(folder, dtype)
+    executor, model = make_executor(folder, dtype), load_reference(folder, getattr(torch, dtype)).float()
     errors: list[float] = []
     num_others = 0
-    for index, prompt in enumerate(PROMPTS):
-        reference = reference_answer(folder, prompt, NUM_ANSWER_TOKENS, getattr(torch, dtype))
-        tokens = [*prompt, *reference.tokens]
-        run(executor, row(index, prompt[:-1], 0, sample=None))
-        for position, margin in enumerate(reference.margins):
-            cached = len(prompt) - 1 + position
-            sampled = run(executor, row(index, [tokens[cached]], cached)).sampled[0]
+    for prompt, answer in zip(PROMPTS, answers(executor), strict=True):
+        reference = reference_choices(model, prompt, [sampled.token for sampled in answer])
+        for sampled, token, margin, logprob in zip(answer, *reference, strict=True):
             if margin >= 0.1:
-                num_others += token_of(sampled) != reference.tokens[position]
-                assert sampled is not None
+                num_others += sampled.token != token
                 assert sampled.logprobs is not None
-                errors.append(abs(sampled.logprobs.logprob - reference.logprobs[position]))
+                errors.append(abs(sampled.logprobs.logprob - logprob))
     assert len(errors) >= 60
     # Of experts, a near tie may be decided by what was rounded, for this token and those that attend to it.
     has_experts = DecoderConfig.from_folder(folder).shape.num_experts > 0
@@ -153,19 +156,14 @@ def test_half_precision_agrees_wherever_the_reference_is_sure(tmp_path: Path, fa
 
 @pytest.mark.parametrize(("dtype", "sure_margin", "mean_error"), [("int8", 0.1, 0.03), ("float8_e4m3fn", 1.0, 0.1)])
 def test_quantised_kv_is_close(folder: Path, dtype: str, sure_margin: float, mean_error: float) -> None:
-    executor = make_executor(folder, pool=make_pool(folder, dtype))
+    executor, model = make_executor(folder, pool=make_pool(folder, dtype)), load_reference(folder)
     errors: list[float] = []
-    for index, prompt in enumerate(PROMPTS):
-        reference = reference_answer(folder, prompt, NUM_ANSWER_TOKENS)
-        tokens = [*prompt, *reference.tokens]
-        run(executor, row(index, prompt[:-1], 0, sample=None))
-        for position, margin in enumerate(reference.margins):
-            cached = len(prompt) - 1 + position
-            sampled = run(executor, row(index, [tokens[cached]], cached)).sampled[0]
-            assert sampled is not None
+    for prompt, answer in zip(PROMPTS, answers(executor), strict=True):
+        reference = reference_choices(model, prompt, [sampled.token for sampled in answer])
+        for sampled, token, margin, logprob in zip(answer, *reference, strict=True):
             assert sampled.logprobs is not None
-            if sampled.token == reference.tokens[position]:
-                errors.append(abs(sampled.logprobs.logprob - reference.logprobs[position]))
+            if sampled.token == token:
+                errors.append(abs(sampled.logprobs.logprob - logprob))
             else:
                 assert margin < sure_margin
     assert len(errors) >= 90

@@ -16,8 +16,8 @@ from pdserve.contracts.request import GenerationRequest, SamplingParams
 from pdserve.contracts.step import ModelLimits, StepRow
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.engine.scheduling.speculation import Speculation
-from pdserve.engine.worker.loop import StepTimes
 from pdserve.engine.worker.scheduler import Scheduler
+from pdserve.engine.worker.step_times import StepTimes
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.executors.emulated import EmulatedExecutor
 from pdserve.model.executors.hash_chain import ROOT_STATE, HashVocabulary, link, mix64, sampling_salt
