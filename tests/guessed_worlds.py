@@ -1,7 +1,8 @@
-"""Worlds of hash chains with every kind of guesses, where workers die, clients leave, and answers are swapped,
-preempted and forked. `tests.engine.scheduling.test_schedulers_property` runs one of each kind. Many more:
+"""Worlds of hash chains with every kind of guesses, where workers die or take other roles, clients leave, and answers
+are swapped, preempted and forked; in some, files below the pools outlive workers.
+`tests.engine.scheduling.test_schedulers_property` runs one of each kind. Many more:
 
-    python -m tests.guessed_worlds [--sequences N] [--first-seed N] [--json FILE]
+    python -m tests.guessed_worlds [--only KIND] [--sequences N] [--first-seed N] [--json FILE]
 
 Fails at the first token that is wrong, lost or repeated, block that is left, or request that does not end.
 """
@@ -40,6 +41,7 @@ GUESSES: Mapping[str, Mapping[str, Any]] = {
     "half right": {"right_guesses": 0.5},
     "wrong": {"right_guesses": 0.0, "first_wrong_guess": 0},
     "wrong from the third on": {"right_guesses": 0.0, "first_wrong_guess": 2},
+    "tiers": {"right_guesses": 0.5, "num_tier_blocks": 120, "kill": 0.01, "relabel": 0.01, "prefix_share": 0.8},
     "ngram": {"vocab_size": FEW_TOKENS, "new_drafter": lambda config: NgramDrafter()},
 }
 """Changes to a configuration."""
@@ -50,6 +52,8 @@ REPORTED = (
     "right guesses",
     "wrong guesses",
     "killed",
+    "relabelled",
+    "restored tokens",
     "preemptions",
     "swap-ins",
     "pulled",
@@ -102,8 +106,10 @@ def served(guesses: Mapping[str, Any], seed: int) -> World:
         num_swap_slots=random.choice((0, 5, 60)),
         kill=random.choice((0.0, 0.01)),
         prefix_share=random.choice((0.0, 0.5)),
-        **guesses,
+        relabel=random.choice((0.0, 0.01)),
+        is_staged=random.choice((False, True)),
     )
+    config = replace(config, **guesses)
     num_requests, max_answer = 40, 40
     if seed % 4 == 0:
         pools: dict[str, Any] = {"num_decode": 1, "num_prefill_blocks": 104, "num_decode_blocks": 104}
@@ -121,6 +127,7 @@ def served(guesses: Mapping[str, Any], seed: int) -> World:
 
 def main() -> None:
     parser = script_parser(__doc__)
+    parser.add_argument("--only", choices=[*GUESSES, "draft"], metavar="KIND", help="of guesses, or tiers")
     parser.add_argument("--sequences", type=int, default=100_000)
     parser.add_argument("--first-seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -132,6 +139,8 @@ def main() -> None:
             if num_sequences >= arguments.sequences:
                 break
             for name, guesses in kinds.items():
+                if arguments.only not in (None, name):
+                    continue
                 try:
                     counts = served(guesses, seed).counts
                 except BaseException:
