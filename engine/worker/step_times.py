@@ -34,19 +34,24 @@ class _CorrectionByTokens:
 
     def __init__(self) -> None:
         self._ratios: dict[int, float] = {}
+        self._nearest: dict[int, int] = {}
+        """Observed size nearest to each that was asked for."""
 
     def ratio(self, num_tokens: int) -> float:
         """That of steps of about as many tokens, as far as some were observed; 1 before any was."""
         if not self._ratios:
             return 1.0
         size = _size(num_tokens)
-        if size not in self._ratios:
-            size = min(self._ratios, key=lambda known: abs(known - size))
-        return self._ratios[size]
+        nearest = self._nearest.get(size)
+        if nearest is None:
+            nearest = self._nearest[size] = min(self._ratios, key=lambda known: abs(known - size))
+        return self._ratios[nearest]
 
     def observe(self, num_tokens: int, predicted_s: float, observed_s: float) -> None:
         size = _size(num_tokens)
         newest = min(max(observed_s / predicted_s, self._LOWEST), self._LIMIT * self.ratio(num_tokens))
+        if size not in self._ratios:
+            self._nearest.clear()
         last = self._ratios.get(size, newest)
         self._ratios[size] = last + self._NEWEST_WEIGHT * (newest - last)
 
