@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from tests.model.checkpoints import load_reference, reference_choices
+
 MARGIN = 1e-3
 """Top-2 logit margin in fp32 below which rounding may choose either token."""
 
@@ -25,27 +27,16 @@ class ReferenceAnswer(NamedTuple):
         return next((i for i, margin in enumerate(self.margins) if margin < MARGIN), len(self.tokens))
 
 
-def greedy_answers(folder: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[ReferenceAnswer]:
-    """Greedy answers of transformers, one prompt at a time; end-of-sequence tokens do not stop them."""
-    from transformers import AutoModelForCausalLM
-
+def greedy_choices(
+    folder: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> list[ReferenceAnswer]:
+    """What transformers would choose in the place of each token of each answer, after those before it. An answer of
+    which every token is that is the greedy one."""
     torch.set_num_threads(1)  # spinning threads on busy cores are far slower
-    # Only its plain attention implements the softcaps of Gemma 2.
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    answers = []
-    with torch.inference_mode():
-        for prompt in prompts:
-            inputs = torch.tensor([list(prompt)])
-            cache, tokens, margins = None, [], []
-            for _ in range(num_tokens):
-                output = model(inputs, past_key_values=cache, use_cache=True)
-                cache = output.past_key_values
-                top = output.logits[0, -1].topk(2)
-                tokens.append(int(top.indices[0]))
-                margins.append(float(top.values[0] - top.values[1]))
-                inputs = top.indices[:1].view(1, 1)
-            answers.append(ReferenceAnswer(tokens, margins))
-    return answers
+    model = load_reference(folder)
+    pairs = zip(prompts, answers, strict=True)
+    choices = [reference_choices(model, list(prompt), list(answer)) for prompt, answer in pairs]
+    return [ReferenceAnswer(each.tokens, each.margins) for each in choices]
 
 
 def assert_same_tokens(answers: Sequence[Sequence[int]], references: Sequence[ReferenceAnswer]) -> None:
