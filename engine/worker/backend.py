@@ -10,36 +10,49 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdserve.contracts.codec import from_json
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.step import Executor, ModelLimits
 from pdserve.contracts.worker_config import DIRECT_TRANSPORTS, WorkerConfig
 from pdserve.engine.worker.draft import Draft, read_draft
 from pdserve.engine.worker.followers import (
-    FollowerConfig,
     Followers,
     RanksCopies,
     RanksIpcCopies,
     RanksStaging,
-    rank_cores,
 )
 from pdserve.engine.worker.grammars import Grammars
-from pdserve.engine.worker.live_loop import stall_limit_s
 from pdserve.engine.worker.pool_size import check_pool_fits, check_staging_fits, num_kv_blocks, num_swap_slots
+from pdserve.engine.worker.ranks import (
+    check_ranks,
+    copies_of_ranks,
+    create_shared_file,
+    kv_shards,
+    longest_wait_s,
+    ranks_of,
+)
+from pdserve.engine.worker.served_model import (
+    as_computed,
+    configure_openmp,
+    cores_of_rank,
+    cost_of,
+    cost_on,
+    device_of,
+    max_captured_rows,
+    served_model,
+)
 from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.kv_transfer.resharding import KvShard
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.model_hash import model_hash
 from pdserve.model.config.quantisation import served_scheme
-from pdserve.model.config.sharding import Place, check_groups, shard_of
+from pdserve.model.config.sharding import check_groups
 from pdserve.model.cost.cost_model import CostModel
-from pdserve.model.cost.hardware import Hardware, hardware, slowed
+from pdserve.model.cost.hardware import slowed
 from pdserve.model.cost.stage import Stage
 from pdserve.model.executors.drafting import Drafter, NgramDrafter
 from pdserve.model.executors.emulated import EmulatedExecutor
@@ -47,17 +60,9 @@ from pdserve.model.sampling.grammars import GrammarMatchers
 from pdserve.model.weights.files import check_weights
 
 if TYPE_CHECKING:  # they import torch
-    import torch
-
-    from pdserve.kernels.cpu.ranks import RankMemory
     from pdserve.kernels.kv_pool import KvPool
     from pdserve.kv_transfer.group_copies import GroupCopies
-    from pdserve.kv_transfer.host_staging import HostStaging, Staging
-    from pdserve.kv_transfer.ipc_copies import IpcCopies
-    from pdserve.model.decoder.ranks import Ranks
-    from pdserve.model.executors.rank_model import RankModel
-
-MIN_RANK_WAIT_S = 30.0
+    from pdserve.kv_transfer.host_staging import Staging
 
 _log = logging.getLogger(__name__)
 
@@ -101,14 +106,14 @@ def choose_backend(config: WorkerConfig) -> Backend:
 def _model_backend(config: WorkerConfig) -> Backend:
     """Serve the checkpoint on this host's CPU or on a GPU."""
     folder = Path(config.model_path)
-    model, limits = _model(config)
-    _cost(config, model)  # raises what is wrong before torch is imported
+    model, limits = served_model(config)
+    cost_of(config, model)  # raises what is wrong before torch is imported
     scheme = served_scheme(config.precision.quantization, model.shape.scheme)
     check_groups(model.shape, scheme, config.tensor_parallel, expert_parallel=config.expert_parallel)
     check_weights(folder, model.shape)
     draft = read_draft(config, model)
     content_hash = model_hash(folder, f"{model.layers} {config.precision.dtype} {scheme}")
-    _configure_openmp(config)
+    configure_openmp(config)
 
     from pdserve.engine.worker.model_device import (
         build_copies,
@@ -125,9 +130,9 @@ def _model_backend(config: WorkerConfig) -> Backend:
 
     device = choose_device(config)
     is_on_host = is_in_host_memory(device)
-    cost = _cost(_as_computed(config, is_on_host), model)
+    cost = cost_of(as_computed(config, is_on_host), model)
     num_ranks = config.tensor_parallel * config.pipeline_parallel
-    _check_ranks(config, is_on_host)
+    check_ranks(config, is_on_host)
     _check_transport(config, is_on_host)
     _check_speculation(config, is_on_host)
     _check_tier(config, is_on_host)
@@ -153,14 +158,14 @@ def _model_backend(config: WorkerConfig) -> Backend:
             followers = Followers(
                 config,
                 memory,
-                _create_shared_file(config, model, is_on_host),
+                create_shared_file(config, model, is_on_host),
                 on_loss=_end_worker,
                 num_swap_slots=0 if is_on_host else num_slots,
             )
-            ranks = _ranks(config, model, device, followers.shared_fd, 0)
+            ranks = ranks_of(config, model, device, followers.shared_fd, 0)
         if is_on_host:
-            use_cores(_rank_cores(config, 0))
-        shards = _kv_shards(config, model)
+            use_cores(cores_of_rank(config, 0))
+        shards = kv_shards(config, model)
         pool = build_pool(device, memory, shards[0])
         executor = ModelExecutor(
             folder=folder,
@@ -169,7 +174,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
             pool=pool,
             precision=config.precision,
             num_swap_slots=num_slots,
-            max_captured_rows=_max_captured_rows(config, is_on_host),
+            max_captured_rows=max_captured_rows(config, is_on_host),
             matchers=_matchers(grammars, limits),
             drafter=_drafter(config) if draft is None else _draft_model(config, draft, layout, limits),
             ranks=ranks,
@@ -177,7 +182,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
         )
         if followers is not None:
             followers.wait_until_ready()
-            ranks.limit_waits(_longest_wait_s(config, cost, layout))
+            ranks.limit_waits(longest_wait_s(config, cost, layout))
         if is_on_host and config.core_board and followers is None:
             return BuiltExecutors([_lending_cores(executor, config)])
         others = range(1, config.pipeline_parallel)
@@ -186,7 +191,7 @@ def _model_backend(config: WorkerConfig) -> Backend:
             return BuiltExecutors([executor, *more], followers=followers)
         staging = _staging(pool, memory, shards[0], followers)
         copies = build_copies(config, pool.blocks, memory, shards)
-        return BuiltExecutors([executor, *more], staging, followers, _copies_of_ranks(copies, followers))
+        return BuiltExecutors([executor, *more], staging, followers, copies_of_ranks(copies, followers))
 
     return Backend(
         limits=limits,
@@ -221,46 +226,6 @@ def _draft_model(config: WorkerConfig, draft: Draft, layout: KvLayout, limits: M
     )
 
 
-def _model(config: WorkerConfig) -> tuple[DecoderConfig, ModelLimits]:
-    """The checkpoint's configuration at the worker's context length, and its limits."""
-    model = DecoderConfig.from_folder(Path(config.model_path))
-    limits = model.limits(config.max_model_len)
-    return model.at_length(limits.max_model_len), limits
-
-
-def _as_computed(config: WorkerConfig, is_on_host: bool) -> WorkerConfig:
-    """The configuration with figures of the CPU if it has those of a GPU, and the worker computes on the CPU."""
-    expects_gpu = not _device(config).name.startswith("cpu")
-    return replace(config, hardware="") if is_on_host and expects_gpu else config
-
-
-def _cost(config: WorkerConfig, model: DecoderConfig) -> CostModel:
-    return _cost_on(_device(config), config, model)
-
-
-def _cost_on(device: Hardware, config: WorkerConfig, model: DecoderConfig) -> CostModel:
-    return CostModel(
-        model.shape,
-        device,
-        config.precision,
-        config.tensor_parallel,
-        config.pipeline_parallel,
-        config.transport,
-        expert_parallel=config.expert_parallel,
-    )
-
-
-def _check_ranks(config: WorkerConfig, is_on_host: bool) -> None:
-    """Raise ValueError if ranks of this worker cannot share a model."""
-    from pdserve.kernels.cpu.build import load_library
-
-    if config.tensor_parallel * config.pipeline_parallel > 1 and is_on_host and load_library() is None:
-        raise ValueError(
-            f"tensor_parallel is {config.tensor_parallel} and pipeline_parallel {config.pipeline_parallel}, which "
-            "needs compiled kernels: install g++, or set both to 1"
-        )
-
-
 def _check_transport(config: WorkerConfig, is_on_host: bool) -> None:
     """Raise ValueError if the worker's transport is impossible for a pool in host memory, or in that of GPUs."""
     if config.transport in DIRECT_TRANSPORTS and is_on_host:
@@ -291,144 +256,11 @@ def _check_speculation(config: WorkerConfig, is_on_host: bool) -> None:
         )
 
 
-def _max_captured_rows(config: WorkerConfig, is_on_host: bool) -> int:
-    """Captured steps are useless on a worker that never decodes and on a CPU."""
-    return config.max_batch_size if config.may_decode and not is_on_host else 0
-
-
 def _staging(pool: KvPool, memory: PoolMemory, shard: KvShard, followers: Followers | None) -> Staging:
     from pdserve.kv_transfer.host_staging import HostStaging
 
     own = HostStaging(pool.blocks, memory, shard)
     return own if followers is None else RanksStaging(own, followers)
-
-
-def _kv_shards(config: WorkerConfig, model: DecoderConfig) -> list[KvShard]:
-    """Part of every block that each rank holds, in a pool of its own."""
-    num_ranks = config.tensor_parallel * config.pipeline_parallel
-    places = (_place(config, rank) for rank in range(num_ranks))
-    return [KvShard(shard.kv_heads, shard.layers) for shard in (shard_of(model.shape, place) for place in places)]
-
-
-def _place(config: WorkerConfig, rank: int) -> Place:
-    return Place.of(rank, config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
-
-
-def _copies_of_ranks(
-    own: GroupCopies | IpcCopies | None, followers: Followers | None
-) -> GroupCopies | RanksCopies | RanksIpcCopies | None:
-    """Copies of all ranks; ``own`` are the leader's."""
-    from pdserve.kv_transfer.ipc_copies import IpcCopies
-
-    if isinstance(own, IpcCopies):
-        return RanksIpcCopies(own, followers)
-    return own if own is None or followers is None else RanksCopies(own, followers)
-
-
-def _rank_cores(config: WorkerConfig, rank: int) -> tuple[int, ...]:
-    cores = config.cpu_cores or sorted(os.sched_getaffinity(0))
-    return rank_cores(cores, rank, config.tensor_parallel * config.pipeline_parallel)
-
-
-def _rank_memory(config: WorkerConfig, model: DecoderConfig) -> RankMemory:
-    """Memory of the worker's ranks, with room for the activations of the largest step."""
-    from pdserve.kernels.cpu.ranks import RankMemory
-
-    message_bytes = (config.max_batch_tokens + config.max_batch_size) * model.shape.hidden_size * 4  # float32
-    return RankMemory(config.tensor_parallel, config.pipeline_parallel, message_bytes)
-
-
-def _create_shared_file(config: WorkerConfig, model: DecoderConfig, is_on_host: bool) -> int:
-    """Create the file of `_ranks`; returns its descriptor."""
-    from pdserve.kernels.torch.ranks import create_meeting_file
-
-    return _rank_memory(config, model).create() if is_on_host else create_meeting_file()
-
-
-def _ranks(config: WorkerConfig, model: DecoderConfig, device: torch.device, shared_fd: int, rank: int) -> Ranks:
-    """The ranks as ``rank`` sees them, which exchange tensors through memory or between their devices."""
-    from pdserve.engine.worker.model_device import is_in_host_memory
-    from pdserve.model.decoder.ranks import Ranks, ranks_of_devices
-
-    place = _place(config, rank)
-    if not is_in_host_memory(device):
-        if config.transport == "nccl":
-            # NCCL takes one interface for all groups of a process, and links reach other hosts: not the loopback.
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "")
-        return ranks_of_devices(place, shared_fd, device)
-    memory = _rank_memory(config, model)
-    return Ranks(
-        place,
-        memory.group(shared_fd, place.stage, place.tensor_rank) if config.tensor_parallel > 1 else None,
-        partial(memory.channels, shared_fd) if config.pipeline_parallel > 1 else None,
-    )
-
-
-def _longest_wait_s(config: WorkerConfig, cost: CostModel, layout: KvLayout) -> float:
-    """Seconds of a rank's wait for another after which a step hangs, whatever the step. One that has ended is found by
-    its pulse; the other may compile a kernel or load a library."""
-    num_cached = layout.num_blocks * config.block_size
-    step_s = cost.mixed_s(config.max_batch_tokens, num_cached, config.max_batch_size, num_cached)
-    return max(MIN_RANK_WAIT_S, stall_limit_s(step_s))
-
-
-def build_follower(
-    follower: FollowerConfig, memory: PoolMemory, shared_fd: int
-) -> tuple[RankModel, HostStaging | None, GroupCopies | IpcCopies | None]:
-    """Build the model of a rank other than the leader, and on a GPU the copies of its pool.
-
-    Args:
-        memory: the worker's pool, or its staging file.
-        shared_fd: inherited from the leader.
-
-    Raises:
-        ValueError: the rank's GPU has no room for its share.
-    """
-    config, rank = follower.worker, follower.rank
-    _configure_openmp(config)
-
-    import torch
-
-    from pdserve.engine.worker.model_device import (
-        build_copies,
-        build_pool,
-        choose_device,
-        is_in_host_memory,
-        kv_memory_of,
-    )
-    from pdserve.kernels.cpu.threads import use_cores
-    from pdserve.kv_transfer.host_staging import HostStaging
-    from pdserve.model.executors.rank_model import RankModel
-
-    model, _ = _model(config)
-    device = choose_device(config, rank)
-    is_on_host = is_in_host_memory(device)
-    cost = _cost(_as_computed(config, is_on_host), model)
-    if is_on_host:
-        use_cores(_rank_cores(config, rank))
-    else:
-        memory_of_gpu = kv_memory_of(device, config, cost, available_memory_bytes())
-        check_pool_fits(memory.layout.pool_bytes, memory_of_gpu.max_bytes)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    ranks = _ranks(config, model, device, shared_fd, rank)
-    shards = _kv_shards(config, model)
-    pool = build_pool(device, memory, shards[rank])
-    rank_model = RankModel(
-        folder=Path(config.model_path),
-        config=model,
-        layout=memory.layout,
-        pool=pool,
-        precision=config.precision,
-        num_swap_slots=follower.num_swap_slots,
-        max_captured_rows=_max_captured_rows(config, is_on_host),
-        ranks=ranks,
-    )
-    ranks.limit_waits(_longest_wait_s(config, cost, memory.layout))
-    if is_on_host:
-        return rank_model, None, None
-    copies = build_copies(config, pool.blocks, memory, shards, rank)
-    return rank_model, HostStaging(pool.blocks, memory, shards[rank]), copies
 
 
 def _end_worker(reason: str) -> None:
@@ -446,13 +278,13 @@ def _lending_cores(executor: Executor, config: WorkerConfig) -> Executor:
 def _emulated_backend(config: WorkerConfig) -> Backend:
     """Emulate a GPU: its step times, its transfer times, and as many blocks as its memory would hold."""
     _check_transport(config, is_on_host=True)
-    _check_speculation(config, _device(config).is_host)
+    _check_speculation(config, device_of(config).is_host)
     _check_tier(config, is_on_host=False)
     model = DecoderConfig.from_folder(Path(config.model_path))
     read_draft(config, model)  # refuses one
     limits = model.limits(config.max_model_len)
     is_instant = config.time_scale == 0
-    cost = _cost_on(_device(config) if is_instant else slowed(_device(config), config.time_scale), config, model)
+    cost = cost_on(device_of(config) if is_instant else slowed(device_of(config), config.time_scale), config, model)
     max_blocks = cost.max_kv_blocks(
         config.block_size, max_batch_tokens=config.max_batch_tokens, max_batch_size=config.max_batch_size
     )
@@ -512,16 +344,3 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
         build_executors=build_executors,
         emulated_pull_s=emulated_pull_s,
     )
-
-
-def _device(config: WorkerConfig) -> Hardware:
-    if config.hardware:
-        return from_json(Hardware, config.hardware, "the worker's hardware")
-    return hardware(config.emulate or "cpu", num_cores=len(_rank_cores(config, 0)))
-
-
-def _configure_openmp(config: WorkerConfig) -> None:
-    """Must run before torch is imported. Keeps what the operator has set."""
-    if not config.cpu_cores:
-        # Other workers may share these cores, and spinning OpenMP threads block each other for milliseconds.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.contracts.codec import from_json
-from pdserve.engine.worker.backend import build_follower
 from pdserve.engine.worker.followers import COPIED, READY, FollowerConfig
+from pdserve.engine.worker.ranks import build_follower
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.proto.framing import encode_frame, receive_frame
 from pdserve.proto.parent_death import die_with_parent

@@ -86,13 +86,6 @@ class FollowerConfig:
     """Process id of the leader, with which the follower dies."""
 
 
-def rank_cores(cores: Sequence[int], rank: int, num_ranks: int) -> tuple[int, ...]:
-    """Share a worker's cores out to its ranks, in contiguous runs; with fewer cores than ranks each uses all."""
-    if len(cores) < num_ranks:
-        return tuple(cores)
-    return tuple(cores[rank * len(cores) // num_ranks : (rank + 1) * len(cores) // num_ranks])
-
-
 class Followers:
     """Ranks 1, 2, ... of a worker. Any thread may call `close`, and one thread at a time everything else."""
 

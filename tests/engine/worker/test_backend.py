@@ -17,6 +17,8 @@ from pdserve.engine.worker.backend import choose_backend
 from pdserve.engine.worker.draft import read_draft
 from pdserve.engine.worker.model_device import build_copies
 from pdserve.engine.worker.pool_size import AUTO_MEMORY_SHARE
+from pdserve.engine.worker.ranks import MIN_RANK_WAIT_S, longest_wait_s
+from pdserve.engine.worker.served_model import cost_of, served_model
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.resharding import KvShard
 from pdserve.model.config.decoder_config import DecoderConfig
@@ -381,9 +383,9 @@ def test_experts_that_ranks_cannot_share_are_refused(
 
 def test_ranks_of_short_steps_wait_for_one_that_compiles_a_kernel(config: WorkerConfig) -> None:
     config = replace(config, num_kv_blocks=8)
-    model, _ = backend._model(config)
-    cost = backend._cost(config, model)
-    assert backend._longest_wait_s(config, cost, choose_backend(config).layout) == backend.MIN_RANK_WAIT_S
+    model, _ = served_model(config)
+    cost = cost_of(config, model)
+    assert longest_wait_s(config, cost, choose_backend(config).layout) == MIN_RANK_WAIT_S
 
 
 def test_every_micro_batch_holds_a_sequence_of_the_models_length(config: WorkerConfig) -> None:

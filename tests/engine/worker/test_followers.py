@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +21,8 @@ from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import GenerationRequest, SamplingParams
 from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.engine.worker import followers
-from pdserve.engine.worker.followers import Direction, Followers, RanksIpcCopies, rank_cores
+from pdserve.engine.worker.followers import Direction, Followers, RanksIpcCopies
+from pdserve.engine.worker.served_model import cores_of_rank
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from pdserve.proto.v1 import transfer_pb2
@@ -223,8 +225,10 @@ def test_a_copy_that_one_rank_cannot_make_fails(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_cores_are_shared_out() -> None:
-    assert [rank_cores((4, 5, 6, 7, 9), rank, 2) for rank in range(2)] == [(4, 5), (6, 7, 9)]
-    assert [rank_cores((4, 5), rank, 3) for rank in range(3)] == [(4, 5)] * 3
+    config = WorkerConfig(worker_id="w", role=WorkerRole.MIXED, model_path="", cpu_cores=(4, 5, 6, 7, 9))
+    assert [cores_of_rank(replace(config, tensor_parallel=2), rank) for rank in range(2)] == [(4, 5), (6, 7, 9)]
+    fewer = replace(config, cpu_cores=(4, 5), tensor_parallel=3)
+    assert [cores_of_rank(fewer, rank) for rank in range(3)] == [(4, 5)] * 3
 
 
 def followers_of(worker: WorkerProcess, module: str = "pdserve.engine.worker.follower") -> list[int]:
