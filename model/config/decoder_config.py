@@ -183,7 +183,7 @@ def _parse_layers(values: Mapping[str, object], family: Family, shape: ModelShap
 
 def _parse_activation(values: Mapping[str, object]) -> str:
     name = values.get("hidden_activation") or values.get("hidden_act") or "silu"
-    if name not in _ACTIVATIONS:
+    if str(name) not in _ACTIVATIONS:
         raise ValueError(
             f"config.json: activation {name!r} is not supported; serve a checkpoint with one of "
             f"{', '.join(_ACTIVATIONS)}"

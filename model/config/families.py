@@ -257,4 +257,4 @@ def find_family(config: Mapping[str, object], families: Mapping[str, Family]) ->
     """Return the family of the first of config.json's architectures that is in ``families``."""
     architectures = config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
-    return next((families[name] for name in names if name in families), None)
+    return next((families[name] for name in names if isinstance(name, str) and name in families), None)

@@ -246,7 +246,7 @@ class _Keys:
             act_order=weights.get("actorder") in (True, "group", "dynamic"),
             targets=_Keys(f"{self._name}.config_groups", group)._patterns("targets"),
         )
-        default = "group" if (weights.get("group_size") or 0) > 0 else "tensor"
+        default = "tensor" if weights.get("group_size") in (None, 0, -1) else "group"
         match keys._choice("strategy", ("tensor", "channel", "group", "block"), default):
             case "group":
                 return replace(scheme, group_inputs=keys._group("group_size"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 from pdserve.model.config.families import FAMILIES, PLANNED_FAMILIES, SLIDING, Family, find_family, text_values
@@ -390,7 +391,7 @@ def positive_float(values: Mapping[str, object], key: str, default: float | None
         ValueError: not a positive number, or missing without a default.
     """
     value = default if values.get(key) is None else values[key]
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < inf:
         raise ValueError(
             f"config.json: {key} must be a positive number, not {value!r}; write the model's, or download it again"
         )
