@@ -88,10 +88,10 @@ class Case:
 
 _CHAT = {"questions": 0.1, "no luck": 0.0}
 CASES = {
-    "cpu copy": Case(devices="cpu", workload=EDITS, shares={"copy": COPY}, rate=1.33, gain=1.15),
+    "cpu copy": Case(devices="cpu", workload=EDITS, shares={"copy": COPY}, rate=1.3, gain=1.15),
     "cpu chat": Case(devices="cpu", workload=preset("chat"), shares=_CHAT, rate=0.88),
     "h100 copy": Case(devices="h100", workload=EDITS, shares={"copy": COPY}, rate=68.0, gain=1.15),
-    "h100 chat": Case(devices="h100", workload=preset("chat"), shares=_CHAT, rate=135.0),
+    "h100 chat": Case(devices="h100", workload=preset("chat"), shares=_CHAT, rate=127.0),
     "h100 code": Case(devices="h100", workload=preset("code"), shares={"code": 0.1}, rate=132.0),
 }
 
