@@ -215,7 +215,7 @@ def followed(log: str, num_workers: int, ended_s: float) -> tuple[dict[str, Any]
             changes.append([round(at_s), asked[3], int(asked[1]), int(asked[2])])
         elif what == "starts":
             began_s[name] = at_s
-            worker_s += ended_s - at_s
+            worker_s += max(0.0, ended_s - at_s)
         elif what.startswith("is up at "):
             starts_s.append(at_s - began_s[name])
         elif what == "has left":

@@ -131,7 +131,11 @@ def running_vllm(python: str, preload: Sequence[str], folder: Path) -> Iterator[
             yield Server(url, process.pid)
         finally:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _is_ready(url: str) -> bool:

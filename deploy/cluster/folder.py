@@ -71,13 +71,14 @@ def cluster_folder(name: str = "", elsewhere: Iterable[str] = ()) -> Iterator[Pa
     try:
         with _locked(root):  # nobody looks for stale folders between the making of ours and its lock
             for folder in root.iterdir():
-                if folder.name != name and _is_stale(folder):
-                    _remove(folder.resolve())
+                if folder.name != name:
+                    _clear(folder)
             path = root / name if name else Path(tempfile.mkdtemp(dir=root, prefix=""))
             path.mkdir(mode=0o700, exist_ok=True)
             lock = (path / _LOCK).open("w")
             fcntl.flock(lock, fcntl.LOCK_SH)
-            (path / _ELSEWHERE).write_text(json.dumps([str(Path(each).absolute()) for each in elsewhere]))
+            others = [str(Path(each).absolute()) for each in elsewhere]
+            (path / _ELSEWHERE).write_text(json.dumps(others))
             _link(path)
     except OSError as error:
         raise _unusable(root, error) from error
@@ -85,13 +86,25 @@ def cluster_folder(name: str = "", elsewhere: Iterable[str] = ()) -> Iterator[Pa
         try:
             yield path
         finally:
-            _remove(path)
+            _remove(path, others)
 
 
-def _remove(folder: Path) -> None:
-    with contextlib.suppress(OSError, ValueError):  # it has just been made
-        for other in json.loads((folder / _ELSEWHERE).read_text()):
-            shutil.rmtree(Path(other) / folder.name, ignore_errors=True)
+def _clear(entry: Path) -> None:
+    """Remove a folder, or what a link names, if its cluster was killed. A link to what is not the user's is removed
+    alone: its target may be gone, and another user's file in its place."""
+    folder = entry.resolve()
+    if entry.is_symlink() and not _is_ours(folder):
+        entry.unlink()
+    elif _is_stale(folder):
+        others: list[str] = []
+        with contextlib.suppress(OSError, ValueError):  # it had just been made
+            others = json.loads((folder / _ELSEWHERE).read_text())
+        _remove(folder, others)
+
+
+def _remove(folder: Path, elsewhere: Iterable[str]) -> None:
+    for other in elsewhere:
+        shutil.rmtree(Path(other) / folder.name, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # none, or the folder was there itself
         (_TMP / _ROOT / folder.name).unlink()
@@ -123,7 +136,7 @@ def write_note(folder: Path, note: ClusterNote) -> None:
 def running_clusters() -> list[ClusterNote]:
     """Notes of the user's running clusters, those that start included, oldest first, also of those outside TMPDIR."""
     roots = {_root(), *filter(_is_private, [_TMP / _ROOT])}
-    folders = {each.resolve() for root in roots for each in root.iterdir()}
+    folders = filter(_is_ours, {each.resolve() for root in roots for each in root.iterdir()})
     notes = []
     for folder in folders:
         with contextlib.suppress(FileNotFoundError, ValueError):  # some end meanwhile
@@ -214,8 +227,13 @@ def _private(root: Path) -> Path:
     return root
 
 
+def _is_ours(folder: Path) -> bool:
+    """Whether only this user can have made the folder."""
+    return _is_private(folder.parent) and _is_private(folder)
+
+
 def _is_private(root: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         status = root.lstat()
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
     return False
@@ -226,12 +244,10 @@ def _unusable(root: Path, error: OSError) -> DeployError:
 
 
 def _is_stale(folder: Path) -> bool:
-    """True if the folder has a lock that no process holds, or is a link to none."""
+    """True if the folder has a lock that no process holds."""
     try:
         with (folder / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:  # being made or removed
-        return folder.is_symlink()
-    except BlockingIOError:  # in use
+    except (FileNotFoundError, BlockingIOError):  # being made or removed; or in use
         return False
     return True

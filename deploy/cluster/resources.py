@@ -24,7 +24,8 @@ _LOAD = {WorkerRole.PREFILL: 2.0, WorkerRole.MIXED: 2.0, WorkerRole.DECODE: 1.0}
 bandwidth, which few cores saturate."""
 
 _CORES_PER_SPARE = 8
-"""One core in this many stays with the router and the daemons, once every worker has one."""
+"""One core in this many stays with the router and the daemons, once every worker has one. On smaller hosts they take
+what they need from workers, which Ray runs at a lower priority."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class CoreSplit:
 def split_cores(cores: Sequence[int], roles: Sequence[WorkerRole], ranks: Sequence[int] = ()) -> CoreSplit:
     """Give each worker a contiguous run of ``cores``, sized by its role's load and its ranks.
 
-    Each rank gets one core, a few stay spare, and each further core goes to the worker with the fewest per load.
+    Each rank gets one core, one in eight stays spare, and further ones go to the workers with the fewest per load.
 
     Args:
         cores: ids of the usable cores, at least one.
@@ -52,7 +53,7 @@ def split_cores(cores: Sequence[int], roles: Sequence[WorkerRole], ranks: Sequen
         return CoreSplit(worker_cores=((),) * len(roles), spare_cores=())
     loads = [_LOAD[role] * count for role, count in zip(roles, counts, strict=True)]
     num_extra = len(cores) - sum(counts)
-    num_spare = min(num_extra, max(1, len(cores) // _CORES_PER_SPARE))
+    num_spare = min(num_extra, len(cores) // _CORES_PER_SPARE)
     for _ in range(num_extra - num_spare):
         neediest = min(range(len(roles)), key=lambda index: counts[index] / loads[index])
         counts[neediest] += 1

@@ -20,6 +20,7 @@ from functools import lru_cache
 from math import nan
 
 import numpy as np
+from numba import typeof
 
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.worker_config import WorkerRole
@@ -211,8 +212,10 @@ def scout(
         num_references=np.zeros((len(workers), num_nodes), np.int32),
         lru=lru,
     )
-    with _one_compiler():
-        kernel.run(state)
+    if not kernel.run.signatures:
+        with _one_compiler():
+            kernel.run.compile((typeof(state),))
+    kernel.run(state)
     assert (workers["num_free"] == workers["num_blocks"]).all(), "all blocks are free in the end"
     if len(table) > len(requests.arrived_s):
         table = np.sort(table[~np.isnan(table["arrived_s"])], order="arrived_s", kind="stable")
@@ -237,11 +240,8 @@ def scout(
 
 @contextmanager
 def _one_compiler() -> Iterator[None]:
-    """Let one process at a time make its first call of the kernel, which compiles or loads it; where one dies, the
-    operating system lets in the next."""
-    if kernel.run.signatures:
-        yield
-        return
+    """Let one process at a time compile the kernel, or load it; where one dies, the operating system lets in the
+    next."""
     folder = os.open(kernel.run.stats.cache_path, os.O_RDONLY)
     try:
         deadline_s = time.monotonic() + MAX_WAIT_S

@@ -95,6 +95,7 @@ def api_error(error: Exception) -> ApiError:
         case HTTPException():
             return ApiError(error.status_code, error.detail, headers=error.headers)
         case RecursionError():  # what reads or writes JSON has a limit, each another one
+            logger.warning("a request passed the limit of recursion: %s", error)
             return ApiError(400, "the request body is nested too deeply")
     logger.error("unexpected error in the HTTP edge", exc_info=error)
     return ApiError(500, "internal error of the router; its log has the cause")

@@ -156,9 +156,9 @@ def test_workers_and_the_router_get_measured_devices() -> None:
     devices = {f"cpu-{count}": replace(hardware("cpu", num_cores=count), name=f"cpu-{count}") for count in (1, 2, 3)}
     launch = Launch(config=deployment({}), devices=devices, cores=FOUR)
     prefill, decode = worker_configs(launch)
-    assert [device_of(config) for config in (prefill, decode)] == [devices["cpu-2"], devices["cpu-1"]]
+    assert [device_of(config) for config in (prefill, decode)] == [devices["cpu-3"], devices["cpu-1"]]
     router = router_config(launch)
-    assert router.devices == {WorkerRole.PREFILL: devices["cpu-2"], WorkerRole.DECODE: devices["cpu-1"]}
+    assert router.devices == {WorkerRole.PREFILL: devices["cpu-3"], WorkerRole.DECODE: devices["cpu-1"]}
     unpinned = replace(launch, cores=(0,))
     alone, _ = worker_configs(unpinned)
     assert device_of(alone).name == "cpu-1"

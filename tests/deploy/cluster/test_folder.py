@@ -118,6 +118,22 @@ def test_a_cluster_is_found_whatever_the_temporary_folder_is(
     assert not list(links.iterdir())
 
 
+def test_a_link_to_what_others_could_have_made_is_removed_alone(
+    root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    foreign = tmp_path_factory.mktemp("foreign") / "folder"
+    foreign.mkdir(mode=0o755)
+    (foreign / "lock").touch()
+    write_note(foreign, NOTE)
+    (root / "link").symlink_to(foreign)
+    with (foreign / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        assert running_clusters() == []
+    with cluster_folder() as folder:
+        assert list(root.iterdir()) == [folder]
+    assert (foreign / "lock").exists()
+
+
 def test_of_several_clusters_the_user_must_name_one() -> None:
     with cluster_folder() as first, cluster_folder() as second:
         write_note(first, NOTE)

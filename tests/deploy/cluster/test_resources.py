@@ -20,9 +20,10 @@ P, D, M = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.MIXED
     ("num_cores", "roles", "worker_cores", "spare"),
     [
         (2, [P, D], ((0,), (1,)), ()),
-        (3, [P, D], ((0,), (1,)), (2,)),
-        (4, [P, D], ((0, 1), (2,)), (3,)),
-        (4, [M], ((0, 1, 2),), (3,)),
+        (3, [P, D], ((0, 1), (2,)), ()),
+        (4, [P, D], ((0, 1, 2), (3,)), ()),
+        (4, [M], ((0, 1, 2, 3),), ()),
+        (8, [P, D], ((0, 1, 2, 3, 4), (5, 6)), (7,)),
         (1, [M], ((0,),), ()),
     ],
 )
@@ -51,7 +52,7 @@ def test_every_core_has_one_owner(num_cores: int, roles: list[WorkerRole]) -> No
 
 
 def test_every_rank_gets_a_core() -> None:
-    assert split_cores(range(5), [P, D], [1, 3]).worker_cores == ((0,), (1, 2, 3))
+    assert split_cores(range(5), [P, D], [1, 3]).worker_cores == ((0, 1), (2, 3, 4))
     assert split_cores(range(3), [P, D], [1, 3]).worker_cores == ((), ())
     prefill, decode = (len(cores) for cores in split_cores(range(40), [P, D], [1, 2]).worker_cores)
     assert abs(prefill - decode) <= 1

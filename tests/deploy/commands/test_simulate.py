@@ -41,7 +41,6 @@ def test_help_and_refusals_load_no_engine() -> None:
     code = """
 import sys
 from pdserve.deploy.cli import run
-from pdserve.deploy.commands import plan_options
 assert run(["simulate", "--help"]) == 0
 assert run(["simulate", "--gpu", "h100-sxm", "--rate", "-1", "--workload", "chat"]) == 2
 assert run(["simulate", "--gpu", "h100-sxm", "--rate", "1", "--workload", "chat", "--model", "/absent"]) == 1
