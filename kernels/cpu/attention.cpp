@@ -447,7 +447,8 @@ extern "C" {
 
 // q and out are [num_tokens, num_heads, head_dim]; q's token stride is q_stride elements, out is contiguous.
 void paged_attention(const float* q, int64_t q_stride, float* out, int64_t num_heads, float scale, int64_t window,
-                     float softcap, const float* sinks, int64_t in_bfloat16, const Pool* pool, int64_t layer, const int32_t* packed_batch) {
+                     float softcap, const float* sinks, int64_t in_bfloat16, const Pool* pool, int64_t layer,
+                     const int32_t* packed_batch) {
   const Batch batch(packed_batch);
   const int64_t group = num_heads / pool->num_kv_heads;
   const Rule rule{scale, window, softcap, sinks, in_bfloat16 != 0};
