@@ -179,12 +179,26 @@ def what_holds(
     }
 
 
-def measure(number: int, case: Case, data: Path, num_requests: int, seeds: Sequence[int]) -> dict[str, Any]:
-    """The plan of a case, and its attainment on each of the seeds."""
-    traffic = case.requests(data)
+def answer(plan: Plan) -> dict[str, Any]:
+    """What a plan says, and what it took."""
+    best = plan.best
+    assert best.goodput is not None
+    return {
+        "layout": str(best.layout),
+        "rate": round(plan.question.rate or best.rate, 2),
+        "interval": [round(each, 2) for each in best.goodput.interval],
+        "cliff": round(best.saturation_rate or inf, 2),
+        "planned_s": round(plan.elapsed_s, 1),
+        "num_requests": plan.screening.num_requests,
+        "others": {str(each.layout): round(each.rate, 2) for each in plan.candidates[1:] if not each.is_estimated},
+        "notes": list(plan.notes),
+    }
+
+
+def measure(plan: Plan, traffic: Traffic, num_requests: int, seeds: Sequence[int]) -> dict[str, Any]:
+    """The attainment of a plan on each of the seeds, and what holds."""
     num_processes = len(os.sched_getaffinity(0))
-    plan = plan_of(case, traffic, num_processes)
-    rate = case.rate or plan.best.rate
+    rate = plan.question.rate or plan.best.rate
     assert plan.best.goodput is not None
     low, high = plan.best.goodput.interval
     cliff = plan.best.saturation_rate or inf
@@ -194,19 +208,13 @@ def measure(number: int, case: Case, data: Path, num_requests: int, seeds: Seque
         run = partial(judged, plan=plan, traffic=traffic, num_requests=num_requests)
         runs = dict(zip(sorted(wanted), pool.map(run, sorted(wanted)), strict=True))
     return {
-        "case": f"{number} {case}",
-        "layout": str(plan.best.layout),
-        "rate": round(rate, 2),
-        "interval": [round(low, 2), round(high, 2)],
-        "cliff": round(cliff, 2),
-        "planned_s": round(plan.elapsed_s, 1),
         "attainment": {
             f"{each:.2f}": [round(seen.share, 4) for (at, _), seen in runs.items() if at == each]
             for each in sorted({each for each, _ in runs})
         },
         "saturated_at": sorted({round(each, 2) for (each, _), seen in runs.items() if seen.is_saturated}),
         **what_holds(runs, rate, Interval(low, high), cliff, plan.question.slo.attainment),
-        "notes": list(plan.notes),
+        "runs_of": traffic.at_most(num_requests),
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "load_average": round(os.getloadavg()[0], 1),
@@ -229,10 +237,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000, help="of each run")
     arguments = parser.parse_args()
     terminal, results = Console(stderr=True), []
+    seeds = range(FIRST_FRESH_SEED, FIRST_FRESH_SEED + arguments.seeds)
     for number, case in enumerate(CASES, 1):
         if arguments.only is None or number in arguments.only:
-            seeds = range(FIRST_FRESH_SEED, FIRST_FRESH_SEED + arguments.seeds)
-            results.append(measure(number, case, arguments.data, arguments.requests, seeds))
+            traffic = case.requests(arguments.data)
+            plan = plan_of(case, traffic, len(os.sched_getaffinity(0)))
+            planned = {"case": f"{number} {case}", **answer(plan)}
+            terminal.print(planned)
+            results.append(planned | measure(plan, traffic, arguments.requests, seeds))
             terminal.print(results[-1])
     file: Path | None = arguments.json
     earlier = json.loads(file.read_text(encoding="utf-8"))["cases"] if file and file.exists() else ()
