@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pdserve.contracts.precision import Precision
-from pdserve.model.config.shape import ModelShape
+from pdserve.model.config.shape import LatentAttention, ModelShape
 from pdserve.planner.layout import PlannedModel
 
 
@@ -72,4 +72,44 @@ MIXTRAL_8X7B = replace(
 QWEN3_CODER_30B = replace(
     (_coder := dense("Qwen3-Coder-30B-A3B", 48, 2048, 768, 32, 151936, qk_norm=True, max_model_len=131072)),
     shape=replace(_coder.shape, num_kv_heads=4, num_experts=128, experts_per_token=8),
+)
+GEMMA_3_27B = PlannedModel(
+    shape=ModelShape(
+        num_layers=62,
+        hidden_size=5376,
+        intermediate_size=21504,
+        num_heads=32,
+        num_kv_heads=16,
+        head_dim=128,
+        vocab_size=262208,
+        tie_word_embeddings=True,
+        qk_norm=True,
+        post_norms=True,
+        windows=tuple(0 if layer % 6 == 5 else 1024 for layer in range(62)),
+    ),
+    name="Gemma-3-27B",
+    max_model_len=16384,
+    transport="nccl",
+)
+DEEPSEEK_V3 = PlannedModel(
+    shape=ModelShape(
+        num_layers=61,
+        hidden_size=7168,
+        intermediate_size=2048,
+        num_heads=128,
+        num_kv_heads=1,
+        head_dim=576,
+        vocab_size=129280,
+        num_experts=256,
+        experts_per_token=8,
+        shared_intermediate_size=2048,
+        shared_gate=False,
+        dense_layers=(0, 1, 2),
+        dense_intermediate_size=18432,
+        latent=LatentAttention(query_rank=1536, kv_rank=512, key_dim=128, rotated_dim=64, value_dim=128),
+    ),
+    name="DeepSeek-V3",
+    precision=Precision(dtype="bfloat16", quantization="fp8"),
+    max_model_len=16384,
+    transport="nccl",
 )

@@ -7,15 +7,18 @@ Plans for questions over models, GPUs, workloads and objectives, and then simula
 (`pdserve.planner.simulate.simulator`) at the answer's rate, on fresh seeds. A plan holds if at least four of five runs
 reach the target in a steady state. Its interval holds if the runs meet the target at its lower end and miss it at its
 upper end, on average; its cliff is right if they fall to half the target or saturate within 5 % of it. The real traces
-are those of ``--data``: Azure's conversations of 2023, and Mooncake's.
+are those of ``--data``: Azure's conversations of 2023, and Mooncake's, also as closed loops, one for each conversation.
+``--json`` keeps the rows that FILE has of other cases; each row says when and at which commit it was measured.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from math import inf
 from multiprocessing import get_context
@@ -25,8 +28,20 @@ from typing import Any
 
 from rich.console import Console
 
-from pdserve.bench.models import LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, QWEN3_14B, QWEN3_32B
-from pdserve.bench.script import publish, script_parser
+from pdserve.bench.losing_cases import CASES as LOSING_CASES
+from pdserve.bench.models import (
+    DEEPSEEK_V3,
+    GEMMA_3_27B,
+    LLAMA_3_8B,
+    LLAMA_3_70B,
+    MISTRAL_NEMO,
+    MIXTRAL_8X7B,
+    QWEN3_14B,
+    QWEN3_32B,
+    QWEN3_CODER_30B,
+    QWEN_25_7B,
+)
+from pdserve.bench.script import commit, publish, script_parser
 from pdserve.contracts.deployment import SloConfig
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import PlannedModel
@@ -35,6 +50,7 @@ from pdserve.planner.search.plan import Effort, Objective, Plan, Question, Suppl
 from pdserve.planner.search.search import find_plan
 from pdserve.planner.simulate.attainment import Attainment, Interval
 from pdserve.planner.workload.traffic import Traffic, named_traffic
+from pdserve.planner.workload.workload import Workload
 
 FIRST_FRESH_SEED = 100
 _CLIFF_TOLERANCE = 1.05
@@ -49,6 +65,11 @@ class Case:
     gpu: str
     num_gpus: int = 4
     traffic: str = "chat"
+    """A preset, or a file of ``--data``."""
+    sessions: bool = False
+    """Turns of the file's conversations are sent after the answers before them."""
+    workload: Workload | None = None
+    """In place of ``traffic``."""
     slo: SloConfig | None = None
     """Defaults to the traffic's."""
     objective: Objective = Objective.RATE
@@ -56,7 +77,17 @@ class Case:
 
     def __str__(self) -> str:
         goal = f", {self.objective.value} for {self.rate:g}/s" if self.rate else ""
-        return f"{self.model.name} on {self.num_gpus} x {self.gpu}, {Path(self.traffic).stem}{goal}"
+        name = self.workload.name if self.workload else Path(self.traffic).stem + " in sessions" * self.sessions
+        return f"{self.model.name} on {self.num_gpus} x {self.gpu}, {name}{goal}"
+
+    def requests(self, data: Path) -> Traffic:
+        """What is served."""
+        max_model_len = self.model.max_model_len
+        if self.workload:
+            return Traffic(workload=self.workload, max_model_len=max_model_len)
+        is_file = "." in self.traffic
+        name, reading = (str(data / self.traffic), {"sessions": self.sessions}) if is_file else (self.traffic, {})
+        return named_traffic(name, max_model_len=max_model_len, **reading).with_at_least(_MIN_TRAFFIC_REQUESTS)
 
 
 AZURE, MOONCAKE = "AzureLLMInferenceTrace_conv.csv", "mooncake_conversation_trace.jsonl"
@@ -77,6 +108,25 @@ CASES = (
     ),
     Case(model=QWEN3_14B, gpu="l40s", num_gpus=8, traffic="summarisation"),
     Case(model=MIXTRAL_8X7B, gpu="h100-sxm", num_gpus=8),
+    Case(model=GEMMA_3_27B, gpu="h100-sxm", num_gpus=8, traffic="summarisation"),
+    Case(model=DEEPSEEK_V3, gpu="h200", num_gpus=16, slo=SloConfig(ttft_seconds=2, tpot_seconds=0.05)),
+    Case(
+        model=QWEN3_CODER_30B,
+        gpu="h100-sxm",
+        num_gpus=8,
+        workload=replace(LOSING_CASES[0].workload, name="coder"),
+        slo=LOSING_CASES[0].slo,
+    ),
+    Case(
+        model=LLAMA_3_8B,
+        gpu="h100-sxm",
+        num_gpus=8,
+        traffic=MOONCAKE,
+        sessions=True,
+        slo=SloConfig(ttft_seconds=5, tpot_seconds=0.05),
+    ),
+    Case(model=MISTRAL_NEMO, gpu="h100-sxm", traffic="code"),
+    Case(model=QWEN_25_7B, gpu="l40s", traffic="sharegpt-synthetic"),
 )
 
 
@@ -129,13 +179,26 @@ def what_holds(
     }
 
 
-def measure(number: int, case: Case, data: Path, num_requests: int, seeds: Sequence[int]) -> dict[str, Any]:
-    """The plan of a case, and its attainment on each of the seeds."""
-    name = str(data / case.traffic) if "." in case.traffic else case.traffic
-    traffic = named_traffic(name, max_model_len=case.model.max_model_len).with_at_least(_MIN_TRAFFIC_REQUESTS)
+def answer(plan: Plan) -> dict[str, Any]:
+    """What a plan says, and what it took."""
+    best = plan.best
+    assert best.goodput is not None
+    return {
+        "layout": str(best.layout),
+        "rate": round(plan.question.rate or best.rate, 2),
+        "interval": [round(each, 2) for each in best.goodput.interval],
+        "cliff": round(best.saturation_rate or inf, 2),
+        "planned_s": round(plan.elapsed_s, 1),
+        "num_requests": plan.screening.num_requests,
+        "others": {str(each.layout): round(each.rate, 2) for each in plan.candidates[1:] if not each.is_estimated},
+        "notes": list(plan.notes),
+    }
+
+
+def measure(plan: Plan, traffic: Traffic, num_requests: int, seeds: Sequence[int]) -> dict[str, Any]:
+    """The attainment of a plan on each of the seeds, and what holds."""
     num_processes = len(os.sched_getaffinity(0))
-    plan = plan_of(case, traffic, num_processes)
-    rate = case.rate or plan.best.rate
+    rate = plan.question.rate or plan.best.rate
     assert plan.best.goodput is not None
     low, high = plan.best.goodput.interval
     cliff = plan.best.saturation_rate or inf
@@ -145,20 +208,25 @@ def measure(number: int, case: Case, data: Path, num_requests: int, seeds: Seque
         run = partial(judged, plan=plan, traffic=traffic, num_requests=num_requests)
         runs = dict(zip(sorted(wanted), pool.map(run, sorted(wanted)), strict=True))
     return {
-        "case": f"{number} {case}",
-        "layout": str(plan.best.layout),
-        "rate": round(rate, 2),
-        "interval": [round(low, 2), round(high, 2)],
-        "cliff": round(cliff, 2),
-        "planned_s": round(plan.elapsed_s, 1),
         "attainment": {
             f"{each:.2f}": [round(seen.share, 4) for (at, _), seen in runs.items() if at == each]
             for each in sorted({each for each, _ in runs})
         },
         "saturated_at": sorted({round(each, 2) for (each, _), seen in runs.items() if seen.is_saturated}),
         **what_holds(runs, rate, Interval(low, high), cliff, plan.question.slo.attainment),
-        "notes": list(plan.notes),
+        "runs_of": traffic.at_most(num_requests),
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "load_average": round(os.getloadavg()[0], 1),
     }
+
+
+def updated(rows: Iterable[Mapping[str, Any]], measured: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """A result: ``rows`` of an earlier one, those of the same numbers replaced by what was ``measured``, in order."""
+    by_number = {int(row["case"].split()[0]): row for row in (*rows, *measured)}
+    cases = [by_number[number] for number in sorted(by_number)]
+    held = {f"num_{what}": sum(row[what] for row in cases) for what in ("holds", "interval_holds", "cliff_holds")}
+    return {**held, "num_cases": len(cases), "cases": cases}
 
 
 def main() -> None:
@@ -169,13 +237,18 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000, help="of each run")
     arguments = parser.parse_args()
     terminal, results = Console(stderr=True), []
+    seeds = range(FIRST_FRESH_SEED, FIRST_FRESH_SEED + arguments.seeds)
     for number, case in enumerate(CASES, 1):
         if arguments.only is None or number in arguments.only:
-            seeds = range(FIRST_FRESH_SEED, FIRST_FRESH_SEED + arguments.seeds)
-            results.append(measure(number, case, arguments.data, arguments.requests, seeds))
+            traffic = case.requests(arguments.data)
+            plan = plan_of(case, traffic, len(os.sched_getaffinity(0)))
+            planned = {"case": f"{number} {case}", **answer(plan)}
+            terminal.print(planned)
+            results.append(planned | measure(plan, traffic, arguments.requests, seeds))
             terminal.print(results[-1])
-    held = {f"num_{what}": sum(each[what] for each in results) for what in ("holds", "interval_holds", "cliff_holds")}
-    publish({**held, "num_cases": len(results), "cases": results}, arguments.json)
+    file: Path | None = arguments.json
+    earlier = json.loads(file.read_text(encoding="utf-8"))["cases"] if file and file.exists() else ()
+    publish(updated(earlier, results), file)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
 pytest.importorskip("numba", reason="the search needs the planner's extra")
 
-from pdserve.bench.plans_that_hold import CASES, judged, what_holds
+from pdserve.bench.models import DEEPSEEK_V3, GEMMA_3_27B
+from pdserve.bench.plans_that_hold import CASES, judged, updated, what_holds
 from pdserve.contracts.deployment import SloConfig
+from pdserve.model.config.shape import ModelShape
+from pdserve.planner.layout import PlannedModel
 from pdserve.planner.simulate.attainment import Attainment, Interval, measure
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.requests import SimulatedRequest
 from pdserve.planner.workload.traffic import fixed_traffic
+from tests.model import planned_configs
 from tests.planner.plans import MODEL, a_plan
 from tests.planner.stand_ins import LLAMA_3_8B, colocated
 
@@ -69,5 +74,27 @@ def test_the_judge_serves_the_winner_at_each_rate_with_each_seed() -> None:
 
 def test_cases_are_named_and_differ() -> None:
     names = [str(case) for case in CASES]
-    assert len(set(names)) == len(CASES) >= 12
+    assert len(set(names)) == len(CASES) >= 20
     assert "Llama-3-8B on 8 x l40s, chat, fewest-devices for 20/s" in names
+
+
+def test_a_result_keeps_the_rows_of_cases_that_did_not_run_again() -> None:
+    def row(case: str, *, holds: bool) -> dict[str, object]:
+        return {"case": case, "holds": holds, "interval_holds": True, "cliff_holds": False}
+
+    earlier = [row("2 chat", holds=False), row("10 code", holds=True)]
+    result = updated(earlier, [row("2 chat on L40S", holds=True), row("1 agent", holds=False)])
+    assert [each["case"] for each in result["cases"]] == ["1 agent", "2 chat on L40S", "10 code"]
+    assert {name: value for name, value in result.items() if name != "cases"} == {
+        "num_holds": 2,
+        "num_interval_holds": 3,
+        "num_cliff_holds": 0,
+        "num_cases": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "config"), [(GEMMA_3_27B, planned_configs.GEMMA_3_27B), (DEEPSEEK_V3, planned_configs.DEEPSEEK_V3)]
+)
+def test_models_have_the_shapes_of_their_published_configs(model: PlannedModel, config: dict[str, Any]) -> None:
+    assert model.shape == ModelShape.from_hf_config(config)
