@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import httpx
 import psutil
@@ -25,7 +25,7 @@ def edge() -> Iterator[EdgeServer]:
         yield edge
 
 
-def connect(edge: EdgeServer, body: dict[str, object]) -> socket.socket:
+def connect(edge: EdgeServer, body: Mapping[str, object]) -> socket.socket:
     """Send a completion request and leave the connection open. Few bytes of the answer have room in it."""
     host, port = edge.url.removeprefix("http://").split(":")
     connection = socket.socket()
