@@ -197,7 +197,9 @@ def us_per_token(url: str, pid: int, num_streams: int, seconds: float, opening_s
         spent_s, ended_s = sum(server.cpu_times()[:2]) - before_s, time.monotonic()
         assert received.poll(60), "the streams have not ended"
         times_s: np.ndarray = received.recv()
-    return 1e6 * spent_s / int(((times_s > began_s) & (times_s < ended_s)).sum())
+    num_tokens = int(((times_s > began_s) & (times_s < ended_s)).sum())
+    assert num_tokens, "no stream had begun, or all had ended"
+    return 1e6 * spent_s / num_tokens
 
 
 def compare_with_bare(url: str, pid: int, num_streams: int, seconds: float) -> dict[str, float | list[float]]:

@@ -152,5 +152,7 @@ class SchedulerLoad(NamedTuple):
     """Prompts that waited for some."""
     num_restores_given_up: int = 0
     """And computed them, because the tier was slower than that."""
+    restore_saved_s: float = 0.0
+    """Predicted seconds to compute the restored tokens, less those of reading them."""
     tier_failure: str = ""
     """Why the tier is off until the worker starts again; empty while it works, and without one."""

@@ -246,6 +246,11 @@ SWAP_INS = Counter("pdserve_swap_ins", "Preempted sequences copied back.", WORKE
 GUESSES = Counter("pdserve_guesses", "Tokens that speculative decoding guessed.", WORKER)
 RIGHT_GUESSES = Counter("pdserve_right_guesses", "Guesses that were the answers' next tokens.", WORKER)
 RESTORED_TOKENS = Counter("pdserve_kv_tier_restored_tokens", "Prompt tokens whose KV the tier had.", WORKER)
+RESTORE_SAVED_SECONDS = Counter(
+    "pdserve_kv_tier_saved_seconds",
+    "What these tokens would have taken to compute, as predicted, less the seconds of reading them.",
+    WORKER,
+)
 RESTORES = Counter("pdserve_kv_tier_restores", "Prompts that waited for KV of the tier.", WORKER)
 RESTORES_GIVEN_UP = Counter(
     "pdserve_kv_tier_restores_given_up", "Those that computed it, because the tier took as long.", WORKER

@@ -63,6 +63,8 @@ class Autoscaler:
         """Windows."""
         self._replicas: dict[WorkerRole, int] = {}
         """After the last decision."""
+        self.wanted: Replicas = {}
+        """Numbers that the load asked for last, whatever hosts hold."""
 
     def observe(self, now_s: float, demand: Demand | None) -> None:
         """The demand at an instant; None if routers did not answer."""
@@ -100,6 +102,7 @@ class Autoscaler:
             if lacking > 0 and is_known and other in self._bounds and wanted[other] == replicas[other]:
                 needed = max(self._bounds[other].least, self._whole(other, self._soon, wanted[DECODE]))
                 wanted[other] -= min(lacking, max(0, replicas[other] - needed))
+        self.wanted = dict(wanted)
         if most_workers is not None and sum(wanted.values()) > most_workers and self._needs:
             # Roles that both lack workers take one from the other once a minute at most, or chance moves it about.
             is_soon = sum(replicas.values()) == most_workers and self._num_since_change < NUM_WINDOWS_MINUTE

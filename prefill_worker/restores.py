@@ -73,6 +73,8 @@ class Restores:
         self._block_s = 0.0
         """Expected seconds of a block; 0 before the first restore."""
         self.num_restored_tokens = 0
+        self.saved_s = 0.0
+        """Predicted seconds to compute these, less those of restoring them."""
 
     @property
     def num_waiting(self) -> int:
@@ -130,7 +132,10 @@ class Restores:
         block_s = max(read_s / max(1, num_done), late_s / len(restore.blocks))
         if block_s:
             self._block_s += (NEWEST_WEIGHT if self._block_s else 1.0) * (block_s - self._block_s)
-        self.num_restored_tokens += num_done * restore.sequence.block_size
+        block_size = restore.sequence.block_size
+        self.num_restored_tokens += num_done * block_size
+        compute_s = self._compute_s(num_done * block_size, len(restore.shared) * block_size)
+        self.saved_s += max(0.0, compute_s - max(read_s, late_s))
         self._table.pool.register(restore.blocks[:num_done], restore.hashes[:num_done])
         self._table.pool.release([*restore.shared, *restore.blocks])
         return restore.sequence

@@ -15,7 +15,7 @@ from pdserve.deploy.cluster.changes import Changes
 from pdserve.deploy.cluster.fleet import Fleet
 from pdserve.deploy.cluster.router_process import RouterProcess
 from pdserve.deploy.launch import Launch
-from pdserve.planner.autoscale import NUM_WINDOWS_DOWN, ROLES, WINDOW_S, Autoscaler, Bounds, Decision
+from pdserve.planner.autoscale import NUM_WINDOWS_DOWN, ROLES, WINDOW_S, Autoscaler, Bounds, Decision, Replicas
 from pdserve.router.requests.demand import Demand
 
 RETRY_S = NUM_WINDOWS_DOWN * WINDOW_S
@@ -38,6 +38,8 @@ class Autoscaling:
         self._refused: tuple[int, int] | None = None
         """Number of hosts, and of workers, when no more could start."""
         self._refused_until_s = 0.0
+        self._requested: Replicas = {}
+        """Workers for which hosts were requested."""
 
     def turn(self, now_s: float, routers: Sequence[RouterProcess], *, is_busy: bool) -> Iterator[str] | None:
         """The change to make, if any, beside those that go on. While a command ``is_busy``, only looks."""
@@ -53,6 +55,9 @@ class Autoscaling:
             return None
         replicas = self._fleet.present
         decision = self._autoscaler.decide(replicas, self._most(sum(replicas.values())))
+        if self._autoscaler.wanted != self._requested:
+            self._requested = self._autoscaler.wanted
+            self._fleet.request_hosts(self._requested)
         return self._carry_out(decision, routers, now_s) if decision is not None else None
 
     def _most(self, num_workers: int) -> int | None:

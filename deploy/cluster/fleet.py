@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pdserve.contracts.errors import DeployError
@@ -192,6 +192,14 @@ class Fleet:
             check_host_memory(self._launch.on_host(host.facts, [(each.role, each.number) for each in here]))
             placed.append((needs, host))
         return placed
+
+    def request_hosts(self, replicas: Mapping[WorkerRole, int]) -> None:
+        """Have Ray's autoscaler, if one runs, keep hosts for so many workers of each role, as far as these request
+        resources of Ray."""
+        like = {needs.role: needs.bundle for needs in self._needs.values()}
+        self._ray.request_hosts(
+            [like[role] for role, count in replicas.items() if like.get(role) for _ in range(count)]
+        )
 
     def _add(self, config: WorkerConfig, host: Host) -> WorkerProcess:
         needs = self._needs[config.worker_id]

@@ -267,6 +267,11 @@ class WorkerNeeds:
     def name(self) -> str:
         return f"{self.role.value}-{self.number}"
 
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What Ray counts of it; empty for a worker that any host can take."""
+        return {**self.resources, **({"GPU": self.gpu_share} if self.gpu_share else {})}
+
 
 def choose_hosts(
     workers: Sequence[WorkerNeeds], hosts: Sequence[Host], taken: Mapping[str, Sequence[WorkerNeeds]]

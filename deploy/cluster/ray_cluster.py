@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -95,6 +95,10 @@ class RayCluster(SupervisedProcess):
         self._joining = self._probe = None
         futures.wait([self.desk.submit(_leave)], _LEAVE_S)
 
+    def request_hosts(self, bundles: Sequence[Mapping[str, float]]) -> None:
+        """Have Ray's autoscaler keep hosts for all bundles of resources, those in use included, until the next request.
+        Nothing follows where none runs, as on one machine."""
+
     def _has_joined(self, join: Callable[[], dict[str, float]]) -> bool:
         if self._joining is None:
             self._joining = self.desk.submit(join)
@@ -128,10 +132,20 @@ class ExistingRay(RayCluster):
         """True once Ray no longer knows this process: the control store has lost its data, or the node of this host has
         ended. This process can join no other cluster."""
         self._store = ControlStore(split_address(address)[1])
+        self._has_requested = False
 
     @property
     def address(self) -> str:
         return self._address
+
+    def request_hosts(self, bundles: Sequence[Mapping[str, float]]) -> None:
+        self._has_requested = True
+        self.desk.submit(lambda: _request_hosts(bundles))
+
+    def end(self) -> None:
+        if self._has_requested:
+            self.request_hosts([])  # or hosts would stay
+        super().end()
 
     def start_probe(self, log_path: Path) -> subprocess.Popen[bytes]:
         """A process that succeeds if another supervisor could join the cluster now."""
@@ -351,6 +365,12 @@ def _join(address: str) -> dict[str, float]:
         cause = str(error).splitlines()[0]
         raise DeployError(f"cannot connect to Ray at {address}: {cause}; check --ray-address and its token") from error
     return dict(ray.cluster_resources())
+
+
+def _request_hosts(bundles: Sequence[Mapping[str, float]]) -> None:
+    from ray.autoscaler.sdk import request_resources
+
+    request_resources(bundles=[dict(bundle) for bundle in bundles])
 
 
 def _leave() -> None:

@@ -437,6 +437,7 @@ class Scheduler:
             num_restored_tokens=self.restores.num_restored_tokens,
             num_restores=self.restores.num_begun,
             num_restores_given_up=self.restores.num_given_up,
+            restore_saved_s=self.restores.saved_s,
             tier_failure=self.restores.tier_failure,
         )
 

@@ -65,9 +65,7 @@ class DecoderConfig:
             ValueError: no readable config.json, or an unsupported model.
         """
         if not (folder / "config.json").is_file():
-            raise ValueError(
-                f"cannot read {folder / 'config.json'}: no such file; name a folder with a Hugging Face model"
-            )
+            raise ValueError(f"cannot read {folder / 'config.json'}: no such file; {_remedy_without_config(folder)}")
         config = parse_config(read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
         ids = dict.fromkeys([*config.eos_token_ids, *eos_token_ids(folder)])
         return replace(config, eos_token_ids=tuple(i for i in ids if 0 <= i < config.shape.vocab_size))
@@ -105,6 +103,14 @@ class DecoderConfig:
             dtype=dtype,
             model_hash=model_hash,
         )
+
+
+def _remedy_without_config(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return "it has an adapter (LoRA): merge it into its base model by merge_and_unload() of peft"
+    if snapshots := sorted(folder.glob("snapshots/*/config.json")):  # as the hub's cache has them
+        return f"name {snapshots[-1].parent}"
+    return "name a folder with a Hugging Face model"
 
 
 def parse_config(config: Mapping[str, object], generation_config: Mapping[str, object]) -> DecoderConfig:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_LFS_POINTER = b"version https://git-lfs"
+
 
 def read_json(file: Path) -> dict[str, Any]:
     """JSON object of a file; empty if the file does not exist.
@@ -20,13 +22,24 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     if not file.is_file():
         return {}
+    check_pulled(file)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8-sig"))  # some editors put a mark before it
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}; download it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} is not a JSON object; download it again")
     return content
+
+
+def check_pulled(file: Path) -> None:
+    """
+    Raises:
+        ValueError: Git LFS has not fetched it.
+    """
+    with file.open("rb") as stream:
+        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ValueError(f"{file} is a pointer of Git LFS; run git lfs pull in its folder, or download it again")
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:

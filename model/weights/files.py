@@ -21,6 +21,7 @@ import numpy.typing as npt
 from pdserve.model.config.families import MIXTRAL_PROJECTIONS, mixtral_name
 from pdserve.model.config.quantisation import Scheme
 from pdserve.model.config.shape import ModelShape
+from pdserve.model.config.tokenizer_config import check_pulled
 
 _INDEX_NAME = "model.safetensors.index.json"
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -40,7 +41,6 @@ _MIXTRAL = re.compile(
 _OF_MIXTRAL = {name: f".{projection}" for projection, name in MIXTRAL_PROJECTIONS.items()}
 _MAX_PROBLEMS = 8
 """Upper limit of tensors named in one message."""
-_LFS_POINTER = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 100 * 10**6
 """Limit of the safetensors library."""
 
@@ -63,9 +63,7 @@ def read_header(shard: Path) -> dict[str, StoredTensor]:
         ValueError: not a safetensors file, or its size does not match the header.
     """
     num_bytes = shard.stat().st_size
-    with shard.open("rb") as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise ValueError(f"{shard} is a pointer of Git LFS; run git lfs pull in its folder, or download it again")
+    check_pulled(shard)
     try:
         with shard.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -364,7 +362,9 @@ def _indexed_names(index: Path) -> set[str]:
 def _remedy_without(folder: Path) -> str:
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if not pickled:
-        return "name a folder written by save_pretrained()"
+        others = sorted(folder.glob("*.safetensors"))
+        said = "".join(f"{path.name} {'is there' if path.exists() else 'is a link to nothing'}; " for path in others)
+        return f"{said}name a folder written by save_pretrained()"
     return (
         f"{', '.join(pickled)} are pickles, which can run code and are never loaded: convert them with transformers, "
         "from_pretrained(...).save_pretrained(...), on a machine you trust them on"

@@ -847,6 +847,7 @@ class Load(_message.Message):
     NUM_RESTORES_FIELD_NUMBER: _builtins.int
     NUM_RESTORES_GIVEN_UP_FIELD_NUMBER: _builtins.int
     TIER_FAILURE_FIELD_NUMBER: _builtins.int
+    RESTORE_SAVED_S_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_parked: _builtins.int
@@ -886,6 +887,8 @@ class Load(_message.Message):
     """and computed them, because the tier was slower than that"""
     tier_failure: _builtins.str
     """why the tier is off; empty while it works"""
+    restore_saved_s: _builtins.float
+    """predicted seconds to compute the restored tokens, less those of reading them"""
     def __init__(
         self,
         *,
@@ -913,10 +916,11 @@ class Load(_message.Message):
         num_restores: _builtins.int = ...,
         num_restores_given_up: _builtins.int = ...,
         tier_failure: _builtins.str = ...,
+        restore_saved_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_correction", b"decode_correction", "draining", b"draining", "num_blocks_cached", b"num_blocks_cached", "num_blocks_free", b"num_blocks_free", "num_blocks_parked", b"num_blocks_parked", "num_blocks_referenced", b"num_blocks_referenced", "num_context_tokens", b"num_context_tokens", "num_guesses", b"num_guesses", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_restored_tokens", b"num_restored_tokens", "num_restores", b"num_restores", "num_restores_given_up", b"num_restores_given_up", "num_right_guesses", b"num_right_guesses", "num_running", b"num_running", "num_started_tokens", b"num_started_tokens", "num_swap_ins", b"num_swap_ins", "num_swap_outs", b"num_swap_outs", "num_swap_slots_used", b"num_swap_slots_used", "num_tokens_in_flight", b"num_tokens_in_flight", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_correction", b"prefill_correction", "tier_failure", b"tier_failure"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_correction", b"decode_correction", "draining", b"draining", "num_blocks_cached", b"num_blocks_cached", "num_blocks_free", b"num_blocks_free", "num_blocks_parked", b"num_blocks_parked", "num_blocks_referenced", b"num_blocks_referenced", "num_context_tokens", b"num_context_tokens", "num_guesses", b"num_guesses", "num_parked", b"num_parked", "num_preemptions", b"num_preemptions", "num_restored_tokens", b"num_restored_tokens", "num_restores", b"num_restores", "num_restores_given_up", b"num_restores_given_up", "num_right_guesses", b"num_right_guesses", "num_running", b"num_running", "num_started_tokens", b"num_started_tokens", "num_swap_ins", b"num_swap_ins", "num_swap_outs", b"num_swap_outs", "num_swap_slots_used", b"num_swap_slots_used", "num_tokens_in_flight", b"num_tokens_in_flight", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefill_correction", b"prefill_correction", "restore_saved_s", b"restore_saved_s", "tier_failure", b"tier_failure"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

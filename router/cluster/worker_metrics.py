@@ -64,6 +64,7 @@ class WorkerMetrics:
             "num_guesses": series(metrics[names.GUESSES]),
             "num_right_guesses": series(metrics[names.RIGHT_GUESSES]),
             "num_restored_tokens": series(metrics[names.RESTORED_TOKENS]),
+            "restore_saved_s": series(metrics[names.RESTORE_SAVED_SECONDS]),
             "num_restores": series(metrics[names.RESTORES]),
             "num_restores_given_up": series(metrics[names.RESTORES_GIVEN_UP]),
         }

@@ -1,17 +1,23 @@
-"""Two routers at one address: both learn of the new roles of workers, and one of them is killed under streams."""
+"""Two routers at one address: both learn of the new roles of workers, by hand and by a plan, and one of them is killed
+under streams."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import httpx
 import pytest
 
+from pdserve.deploy.cli import run
 from pdserve.deploy.cluster.folder import admin_headers
+from pdserve.planner.search.goodput import Trial
 from tests.deploy.clusters import UpProcess, pdserve, running_up, wait_for
 from tests.patience import HANG_S
 from tests.shared import shared
@@ -86,10 +92,16 @@ def workers(admin_url: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_roles_change_while_requests_run_and_outlive_the_worker(up: UpProcess) -> None:
-    """For both routers."""
+def have_roles(up: UpProcess, roles: dict[str, str]) -> bool:
+    """At both routers."""
+    urls = up.banner("admin").split(", ")
+    return all({each["worker_id"]: each["role"] for each in workers(url)} == roles for url in urls)
+
+
+@contextmanager
+def asking(up: UpProcess) -> Iterator[None]:
+    """Four clients ask meanwhile, and all answers are that of an undisturbed cluster."""
     is_over = threading.Event()
-    admin_urls = up.banner("admin").split(", ")
 
     def ask(client: httpx.Client) -> str:
         answer = client.post(f"{up.banner('API')}/completions", json=BODY)
@@ -102,12 +114,23 @@ def test_roles_change_while_requests_run_and_outlive_the_worker(up: UpProcess) -
                 answers.add(ask(client))
         return answers
 
+    with httpx.Client(trust_env=False, verify=False) as client, ThreadPoolExecutor() as threads:
+        undisturbed = ask(client)
+        answers = [threads.submit(ask_on) for _ in range(4)]
+        try:
+            yield
+        finally:
+            is_over.set()
+        assert {text for answer in answers for text in answer.result()} == {undisturbed}
+
+
+def test_roles_change_while_requests_run_and_outlive_the_worker(up: UpProcess) -> None:
+    """For both routers."""
+    admin_urls = up.banner("admin").split(", ")
+
     def scale(*replicas: str) -> str:
         run = pdserve("scale", *replicas, "--admin-url", admin_urls[0])
         return run.stderr if run.returncode else run.stdout
-
-    def have_roles(roles: dict[str, str]) -> bool:
-        return all({each["worker_id"]: each["role"] for each in workers(url)} == roles for url in admin_urls)
 
     epochs = {each["worker_id"]: each["epoch"] for each in workers(admin_urls[0])}
 
@@ -116,24 +139,46 @@ def test_roles_change_while_requests_run_and_outlive_the_worker(up: UpProcess) -
         now = [each for url in admin_urls for each in workers(url) if each["worker_id"] == "prefill-1"]
         return len(now) == 2 and all(each["epoch"] != epochs["prefill-1"] for each in now)
 
-    with httpx.Client(trust_env=False, verify=False) as client, ThreadPoolExecutor() as threads:
-        undisturbed = ask(client)
-        answers = [threads.submit(ask_on) for _ in range(4)]
-        try:
-            assert scale("prefill=1", "decode=2") == "prefill-1 becomes a decode worker\n"
-            wait_for(lambda: have_roles(SWITCHED), "the roles at both routers")
-            assert {each["worker_id"]: each["epoch"] for each in workers(admin_urls[0])} == epochs
-            shown = pdserve("status", "--admin-url", admin_urls[1]).stdout
-            assert ["prefill-1", "decode"] in [line.split()[:2] for line in shown.splitlines()]
-            up.members("ray::prefill-1")[0].kill()
-            wait_for(lambda: have_roles(SWITCHED) and is_another(), "its successor, in its present role")
-            assert scale("prefill=2", "decode=1") == "prefill-1 becomes a prefill worker\n"
-            wait_for(lambda: have_roles(BACK), "the first roles at both routers")
-        finally:
-            is_over.set()
-        assert {text for answer in answers for text in answer.result()} == {undisturbed}
+    with asking(up):
+        assert scale("prefill=1", "decode=2") == "prefill-1 becomes a decode worker\n"
+        wait_for(lambda: have_roles(up, SWITCHED), "the roles at both routers")
+        assert {each["worker_id"]: each["epoch"] for each in workers(admin_urls[0])} == epochs
+        shown = pdserve("status", "--admin-url", admin_urls[1]).stdout
+        assert ["prefill-1", "decode"] in [line.split()[:2] for line in shown.splitlines()]
+        up.members("ray::prefill-1")[0].kill()
+        wait_for(lambda: have_roles(up, SWITCHED) and is_another(), "its successor, in its present role")
+        assert scale("prefill=2", "decode=1") == "prefill-1 becomes a prefill worker\n"
+        wait_for(lambda: have_roles(up, BACK), "the first roles at both routers")
     now = {each["worker_id"]: each["epoch"] for each in workers(admin_urls[0])}
     assert [name for name in epochs if epochs[name] != now[name]] == ["prefill-1"]
+
+
+def test_a_wrong_number_of_prefill_workers_is_mended_under_load(
+    up: UpProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short prompts with long answers keep prefill workers idle. The plan is applied, and then proposes nothing."""
+    monkeypatch.setattr(Trial, "most_rate", inf)  # rates of short runs are too high, but of all layouts
+    admin_url = up.banner("admin").split(", ")[0]
+
+    def plan(option: str) -> list[str]:
+        command = ["plan", "--live", admin_url, "--window", "1", "--requests", "100", "--jobs", "1", option]
+        assert run(command) == 0
+        return capsys.readouterr().out.splitlines()
+
+    with asking(up):
+        said = plan("--apply")
+        undo = f"pdserve scale prefill=2 decode=1 --admin-url {admin_url}"
+        assert said[-5:] == [
+            "The change would move 1 workers to another role, at once, stop 0, start 0 and keep 2.",
+            said[-4],
+            "to do: prefill-1 becomes a decode worker, at once",
+            "prefill-1 becomes a decode worker",
+            f"What undoes it: {undo}",
+        ]
+        wait_for(lambda: have_roles(up, SWITCHED), "the roles at both routers")
+        assert plan("--dry-run")[-1] == "Keep the placement: it is the best one found."
+        assert pdserve(*undo.split()[1:]).stdout == "prefill-1 becomes a prefill worker\n"
+        wait_for(lambda: have_roles(up, BACK), "the first roles at both routers")
 
 
 def test_a_killed_router_ends_its_own_streams_alone(up: UpProcess) -> None:

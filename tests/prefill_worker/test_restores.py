@@ -118,6 +118,7 @@ def test_a_prompt_waits_for_its_blocks_while_others_are_computed() -> None:
     assert (worker.num_cached(key), worker.num_cached(other)) == (8, 0)
     load = worker.scheduler.load()
     assert (load.num_restores, load.num_restored_tokens, load.num_restores_given_up) == (1, 8, 0)
+    assert load.restore_saved_s == pytest.approx(8 * COMPUTE_S - 0.01)
     assert load.num_blocks_referenced == 0
 
 
@@ -149,6 +150,7 @@ def test_a_late_restore_is_given_up_with_what_it_got() -> None:
     worker.complete(batch)
     load = worker.scheduler.load()
     assert (load.num_restores_given_up, load.num_blocks_referenced) == (1, 0)
+    assert load.restore_saved_s == 0, "one block came in the time in which two are computed"
 
 
 def test_a_slow_tier_is_not_asked_but_tried_now_and_then() -> None:

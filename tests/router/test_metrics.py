@@ -61,6 +61,7 @@ def test_a_frame_becomes_the_workers_series() -> None:
         num_guesses=7,
         num_right_guesses=5,
         num_restored_tokens=96,
+        restore_saved_s=2.5,
         num_restores=3,
         num_restores_given_up=1,
         tier_failure="No space left on device",
@@ -81,6 +82,7 @@ def test_a_frame_becomes_the_workers_series() -> None:
     assert sample(metrics, "pdserve_guesses_total", **labels) == 7
     assert sample(metrics, "pdserve_right_guesses_total", **labels) == 5
     assert sample(metrics, "pdserve_kv_tier_restored_tokens_total", **labels) == 96
+    assert sample(metrics, "pdserve_kv_tier_saved_seconds_total", **labels) == 2.5
     assert sample(metrics, "pdserve_kv_tier_off", **labels) == 1
     assert sample(metrics, "pdserve_kv_tier_restores_total", **labels) == 3
     assert sample(metrics, "pdserve_kv_tier_restores_given_up_total", **labels) == 1

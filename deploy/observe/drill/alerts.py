@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -32,6 +34,7 @@ SPEED = 20.0
 TIMEOUT_S = 75.0
 PORT = 9391
 SLO = {"ttft_seconds": 0.5, "tpot_seconds": 0.05}
+_BLKIO = Path("/sys/fs/cgroup/blkio")
 
 Fault = Callable[[RunningCluster, Event], None]
 """Goes wrong until the event is set."""
@@ -86,10 +89,39 @@ def _changed_back_and_forth(cluster: RunningCluster, end: Event) -> None:
 
 def _without_tier(cluster: RunningCluster, end: Event) -> None:
     """The file of the tier of each worker is deleted."""
+    for _, file in _tiers(cluster):
+        file.unlink()
+
+
+def _tiers(cluster: RunningCluster) -> Iterator[tuple[psutil.Process, Path]]:
+    """Each mixed worker, and the file of its tier."""
     for process in processes(cluster, "ray::mixed"):
         for file in process.open_files():
             if file.path.endswith(".kv"):
-                Path(file.path).unlink()
+                yield process, Path(file.path)
+
+
+def _on_a_slow_disk(cluster: RunningCluster, end: Event) -> None:
+    """A worker reads 256 KiB/s, and nothing from the page cache of its tier's file, while prompts that fill 1.5 pools
+    come again and again. Needs root, and the first version of control groups."""
+    [(worker, path)] = _tiers(cluster)
+    device = path.stat().st_dev
+    group = _BLKIO / f"pdserve-drill-{worker.pid}"
+    group.mkdir()
+    (group / "blkio.throttle.read_bps_device").write_text(f"{os.major(device)}:{os.minor(device)} {256 * 2**10}")
+    (group / "cgroup.procs").write_text(str(worker.pid))
+    try:
+        with path.open("r+b") as file, httpx.Client(base_url=cluster.url, timeout=60, trust_env=False) as client:
+            for number in cycle(range(80)):
+                if end.is_set():
+                    return
+                os.fdatasync(file)
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                body = {"prompt": [number + 1] * 256, "max_tokens": 1}
+                client.post("/v1/completions", json=body).raise_for_status()
+    finally:
+        (_BLKIO / "cgroup.procs").write_text(str(worker.pid))
+        group.rmdir()
 
 
 @contextmanager
@@ -113,6 +145,12 @@ def _send(cluster: RunningCluster, mark: str, number: signal.Signals) -> None:
 
 
 _ONE_EACH = {"slo": SLO, "prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+_WITH_TIER = {
+    "slo": SLO,
+    "prefill": {"replicas": 0},
+    "decode": {"replicas": 0},
+    "mixed": {"replicas": 1, "kv_memory": "16MiB", "kv_tier": {"path": "tiers", "size": "64MiB"}},
+}
 CASES = (
     Case(
         what="objectives that no request can meet",
@@ -190,16 +228,20 @@ CASES = (
     Case(
         what="a file of a tier that is deleted",
         alerts=("KvTierOff",),
-        deployment={
-            "slo": SLO,
-            "prefill": {"replicas": 0},
-            "decode": {"replicas": 0},
-            "mixed": {"replicas": 1, "kv_memory": "16MiB", "kv_tier": {"path": "tiers", "size": "64MiB"}},
-        },
+        deployment=_WITH_TIER,
         cluster=running_cluster,
         num_prompt_tokens=50,
         num_output_tokens=2,
         fault=_without_tier,
+    ),
+    Case(
+        what="a tier on a disk that is slower than computing",
+        alerts=("KvTierSlow",),
+        deployment=_WITH_TIER,
+        cluster=running_cluster,
+        num_prompt_tokens=50,
+        num_output_tokens=2,
+        fault=_on_a_slow_disk,
     ),
     Case(
         what="a router that stands still",

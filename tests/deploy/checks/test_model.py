@@ -124,6 +124,11 @@ def test_a_missing_file_is_named(checkpoint: Path, missing: str, said: str) -> N
         ("config.json", "{", "config.json is not JSON"),
         ("config.json", '{"architectures": ["MambaForCausalLM"]}', "['MambaForCausalLM'] is not supported"),
         ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer"),
+        (
+            "tokenizer.json",
+            "version https://git-lfs.github.com/spec/v1\n",
+            "json is a pointer of Git LFS; run git lfs pull",
+        ),
         ("tokenizer_config.json", "[]", "tokenizer_config.json is not a JSON object; download it again"),
         ("tokenizer_config.json", '{"chat_template": 3}', "is not text; download it again"),
         ("chat_template.jinja", "{% for %}", "the chat template does not compile"),
@@ -140,6 +145,26 @@ def test_a_broken_file_is_named(checkpoint: Path, file: str, content: str | byte
         (checkpoint / "chat_template.jinja").unlink()
     overwrite(checkpoint / file, content)
     assert said in refusal(LAUNCH, checkpoint)
+
+
+def test_weights_of_another_name_are_named(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "model.fp16.safetensors")
+    (checkpoint / "model.safetensors").symlink_to(checkpoint / "blob")
+    said = "model.fp16.safetensors is there; model.safetensors is a link to nothing; name a folder"
+    assert said in refusal(LAUNCH, checkpoint)
+
+
+def test_a_folder_without_a_model_says_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "snapshots/0af1").mkdir(parents=True)
+    (tmp_path / "snapshots/0af1/config.json").write_text("{}")
+    assert f"no such file; name {tmp_path}/snapshots/0af1" in refusal(LAUNCH, tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "it has an adapter (LoRA): merge it into its base model" in refusal(LAUNCH, tmp_path)
+
+
+def test_a_byte_order_mark_is_read_over(checkpoint: Path) -> None:
+    overwrite(checkpoint / "config.json", b"\xef\xbb\xbf" + (checkpoint / "config.json").read_bytes())
+    assert checked(LAUNCH, checkpoint) == ""
 
 
 def test_a_truncated_file_is_named(checkpoint: Path) -> None:

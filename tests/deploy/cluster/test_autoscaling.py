@@ -39,8 +39,17 @@ class Router:
 class Cluster:
     def __init__(self, launch: Launch, *, has_room: bool = True) -> None:
         self.fleet: Any = cast(
-            Any, SimpleNamespace(present={PREFILL: 1, DECODE: 1}, hosts=[1], workers=[1, 2], is_on_gpus=False)
+            Any,
+            SimpleNamespace(
+                present={PREFILL: 1, DECODE: 1},
+                hosts=[1],
+                workers=[1, 2],
+                is_on_gpus=False,
+                request_hosts=lambda replicas: self.requested.append(sum(replicas.values())),
+            ),
         )
+        self.requested: list[int] = []
+        """Numbers of workers for which hosts were requested."""
         self.has_room, self.starts = has_room, True
         self.router = Router()
         self.autoscaling = Autoscaling(launch, cast(Any, self.fleet), cast(Any, self))
@@ -98,8 +107,19 @@ def test_where_hosts_have_no_room_roles_move_and_nothing_is_tried_again_before_a
         cluster.turns(3)
     assert cluster.router.counted == ["failed"]
     assert cluster.turns(20) == []
+    assert cluster.requested == [2, 3], "the request stands"
     cluster.has_room, cluster.fleet.hosts = True, [1, 2]
     assert cluster.turns(1)[-1] == "done"
+    assert cluster.requested == [2, 3]
+
+
+def test_a_host_that_the_load_does_not_need_any_more_is_given_up() -> None:
+    cluster = Cluster(Launch(config=BOUNDED, emulate="h100-sxm"), has_room=False)
+    with pytest.raises(DeployError, match="no host has room"):
+        cluster.turns(3)
+    cluster.router.need = 1
+    cluster.turns(10)
+    assert cluster.requested == [2, 3, 2]
 
 
 def test_workers_on_cores_are_not_more_than_the_deployment_has() -> None:

@@ -37,11 +37,8 @@ COLOCATED = [status_of("mixed-0", "mixed"), status_of("mixed-1", "mixed")]
 
 
 @contextmanager
-def admin_port(
-    document: dict[str, object], num_requests: int = 40, lengths: tuple[int, int] = (1000, 3)
-) -> Iterator[str]:
-    """Serve ``document`` as the status, and metrics that count ``num_requests`` more requests of these ``lengths`` at
-    each read."""
+def admin_port(document: dict[str, object], num_requests: int = 40) -> Iterator[str]:
+    """Serve ``document`` as the status, and metrics that count ``num_requests`` more requests at each read."""
     router = Router()
 
     class Handler(BaseHTTPRequestHandler):
@@ -51,7 +48,7 @@ def admin_port(
             else:
                 body = router.text
                 for _ in range(num_requests):
-                    router.serve(*lengths)
+                    router.serve(1000, 3)
             self.send_response(200)
             self.end_headers()
             self.wfile.write(body.encode())
@@ -237,53 +234,20 @@ def test_what_cannot_be_compared_is_said(
 
 
 class Supervisor:
-    """Of the cluster behind an admin port: takes commands, and changes its status."""
+    """Of the cluster behind an admin port: takes commands."""
 
-    def __init__(self, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.commands: list[dict[str, Any]] = []
-        self._document = document
         monkeypatch.setattr("pdserve.deploy.commands.plan_live.find_cluster", lambda url: ClusterNote(pid=1))
         monkeypatch.setattr("pdserve.deploy.commands.plan_live.send_command", self._take)
 
     def _take(self, folder: Path, command: dict[str, Any]) -> Iterator[str]:
         self.commands.append(command)
         yield "a worker becomes another"
-        if "scale" in command:
-            roles = [role for role, count in command["scale"].items() for _ in range(count)]
-            self._document["workers"] = [
-                {**worker, "role": role} for worker, role in zip(self._document["workers"], roles, strict=True)
-            ]
-
-
-def test_a_wrong_number_of_prefill_workers_is_mended_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
-    """Prompts of 100 tokens with answers of 200 keep prefill workers idle."""
-    limits = {
-        "max_model_len": 8192,
-        "block_size": 16,
-        "num_blocks": 1000,
-        "max_batch_tokens": 2048,
-        "max_batch_size": 8,
-    }
-    names = ["prefill-0", "prefill-1", "decode-0"]
-    document = serving(model, *(status_of(name, name[:-2], limits=limits) for name in names))
-    supervisor = Supervisor(document, monkeypatch)
-    change = {"prefill": 1, "decode": 2}
-    with admin_port(document, lengths=(100, 200)) as url:
-        assert live(url, "--apply") == 0
-        assert supervisor.commands == [{"preview": change}, {"scale": change}]
-        said = capsys.readouterr().out
-        assert "The change would move 1 workers to another role, at once, stop 0, start 0 and keep 2." in said
-        undo = f"What undoes it: pdserve scale prefill=2 decode=1 --admin-url {url}"
-        assert f"to do: a worker becomes another\na worker becomes another\n{undo}" in said
-        assert live(url, "--dry-run") == 0
-        assert "Keep the placement: it is the best one found." in capsys.readouterr().out
-        assert len(supervisor.commands) == 2
 
 
 def test_a_dry_run_changes_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    supervisor = Supervisor({}, monkeypatch)
+    supervisor = Supervisor(monkeypatch)
     old = Layout(prefill=a_pool(WorkerRole.PREFILL, 3), decode=a_pool(WorkerRole.DECODE, 1))
     new = Layout(prefill=a_pool(WorkerRole.PREFILL, 1), decode=a_pool(WorkerRole.DECODE, 3))
     plan_live._apply(plan_live.Watch("a:1", 1.0, 0.1, "", None, previews=True), old, new, to_stderr=False)
@@ -308,7 +272,7 @@ def test_what_cannot_be_applied_is_refused_before_the_search(
     said: str,
 ) -> None:
     document = serving(model, *workers)
-    supervisor = Supervisor(document, monkeypatch)
+    supervisor = Supervisor(monkeypatch)
     with admin_port(document) as url:
         assert live(url, *options) != 0
     error = capsys.readouterr().err
@@ -321,7 +285,7 @@ def test_numbers_that_follow_the_load_are_not_changed_beside_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     document = serving(model)
-    supervisor = Supervisor(document, monkeypatch)
+    supervisor = Supervisor(monkeypatch)
     note = ClusterNote(pid=1, follows_load=True)
     monkeypatch.setattr("pdserve.deploy.commands.plan_live.find_cluster", lambda url: note)
     with admin_port(document) as url:

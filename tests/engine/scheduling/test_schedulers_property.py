@@ -112,10 +112,15 @@ def test_guesses_change_no_token(config: WorldConfig) -> None:
 
 @pytest.mark.parametrize("kind", [*GUESSES, "draft"])
 def test_guesses_of_no_kind_change_a_token(kind: str, tmp_path: Path) -> None:
-    counts = served(GUESSES[kind] if kind in GUESSES else draft_model(tmp_path), seed=9).counts
+    guesses = GUESSES[kind] if kind in GUESSES else draft_model(tmp_path)
+    counts = served(guesses, seed=9).counts
     assert counts["killed"]
     assert bool(counts["right guesses"]) == (kind not in ("none", "wrong"))
     assert kind in ("none", "oracle") or counts["wrong guesses"]
+    # Answers live long enough to be swapped where nothing dies.
+    calm = served({**guesses, "kill": 0.0, "relabel": 0.0, "num_prefill": 1, "num_swap_slots": 60}, seed=48).counts
+    assert calm["preemptions"]
+    assert calm["swap-ins"]
 
 
 @pytest.mark.parametrize("num_swap_slots", [0, 60])
