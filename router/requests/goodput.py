@@ -141,7 +141,8 @@ class Goodput(Placement):
         if not workers:
             return None
         blocks, request = arrival.blocks, self._requests.get(arrival.request_id)
-        weight = arrival.weight if request is None or request.wanted_s >= arrival.now_s else 0.0
+        token_s = arrival.now_s if arrival.token_s is None else arrival.token_s
+        weight = arrival.weight if request is None or request.wanted_s >= token_s else 0.0
         near = [worker for worker in workers if worker.worker_id not in cut_off] or workers if cut_off else workers
         cached = blocks.cached_on(near)
         options = [

@@ -137,6 +137,8 @@ class Arrival(NamedTuple):
     """Its client has tokens already, or others wait for its trial: it goes before all prompts that have not begun."""
     is_probe: bool = False
     """Health probe: to be handed off if that is possible."""
+    token_s: float | None = None
+    """When its token 0 came, if it is out already while the prompt waits for a decode worker."""
     tpot_slo_s: float = 0.0
     """TPOT objective; 0 for none."""
     weight: float = 1.0
