@@ -24,7 +24,8 @@ PULL_MEMORY_S = 0.1
 
 
 class WorkerSnapshot(NamedTuple):
-    """State of one worker as of its last report, with what was sent since; another object once anything has changed."""
+    """State of one worker as of its last report, with what was sent since; another object once anything but
+    `cached_blocks` has changed."""
 
     worker_id: str
     role: WorkerRole
@@ -175,7 +176,7 @@ class PrefillChoice(NamedTuple):
     handoff: bool
     """Whether another worker decodes; False runs the whole request here."""
     ttft_s: float
-    """Predicted seconds from now to the first new token; on a busy decode worker, with the larger correction."""
+    """Predicted seconds from now to the first new token, corrected by `pdserve.router.requests.least_time`."""
     num_cached_tokens: int
     """Expected prefix-cache hit, with what is pulled."""
     num_pulled_tokens: int = 0

@@ -93,7 +93,7 @@ class Placer:
                     self.put(attempt)
 
     def look(self, *, at_queue: bool = True) -> None:
-        """Have the attempts that are held back considered in a next turn, or all that are queued, too."""
+        """Have the attempts that are held back considered in a next turn, and with ``at_queue`` all that are queued."""
         self._is_held_due = True
         self._is_queue_due |= at_queue
         self._wake()

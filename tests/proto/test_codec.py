@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,7 +84,8 @@ def test_a_request_survives_the_wire(request: GenerationRequest) -> None:
 def test_objectives_without_end_are_sent_as_a_day() -> None:
     """Those of a deployment have no upper limit, and stand for none."""
     names = ("ttft_slo_s", "patience_s", "stall_slo_s", "max_gap_s")
-    request = replace(GenerationRequest(request_id=1, prompt_tokens=(1,)), **dict.fromkeys(names, 1e9))
+    endless: dict[str, Any] = dict.fromkeys(names, 1e9)
+    request = GenerationRequest(request_id=1, prompt_tokens=(1,), **endless)
     received = request_from_proto(request_to_proto(request), LIMITS)
     assert {getattr(received, name) for name in names} == {MAX_DURATION_S}
 
