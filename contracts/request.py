@@ -158,7 +158,7 @@ class GenerationRequest:
     deadline_s: float = 600.0
     """Seconds from receipt of this message after which the worker drops the request, unless it answers by then."""
     ttft_slo_s: float = 0.0
-    """TTFT objective in seconds from receipt, 0 for none. Orders the prefill queue."""
+    """Seconds from receipt until token 0 is due by the router's policy, 0 for none. Orders the prefill queue."""
     patience_s: float = 0.0
     """Seconds from receipt for which the prompt gives way: it shares no step with prompts that do not, and no step of
     its own is planned ahead."""

@@ -1,9 +1,9 @@
 """Prompts on offer to decode workers: grants, leases and expiry.
 
-A prompt is *offered* when its last chunk is planned and *parked* once token 0 is known. It leaves when its puller
-releases it, or when it times out without a pull; one that ended with token 0 soon does, because only a puller that is
-on its way has to be told. Owned by `pdserve.engine.worker.scheduler`, which closes the
-sequences. This class sends events to the transfer process and never frees a block.
+A prompt is *offered*, and parked, when its last chunk is planned, and *complete* once token 0 is known. It leaves
+when its puller releases it, or when it times out without a pull; one that ended with token 0 soon does, because only a
+puller that is on its way has to be told. Owned by `pdserve.engine.worker.scheduler`, which closes the sequences.
+This class sends events to the transfer process and never frees a block.
 """
 
 from __future__ import annotations

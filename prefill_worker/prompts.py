@@ -7,8 +7,8 @@ last chunk it moves to `pdserve.prefill_worker.parking` (a handoff) or to `Promp
 
 Order: resumed answers first, which clients are reading, in the order in which they would be given up: the one whose
 client has waited longest, however often it was lost. Then the earliest due token 0, then order of arrival. A prompt
-without an objective is due `PATIENCE_S` after its arrival, which prevents starvation: requests that arrive later than
-that cannot overtake it. Smaller prompts never overtake a prompt that lacks blocks.
+without an objective is due `DUE_WITHOUT_OBJECTIVE_S` after its arrival, which prevents starvation: requests that arrive
+later than that cannot overtake it. Smaller prompts never overtake a prompt that lacks blocks.
 
 A prompt with *patience* gives way until that ends: it fills no step of prompts without, and while nothing here is to
 decode, its own steps are not planned while another one is in flight, so that a prompt which arrives then waits for
@@ -31,7 +31,7 @@ from pdserve.engine.scheduling.table import AdmissionBudget, PlannedStep, Sequen
 from pdserve.prefill_worker.parking import Parking
 from pdserve.prefill_worker.restores import Restores
 
-PATIENCE_S = 10.0
+DUE_WITHOUT_OBJECTIVE_S = 10.0
 """A request without a TTFT objective is ordered as if its first token were due this many seconds after arrival."""
 _RESUMED_S = -1e9
 """Added to the deadlines of resumed answers, so that they go before all other prompts."""
@@ -185,7 +185,7 @@ def _due_s(sequence: Sequence) -> float:
         return -inf
     if sequence.request.emitted_tokens:
         return _RESUMED_S + sequence.arrived_s + sequence.request.deadline_s
-    return sequence.arrived_s + (sequence.request.ttft_slo_s or PATIENCE_S)
+    return sequence.arrived_s + (sequence.request.ttft_slo_s or DUE_WITHOUT_OBJECTIVE_S)
 
 
 def _order(sequence: Sequence) -> tuple[float, int]:

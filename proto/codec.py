@@ -56,6 +56,7 @@ _SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name
 _OTHER_REQUEST_FIELDS = ("sampling", "block_hashes", "prefix_source")
 _REQUEST_FIELDS = [field.name for field in fields(GenerationRequest) if field.name not in _OTHER_REQUEST_FIELDS]
 """Fields with the same name in the message. `block_hashes` is never on the wire."""
+_OBJECTIVES = ("ttft_slo_s", "patience_s", "stall_slo_s", "max_gap_s")
 _PREFIX_SOURCE_FIELDS = [field.name for field in fields(PrefixSource)]
 
 
@@ -143,11 +144,14 @@ def _logit_bias(message: worker_pb2.SamplingParams, vocab_size: int) -> tuple[tu
 
 def request_to_proto(request: GenerationRequest) -> worker_pb2.Request:
     prefix = request.prefix_source
-    return worker_pb2.Request(
+    message = worker_pb2.Request(
         sampling=sampling_to_proto(request.sampling),
         prefix_source=None if prefix is None else worker_pb2.PrefixSource(**asdict(prefix)),
         **{name: getattr(request, name) for name in _REQUEST_FIELDS},
     )
+    for name in _OBJECTIVES:  # longer ones, which stand for none, order nothing that lives so long
+        setattr(message, name, min(getattr(request, name), MAX_DURATION_S))
+    return message
 
 
 def request_from_proto(message: worker_pb2.Request, limits: ModelLimits) -> GenerationRequest:
@@ -160,10 +164,8 @@ def request_from_proto(message: worker_pb2.Request, limits: ModelLimits) -> Gene
         f"the model's length is {limits.max_model_len}",
     )
     _check(0 < message.deadline_s <= MAX_DURATION_S, f"deadline_s must be in (0, {MAX_DURATION_S:.0f}]")
-    _check(0 <= message.ttft_slo_s <= MAX_DURATION_S, f"ttft_slo_s must be in [0, {MAX_DURATION_S:.0f}]")
-    _check(0 <= message.patience_s <= MAX_DURATION_S, f"patience_s must be in [0, {MAX_DURATION_S:.0f}]")
-    _check(0 <= message.stall_slo_s <= MAX_DURATION_S, f"stall_slo_s must be in [0, {MAX_DURATION_S:.0f}]")
-    _check(0 <= message.max_gap_s <= MAX_DURATION_S, f"max_gap_s must be in [0, {MAX_DURATION_S:.0f}]")
+    for name in _OBJECTIVES:
+        _check(0 <= getattr(message, name) <= MAX_DURATION_S, f"{name} must be in [0, {MAX_DURATION_S:.0f}]")
     _check(len(message.cache_salt) <= MAX_CACHE_SALT_BYTES, f"cache_salt is over {MAX_CACHE_SALT_BYTES} bytes")
     sampling = sampling_from_proto(message.sampling, limits)
     _check(num_emitted < sampling.max_tokens, "every one of max_tokens is already emitted")

@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # it needs an extra
 log = logging.getLogger(__name__)
 
 PROG = "python -m pdserve.router"
-KEEP_ALIVE_S = 65
+IDLE_CONNECTION_S = 65
 """Idle client connections stay open longer than most client pools keep them."""
 CLOSE_TIMEOUT_S = 5
 """Seconds for responses to reach their clients after the drain."""
@@ -266,7 +266,7 @@ def _server(
             ssl_certfile=certificate or None,
             ssl_keyfile=key or None,
             limit_concurrency=max_connections,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=IDLE_CONNECTION_S,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
     )

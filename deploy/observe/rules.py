@@ -95,7 +95,7 @@ ALERTS = (
         expr='sum(pdserve_ready_workers{role=~"decode|mixed"}) == 0',
         for_="1m",
         severity="page",
-        impact="No answer gets beyond its first token; prompts stay parked.",
+        impact="New requests get a 503 after five seconds; prompts that are computed already stay parked.",
         query="pdserve_ready_workers",
         steps="`pdserve status`, then the supervisor's log for the reason of the last end of a worker.",
     ),

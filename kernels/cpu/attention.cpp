@@ -21,7 +21,7 @@
 
 namespace {
 
-constexpr int kTileRows = 48;  // Rows (token, query head of the group) of one task.
+constexpr int kTileRows = 96;  // Rows (token, query head of the group) of one task.
 constexpr int kFewRows = 12;   // Up to here, as in decoding, memory is waited for rather than arithmetic.
 // Keys at a time, in whole pages: about as many at most, and of about as many numbers.
 constexpr int64_t kTileKeys = 128;

@@ -68,10 +68,9 @@ _SCREEN_OPTIMISM = 1.1
 """Factor by which what the scout found may be too low, once corrected by what was simulated."""
 _MOST_CHUNK_TOKENS = 16384
 _RUN_RESIDENCES = 20
-"""Usual length of a run in mean residence times, as screened, and in TTFT objectives: a queue that gets a twentieth
-more than it can take passes the objective within the run."""
-_RUN_CONVERSATIONS = 8
-"""The same in mean times of a conversation."""
+"""Usual length of a run in mean residence times, as screened, in mean times of a conversation, and in TTFT objectives:
+a queue that gets a twentieth more than it can take passes the objective within the run. Closed loops drift as slowly:
+beyond their highest rate answers get slower for many conversations, all in time, until turns wait for each other."""
 _USUAL_RUNS = 6
 """Of a search; for the progress."""
 
@@ -166,7 +165,7 @@ def usual_run_s(sample: Sequence[SimulatedRequest], residence_s: float, slo: Slo
     turns = [list(each.turns()) for each in sample]
     think_s = mean(sum(turn.arrived_s for turn in each[1:]) for each in turns)
     conversation_s = think_s + mean(map(len, turns)) * residence_s
-    return max(_RUN_RESIDENCES * residence_s, _RUN_RESIDENCES * slo.ttft_seconds, _RUN_CONVERSATIONS * conversation_s)
+    return _RUN_RESIDENCES * max(slo.ttft_seconds, conversation_s)
 
 
 class _Search:

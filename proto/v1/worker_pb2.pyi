@@ -4,8 +4,8 @@ isort:skip_file
 Router <-> worker: one bidirectional stream per (router, worker) pair, the session.
 
 Commands go down in order; every engine step comes back as one packed frame. A session is fenced by its epoch: when
-the stream breaks, the router re-dispatches what it had on the worker, and the worker cancels it after a grace time
-or as soon as the same router opens a newer session. Durations are sent, never instants.
+the stream breaks, the router re-dispatches what it had on the worker, and the worker cancels it at once,
+as it does when the same router opens a newer session. Durations are sent, never instants.
 """
 
 from collections import abc as _abc

@@ -74,7 +74,8 @@ class Worker(ABC):
         self.is_draining = False
         self.load = SchedulerLoad()
         self.num_steps = 0.0
-        """Steps with tokens for this router since the first report. One counts for as many as its mean answer got."""
+        """Steps with tokens for this router since the first report. With guesses one counts for as many as its
+        answers got on average."""
         self.stepped_s = 0.0
         """Instant of the last one."""
         self.prefill_correction = 1.0

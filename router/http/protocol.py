@@ -23,6 +23,10 @@ framing and trailers."""
 HEAD_TIMEOUT_S = 30.0
 """Seconds from the first byte of a request, or from the connection for its first one, to the end of its headers."""
 
+WRITE_TIMEOUT_S = 60.0
+"""Seconds without progress while a client does not read what waits for it, after which it counts as gone: for streams
+after that, for connections after at most twice that."""
+
 LEFT_POLL_S = 0.1
 """Seconds between looks at a connection whose client sends no more."""
 LOOKS_PER_SIGN = 100
@@ -40,6 +44,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Number of times that a head began or was complete, or part of a body arrived."""
     _num_bare_bytes = 0
     """Bytes received since the last such step."""
+    _reader_check: asyncio.TimerHandle | None = None
+    """Set while a client has something to read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         num_beyond = len(self.connections) - (self.config.limit_concurrency or MAX_CONNECTIONS)
@@ -129,8 +135,38 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.transport.write(b"3\r\n:\n\n\r\n")
         self.loop.call_later(LEFT_POLL_S, self._watch, num_looks + 1)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._forget_reader()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._await_reader()
+
+    def _await_reader(self) -> None:
+        if self._reader_check is None and (num_left := self.transport.get_write_buffer_size()):
+            self._reader_check = self.loop.call_later(WRITE_TIMEOUT_S, self._check_reader, num_left)
+
+    def _check_reader(self, num_before: int) -> None:
+        """Abort a connection of which nothing was read. To close it would wait for the client."""
+        self._reader_check = None
+        if self.transport.get_write_buffer_size() == num_before:
+            self.transport.abort()
+        else:
+            self._await_reader()
+
+    def _forget_reader(self) -> None:
+        if self._reader_check is not None:
+            self._reader_check.cancel()
+            self._reader_check = None
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
+        self._forget_reader()
         super().connection_lost(exc)
 
     def _refuse(self) -> None:

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from pdserve.router.http import protocol
 from pdserve.router.http.anthropic import MessageWriter
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import api_error
@@ -28,9 +29,6 @@ from pdserve.router.text.answer import Generation, TextDelta
 
 Writer = AnswerWriter | ResponseWriter | MessageWriter
 """Writes the answer to one request, as a stream or whole."""
-
-WRITE_TIMEOUT_S = 60.0
-"""Seconds without progress while an event waits, after which the reader counts as gone."""
 
 
 class EventStream(StreamingResponse):
@@ -135,6 +133,7 @@ class EventStream(StreamingResponse):
     async def _stall(self) -> None:
         """Return once a write has waited too long. Periodic polling costs less than a deadline for each write."""
         while True:
-            await asyncio.sleep(WRITE_TIMEOUT_S / 4)
-            if self._writing_since_s is not None and time.monotonic() - self._writing_since_s > WRITE_TIMEOUT_S:
+            await asyncio.sleep(protocol.WRITE_TIMEOUT_S / 4)
+            waited_s = 0.0 if self._writing_since_s is None else time.monotonic() - self._writing_since_s
+            if waited_s > protocol.WRITE_TIMEOUT_S:
                 return

@@ -21,11 +21,8 @@ class Admission:
         self._settings, self._replicas, self._observer = settings, replicas, observer
         self._num_choices: Counter[tuple[str, str]] = Counter()
         """In flight, by tenant and tier."""
+        self.num_in_flight = 0
         self._mean_request_s = MIN_RETRY_AFTER_S
-
-    @property
-    def num_in_flight(self) -> int:
-        return self._num_choices.total()
 
     def begin_drain(self) -> None:
         """Refuse new requests; running ones continue."""
@@ -60,10 +57,12 @@ class Admission:
 
     def accepted(self, spec: RequestSpec) -> None:
         self._num_choices[spec.tenant, spec.tier] += spec.num_choices
+        self.num_in_flight += spec.num_choices
 
     def ended(self, spec: RequestSpec, answered_s: float) -> None:
         """``answered_s``: seconds from its arrival; 0 if it has no answer."""
         share = spec.tenant, spec.tier
+        self.num_in_flight -= spec.num_choices
         self._num_choices[share] -= spec.num_choices
         if not self._num_choices[share]:
             del self._num_choices[share]

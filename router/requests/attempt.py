@@ -16,12 +16,16 @@ Each is left within a time that needs nobody else:
 in           put there by                            taken from there by                      at the latest after
 ============ ======================================= ======================================== =======================
 to be placed a loss, a last chunk, a new sibling     the next turns (`placer`)                its turns
-Queued       all that returns to the router          turns; again at sweeps, when workers are 5 s, 60 s if not new,
-                                                     up, at the end of a trial                from the end of a trial
-                                                                                              or backoff; in all
-                                                                                              `max_silence_s`
-Held         the policy                              ends of answers, sweeps                  20 s, one at a time, if
-                                                                                              it has a weight
+Queued       all that returns to the router          turns; again at sweeps, when workers are without a worker 5 s, 60 s
+                                                     up, at the end of a trial                if not new; where all are
+                                                                                              full 5 s; 1.25 s after an
+                                                                                              error, 1 s before a trial;
+                                                                                              `max_silence_s` while
+                                                                                              others are tried first
+Held         the policy                              ends of answers, sweeps                  20 s for the first, 20 s
+                                                                                              more for each behind it;
+                                                                                              `max_silence_s`, also of
+                                                                                              those without weight
 Prefilling   a turn, `Dispatcher.start`              the last chunk, or token 0               `max_silence_s`
 Parked       the last chunk                          token 0 and a decode worker's join       `max_silence_s`
 Decoding     token 0, a join                         the last token                           `max_silence_s`
@@ -230,12 +234,16 @@ class Ended(State):
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One choice, over all its attempts."""
+    """One choice of a request, over all its tries on workers, which `number` counts (``attempt`` on the wire).
+
+    `state` says where it is. What survives a try is here: the dispatcher writes `emitted` and `heard_s`, the placer
+    `number` and `num_resumed`, `pdserve.router.requests.retries` errors and `failed_on`, fail-over the rest.
+    """
 
     request: Request
     choice: int
     request_id: int
-    """Id of the choice on workers."""
+    """Id of the choice on workers and for policies; `RequestSpec.request_id` is the client's."""
     state: State
     """To be replaced by `pdserve.router.requests.attempt_table.AttemptTable` only."""
     number: int = -1

@@ -63,7 +63,7 @@ class _Losses:
     num_trials: int = 0
     """Workers that ended while they computed it as the only suspect, since it last passed."""
     process: object = None
-    """The last one."""
+    """The last worker that ended while it computed this: its id and epoch."""
     try_at_s: float = 0.0
     num_apart: int = 0
     """`Blame._num_apart` when it became a suspect."""

@@ -1,8 +1,8 @@
 """Fail-over: what becomes of attempts that were lost, refused or failed. The dispatcher calls it with each.
 
 What a lost or draining worker held goes on at once: it was not at fault, and clients wait. If the prompt is still
-parked, another decode worker pulls it; otherwise the attempt is queued again, after an error as
-`pdserve.router.requests.retries` has it, and after two lost workers as `pdserve.router.requests.blame` has it. Never
+parked, another decode worker pulls it; otherwise the attempt is queued again: after an error once
+`pdserve.router.requests.retries` allows it, after two lost workers once `pdserve.router.requests.blame` does. Never
 ends a request: it returns the error with which the dispatcher does.
 """
 
@@ -174,7 +174,7 @@ class FailOver:
         is_started = not isinstance(attempt.state, Prefilling) or attempt.state.started_s is not None
         num_tokens = len(attempt.request.spec.prompt_tokens) + len(attempt.emitted) if is_started else 0
         attempt.journey.num_retries += 1
-        retry_at_s = self._retries.retry_at_s(attempt, now_s) if is_error else 0.0
+        retry_at_s = self._retries.count_error(attempt, now_s) if is_error else 0.0
         self._table.move(attempt, Queued(now_s, retry_at_s, Loss(reason, message, num_tokens)))
         self._placer.put_others(attempt)
         self._placer.put(attempt)

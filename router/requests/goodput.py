@@ -92,7 +92,8 @@ class Goodput(Placement):
         """Of prompts that are handed off, and of those computed where answers decode."""
         decode = costs.get(DECODE)
         self._join_steps = 0.5 if decode is None else float(decode.pipeline_depth)
-        """Steps of a decode worker that are planned already when an answer joins."""
+        """Steps of a decode worker that are planned already when an answer joins; 0.5 without one, so that token 1 is
+        not waited for."""
 
     # Decisions
 
@@ -113,7 +114,8 @@ class Goodput(Placement):
         computing = [view for view in views if self._may_prefill(arrival, view, cached, fleet)]
         if not computing:
             return None
-        num_workers = len(computing) * len(workers) / len(views)  # as many of all as of those on the short list
+        # Of all workers as large a share computes as of those on the short list.
+        num_workers = len(computing) * len(workers) / len(views)
         cost_per_s = self._prefill_cost.misses_per_s(arrival.now_s) / num_workers
         options = [
             self._prefill_option(arrival, view, decode, handoff, num_cached, cost_per_s, pull)
@@ -141,7 +143,8 @@ class Goodput(Placement):
         if not workers:
             return None
         blocks, request = arrival.blocks, self._requests.get(arrival.request_id)
-        weight = arrival.weight if request is None or request.wanted_s >= arrival.now_s else 0.0
+        token_s = arrival.now_s if arrival.token_s is None else arrival.token_s
+        weight = arrival.weight if request is None or request.wanted_s >= token_s else 0.0
         near = [worker for worker in workers if worker.worker_id not in cut_off] or workers if cut_off else workers
         cached = blocks.cached_on(near)
         options = [
@@ -395,7 +398,7 @@ class Goodput(Placement):
 
         Args:
             decode: its answer there; None if it is handed off.
-            cost_per_s: misses that a second of delay to what arrives at the worker would cause, per second.
+            cost_per_s: misses that a second of delay to what arrives at the worker would cause, per second of arrivals.
             pull: adds to the ``num_cached`` tokens there.
         """
         num_tokens, weight, slack_s = arrival.blocks.num_tokens, arrival.weight, arrival.wanted_s - arrival.now_s
@@ -411,6 +414,7 @@ class Goodput(Placement):
             assert handoff is not None
             misses, num_pulled = self._misses_of_pull(arrival, view, handoff, ttft_s, num_after), handoff.num_pulled
             gain = handoff_score(ttft_chance, handoff.score - misses)
+        # What arrives in the seconds to its token 0 waits longer by those of its prefill.
         cost = cost_per_s * prefill_s * ttft_s
         gain -= cost + slack_misses(weight, ttft_s / (max(slack_s, ttft_s) if slack_s < inf else 1.0))
         return PrefillOption(

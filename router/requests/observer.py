@@ -16,7 +16,7 @@ class DispatchObserver:
         """A request was refused for lack of room, or because it would meet its objectives on no worker."""
 
     def placed(self, policy: str, role: WorkerRole, *, is_late: bool) -> None:
-        """A prompt was sent to a worker; ``is_late`` if its TTFT objective was expected to be missed."""
+        """A prompt was sent to a worker; ``is_late`` as in `pdserve.router.requests.placement.PrefillChoice`."""
 
     def routed(self, seconds: float) -> None:
         """A decision of the policy took ``seconds``."""

@@ -30,7 +30,7 @@ class DecodeOption:
     joining_s: float
     """Seconds that those add to a step that are about to be handed off."""
     own_misses: float
-    """Expected ones of those, and what its own time counts as."""
+    """Expected misses of TPOT of answers about to join, and what the time of this answer counts as."""
     known_harm: float | None = None
     """What `harm` returned: it is asked for with the handoff, and again with each prompt that would decode there."""
 
@@ -51,7 +51,7 @@ class Handoff(NamedTuple):
 
     best: DecodeOption
     score: float
-    """Of that, less the harm."""
+    """Gain of ``best`` for this arrival, less the harm there."""
     num_pulled: int
     """Tokens of the prompt that the best worker is expected to pull."""
     num_decode: int

@@ -24,7 +24,8 @@ PULL_MEMORY_S = 0.1
 
 
 class WorkerSnapshot(NamedTuple):
-    """State of one worker as of its last report, with what was sent since; another object once anything has changed."""
+    """State of one worker as of its last report, with what was sent since; another object once anything but
+    `cached_blocks` has changed."""
 
     worker_id: str
     role: WorkerRole
@@ -137,6 +138,8 @@ class Arrival(NamedTuple):
     """Its client has tokens already, or others wait for its trial: it goes before all prompts that have not begun."""
     is_probe: bool = False
     """Health probe: to be handed off if that is possible."""
+    token_s: float | None = None
+    """When its token 0 came, if it is out already while the prompt waits for a decode worker."""
     tpot_slo_s: float = 0.0
     """TPOT objective; 0 for none."""
     weight: float = 1.0
@@ -173,7 +176,7 @@ class PrefillChoice(NamedTuple):
     handoff: bool
     """Whether another worker decodes; False runs the whole request here."""
     ttft_s: float
-    """Predicted seconds from now to the first new token; on a busy decode worker, with the larger correction."""
+    """Predicted seconds from now to the first new token, corrected by `pdserve.router.requests.least_time`."""
     num_cached_tokens: int
     """Expected prefix-cache hit, with what is pulled."""
     num_pulled_tokens: int = 0

@@ -93,7 +93,7 @@ class Placer:
                     self.put(attempt)
 
     def look(self, *, at_queue: bool = True) -> None:
-        """Have the attempts that are held back considered in a next turn, or all that are queued, too."""
+        """Have the attempts that are held back considered in a next turn, and with ``at_queue`` all that are queued."""
         self._is_held_due = True
         self._is_queue_due |= at_queue
         self._wake()
@@ -345,7 +345,7 @@ class Placer:
             decoders = others
         cut_off = {worker.worker_id for worker in self._retries.avoided(attempt, decoders, start_s)}
         snapshots = [worker.snapshot() for worker in decoders]
-        arrival = self._arrival(attempt, blocks, start_s)
+        arrival = self._arrival(attempt, blocks, start_s)._replace(token_s=state.first_token_s)
         binding = self._placement.decode(arrival, snapshots, cut_off, state.prefill.host)
         now_s = self._now_s()
         self._observer.routed(now_s - start_s)
@@ -369,4 +369,5 @@ class Placer:
         attempt.lost_s = self._now_s()
         loss = Loss("relabelled", "its worker is the only decode worker now", state.sent.num_known_tokens)
         self._table.move(attempt, Queued(attempt.lost_s, loss=loss))
+        self.put_others(attempt)
         self.put(attempt)

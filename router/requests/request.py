@@ -62,9 +62,9 @@ class Request:
     def __init__(self, spec: RequestSpec) -> None:
         self.spec = spec
         self.attempts: dict[int, Attempt] = {}
-        """Open choices that have left the router or are queued in it, by index."""
+        """Choices that have been launched and have not ended, by index."""
         self.waiting_choices = list(range(1, spec.num_choices))
-        """Choices that leave the router when token 0 of choice 0 is out: their prompt is then in a prefix cache."""
+        """Choices to launch once choice 0 has token 0, and so the prompt is in a prefix cache, or has ended."""
         self.outcome: Outcome | None = None
         self.error: GenerationError | None = None
         self.is_started = False

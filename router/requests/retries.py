@@ -48,8 +48,8 @@ class Retries:
         assert isinstance(attempt.state, Queued)
         return now_s < attempt.state.retry_at_s or num_retrying >= max(MIN_RETRIES, BUDGET * num_in_flight)
 
-    def retry_at_s(self, attempt: Attempt, now_s: float) -> float:
-        """The attempt ended with an error: when the next may begin."""
+    def count_error(self, attempt: Attempt, now_s: float) -> float:
+        """Count an error that ended the attempt; return the instant before which the next may not begin."""
         attempt.num_errors += 1
         return now_s + backoff_s(attempt.num_errors, self._random.random())
 

@@ -16,9 +16,11 @@ class DispatchSettings:
     policy: Policy = DEFAULT_POLICY
     """Name of the placement policy."""
     max_in_flight: int = 1024
-    """Maximum choices accepted by all routers and not ended: a request for n answers counts as n requests."""
+    """``router.max_queued_requests``: choices that all routers have accepted and that have not ended. A request for n
+    answers counts as n."""
     slo: SloConfig = NO_OBJECTIVES
-    """Tiers; an objective of 0 is none. Without one for TPOT, decode workers prefill nothing."""
+    """Tiers; an objective of 0, which no deployment file has, is none. Without one for TPOT, decode workers prefill
+    nothing."""
     max_silence_s: float = 600.0
     """Seconds without a token, from arrival or since the last one, after which a request is given up."""
     worker_wait_s: float = 60.0

@@ -268,7 +268,7 @@ class Generation:
                 answer.begin(self)
                 self._dispatcher.start(answer, has_room=True)
                 self._started.append(answer)
-        except GenerationError:
+        except BaseException:
             self.__exit__()
             raise
         return self

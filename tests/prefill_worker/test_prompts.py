@@ -13,7 +13,7 @@ from pdserve.engine.scheduling.interface import Event, FirstToken, GrantEvent, O
 from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.prefill_worker.parking import FINISHED_OFFER_S
-from pdserve.prefill_worker.prompts import PATIENCE_S
+from pdserve.prefill_worker.prompts import DUE_WITHOUT_OBJECTIVE_S
 
 EOS = 2
 LIMITS = ModelLimits(max_model_len=64, vocab_size=100, eos_token_ids=(EOS,))
@@ -190,7 +190,7 @@ def test_a_prompt_without_objective_is_not_starved() -> None:
             scheduler.released(grant.handle)
         if batch.rows[0].sequence_id == 0:
             break
-    assert now_s <= PATIENCE_S + 1
+    assert now_s <= DUE_WITHOUT_OBJECTIVE_S + 1
 
 
 def test_a_patient_prompt_fills_no_step_of_others() -> None:

@@ -81,6 +81,15 @@ def test_a_request_survives_the_wire(request: GenerationRequest) -> None:
     assert request_from_proto(wire, LIMITS) == request
 
 
+def test_objectives_without_end_are_sent_as_a_day() -> None:
+    """Those of a deployment have no upper limit, and stand for none."""
+    names = ("ttft_slo_s", "patience_s", "stall_slo_s", "max_gap_s")
+    endless: dict[str, Any] = dict.fromkeys(names, 1e9)
+    request = GenerationRequest(request_id=1, prompt_tokens=(1,), **endless)
+    received = request_from_proto(request_to_proto(request), LIMITS)
+    assert {getattr(received, name) for name in names} == {MAX_DURATION_S}
+
+
 def test_what_an_older_router_leaves_out_has_its_neutral_value() -> None:
     sampling = worker_pb2.SamplingParams(top_p=1, max_tokens=1)
     request = request_from_proto(worker_pb2.Request(prompt_tokens=[1], sampling=sampling, deadline_s=1), LIMITS)

@@ -22,9 +22,10 @@ from pdserve.planner.search.plan import (
     Space,
     Supply,
 )
-from pdserve.planner.search.search import find_plan
+from pdserve.planner.search.search import find_plan, usual_run_s
 from pdserve.planner.wording import share
 from pdserve.planner.workload.presets import preset
+from pdserve.planner.workload.requests import SimulatedRequest
 from tests.planner.stand_ins import H100, LLAMA_3_8B, SLO, PoissonWorkload, UnitRateRequests
 
 WORKLOAD = PoissonWorkload(1500, 20)
@@ -121,6 +122,15 @@ def test_a_large_fleet_has_as_many_requests_as_its_runs_take() -> None:
     assert Effort().requests_of_run(rate=400, run_s=100) == 80_000
     assert Effort(final_requests=500).requests_of_run(rate=400, run_s=100) == 500
     assert Effort(most_requests=700).requests_of_run(rate=400, run_s=100) == 700
+
+
+def test_a_run_is_as_many_conversations_long_as_residences() -> None:
+    """Beyond the highest rate of agents all answers are in time for 8 conversations and more, and none later."""
+    alone = SimulatedRequest(0.0, 10, 2)
+    talk = replace(alone, follow_up=SimulatedRequest(100.0, 22, 2))
+    assert usual_run_s([alone], 3.0, SloConfig(ttft_seconds=1.0)) == 20 * 3.0
+    assert usual_run_s([alone], 3.0, SloConfig(ttft_seconds=5.0)) == 20 * 5.0
+    assert usual_run_s([talk, alone], 3.0, SloConfig(ttft_seconds=1.0)) == pytest.approx(20 * (100 / 2 + 1.5 * 3.0))
 
 
 def test_of_two_kinds_a_colocated_layout_takes_one_and_that_is_said() -> None:

@@ -6,11 +6,13 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import httpx
+import psutil
 import pytest
 
+from pdserve.contracts.step import TokenLogprobs
 from tests.patience import HANG_S
 from tests.router.edge_server import EdgeServer, endless, running_edge, stuck_after
 
@@ -23,10 +25,13 @@ def edge() -> Iterator[EdgeServer]:
         yield edge
 
 
-def connect(edge: EdgeServer, body: dict[str, object]) -> socket.socket:
-    """Send a completion request and leave the connection open."""
+def connect(edge: EdgeServer, body: Mapping[str, object]) -> socket.socket:
+    """Send a completion request and leave the connection open. Few bytes of the answer have room in it."""
     host, port = edge.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=HANG_S)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(HANG_S)
+    connection.connect((host, int(port)))
     content = json.dumps({"prompt": "x", **body}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
@@ -75,14 +80,33 @@ def test_a_reader_that_stops_reading_stops_its_stream_alone_and_can_still_leave(
 
 
 def test_a_reader_that_stops_reading_for_good_is_given_up(edge: EdgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.router.http.sse.WRITE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("pdserve.router.http.protocol.WRITE_TIMEOUT_S", 0.5)
     edge.generator.script = endless(50)
-    with connect(edge, {"stream": True}):
+    with connect(edge, {"stream": True}) as connection:
         assert edge.generator.started.wait(HANG_S)
         assert edge.generator.last.cancelled.wait(HANG_S)
         assert edge.generator.last.cancels == [False]
         edge.say("others are served")
         assert httpx.post(f"{edge.url}/v1/completions", json={"prompt": "x"}, timeout=HANG_S).status_code == 200
+        assert_given_up(connection)
+
+
+def test_an_answer_that_nobody_reads_keeps_no_connection(edge: EdgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.router.http.protocol.WRITE_TIMEOUT_S", 0.5)
+    edge.generator.max_model_len = 100_000
+    num_tokens = edge.say("x" * 60_000, logprobs=TokenLogprobs(-0.5, tuple((token, -0.5) for token in range(5))))
+    body = {"logprobs": 5, "max_tokens": num_tokens}  # 5 MB, more than has room in the system
+    with connect(edge, body) as connection:
+        assert edge.generator.started.wait(HANG_S)
+        assert_given_up(connection)
+
+
+def assert_given_up(connection: socket.socket) -> None:
+    """Wait until the server has closed its end of a connection of which nothing is read."""
+    ends, deadline_s = {connection.getsockname(), connection.getpeername()}, time.monotonic() + HANG_S
+    while sum({each.laddr, each.raddr} == ends for each in psutil.Process().net_connections("tcp")) == 2:
+        assert time.monotonic() < deadline_s, "the connection stays"
+        time.sleep(0.05)
 
 
 def wait_until_still(edge: EdgeServer) -> int:

@@ -19,7 +19,8 @@ from tests.router.rig import COST
 
 SETTINGS = DispatchSettings(max_silence_s=100.0)
 LATE = Tier(ttft_seconds=1e-4, tpot_seconds=4 * COST.decode_s(1, 5))
-SLO = SloConfig(ttft_seconds=0.5, tpot_seconds=LATE.tpot_seconds, tiers={"late": LATE})
+FREE = Tier(ttft_seconds=LATE.ttft_seconds, tpot_seconds=LATE.tpot_seconds, weight=0.0)
+SLO = SloConfig(ttft_seconds=0.5, tpot_seconds=LATE.tpot_seconds, tiers={"late": LATE, "free": FREE})
 
 
 def all_up(core: Core) -> ReadRequest:
@@ -29,6 +30,13 @@ def all_up(core: Core) -> ReadRequest:
 
 def none_up(core: Core) -> ReadRequest:
     return core.start()
+
+
+def all_full(core: Core) -> ReadRequest:
+    request = core.start()
+    core.prefill.load = core.prefill.load._replace(num_waiting_tokens=10**6)
+    core.all_up()
+    return request
 
 
 def none_left(core: Core) -> ReadRequest:
@@ -99,6 +107,20 @@ def sibling(core: Core) -> ReadRequest:
     return request
 
 
+def behind_a_pull(core: Core) -> ReadRequest:
+    """Of a choice whose prompt choice 0 pulls."""
+    core.all_up()
+    request = core.start(num_choices=2)
+    for request_id in (1, 2):
+        core.event(core.prefill, RequestEventKind.STARTED, request_id)
+        core.event(core.prefill, RequestEventKind.LAST_CHUNK, request_id)
+        core.token(core.prefill, 0, request_id=request_id)
+    state = request.attempts[1].state
+    assert isinstance(state, Parked)
+    assert state.pull is None
+    return request
+
+
 def decoding(core: Core) -> ReadRequest:
     request = joined(core)
     core.token(core.prefill, 0)
@@ -111,11 +133,15 @@ def preempted(core: Core) -> ReadRequest:
     return request
 
 
-def held(core: Core) -> ReadRequest:
+def held(core: Core, tier: str = "late") -> ReadRequest:
     decoding(core)
     for worker in core.decodes:
         worker.load = worker.load._replace(num_running=64, num_context_tokens=10**6)
-    return core.start(tier="late")
+    return core.start(tier=tier)
+
+
+def held_without_weight(core: Core) -> ReadRequest:
+    return held(core, "free")
 
 
 class Bound(NamedTuple):
@@ -127,17 +153,20 @@ class Bound(NamedTuple):
 
 BOUNDS = [
     Bound(none_up, Queued, SETTINGS.new_wait_s),
+    Bound(all_full, Queued, SETTINGS.new_wait_s, Prefilling),
     Bound(none_left, Queued, SETTINGS.worker_wait_s),
     Bound(sibling, Queued, SETTINGS.worker_wait_s),
     Bound(failed, Queued, 1.25 * MAX_BACKOFF_S, Prefilling),
     Bound(suspected, Queued, TRIAL_WAIT_S, Prefilling),
     Bound(held, Held, LATE_S, Prefilling),
+    Bound(held_without_weight, Held, SETTINGS.max_silence_s),
     Bound(all_up, Prefilling, SETTINGS.max_silence_s),
     Bound(started, Prefilling, SETTINGS.max_silence_s),
     Bound(parked, Parked, SETTINGS.max_silence_s),
     Bound(unbound, Parked, SETTINGS.max_silence_s),
     Bound(joined, Parked, SETTINGS.max_silence_s),
     Bound(with_token_0, Parked, SETTINGS.max_silence_s),
+    Bound(behind_a_pull, Parked, SETTINGS.max_silence_s),
     Bound(decoding, Decoding, SETTINGS.max_silence_s),
     Bound(preempted, Decoding, SETTINGS.max_silence_s),
 ]

@@ -26,7 +26,7 @@ from pdserve.contracts.request import (
 )
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.cluster.worker import Worker
-from pdserve.router.requests.attempt import Attempt, Queued
+from pdserve.router.requests.attempt import Attempt, Prefilling, Queued
 from pdserve.router.requests.attempt_table import HeldBack
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.goodput import Goodput
@@ -183,6 +183,24 @@ class Core:
         finish = FinishReason.LENGTH if last else FinishReason.NONE
         event = TokenEvent(RequestKey(0, request_id, attempt), 0, index, 7, None, finish)
         self.dispatcher.tokens_received(worker, [event])
+
+
+def test_choices_that_wait_for_a_pull_go_on_where_the_last_decode_worker_is_their_own() -> None:
+    core = Core()
+    core.all_up()
+    request = core.start(num_choices=2)
+    core.event(core.prefill, RequestEventKind.STARTED)
+    core.event(core.prefill, RequestEventKind.LAST_CHUNK)
+    core.token(core.prefill, 0)
+    core.event(core.prefill, RequestEventKind.STARTED, 2)
+    core.event(core.prefill, RequestEventKind.LAST_CHUNK, 2)
+    core.token(core.prefill, 0, request_id=2)
+    core.prefill.take_role(WorkerRole.DECODE)
+    core.dispatcher.worker_up(core.prefill)
+    for worker in core.decodes[::-1]:
+        core.dispatcher.worker_lost(worker)
+    states = [attempt.state for attempt in request.attempts.values()]
+    assert [isinstance(state, Prefilling) and state.worker is core.prefill for state in states] == [True, True]
 
 
 def test_placements_are_observed() -> None:

@@ -642,6 +642,9 @@ def test_what_an_answer_may_lose_is_told_unless_all_is_lost() -> None:
     late = policy.decode(one._replace(now_s=TTFT_S + 1), [D0], set(), "")
     assert late is not None
     assert late.stall_slo_s == 0.0
+    bound_late = policy.decode(one._replace(now_s=TTFT_S + 1, token_s=TTFT_S - 0.01), [D0], set(), "")
+    assert bound_late is not None
+    assert bound_late.stall_slo_s == binding.stall_slo_s, "token 0 came in time"
 
 
 def test_a_request_that_would_wait_too_long_for_blocks_is_refused() -> None:
