@@ -176,6 +176,12 @@ def _check_fit(config: DeploymentConfig, use: Use) -> None:
             f"prefill.replicas is {config.prefill.replicas} and decode.replicas is {config.decode.replicas}; "
             "give both at least 1, or mixed.replicas at least 1"
         )
+    if config.prefill.replicas and not config.decode.replicas:
+        raise ConfigError(
+            f"prefill.replicas is {config.prefill.replicas} and decode.replicas is 0: prefill workers hand off to "
+            "decode workers; set prefill.replicas to 0, or decode.replicas to at least 1",
+            "decode.replicas",
+        )
     if use == "serve" and config.model.quantization == "fp8":
         raise ConfigError(
             "model.quantization is fp8, to which pdserve rounds no weights when it serves; use auto for one in "

@@ -175,6 +175,7 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("prefill: {speculation: ngram}", "prefill.speculation is ngram; prefill workers decode nothing: leave it out"),
         ("mixed: {speculation: ngram, device: cuda}", "guesses are made on CPUs only so far: leave it out"),
         ("decode: {replicas: 0}", "decode.replicas is 0; give both at least 1, or mixed.replicas"),
+        ("decode: {replicas: 0}\nmixed: {replicas: 1}", "hand off to decode workers; set prefill.replicas to 0"),
         ("decode: {resources: {host_a: 0}}", "decode.resources.host_a is 0.0; write a number above 0"),
         ("decode: {resources: [host_a]}", "decode.resources is ['host_a'] (list); write keys and values"),
         ("ports: 20099-20000", "ports is '20099-20000'; write a range of ports such as 20000-20099, or empty"),

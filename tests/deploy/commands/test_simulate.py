@@ -288,7 +288,7 @@ def deployments(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(document=deployments())
 @example({"model": {"path": "small"}, "prefill": {"replicas": 0}, "mixed": {"replicas": 1}})
-@example({"model": {"path": "small"}, "decode": {"replicas": 0}, "mixed": {"replicas": 1}})
+@example({"prefill": {"replicas": 0}, "decode": {"replicas": 0}, "mixed": {"replicas": 1}})
 @example({"mixed": {"replicas": 1}})
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_accepted_can_be_simulated(tmp_path: Path, document: dict[str, Any]) -> None:
