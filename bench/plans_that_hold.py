@@ -225,7 +225,7 @@ def updated(rows: Iterable[Mapping[str, Any]], measured: Iterable[Mapping[str, A
     """A result: ``rows`` of an earlier one, those of the same numbers replaced by what was ``measured``, in order."""
     by_number = {int(row["case"].split()[0]): row for row in (*rows, *measured)}
     cases = [by_number[number] for number in sorted(by_number)]
-    held = {f"num_{what}": sum(row[what] for row in cases) for what in ("holds", "interval_holds", "cliff_holds")}
+    held = {f"num_{what}": sum(bool(row[what]) for row in cases) for what in ("holds", "interval_holds", "cliff_holds")}
     return {**held, "num_cases": len(cases), "cases": cases}
 
 

@@ -7,6 +7,7 @@ tokens and no model knowledge.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -167,7 +168,8 @@ def attention_words(
     for kv_length, table_length in zip(kv_lengths, table_lengths, strict=True):
         assert table_length * block_size >= kv_length, f"a block table is short of its tokens: {kv_lengths}"
     num_block_ids = sum(table_lengths)
-    block_ids = np.concatenate([np.asarray(table, np.int32) for table in block_tables])
+    tables = (table if isinstance(table, array) else array("i", table) for table in block_tables)
+    block_ids = np.frombuffer(b"".join(tables), np.int32)
     assert block_ids.min() >= 0, f"block id {block_ids.min()} is negative"
     assert block_ids.max() < num_blocks, f"block id {block_ids.max()} is outside a pool of {num_blocks} blocks"
     assert max(*kv_lengths, num_tokens, num_block_ids, num_blocks) < 2**31, "a step is counted in 32 bits"
