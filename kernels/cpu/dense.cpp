@@ -42,12 +42,9 @@ constexpr int kFewRows = 4 * kTileRows;  // Up to here, making floats of weights
 constexpr int kBlockRows = 32 * kTileRows;
 constexpr int kMaxDepth = 256;            // Inputs of a block, at most.
 constexpr int kBlockPanels = 16;          // Panels that one block of rows is multiplied with, at most.
-constexpr float kCopyPanels = 0.25f;      // To copy a task's rows takes as long as to multiply them with so many.
 constexpr int kAheadBytes = 4096;         // Prefetched: what memory sends while a core waits for its first byte.
 constexpr int kTasksOfThread = 8;         // Of several products, so that all threads end together.
 constexpr int64_t kSerialWork = 1 << 17;  // Multiply-adds below which waking threads costs more than it saves.
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4, kE4m3, kE2m1, kFirstOfPairs };
 
@@ -502,22 +499,14 @@ struct Product {
   int64_t work() const { return num_rows * weight.num_inputs * weight.num_outputs; }
   bool has_few_rows() const { return num_rows <= kFewRows; }
 
-  // Those that `num_threads` finish soonest: each takes as many, and at the end waits for half of one on average.
+  // Enough tasks for each of `num_threads` to have its share, even if some are slow, and as many for each.
   Tasks tasks(int64_t num_threads) const {
-    const int64_t panels = num_panels(), least = ceil_div(num_rows, kBlockRows);
+    const int64_t panels = num_panels();
     if (has_few_rows()) return {1, num_threads};
-    const int64_t most = std::max(least, std::min(2 * least, num_rows / (2 * kFewRows)));
-    Tasks best{};
-    float soonest = INFINITY;
-    for (int64_t of_rows = least; of_rows <= most; ++of_rows)
-      for (int64_t width = kBlockPanels; width >= kBlockPanels / 4; --width) {
-        const int64_t of_panels = ceil_div(panels, width);
-        const float of_thread = ceil_div(of_rows * of_panels, num_threads) + (num_threads > 1 ? 0.5f : 0.0f);
-        const float time = of_thread * ceil_div(num_rows, of_rows) * (ceil_div(panels, of_panels) + kCopyPanels);
-        if (time < soonest) best = {of_rows, of_panels};
-        soonest = std::min(soonest, time);
-      }
-    return best;
+    const int64_t row_tasks = (num_rows + kBlockRows - 1) / kBlockRows;
+    const int64_t width = std::clamp<int64_t>(panels * row_tasks / (4 * num_threads), 4, kBlockPanels);
+    const int64_t rounds = (panels + width * num_threads - 1) / (width * num_threads);
+    return {row_tasks, std::min(panels, rounds * num_threads)};
   }
 
   void run(const Tasks& tasks, int64_t i) const {
