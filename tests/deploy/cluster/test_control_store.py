@@ -74,7 +74,7 @@ def test_a_store_that_keeps_its_data_is_restarted(ray: Ray, storage: str, num_af
         assert ray.stores() == []
     for now_s in (10.1 + RESTART_S, 11.0 + RESTART_S):
         store.check(now_s)
-        assert len(ray.stores()) == num_after
+        wait_for(lambda: len(ray.stores()) == num_after, "the store")  # a new process has no command line for a moment
     assert all(each.environ()["RAY_gcs_storage"] == storage for each in ray.stores())
 
 
