@@ -144,14 +144,14 @@ def _logit_bias(message: worker_pb2.SamplingParams, vocab_size: int) -> tuple[tu
 
 def request_to_proto(request: GenerationRequest) -> worker_pb2.Request:
     prefix = request.prefix_source
-    message = worker_pb2.Request(
+    values = {name: getattr(request, name) for name in _REQUEST_FIELDS}
+    for name in _OBJECTIVES:  # longer ones, which stand for none, order nothing that lives so long
+        values[name] = min(values[name], MAX_DURATION_S)
+    return worker_pb2.Request(
         sampling=sampling_to_proto(request.sampling),
         prefix_source=None if prefix is None else worker_pb2.PrefixSource(**asdict(prefix)),
-        **{name: getattr(request, name) for name in _REQUEST_FIELDS},
+        **values,
     )
-    for name in _OBJECTIVES:  # longer ones, which stand for none, order nothing that lives so long
-        setattr(message, name, min(getattr(request, name), MAX_DURATION_S))
-    return message
 
 
 def request_from_proto(message: worker_pb2.Request, limits: ModelLimits) -> GenerationRequest:

@@ -179,8 +179,7 @@ class Fleet:
         for role in roles:
             number = next(number for number in itertools.count() if (role, number) not in numbers)
             numbers.add((role, number))
-            like = next(each for each in self._needs.values() if each.role is role)
-            added.append(dataclasses.replace(like, number=number))
+            added.append(dataclasses.replace(self._like(role), number=number))
         taken = self._taken(leaving)
         found = choose_hosts(added, self._hosts_up, taken)
         placed = []
@@ -196,10 +195,12 @@ class Fleet:
     def request_hosts(self, replicas: Mapping[WorkerRole, int]) -> None:
         """Have Ray's autoscaler, if one runs, keep hosts for so many workers of each role, as far as these request
         resources of Ray."""
-        like = {needs.role: needs.bundle for needs in self._needs.values()}
-        self._ray.request_hosts(
-            [like[role] for role, count in replicas.items() if like.get(role) for _ in range(count)]
-        )
+        bundles = [self._like(role).bundle for role, count in replicas.items() for _ in range(count)]
+        self._ray.request_hosts([bundle for bundle in bundles if bundle])
+
+    def _like(self, role: WorkerRole) -> WorkerNeeds:
+        """What a worker of ``role`` needs, which the launch has."""
+        return next(each for each in self._needs.values() if each.role is role)
 
     def _add(self, config: WorkerConfig, host: Host) -> WorkerProcess:
         needs = self._needs[config.worker_id]

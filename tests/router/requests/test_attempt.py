@@ -14,7 +14,7 @@ from pdserve.router.requests.blame import MAX_LOSSES, TRIAL_WAIT_S
 from pdserve.router.requests.goodput_rules import LATE_S
 from pdserve.router.requests.retries import MAX_BACKOFF_S
 from pdserve.router.requests.settings import SWEEP_S, DispatchSettings
-from tests.router.requests.test_dispatch_core import Core, ReadRequest
+from tests.router.requests.test_dispatch_core import Core, ReadRequest, behind_a_pull
 from tests.router.rig import COST
 
 SETTINGS = DispatchSettings(max_silence_s=100.0)
@@ -104,20 +104,6 @@ def sibling(core: Core) -> ReadRequest:
         core.dispatcher.worker_lost(worker)
     core.event(core.prefill, RequestEventKind.LAST_CHUNK)
     core.token(core.prefill, 0)
-    return request
-
-
-def behind_a_pull(core: Core) -> ReadRequest:
-    """Of a choice whose prompt choice 0 pulls."""
-    core.all_up()
-    request = core.start(num_choices=2)
-    for request_id in (1, 2):
-        core.event(core.prefill, RequestEventKind.STARTED, request_id)
-        core.event(core.prefill, RequestEventKind.LAST_CHUNK, request_id)
-        core.token(core.prefill, 0, request_id=request_id)
-    state = request.attempts[1].state
-    assert isinstance(state, Parked)
-    assert state.pull is None
     return request
 
 

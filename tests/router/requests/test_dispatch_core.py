@@ -26,7 +26,7 @@ from pdserve.contracts.request import (
 )
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.router.cluster.worker import Worker
-from pdserve.router.requests.attempt import Attempt, Prefilling, Queued
+from pdserve.router.requests.attempt import Attempt, Parked, Prefilling, Queued
 from pdserve.router.requests.attempt_table import HeldBack
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.goodput import Goodput
@@ -185,16 +185,23 @@ class Core:
         self.dispatcher.tokens_received(worker, [event])
 
 
-def test_choices_that_wait_for_a_pull_go_on_where_the_last_decode_worker_is_their_own() -> None:
-    core = Core()
+def behind_a_pull(core: Core) -> ReadRequest:
+    """Of two choices, the last of which waits parked until the first has pulled the prompt."""
     core.all_up()
     request = core.start(num_choices=2)
-    core.event(core.prefill, RequestEventKind.STARTED)
-    core.event(core.prefill, RequestEventKind.LAST_CHUNK)
-    core.token(core.prefill, 0)
-    core.event(core.prefill, RequestEventKind.STARTED, 2)
-    core.event(core.prefill, RequestEventKind.LAST_CHUNK, 2)
-    core.token(core.prefill, 0, request_id=2)
+    for request_id in (1, 2):
+        core.event(core.prefill, RequestEventKind.STARTED, request_id)
+        core.event(core.prefill, RequestEventKind.LAST_CHUNK, request_id)
+        core.token(core.prefill, 0, request_id=request_id)
+    state = request.attempts[1].state
+    assert isinstance(state, Parked)
+    assert state.pull is None
+    return request
+
+
+def test_choices_that_wait_for_a_pull_go_on_where_the_last_decode_worker_is_their_own() -> None:
+    core = Core()
+    request = behind_a_pull(core)
     core.prefill.take_role(WorkerRole.DECODE)
     core.dispatcher.worker_up(core.prefill)
     for worker in core.decodes[::-1]:
