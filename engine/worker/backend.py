@@ -248,11 +248,10 @@ def _check_tier(config: WorkerConfig, is_on_host: bool) -> None:
 
 
 def _check_speculation(config: WorkerConfig, is_on_host: bool) -> None:
-    """Raise ValueError on a GPU, where a step is planned before the tokens that its guesses would follow are known."""
-    if config.speculation != "none" and not is_on_host:
+    """Raise ValueError for a draft model on a GPU."""
+    if config.speculation == "draft" and not is_on_host:
         raise ValueError(
-            f"{config.role.value}.speculation is {config.speculation}, and guesses are made on CPUs only so far: "
-            "set it to none"
+            f"{config.role.value}.speculation has a draft model, which guesses on CPUs only so far: use ngram or none"
         )
 
 

@@ -159,6 +159,8 @@ class Scheduler:
         self.expire(now_s)
         if self.table.must_drain or self.table.is_guessing:
             return None
+        if self._speculation is not None and self._speculation.needs_tokens and self.table.steps_in_flight:
+            return None
         if not self.table.num_to_decode and self.table.steps_in_flight and self.prompts.is_patient(now_s):
             return None
         step = self.table.begin_step()
@@ -314,8 +316,9 @@ class Scheduler:
 
     def complete(self, output: StepOutput, now_s: float) -> None:
         """Process the results of the oldest planned step that is not completed."""
-        if self._speculation is not None and output.num_guesses:
-            self._speculation.learn(next(iter(self.table.steps_in_flight)).sequences, output)
+        step = next(iter(self.table.steps_in_flight))
+        if self._speculation is not None and step.batch.may_guess:
+            self._speculation.learn(step.sequences, output)
         results = self.table.complete(output)
         for sequence, token in results:
             if sequence.handle and token is not None:

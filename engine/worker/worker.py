@@ -209,7 +209,7 @@ class EngineWorker:
                 ),
             ),
             mixed_s=times.mixed_s,
-            speculation=speculation_of(config, times),
+            speculation=speculation_of(config, times, plans_ahead=executor.pipeline_depth > 1),
         )
         loop = LiveLoop(
             scheduler=scheduler,
@@ -326,11 +326,12 @@ class EngineWorker:
         )
 
 
-def speculation_of(config: WorkerConfig, times: StepTimes) -> Speculation | None:
-    """What chooses the guesses of a worker's steps; ``None`` if it makes none."""
+def speculation_of(config: WorkerConfig, times: StepTimes, *, plans_ahead: bool = False) -> Speculation | None:
+    """What chooses the guesses of a worker's steps; ``None`` if it makes none. ``plans_ahead``: as `Speculation`'s."""
     if config.speculation == "none":
         return None
-    return Speculation(times.by_guesses, DRAFT_SHARE if config.speculation == "draft" else NGRAM_SHARE)
+    first_share = DRAFT_SHARE if config.speculation == "draft" else NGRAM_SHARE
+    return Speculation(times.by_guesses, first_share, plans_ahead=plans_ahead)
 
 
 def micro_batch_config(config: WorkerConfig, index: int) -> WorkerConfig:

@@ -213,5 +213,9 @@ class ClusterBuilder:
                 self.costs[pool.role], int(block_pool.num_blocks * AUTO_SWAP_SHARE), pool.max_batch_tokens
             ),
             mixed_s=times.mixed_s,
-            speculation=None if guessing is None else Speculation(times.by_guesses, guessing.share_right),
+            speculation=None
+            if guessing is None
+            else Speculation(
+                times.by_guesses, guessing.share_right, plans_ahead=self.costs[pool.role].pipeline_depth > 1
+            ),
         )

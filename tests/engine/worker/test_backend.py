@@ -420,15 +420,13 @@ def test_a_tier_below_a_gpus_pool_or_a_pipelines_is_refused(config: WorkerConfig
         choose_backend(replace(tiered, emulate="h100-sxm"))
 
 
-def test_guesses_on_a_gpu_are_refused(config: WorkerConfig) -> None:
-    guessing = replace(config, speculation="ngram")
-    backend._check_speculation(guessing, is_on_host=True)
-    backend._check_speculation(config, is_on_host=False)
-    with pytest.raises(ValueError, match=r"mixed\.speculation is ngram, and guesses are made on CPUs only"):
-        backend._check_speculation(guessing, is_on_host=False)
-    choose_backend(replace(guessing, emulate="cpu", time_scale=0.0))
-    with pytest.raises(ValueError, match="guesses are made on CPUs only"):
-        choose_backend(replace(guessing, emulate="h100-sxm"))
+def test_a_draft_model_on_a_gpu_is_refused(config: WorkerConfig) -> None:
+    drafting, guessing = replace(config, speculation="draft"), replace(config, speculation="ngram")
+    backend._check_speculation(drafting, is_on_host=True)
+    backend._check_speculation(guessing, is_on_host=False)
+    with pytest.raises(ValueError, match=r"mixed\.speculation has a draft model, which guesses on CPUs only so far"):
+        backend._check_speculation(drafting, is_on_host=False)
+    choose_backend(replace(guessing, emulate="h100-sxm", time_scale=0.0))
 
 
 def test_a_draft_model_takes_memory_of_the_pool(config: WorkerConfig, tmp_path: Path) -> None:
