@@ -208,9 +208,6 @@ class Binding(NamedTuple):
 class Placement:
     """Decides; the base class ignores what is reported."""
 
-    pulls_prefixes = True
-    """Whether workers may pull prefixes from others, as far as the policy knows how to choose that."""
-
     def __init__(self, costs: Costs, *, tpot_slo_s: float = 0.0) -> None:
         """``tpot_slo_s``: the tightest TPOT objective of any request; 0 for none."""
         self.costs = costs
