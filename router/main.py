@@ -226,23 +226,18 @@ def listen(host: str, port: int, key: str, *, is_shared: bool = False) -> socket
         ValueError: the address is unusable; the message names ``key`` of the deployment file as the remedy.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind)
-    except OSError as error:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        is_dual = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(
+            address, family=family, backlog=BACKLOG, reuse_port=is_shared, dualstack_ipv6=is_dual
+        )
+    except socket.gaierror as error:
         raise ValueError(f"cannot listen on {host}: {error}") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if is_shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
     except OSError as error:
-        listener.close()
-        reason = error.strerror or str(error)
+        reason = os.strerror(error.errno or 0)
         raise ValueError(
             f"cannot listen on {host} port {port}: {reason}; set {key} to a free port, or to 0 to have one picked"
         ) from None
-    return listener
 
 
 class _QuietServer(uvicorn.Server):
