@@ -95,9 +95,4 @@ class Reservations:
     def finish(self, result: PullResult) -> Sequence | None:
         """Handle the end of a pull, after which nothing writes to its targets. Returns its sequence unless that has
         ended."""
-        sequence = self._pulls.pop(result.pull_id)
-        sequence.is_pulling = False
-        if sequence.is_over:
-            self._table.settle(sequence)
-            return None
-        return sequence
+        return self._table.end_pull(self._pulls.pop(result.pull_id))

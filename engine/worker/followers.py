@@ -122,7 +122,7 @@ class Followers:
                 ),
                 (memory.fd, shared_fd),
             )
-            for rank in range(1, config.tensor_parallel * config.pipeline_parallel)
+            for rank in range(1, config.num_ranks)
         ]
         self._watch = threading.Thread(target=self._watch_pulses, name="rank-pulse", daemon=True)
         self._watch.start()

@@ -13,7 +13,6 @@ ends when it dies, and the supervisor starts both again under a new epoch.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import threading
@@ -21,7 +20,7 @@ import time
 from collections.abc import MutableSequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -32,7 +31,7 @@ from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.scheduling.interface import PullResult
 from pdserve.engine.scheduling.speculation import DRAFT_SHARE, NGRAM_SHARE, Speculation
-from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend
+from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend, end_worker
 from pdserve.engine.worker.batches import scheduler_with
 from pdserve.engine.worker.live_loop import Inbox, LiveLoop
 from pdserve.engine.worker.messages import BlocksRestored, GrammarCompiled, LendPrefix, Message, StartDrain
@@ -49,14 +48,6 @@ from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, TransferToEngine
 
 STOP_TIMEOUT_S = 10.0
-
-_log = logging.getLogger(__name__)
-
-
-def end_process() -> None:
-    """End a worker whose loop died: the end of the process is the most reliable signal."""
-    logging.shutdown()
-    os._exit(1)
 
 
 class EngineWorker:
@@ -136,8 +127,7 @@ class EngineWorker:
         try:
             loop.run()
         except BaseException:
-            _log.critical("the step loop of %s died", self._config.worker_id, exc_info=True)
-            end_process()
+            end_worker(f"the step loop of {self._config.worker_id} died", exc_info=True)
 
     def _build(self, stack: ExitStack) -> tuple[list[LiveLoop], dict[str, str]]:
         """Assemble the worker on its loop's thread. ``stack`` tears it down in reverse order.
@@ -205,7 +195,7 @@ class EngineWorker:
             tier_space=TierSpace(
                 tier=tier,
                 compute_s=lambda num_tokens, num_cached: (
-                    backend.cost.prompt_s(num_tokens, num_cached, config.max_batch_tokens) * times.prefill_correction
+                    backend.cost.prompt_s(num_tokens, num_cached, config.max_batch_tokens) * times.prefill.factor
                 ),
             ),
             mixed_s=times.mixed_s,
@@ -318,11 +308,8 @@ class EngineWorker:
             hardware=backend.cost.hardware.name,
             tensor_parallel=config.tensor_parallel,
             pipeline_parallel=config.pipeline_parallel,
-            dtype=config.precision.dtype,
-            kv_dtype=config.precision.kv_dtype,
-            quantization=config.precision.quantization,
-            cpu_products=config.precision.cpu_products,
             products=backend.products,
+            **asdict(config.precision),
         )
 
 
