@@ -255,8 +255,8 @@ class Scheduler:
         if reserving is not None and local is not None and not _is_ahead(local, reserving):
             budget.num_slots = 0
         max_tokens = self._max_batch_tokens - step.num_rows
-        self.prompts.plan_chunks(step, budget, max_tokens=max_tokens, now_s=now_s, fit=self._gap_limit(step))
-        for sequence in self.prompts.take_ready():
+        fit = self._gap_limit(step)
+        for sequence in self.prompts.plan_chunks(step, budget, max_tokens=max_tokens, now_s=now_s, fit=fit):
             if sequence.is_preempted:
                 self.table.emit(sequence.key, RequestEventKind.RESUMED)
             self._join(sequence)

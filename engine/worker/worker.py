@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from pdserve.contracts.request import HANDLE_BYTES
 from pdserve.contracts.step import Executor, ModelLimits
@@ -48,6 +48,16 @@ from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, TransferToEngine
 
 STOP_TIMEOUT_S = 10.0
+
+
+class _Shared(NamedTuple):
+    """What the micro-batches of a worker share."""
+
+    backend: Backend
+    memory: PoolMemory
+    transfer: TransferProcess | StagedTransfer
+    stack: ExitStack
+    """Tears the worker down."""
 
 
 class EngineWorker:
@@ -149,31 +159,25 @@ class EngineWorker:
             stack.callback(executor.close)
         transfer = self._start_transfer(memory, built, backend.limits)
         stack.callback(transfer.close)
-        loops, addresses = [], {}
+        shared, loops, addresses = _Shared(backend, memory, transfer, stack), [], {}
         for index, executor in enumerate(built.executors):
             own = micro_batch_config(config, index)
-            loop, service = self._build_loop(own, index, backend, memory, executor, transfer, stack)
+            loop, service = self._build_loop(own, index, executor, shared)
             loops.append(loop)
             addresses[own.worker_id] = service.start()
             stack.callback(service.stop)
         return loops, addresses
 
     def _build_loop(
-        self,
-        config: WorkerConfig,
-        index: int,
-        backend: Backend,
-        memory: PoolMemory,
-        executor: Executor,
-        transfer: TransferProcess | StagedTransfer,
-        stack: ExitStack,
+        self, config: WorkerConfig, index: int, executor: Executor, shared: _Shared
     ) -> tuple[LiveLoop, WorkerService]:
         """Build the loop and service of a micro-batch with its own ``config``."""
+        backend, transfer = shared.backend, shared.transfer
         num_blocks = backend.layout.num_blocks // config.pipeline_parallel
         # typeshed does not count a memoryview as a MutableSequence.
-        generations = cast(MutableSequence[int], memory.generations)
+        generations = cast(MutableSequence[int], shared.memory.generations)
         pool = BlockPool(num_blocks, config.block_size, generations, first_block=index * num_blocks)
-        tier = self._build_tier(config, index, backend, memory, pool, stack)
+        tier = self._build_tier(config, index, pool, shared)
         num_tier_blocks = 0 if tier is None else tier.num_slots
         service = WorkerService(
             config,
@@ -215,28 +219,20 @@ class EngineWorker:
         )
         return loop, service
 
-    def _build_tier(
-        self,
-        config: WorkerConfig,
-        index: int,
-        backend: Backend,
-        memory: PoolMemory,
-        pool: BlockPool,
-        stack: ExitStack,
-    ) -> FileTier | None:
+    def _build_tier(self, config: WorkerConfig, index: int, pool: BlockPool, shared: _Shared) -> FileTier | None:
         if not config.kv_tier_path:
             return None
         tier = FileTier(
             Path(config.kv_tier_path) / f"{config.worker_id}.kv",
-            memory,
+            shared.memory,
             pool,
             size_bytes=config.kv_tier_bytes,
-            max_model_len=backend.limits.max_model_len,
+            max_model_len=shared.backend.limits.max_model_len,
             secret=config.cluster_token,
             on_restored=lambda restore_id: self._inboxes[index].put(BlocksRestored(restore_id)),
         )
         tier.start(config.transfer_cpu_cores)
-        stack.callback(tier.close)
+        shared.stack.callback(tier.close)
         return tier
 
     def _put_to_all(self, message: Message) -> None:

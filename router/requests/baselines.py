@@ -35,13 +35,12 @@ class _Baseline(Placement):
     """A policy with one rule for both phases. It never prefills on decode workers while prefill workers are up."""
 
     def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
-        handoffs = {worker.worker_id: handoff for worker, handoff in prefill_candidates(workers)}
-        candidates = [worker for worker in workers if worker.worker_id in handoffs]
+        candidates = prefill_candidates(workers)
         if not candidates:
             return None
         chosen = self._pick(arrival.blocks, candidates, _prompts)
-        num_cached = arrival.blocks.num_cached_tokens(chosen.cached_blocks)
-        return PrefillChoice(chosen.worker_id, handoffs[chosen.worker_id], 0.0, num_cached, due_s=arrival.wanted_s)
+        handoff, num_cached = chosen.role is WorkerRole.PREFILL, arrival.blocks.num_cached_tokens(chosen.cached_blocks)
+        return PrefillChoice(chosen.worker_id, handoff, 0.0, num_cached, due_s=arrival.wanted_s)
 
     def decode(
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
@@ -116,11 +115,10 @@ class ConServe(LeastLoaded):
     def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
         hashes = reversed(arrival.blocks.hashes())
         pinned = next((self._pinned[each] for each in hashes if each in self._pinned), "")
-        for worker in workers:
-            if worker.worker_id == pinned and worker.role is not WorkerRole.PREFILL:
-                num_cached = arrival.blocks.num_cached_tokens(worker.cached_blocks)
-                choice: PrefillChoice | None = PrefillChoice(pinned, False, 0.0, num_cached, due_s=arrival.wanted_s)
-                break
+        at_home = [each for each in workers if each.worker_id == pinned and each.role is not WorkerRole.PREFILL]
+        if at_home:
+            num_cached = arrival.blocks.num_cached_tokens(at_home[0].cached_blocks)
+            choice: PrefillChoice | None = PrefillChoice(pinned, False, 0.0, num_cached, due_s=arrival.wanted_s)
         else:
             choice = super().prefill(arrival, workers)
         if choice is not None and not choice.handoff:

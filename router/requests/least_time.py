@@ -40,16 +40,15 @@ class LeastTime(Placement):
         """
         blocks, num_tokens = arrival.blocks, arrival.blocks.num_tokens
         options: list[tuple[float, bool, tuple[int, str], bool, int, float]] = []  # the least one wins
-        hands_off = False
-        for worker, handoff in prefill_candidates(workers):
+        for worker in prefill_candidates(workers):
             num_cached = blocks.num_cached_tokens(worker.cached_blocks)
             ttft_s = predict_ttft_s(worker, num_tokens, num_cached, self.costs[worker.role])
-            is_decode, order = worker.role is WorkerRole.DECODE, tie_order(blocks, worker)
+            is_decode, handoff = worker.role is WorkerRole.DECODE, worker.role is WorkerRole.PREFILL
+            order = tie_order(blocks, worker)
             options.append((ttft_s, is_decode, order, handoff, num_cached, worker.prefill_correction))
-            hands_off |= handoff
         if not options:
             return None
-        if hands_off and not arrival.is_probe:
+        if any(handoff for _, _, _, handoff, _, _ in options) and not arrival.is_probe:
             cost, correction = self.costs[WorkerRole.DECODE], min(options)[-1]
             for worker in workers:
                 if worker.role is not WorkerRole.DECODE or shortfall(blocks, worker):

@@ -145,7 +145,7 @@ class Placer:
             self._unseen.extend(self._table.queued.values())
         if not self._unseen:
             return True
-        can_start = bool(prefill_candidates(worker.snapshot() for worker in self.taking_work()))
+        can_start = bool(prefill_candidates([worker.snapshot() for worker in self.taking_work()]))
         are_full = False
         while self._unseen:
             now_s = self._now_s()
@@ -199,8 +199,8 @@ class Placer:
 
     def _are_full(self, attempt: Attempt) -> bool:
         """Whether each worker that may compute the prompt has two steps of others before it."""
-        candidates = prefill_candidates(worker.snapshot() for worker in self._offered(attempt))
-        return all(worker.num_waiting_tokens >= 2 * worker.max_batch_tokens for worker, _ in candidates)
+        candidates = prefill_candidates([worker.snapshot() for worker in self._offered(attempt)])
+        return all(worker.num_waiting_tokens >= 2 * worker.max_batch_tokens for worker in candidates)
 
     def _has_to_wait(self, attempt: Attempt) -> bool:
         """Whether the attempt may not start now: it waits for a trial, or follows an error."""

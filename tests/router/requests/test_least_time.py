@@ -77,7 +77,7 @@ M0 = worker("mixed-0", WorkerRole.MIXED)
 
 
 def names(workers: Sequence[WorkerSnapshot]) -> list[tuple[str, bool]]:
-    return [(candidate.worker_id, handoff) for candidate, handoff in prefill_candidates(workers)]
+    return [(each.worker_id, each.role is WorkerRole.PREFILL) for each in prefill_candidates(workers)]
 
 
 def test_candidates_by_what_is_up() -> None:
