@@ -119,6 +119,10 @@ class WorkerConfig:
     park_timeout_s: float = 30.0
     """Time until the worker frees a parked prompt that was not pulled."""
 
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
 
 def whole_worker_id(worker_id: str) -> str:
     """Id of the worker that a micro-batch is part of; ``worker_id`` itself if it is a whole worker's."""

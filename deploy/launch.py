@@ -208,11 +208,16 @@ def router_configs(
     launch: Launch, cluster_token: str = "", admin_token: str = "", hosts: Sequence[Launch] = ()
 ) -> list[RouterProcessConfig]:
     """Configuration of each router, with the arguments of `router_config`."""
-    config, num = router_config(launch, cluster_token, admin_token, hosts), launch.config.router.replicas
-    admin_ports = [config.admin_port and config.admin_port + number for number in range(num)]
+    config = router_config(launch, cluster_token, admin_token, hosts)
+    first = config.router.admin_port
     return [
-        replace(config, replica=number, num_replicas=num, admin_port=port) for number, port in enumerate(admin_ports)
+        replace(config, replica=number, router=replace(config.router, admin_port=first and first + number))
+        for number in range(config.router.replicas)
     ]
+
+
+def _absolute(path: str) -> str:
+    return path and str(Path(path).absolute())
 
 
 def _folder_name(folder: Path) -> str:
@@ -240,25 +245,15 @@ def router_config(
         served_name=model.served_name or _folder_name(Path(model.path).resolve()),
         tool_format=model.tool_format,
         generation_config=model.generation_config,
-        host=router.host,
-        port=router.port,
-        admin_host=router.admin_host,
-        admin_port=router.admin_port,
+        router=replace(
+            router,
+            keys_file=_absolute(router.keys_file),
+            tls_certificate=_absolute(router.tls_certificate),
+            tls_key=_absolute(router.tls_key),
+            request_log=_absolute(router.request_log),
+        ),
         admin_token=admin_token,
-        open_metrics=router.open_metrics,
-        keep_alive_s=router.keep_alive_seconds,
-        keys_file=router.keys_file and str(Path(router.keys_file).absolute()),
-        tls_certificate=router.tls_certificate and str(Path(router.tls_certificate).absolute()),
-        tls_key=router.tls_key and str(Path(router.tls_key).absolute()),
-        cors_origins=router.cors_origins,
-        page=router.page,
-        request_log=router.request_log and str(Path(router.request_log).absolute()),
-        log_format=router.log_format,
-        tracing=router.tracing,
         slo=launch.config.slo,
-        policy=router.policy,
-        max_silence_s=router.max_silence_seconds,
-        max_queued_requests=router.max_queued_requests,
         cluster_token=cluster_token,
         tls=launch.config.security.tls,
         hardware=launch.emulate or "cpu",

@@ -154,7 +154,7 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
             "workers": [_worker_status(worker) for _, worker in sorted(cluster.workers.items())],
             "model": model,
             "slo": asdict(config.slo),
-            "policy": config.policy,
+            "policy": config.router.policy,
             # Sources are most of a device's text, and readers of the status do not need them.
             "kv_transport": config.kv_transport,
             "expert_parallel": [
@@ -168,10 +168,10 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
 
 def _refusal(request: Request, config: RouterProcessConfig) -> Response | None:
     """Answer to a stranger: a page in a browser, a name that points here by DNS, or a caller without the token."""
-    if "origin" in request.headers or not _is_own_name(request.url.hostname or "", config.admin_host):
+    if "origin" in request.headers or not _is_own_name(request.url.hostname or "", config.router.admin_host):
         return JSONResponse({"detail": "name the admin port by its address; browsers' pages are refused"}, 403)
     given = request.headers.get("authorization", "").encode()
-    is_open = not config.admin_token or (config.open_metrics and request.url.path in OPEN_PATHS)
+    is_open = not config.admin_token or (config.router.open_metrics and request.url.path in OPEN_PATHS)
     if is_open or hmac.compare_digest(given, f"Bearer {config.admin_token}".encode()):
         return None
     detail = "give the admin token of the cluster, its file admin_token, as a bearer token"
@@ -190,7 +190,6 @@ def _is_own_name(name: str, admin_host: str) -> bool:
 
 
 def _worker_status(worker: RemoteWorker) -> dict[str, Any]:
-    load = {field.name: getattr(worker.reported, field.name) for field in worker.reported.DESCRIPTOR.fields}
     model = {name: getattr(worker.welcome, name) for name in _WELCOME_FIELDS}
     limits = {name: getattr(worker.welcome, name) for name in _LIMITS}
-    return {**asdict(worker.endpoint), "up": worker.is_up, **model, "limits": limits, "load": load}
+    return {**asdict(worker.endpoint), "up": worker.is_up, **model, "limits": limits, "load": worker.load._asdict()}

@@ -56,11 +56,6 @@ class PlannedStep:
     def num_rows(self) -> int:
         return len(self.sequences)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the step has neither rows nor copies."""
-        return not self.num_rows and not self.swapped_out
-
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
         """Add a row that computes the next ``num_tokens`` known tokens and samples if they are the last ones."""
         start = sequence.num_computed
@@ -187,7 +182,8 @@ class SequenceTable:
         )
         refusal = self._refusal(sequence)
         if refusal:
-            self.reject(key, refusal)
+            kind = RequestEventKind.REJECTED
+            self.events.append(RequestEvent(key, kind, message=refusal, refusal=RefusalCode.INVALID))
             return None
         self._num_opened += 1
         self._live[key] = sequence
@@ -218,11 +214,6 @@ class SequenceTable:
 
     def get(self, key: RequestKey) -> Sequence | None:
         return self._live.get(key)
-
-    def reject(self, key: RequestKey, message: str) -> None:
-        self.events.append(
-            RequestEvent(key=key, kind=RequestEventKind.REJECTED, message=message, refusal=RefusalCode.INVALID)
-        )
 
     def emit(self, key: RequestKey, kind: RequestEventKind, message: str = "") -> None:
         self.events.append(RequestEvent(key=key, kind=kind, message=message))
@@ -273,10 +264,8 @@ class SequenceTable:
         num_taken = self.num_blocks_taken(sequence, cached)
         if budget.num_slots <= 0 or num_taken > budget.num_blocks:
             return False
-        is_handoff = sequence.is_handoff
-        num_blocks = sequence.num_blocks_for(len(sequence.tokens))
-        if not is_handoff:
-            num_blocks = sequence.num_blocks_with_headroom()
+        is_handoff, num_known = sequence.is_handoff, len(sequence.tokens)
+        num_blocks = sequence.num_blocks_for(num_known) if is_handoff else sequence.num_blocks_with_headroom()
         pool.share(cached)
         sequence.start_at(cached, pool.allocate(num_blocks - len(cached)))
         budget.num_slots -= 1
@@ -301,6 +290,12 @@ class SequenceTable:
         """Free retiring blocks after a step or pull that wrote to them has ended."""
         if sequence.is_retiring and sequence.is_idle:
             self.pool.release(sequence.lose_blocks())
+
+    def end_pull(self, sequence: Sequence) -> Sequence | None:
+        """Nothing writes to the targets of a sequence's pull any more. Returns it unless it has ended."""
+        sequence.is_pulling = False
+        self.settle(sequence)
+        return None if sequence.is_over else sequence
 
     def register_written(self, sequence: Sequence) -> None:
         """Register every full block in the prefix cache."""
@@ -333,8 +328,8 @@ class SequenceTable:
         return PlannedStep(StepBatch(step_id=self._num_steps, rows=[]), self.spare_rows)
 
     def commit(self, step: PlannedStep) -> StepBatch | None:
-        """Commit a step; ``None`` if it is empty."""
-        if step.is_empty:
+        """Commit a step; ``None`` if it has neither rows nor copies."""
+        if not step.sequences and not step.swapped_out:
             return None
         self._num_steps += 1
         self._steps.append(step)

@@ -16,12 +16,12 @@ from torch import distributed
 from pdserve.contracts.precision import FLOAT8_CAPABILITY
 from pdserve.contracts.worker_config import DEVICE_SETTINGS, DIRECT_TRANSPORTS, WorkerConfig
 from pdserve.engine.worker.pool_size import KvMemory, kv_memory_on_cpu, kv_memory_on_gpu
+from pdserve.engine.worker.served_model import places_of
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kv_transfer.group_copies import GroupCopies, device_id
 from pdserve.kv_transfer.ipc_copies import IpcCopies
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.resharding import KvShard
-from pdserve.model.config.sharding import Place
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.weights.decoder_weights import missing_bytes
 
@@ -45,7 +45,7 @@ def choose_device(config: WorkerConfig, rank: int = 0) -> torch.device:
     if not has_gpu or setting == "cpu":
         return CPU
     num_gpus = torch.cuda.device_count()
-    if config.tensor_parallel * config.pipeline_parallel > num_gpus:
+    if config.num_ranks > num_gpus:
         raise ValueError(
             f"tensor_parallel is {config.tensor_parallel} and pipeline_parallel {config.pipeline_parallel}, and the "
             f"worker sees {num_gpus} GPUs: lower them, show the worker more in CUDA_VISIBLE_DEVICES, or set device to "
@@ -82,8 +82,7 @@ def kv_memory_of(device: torch.device, config: WorkerConfig, cost: CostModel, ho
         ValueError: they do not fit.
     """
     if device == CPU:
-        degrees = config.tensor_parallel, config.pipeline_parallel, config.expert_parallel
-        places = [Place.of(rank, *degrees) for rank in range(config.tensor_parallel * config.pipeline_parallel)]
+        places = places_of(config)
         return kv_memory_on_cpu(
             missing_bytes(Path(config.model_path), cost.shape, config.precision, places), host_bytes
         )

@@ -26,7 +26,7 @@ before `Scheduler.complete` of the previous step.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from math import inf
 from operator import attrgetter
 
@@ -226,10 +226,8 @@ class Scheduler:
 
     def _latest(self) -> Sequence:
         """Last arrival among sequences that can be recomputed here. Excludes pulls and handoffs, which end soon."""
-        return max((*self.running[-1:], *self._local_prefills()), key=_ARRIVAL)
-
-    def _local_prefills(self) -> Iterator[Sequence]:
-        return (sequence for sequence in self.prompts.admitted if not sequence.is_handoff)
+        local = [sequence for sequence in self.prompts.admitted if not sequence.is_handoff]
+        return max((*self.running[-1:], *local), key=_ARRIVAL)
 
     def _preempt(self, step: PlannedStep, sequence: Sequence) -> None:
         self._num_preemptions += 1
@@ -259,8 +257,8 @@ class Scheduler:
         if reserving is not None and local is not None and not _is_ahead(local, reserving):
             budget.num_slots = 0
         max_tokens = self._max_batch_tokens - step.num_rows
-        self.prompts.plan_chunks(step, budget, max_tokens=max_tokens, now_s=now_s, fit=self._gap_limit(step))
-        for sequence in self.prompts.take_ready():
+        fit = self._gap_limit(step)
+        for sequence in self.prompts.plan_chunks(step, budget, max_tokens=max_tokens, now_s=now_s, fit=fit):
             if sequence.is_preempted:
                 self.table.emit(sequence.key, RequestEventKind.RESUMED)
             self._join(sequence)

@@ -202,7 +202,7 @@ class Cluster:
             return
         cost = self.dispatcher.costs[worker.role]
         prefill_s = cost.prompt_s(num_tokens, 0, worker.max_batch_tokens) if num_tokens else 0.0
-        self.metrics.observe_prefix(report, source.role, prefill_s * worker.prefill_correction)
+        self.metrics.observe_prefix(report, source.role, prefill_s * worker.load.prefill_correction)
         if report.failure_stage not in ("", ABORTED):
             self.dispatcher.prefix_failed(source)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import pytest
 
 from pdserve.contracts.codec import between, from_json, from_plain, to_json, to_plain
-from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
+from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig, RouterConfig
 from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint, WorkerRole
@@ -48,7 +48,11 @@ TRANSFER = TransferConfig(
     parent_pid=12,
 )
 ROUTER = RouterProcessConfig(
-    model_path="m", served_name="s", port=1, cluster_token="t", devices={WorkerRole.MIXED: hardware("cpu")}
+    model_path="m",
+    served_name="s",
+    router=RouterConfig(port=1),
+    cluster_token="t",
+    devices={WorkerRole.MIXED: hardware("cpu")},
 )
 
 

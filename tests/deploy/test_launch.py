@@ -117,8 +117,9 @@ def test_transfers_run_anywhere_when_no_core_is_spare() -> None:
 def test_the_router_gets_its_model_limits_and_device() -> None:
     launch = Launch(config=deployment(DOCUMENT), drain_timeout_s=3.0, cores=EIGHT)
     config = router_config(launch, "secret")
-    assert (config.served_name, config.port, config.max_queued_requests, config.keep_alive_s) == ("small", 1234, 5, 0)
-    assert config.policy == "round-robin"
+    router = config.router
+    assert (config.served_name, router.port, router.max_queued_requests) == ("small", 1234, 5)
+    assert (router.keep_alive_seconds, router.policy) == (0, "round-robin")
     assert (config.hardware, config.precision.dtype) == ("cpu", "bfloat16")
     assert (config.precision.kv_dtype, config.precision.quantization) == ("int8", "int8")
     assert config.drain_timeout_s == 3.0

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.deployment import RouterConfig, SloConfig
 from pdserve.contracts.events import RequestEventKind
 from pdserve.contracts.metrics import TTFT_SECONDS
 from pdserve.contracts.precision import Precision
@@ -241,7 +241,7 @@ async def test_every_route_needs_the_token() -> None:
 
 @with_workers()
 async def test_metrics_are_open_by_choice() -> None:
-    config = replace(SERVED, admin_token="secret", open_metrics=True)
+    config = replace(SERVED, admin_token="secret", router=RouterConfig(open_metrics=True))
     async with running_rig() as rig, admin_client(rig, config) as client:
         codes = [(await client.request(*route)).status_code for route in ROUTES]
     assert codes == [200, 200, 401, 401, 401, 401]
@@ -261,7 +261,10 @@ async def test_prometheus_gets_request_ids_as_exemplars_if_it_takes_them() -> No
 
 @with_workers()
 async def test_pages_of_a_browser_are_refused() -> None:
-    async with running_rig() as rig, admin_client(rig, replace(SERVED, open_metrics=True)) as client:
+    async with (
+        running_rig() as rig,
+        admin_client(rig, replace(SERVED, router=RouterConfig(open_metrics=True))) as client,
+    ):
         for headers in ({"Origin": "http://127.0.0.1:9"}, {"Origin": "null"}, {"Host": "evil.example:9"}):
             for method, path in ROUTES:
                 assert (await client.request(method, path, headers={**TOKEN, **headers})).status_code == 403, path

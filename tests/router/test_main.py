@@ -18,7 +18,8 @@ import httpx
 import psutil
 import pytest
 
-from pdserve.contracts.codec import from_json, to_json, to_plain
+from pdserve.contracts.codec import from_json, from_plain, to_json, to_plain
+from pdserve.contracts.deployment import RouterConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
@@ -55,8 +56,12 @@ class RouterProcess:
 
 
 def start_router(checkpoint: Path, *arguments: str, **fields: object) -> subprocess.Popen[str]:
-    values: dict[str, object] = {"port": 0, "cluster_token": TOKEN, **fields}
-    config = RouterProcessConfig(model_path=str(checkpoint), served_name="tiny", **values)  # type: ignore[arg-type]
+    """``fields``: of the section ``router``, or of the process."""
+    sections: dict[str, dict[str, object]] = {"router": {"port": 0}, "": {"cluster_token": TOKEN}}
+    for name, value in fields.items():
+        sections["router" if name in RouterConfig.__dataclass_fields__ else ""][name] = value
+    plain = {"model_path": str(checkpoint), "served_name": "tiny", "router": sections["router"], **sections[""]}
+    config = from_plain(RouterProcessConfig, plain, "the configuration")
     return subprocess.Popen(
         [sys.executable, "-m", "pdserve.router", "--config", to_json(config), *arguments],
         stdout=subprocess.PIPE,
@@ -182,7 +187,7 @@ def test_a_taken_port_is_named_with_the_remedy(checkpoint: Path) -> None:
     ("fields", "named"), [({"model_path": "/nowhere"}, "/nowhere"), ({"hardware": "abacus"}, "abacus")]
 )
 def test_what_cannot_be_used_is_named(checkpoint: Path, fields: dict[str, str], named: str) -> None:
-    config = {"model_path": str(checkpoint), "served_name": "tiny", "port": 0, **fields}
+    config = {"model_path": str(checkpoint), "served_name": "tiny", "router": {"port": 0}, **fields}
     command = [sys.executable, "-m", "pdserve.router", "--config", "-"]
     result = subprocess.run(command, input=json.dumps(config) + "\n", capture_output=True, text=True, timeout=HANG_S)
     assert result.returncode == 1
@@ -208,10 +213,10 @@ def test_each_role_is_predicted_by_its_own_devices(checkpoint: Path) -> None:
 
 
 def test_the_configuration_survives_json_and_unknown_keys_do_not() -> None:
-    config = RouterProcessConfig(model_path="m", served_name="s", port=1, cluster_token="t")
+    config = RouterProcessConfig(model_path="m", served_name="s", router=RouterConfig(port=1), cluster_token="t")
     assert from_json(RouterProcessConfig, to_json(config), "it") == config
     for text, named in (
-        ('{"model_path": "m", "served_name": "s", "prot": 1}', "prot"),
+        ('{"model_path": "m", "served_name": "s", "router": {"prot": 1}}', "prot"),
         ('{"model_path": "m", "served_name": "s", "slo": {"ttft": 1}}', "ttft"),
         ('{"model_path": "m"}', "served_name"),
         ("[]", "keys and values"),
@@ -239,7 +244,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def test_dies_with_its_parent(checkpoint: Path) -> None:
-    config = RouterProcessConfig(model_path=str(checkpoint), served_name="tiny", port=0)
+    config = RouterProcessConfig(model_path=str(checkpoint), served_name="tiny", router=RouterConfig(port=0))
     command = [sys.executable, "-c", PARENT, to_json(config)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert parent.stdout is not None
