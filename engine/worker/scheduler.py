@@ -74,7 +74,7 @@ class Scheduler:
         """
         Args:
             mint_handle: returns 16 unguessable bytes, never the same twice.
-            max_batch_tokens: maximum number of new tokens in a step.
+            max_batch_tokens: maximum number of new tokens in a step; 1 or more, as is the next.
             max_batch_size: maximum number of sequences that hold blocks in order to decode, or, if all requests are
                 handed off, of prompts that are admitted and not yet computed. If any is to decode here and the token
                 budget is smaller, the limit is the budget minus one, which leaves a token for prefill.
@@ -84,14 +84,7 @@ class Scheduler:
             tier_space: a tier that prompts are restored from; none by default.
             mixed_s: predicts steps with prefill, to bound them by ``max_gap_s`` of requests; ``None`` bounds none.
             speculation: chooses the guesses of each step; ``None`` if the executor makes none.
-
-        Raises:
-            ValueError: a limit is below 1.
         """
-        if max_batch_tokens < 1 or max_batch_size < 1:
-            raise ValueError(
-                f"max_batch_tokens {max_batch_tokens} and max_batch_size {max_batch_size} must be 1 or more"
-            )
         self.table = SequenceTable(pool, limits)
         self.parking = Parking(self.table, park_timeout_s=park_timeout_s, mint_handle=mint_handle)
         self.restores = Restores(self.table, tier_space)
