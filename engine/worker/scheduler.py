@@ -26,7 +26,7 @@ before `Scheduler.complete` of the previous step.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from math import inf
 from operator import attrgetter
 
@@ -70,6 +70,7 @@ class Scheduler:
         tier_space: TierSpace = NO_TIER,
         mixed_s: MixedSeconds | None = None,
         speculation: Speculation | None = None,
+        ids: Iterator[int] | None = None,
     ) -> None:
         """
         Args:
@@ -84,8 +85,9 @@ class Scheduler:
             tier_space: a tier that prompts are restored from; none by default.
             mixed_s: predicts steps with prefill, to bound them by ``max_gap_s`` of requests; ``None`` bounds none.
             speculation: chooses the guesses of each step; ``None`` if the executor makes none.
+            ids: of sequences and pulls, rising; from 0 by default.
         """
-        self.table = SequenceTable(pool, limits)
+        self.table = SequenceTable(pool, limits, ids)
         self.parking = Parking(self.table, park_timeout_s=park_timeout_s, mint_handle=mint_handle)
         self.restores = Restores(self.table, tier_space)
         self.prefixes = PrefixPulls(self.table, pull_timeout_s=pull_timeout_s)
