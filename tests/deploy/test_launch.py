@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pdserve.contracts.codec import from_json
+from pdserve.contracts.codec import from_json, to_json
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
 from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.deploy.cluster.supervisor import curl_command
 from pdserve.deploy.config import Use, parse_deployment
 from pdserve.deploy.launch import Launch, router_config, worker_configs
 from pdserve.model.cost.hardware import Hardware, hardware
+from pdserve.router.process_config import RouterProcessConfig
 
 DOCUMENT = {
     "model": {
@@ -90,6 +91,7 @@ def test_the_router_gets_its_model_limits_and_device() -> None:
     model, router = config.deployment.model, config.router
     assert (model.served_name, router.port, router.max_queued_requests) == ("small", 1234, 5)
     assert (router.keep_alive_seconds, router.policy) == (0, "round-robin")
+    assert from_json(RouterProcessConfig, to_json(config), "it") == config
     assert (config.hardware, model.precision.dtype) == ("cpu", "bfloat16")
     assert (model.precision.kv_dtype, model.precision.quantization) == ("int8", "int8")
     assert config.drain_timeout_s == 3.0
@@ -146,6 +148,7 @@ def test_workers_that_may_have_a_gpu_are_predicted_with_it_and_so_does_the_route
     assert decode.hardware == ""
     router = router_config(launch)
     assert router.devices == {WorkerRole.PREFILL: hardware("h200"), WorkerRole.MIXED: hardware("h200")}
+    assert from_json(RouterProcessConfig, to_json(router), "it") == router
     emulated = worker_configs(replace(launch, emulate="l4"))
     assert {config.hardware for config in emulated} == {""}
 
