@@ -13,6 +13,7 @@ from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig, parse_by
 from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.deploy.cluster.host_facts import LOOPBACK, HostFacts
 from pdserve.deploy.cluster.resources import CoreSplit, gpu_shares, split_cores
+from pdserve.deploy.config import override
 from pdserve.kv_transfer.pool_memory import available_memory_bytes
 from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.router.process_config import RouterProcessConfig
@@ -208,12 +209,10 @@ def router_configs(
     launch: Launch, cluster_token: str = "", admin_token: str = "", hosts: Sequence[Launch] = ()
 ) -> list[RouterProcessConfig]:
     """Configuration of each router, with the arguments of `router_config`."""
-    config = router_config(launch, cluster_token, admin_token, hosts)
-    first = config.router.admin_port
-    return [
-        replace(config, replica=number, router=replace(config.router, admin_port=first and first + number))
-        for number in range(config.router.replicas)
-    ]
+    config, router = router_config(launch, cluster_token, admin_token, hosts), launch.config.router
+    ports = [router.admin_port and router.admin_port + number for number in range(router.replicas)]
+    deployments = [override(config.deployment, "router", admin_port=port) for port in ports]
+    return [replace(config, replica=number, deployment=each) for number, each in enumerate(deployments)]
 
 
 def _absolute(path: str) -> str:
@@ -235,35 +234,27 @@ def router_config(
         hosts: the part of ``launch`` on each host, if there are several.
     """
     model, router = launch.config.model, launch.config.router
+    named = override(launch.config, "model", served_name=model.served_name or _folder_name(Path(model.path).resolve()))
+    deployment = override(
+        named,
+        "router",
+        keys_file=_absolute(router.keys_file),
+        tls_certificate=_absolute(router.tls_certificate),
+        tls_key=_absolute(router.tls_key),
+        request_log=_absolute(router.request_log),
+    )
     workers = [
         (role, cores, host)
         for host in hosts or (launch,)
         for role, cores in zip(host.roles, host.split.worker_cores, strict=True)
     ]
     return RouterProcessConfig(
-        model_path=model.path,
-        served_name=model.served_name or _folder_name(Path(model.path).resolve()),
-        tool_format=model.tool_format,
-        generation_config=model.generation_config,
-        router=replace(
-            router,
-            keys_file=_absolute(router.keys_file),
-            tls_certificate=_absolute(router.tls_certificate),
-            tls_key=_absolute(router.tls_key),
-            request_log=_absolute(router.request_log),
-        ),
+        deployment=deployment,
         admin_token=admin_token,
-        slo=launch.config.slo,
         cluster_token=cluster_token,
-        tls=launch.config.security.tls,
         hardware=launch.emulate or "cpu",
         devices={role: device for role, cores, host in workers if (device := host.predicted_device(role, cores))},
         time_scale=launch.time_scale,
-        tensor_parallel={role: launch.config.phase(role).tensor_parallel for role in launch.roles},
-        pipeline_parallel={role: launch.config.phase(role).pipeline_parallel for role in launch.roles},
-        expert_parallel={role: launch.config.phase(role).expert_parallel for role in launch.roles},
         cores_per_rank=max(1, *(len(cores) // launch.num_ranks(role) for role, cores, _ in workers)),
-        precision=model.precision,
-        kv_transport=launch.config.kv_transfer.transport,
         drain_timeout_s=launch.drain_timeout_s,
     )

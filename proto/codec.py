@@ -135,11 +135,9 @@ def _check_penalties(message: worker_pb2.SamplingParams) -> None:
     least, largest = REPETITION_PENALTIES
     is_usable = not message.repetition_penalty or least <= message.repetition_penalty <= largest
     _check(is_usable, f"repetition_penalty must be in [{least:g}, {largest:g}]")
-    for name, penalty in (
-        ("presence_penalty", message.presence_penalty),
-        ("frequency_penalty", message.frequency_penalty),
-    ):
-        _check(-MAX_PENALTY <= penalty <= MAX_PENALTY, f"{name} must be in [{-MAX_PENALTY:g}, {MAX_PENALTY:g}]")
+    for name in ("presence_penalty", "frequency_penalty"):
+        is_usable = -MAX_PENALTY <= getattr(message, name) <= MAX_PENALTY
+        _check(is_usable, f"{name} must be in [{-MAX_PENALTY:g}, {MAX_PENALTY:g}]")
 
 
 def _logit_bias(message: worker_pb2.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
@@ -180,9 +178,12 @@ def request_from_proto(message: worker_pb2.Request, limits: ModelLimits) -> Gene
     return GenerationRequest(sampling=sampling, prefix_source=prefix_source, **given)
 
 
+def _check_address(address: str, name: str) -> None:
+    _check(1 <= len(address) <= MAX_ADDRESS_LENGTH, f"{name}.address must have 1..{MAX_ADDRESS_LENGTH} letters")
+
+
 def _prefix_source(message: worker_pb2.PrefixSource) -> PrefixSource:
-    has_address = 1 <= len(message.address) <= MAX_ADDRESS_LENGTH
-    _check(has_address, f"prefix_source.address must have 1..{MAX_ADDRESS_LENGTH} letters")
+    _check_address(message.address, "prefix_source")
     _check(0 < message.max_s <= MAX_DURATION_S, f"prefix_source.max_s must be in (0, {MAX_DURATION_S:.0f}]")
     return PrefixSource(**{name: getattr(message, name) for name in _PREFIX_SOURCE_FIELDS})
 
@@ -193,7 +194,7 @@ def source_to_proto(source: KvSource) -> worker_pb2.KvSource:
 
 def source_from_proto(message: worker_pb2.KvSource) -> KvSource:
     """Raises `WireError` for an address or a handle of the wrong length."""
-    _check(1 <= len(message.address) <= MAX_ADDRESS_LENGTH, f"source.address must have 1..{MAX_ADDRESS_LENGTH} letters")
+    _check_address(message.address, "source")
     _check(len(message.handle) == HANDLE_BYTES, f"source.handle must be {HANDLE_BYTES} bytes")
     return KvSource(address=message.address, worker_epoch=message.worker_epoch, handle=message.handle)
 

@@ -63,7 +63,8 @@ class PlanFigures(BaseModel):
 
 
 def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs, overview: Overview) -> FastAPI:
-    model = {"path": str(Path(config.model_path).resolve()), "name": config.served_name}
+    deployment, name = config.deployment, config.deployment.model.served_name
+    model = {"path": str(Path(deployment.model.path).resolve()), "name": name}
     replicas = cluster.dispatcher.replicas
     app = FastAPI(title="pdserve admin", docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -91,7 +92,7 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
     async def discover(request: Request) -> list[dict[str, Any]]:
         """Targets in the format of Prometheus' HTTP service discovery: this router, by the address at which it was
         asked, and its replicas. The first one reports for all workers."""
-        return [{"targets": routers(request), "labels": {"__meta_pdserve_model": config.served_name}}]
+        return [{"targets": routers(request), "labels": {"__meta_pdserve_model": name}}]
 
     @app.get("/workers")
     async def list_workers() -> list[dict[str, Any]]:
@@ -153,13 +154,11 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
             "outcomes": {outcome.value: count for outcome, count in dispatcher.outcomes.items()},
             "workers": [_worker_status(worker) for _, worker in sorted(cluster.workers.items())],
             "model": model,
-            "slo": asdict(config.slo),
+            "slo": asdict(deployment.slo),
             "policy": config.router.policy,
             # Sources are most of a device's text, and readers of the status do not need them.
-            "kv_transport": config.kv_transport,
-            "expert_parallel": [
-                role.value for role, has_whole_experts in config.expert_parallel.items() if has_whole_experts
-            ],
+            "kv_transport": deployment.kv_transfer.transport,
+            "expert_parallel": [role.value for role in WorkerRole if deployment.phase(role).expert_parallel],
             "devices": {role.value: asdict(replace(cost.hardware, sources={})) for role, cost in costs.items()},
         }
 

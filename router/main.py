@@ -102,18 +102,18 @@ async def serve(config: RouterProcessConfig) -> int:
     Raises:
         ValueError: a port is taken, or a model folder, hardware name, file of API keys or log of requests is invalid.
     """
-    router = config.router
+    router, model, slo = config.router, config.deployment.model, config.deployment.slo
     stopped = asyncio.create_task(_stop_on_signals().wait())
     _return_memory()
     sys.setswitchinterval(SWITCH_S)
     # One: they would only wait for one another, and the event loop for all of them.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-    tokenizer = ChatTokenizer.from_folder(Path(config.model_path), TOOL_FORMATS.get(config.tool_format))
-    defaults = sampling_defaults(Path(config.model_path)) if config.generation_config == "auto" else {}
+    tokenizer = ChatTokenizer.from_folder(Path(model.path), TOOL_FORMATS.get(model.tool_format))
+    defaults = sampling_defaults(Path(model.path)) if model.generation_config == "auto" else {}
     costs = build_cost_models(config)
     # From the token, so that a restarted router finds the blocks that workers have cached.
     cache_secret = config.cluster_token.encode() or secrets.token_bytes(32)
-    tiers = (DEFAULT_TIER, *config.slo.tiers)
+    tiers = (DEFAULT_TIER, *slo.tiers)
     replicas = Replicas(router.replicas)
     keys = KeyFile(Path(router.keys_file), cache_secret, tiers, replicas) if router.keys_file else None
     request_log = RequestLog(Path(router.request_log)) if router.request_log else None
@@ -121,23 +121,23 @@ async def serve(config: RouterProcessConfig) -> int:
     public = listen(router.host, router.port, "router.port", is_shared=router.replicas > 1)
     admin = listen(router.admin_host, router.admin_port, "router.admin_port")
 
-    metrics = RouterMetrics(config.slo, has_workers=config.replica == 0)
+    metrics = RouterMetrics(slo, has_workers=config.replica == 0)
     settings = DispatchSettings(
         policy=router.policy,
         max_in_flight=router.max_queued_requests,
         max_silence_s=router.max_silence_seconds,
-        slo=config.slo,
+        slo=slo,
     )
     call_soon = asyncio.get_running_loop().call_soon
     dispatcher = Dispatcher(costs, settings, time.monotonic, metrics, replicas, call_soon)
     metrics.track(dispatcher)
-    cluster = Cluster(dispatcher, metrics, cluster_token=config.cluster_token, tls=config.tls)
-    overview = Overview(cluster, metrics, config.slo, config.served_name)
+    cluster = Cluster(dispatcher, metrics, cluster_token=config.cluster_token, tls=config.deployment.security.tls)
+    overview = Overview(cluster, metrics, slo, model.served_name)
     app = create_app(
         cluster,
         tokenizer,
         overview=overview if router.page else None,
-        served_name=config.served_name,
+        served_name=model.served_name,
         metrics=metrics,
         defaults=defaults,
         keys=keys,
@@ -201,20 +201,22 @@ def _tracer(collector: str) -> Tracer:
 
 
 def build_cost_models(config: RouterProcessConfig) -> Costs:
-    """Cost models of the checkpoint in ``config.model_path``, one per role."""
-    shape = DecoderConfig.from_folder(Path(config.model_path)).shape
+    """Cost models of the deployment's checkpoint, one per role."""
+    model = config.deployment.model
+    shape = DecoderConfig.from_folder(Path(model.path)).shape
     catalogued = hardware(config.hardware, num_cores=config.cores_per_rank)
     costs = {}
     for role in WorkerRole:
         device = slowed(config.devices.get(role, catalogued), config.time_scale)
-        degrees = config.tensor_parallel.get(role, 1), config.pipeline_parallel.get(role, 1)
+        phase = config.deployment.phase(role)
         costs[role] = CostModel(
             shape,
             device,
-            config.precision,
-            *degrees,
-            config.kv_transport,
-            expert_parallel=config.expert_parallel.get(role, False),
+            model.precision,
+            phase.tensor_parallel,
+            phase.pipeline_parallel,
+            config.deployment.kv_transfer.transport,
+            expert_parallel=phase.expert_parallel,
         )
     return costs
 

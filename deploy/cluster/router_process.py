@@ -22,6 +22,7 @@ from pdserve.contracts.codec import to_json, to_plain
 from pdserve.contracts.worker_config import WorkerEndpoint
 from pdserve.deploy.cluster.processes import end_session, last_error, start_tied
 from pdserve.deploy.cluster.supervised_process import SupervisedProcess
+from pdserve.deploy.config import override
 from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.requests.demand import Demand
 
@@ -58,7 +59,8 @@ class RouterProcess(SupervisedProcess):
 
     def take_ports(self, port: int, admin_port: int) -> None:
         """Have these from now on."""
-        self.config = replace(self.config, router=replace(self.config.router, port=port, admin_port=admin_port))
+        deployment = override(self.config.deployment, "router", port=port, admin_port=admin_port)
+        self.config = replace(self.config, deployment=deployment)
 
     @property
     def process_id(self) -> int:

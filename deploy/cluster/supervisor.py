@@ -337,13 +337,14 @@ class Supervisor:
         workers = fetch_status(router.admin_url)["workers"]
         self._is_ready = True
         self._leave_cores_to_workers()
-        rows = banner_rows(self._fleet.launches[0], router.config.served_name, workers)
+        name = router.config.deployment.model.served_name
+        rows = banner_rows(self._fleet.launches[0], name, workers)
         rows.append(("API", f"{router.address}/v1"))
         if config.router.page:
             rows.append(("page", f"{router.address}/"))
         rows.append(("admin", ", ".join(router.admin_url for router in self._routers)))
         needs_key = bool(config.router.keys_file)
-        command = curl_command(router.address, router.config.served_name, needs_key, has_chat=self._has_chat)
+        command = curl_command(router.address, name, needs_key, has_chat=self._has_chat)
         self._progress.banner(rows, command)
 
     def _leave_cores_to_workers(self) -> None:

@@ -10,8 +10,9 @@ them to the host, because a pull into their next owner would not wait for that s
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from pdserve.contracts.events import (
@@ -135,7 +136,8 @@ class PlannedStep:
 class SequenceTable:
     """Live sequences by key, steps in flight in order, events in order."""
 
-    def __init__(self, pool: BlockPool, limits: ModelLimits) -> None:
+    def __init__(self, pool: BlockPool, limits: ModelLimits, ids: Iterator[int] | None = None) -> None:
+        """``ids``: of sequences, rising; from 0 by default."""
         self.pool = pool
         self.limits = limits
         self.events: list[Event] = []
@@ -153,7 +155,7 @@ class SequenceTable:
         self._deadlines = SequenceQueue()
         self._steps: deque[PlannedStep] = deque()
         self._failed: list[tuple[Sequence, str]] = []
-        self._num_opened = 0
+        self._ids = ids or itertools.count()
         self._num_steps = 0
 
     # Requests
@@ -170,7 +172,7 @@ class SequenceTable:
         eos_token_ids = () if sampling.ignore_eos else self.limits.eos_token_ids
         ends = (*self.limits.eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ()
         sequence = Sequence(
-            sequence_id=self._num_opened,
+            sequence_id=next(self._ids),
             key=key,
             request=request,
             arrived_s=now_s,
@@ -185,7 +187,6 @@ class SequenceTable:
             kind = RequestEventKind.REJECTED
             self.events.append(RequestEvent(key, kind, message=refusal, refusal=RefusalCode.INVALID))
             return None
-        self._num_opened += 1
         self._live[key] = sequence
         self.num_to_decode += not is_handoff
         self._deadlines.push(sequence, now_s + request.deadline_s)

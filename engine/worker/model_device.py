@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 from pdserve.contracts.precision import FLOAT8_CAPABILITY
-from pdserve.contracts.worker_config import DEVICE_SETTINGS, DIRECT_TRANSPORTS, WorkerConfig
+from pdserve.contracts.worker_config import DIRECT_TRANSPORTS, WorkerConfig
 from pdserve.engine.worker.pool_size import KvMemory, kv_memory_on_cpu, kv_memory_on_gpu
 from pdserve.engine.worker.served_model import places_of
 from pdserve.kernels.kv_pool import KvPool
@@ -31,18 +31,15 @@ _FIRST_CAPABILITY = (8, 0)
 
 
 def choose_device(config: WorkerConfig, rank: int = 0) -> torch.device:
-    """Return a rank's device: its GPU, or the CPU that all share. Raises ValueError if the worker's setting is unknown,
-    the device absent or too old, or the worker has more ranks than GPUs."""
-    setting = config.device
-    if setting not in DEVICE_SETTINGS:
-        raise ValueError(f"device {setting!r} is not supported: use one of {', '.join(DEVICE_SETTINGS)}")
+    """Return a rank's device: its GPU, or the CPU that all share. Raises ValueError if the device is absent or too old,
+    or the worker has more ranks than GPUs."""
     has_gpu = torch.cuda.is_available()
-    if setting == "cuda" and not has_gpu:
+    if config.device == "cuda" and not has_gpu:
         raise ValueError(
             "device is cuda and torch sees no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES, install a build of torch "
             "for CUDA, or set device to cpu"
         )
-    if not has_gpu or setting == "cpu":
+    if not has_gpu or config.device == "cpu":
         return CPU
     num_gpus = torch.cuda.device_count()
     if config.num_ranks > num_gpus:

@@ -26,7 +26,7 @@ before `Scheduler.complete` of the previous step.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from math import inf
 from operator import attrgetter
 
@@ -70,11 +70,12 @@ class Scheduler:
         tier_space: TierSpace = NO_TIER,
         mixed_s: MixedSeconds | None = None,
         speculation: Speculation | None = None,
+        ids: Iterator[int] | None = None,
     ) -> None:
         """
         Args:
             mint_handle: returns 16 unguessable bytes, never the same twice.
-            max_batch_tokens: maximum number of new tokens in a step.
+            max_batch_tokens: maximum number of new tokens in a step; 1 or more, as is the next.
             max_batch_size: maximum number of sequences that hold blocks in order to decode, or, if all requests are
                 handed off, of prompts that are admitted and not yet computed. If any is to decode here and the token
                 budget is smaller, the limit is the budget minus one, which leaves a token for prefill.
@@ -84,15 +85,9 @@ class Scheduler:
             tier_space: a tier that prompts are restored from; none by default.
             mixed_s: predicts steps with prefill, to bound them by ``max_gap_s`` of requests; ``None`` bounds none.
             speculation: chooses the guesses of each step; ``None`` if the executor makes none.
-
-        Raises:
-            ValueError: a limit is below 1.
+            ids: of sequences and pulls, rising; from 0 by default.
         """
-        if max_batch_tokens < 1 or max_batch_size < 1:
-            raise ValueError(
-                f"max_batch_tokens {max_batch_tokens} and max_batch_size {max_batch_size} must be 1 or more"
-            )
-        self.table = SequenceTable(pool, limits)
+        self.table = SequenceTable(pool, limits, ids)
         self.parking = Parking(self.table, park_timeout_s=park_timeout_s, mint_handle=mint_handle)
         self.restores = Restores(self.table, tier_space)
         self.prefixes = PrefixPulls(self.table, pull_timeout_s=pull_timeout_s)

@@ -13,6 +13,7 @@ ends when it dies, and the supervisor starts both again under a new epoch.
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import threading
@@ -45,7 +46,7 @@ from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.prefill_worker.restores import TierSpace
 from pdserve.proto.v1 import worker_pb2
-from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, TransferToEngine
+from pdserve.proto.v1.transfer_pb2 import TransferToEngine
 
 STOP_TIMEOUT_S = 10.0
 
@@ -204,6 +205,7 @@ class EngineWorker:
             ),
             mixed_s=times.mixed_s,
             speculation=speculation_of(config, times, plans_ahead=executor.pipeline_depth > 1),
+            ids=itertools.count(index, config.pipeline_parallel),  # micro-batches share a transfer process
         )
         loop = LiveLoop(
             scheduler=scheduler,
@@ -211,7 +213,7 @@ class EngineWorker:
             executor=executor,
             inbox=self._inboxes[index],
             sink=service,
-            send_order=lambda order: transfer.send(self._numbered(order, index)),
+            send_order=transfer.send,
             times=times,
             grammars=backend.grammars,
             emulated_pull_s=backend.emulated_pull_s,
@@ -239,19 +241,10 @@ class EngineWorker:
         for inbox in self._inboxes:
             inbox.put(message)
 
-    def _numbered(self, order: EngineToTransfer, index: int) -> EngineToTransfer:
-        """Make the ids of pulls distinct between the micro-batches, which share a transfer process."""
-        kind = order.WhichOneof("body")
-        if kind in ("start_pull", "abort_pull"):
-            pull = getattr(order, kind)
-            pull.pull_id = pull.pull_id * len(self._inboxes) + index
-        return order
-
     def _received(self, message: Message) -> None:
         """Pass on a message of the transfer process. Only one micro-batch knows a handle; the others ignore it."""
         if isinstance(message, PullResult):
-            pull_id, index = divmod(message.pull_id, len(self._inboxes))
-            self._inboxes[index].put(message._replace(pull_id=pull_id))
+            self._inboxes[message.pull_id % len(self._inboxes)].put(message)
         elif isinstance(message, LendPrefix):  # routers name no pipelined worker: one inbox is all there are
             self._inboxes[0].put(message)
         else:

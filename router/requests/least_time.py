@@ -40,7 +40,8 @@ class LeastTime(Placement):
         """
         blocks, num_tokens = arrival.blocks, arrival.blocks.num_tokens
         options: list[tuple[float, bool, tuple[int, str], bool, int, float]] = []  # the least one wins
-        for worker in prefill_candidates(workers):
+        candidates = prefill_candidates(workers)
+        for worker in candidates:
             num_cached = blocks.num_cached_tokens(worker.cached_blocks)
             ttft_s = predict_ttft_s(worker, num_tokens, num_cached, self.costs[worker.role])
             is_decode, handoff = worker.role is WorkerRole.DECODE, worker.role is WorkerRole.PREFILL
@@ -48,7 +49,7 @@ class LeastTime(Placement):
             options.append((ttft_s, is_decode, order, handoff, num_cached, worker.prefill_correction))
         if not options:
             return None
-        if any(handoff for _, _, _, handoff, _, _ in options) and not arrival.is_probe:
+        if not arrival.is_probe and any(worker.role is WorkerRole.PREFILL for worker in candidates):
             cost, correction = self.costs[WorkerRole.DECODE], min(options)[-1]
             for worker in workers:
                 if worker.role is not WorkerRole.DECODE or shortfall(blocks, worker):

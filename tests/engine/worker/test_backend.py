@@ -139,12 +139,10 @@ def test_a_told_pool_must_fit_beside_the_weights(config: WorkerConfig, monkeypat
 @pytest.mark.parametrize(
     ("fields", "remedy"),
     [
-        ({"block_size": 0}, "block_size 0"),
         ({"precision": Precision(dtype="int8")}, "use one of float32"),
         ({"transport": "nccl"}, "nccl, which copies KV between GPUs, and there is none: use auto"),
         ({"transport": "nccl", "emulate": "h100-sxm"}, "nccl, which copies KV between GPUs, and there is none"),
         ({"transport": "cuda_ipc"}, "cuda_ipc, which copies KV between GPUs, and there is none: use auto"),
-        ({"device": "tpu"}, "device 'tpu' is not supported: use one of auto, cpu, cuda"),
         (
             {"precision": Precision(kv_dtype="int4")},
             "kv_dtype 'int4' is not supported: use one of auto, int8, float8_e4m3fn",

@@ -244,7 +244,6 @@ def test_a_frame_carries_the_load_the_step_and_the_pulls_of_its_report(loop_side
     ("fields", "complaint"),
     [
         ({"prompt_tokens": (1, 600)}, "vocabulary"),
-        ({"prompt_tokens": (1,) * 256}, "no room"),
         ({"deadline_s": 0.0}, "deadline_s"),
         ({"sampling": SamplingParams(top_p=0.0)}, "top_p"),
         ({"sampling": SamplingParams(temperature=float("nan"))}, "temperature"),
