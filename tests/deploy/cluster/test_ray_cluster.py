@@ -46,7 +46,9 @@ print(ray.get(actor.process_id.remote()), *cluster.process_ids, flush=True)
 sys.stdin.readline()
 assert ray.get(actor.process_id.remote())
 if len(sys.argv) > 3:
-    next(each for each in map(psutil.Process, cluster.process_ids) if each.name() == sys.argv[3]).kill()
+    victim = next(each for each in map(psutil.Process, cluster.process_ids) if each.name() == sys.argv[3])
+    victim.parent().suspend()  # within a second it would notice, and end the others
+    victim.kill()
     while not cluster.failure:
         cluster.check(time.monotonic())
     assert cluster.failure == f"its {sys.argv[3]} ended", cluster.failure
