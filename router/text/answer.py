@@ -8,6 +8,8 @@ writer of the response takes it.
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Self
 
@@ -236,12 +238,17 @@ def usage(answers: Sequence[Answer]) -> dict[str, object]:
     }
 
 
+WRITE_TURN_S = 0.0002
+"""Seconds of writing after which the event loop looks at what else has come. A request takes several of its turns, each
+of which would wait for all tokens of a frame."""
+
+
 class Outbox:
-    """Generations whose text is written in the next turn of the event loop, in one call for all whose tokens came in a
-    worker's frame: a call for each would take about as long as to make the text."""
+    """Generations whose text is written in next turns of the event loop, some in each: a call for each of them would
+    take about as long as to make its text."""
 
     def __init__(self) -> None:
-        self._waiting: list[Generation] = []
+        self._waiting: deque[Generation] = deque()
 
     def put(self, generation: Generation) -> None:
         if not self._waiting:
@@ -249,9 +256,14 @@ class Outbox:
         self._waiting.append(generation)
 
     def _hand_over(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for generation in waiting:
-            generation.hand_over()
+        end_s = time.monotonic() + WRITE_TURN_S
+        while True:
+            self._waiting.popleft().hand_over()
+            if not self._waiting:
+                return
+            if time.monotonic() >= end_s:
+                asyncio.get_running_loop().call_soon(self._hand_over)
+                return
 
 
 class Generation:

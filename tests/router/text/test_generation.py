@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -13,7 +14,7 @@ from pdserve.contracts.request import FinishReason, Outcome, SamplingParams
 from pdserve.proto.codec import pack_tokens
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.requests.request import RequestSpec
-from pdserve.router.text.answer import Answer, Choice, Generation, Outbox, TextDelta
+from pdserve.router.text.answer import WRITE_TURN_S, Answer, Choice, Generation, Outbox, TextDelta
 from pdserve.router.text.answer_text import ByteDetokenizer, StopStrings
 from tests.patience import HANG_S
 from tests.router.rig import Rig, running_rig, with_workers
@@ -217,3 +218,27 @@ async def test_text_is_written_as_it_arrives_while_the_writer_takes_it_and_is_re
             send_frame(m, (last, 0, "yz"), is_last=True)
             assert await reading == "yz"
             assert await taken(generation) == []
+
+
+@with_workers("mixed-0")
+async def test_the_event_loop_has_other_turns_between_writes_of_a_frame(m: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(m)
+        said: list[str] = []
+
+        def write(batch: Sequence[TextDelta]) -> bool:
+            said.append("write")
+            asyncio.get_running_loop().call_soon(said.append, "turn")
+            time.sleep(WRITE_TURN_S)
+            return True
+
+        both = partial(generation_of, rig, outbox=Outbox())
+        with both(answer_of()) as one, both(answer_of()) as two:
+            requests = [await m.next_submit() for _ in range(2)]
+            readings = [asyncio.create_task(each.next(write)) for each in (one, two)]
+            await asyncio.sleep(0)
+            send_frame(m, (requests[0], 0, "a"), (requests[1], 0, "b"))
+            await until(lambda: len(said) == 4)
+            assert said == ["write", "turn", "write", "turn"]
+            for reading in readings:
+                reading.cancel()
