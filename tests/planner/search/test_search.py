@@ -320,9 +320,9 @@ def test_where_all_that_seemed_to_serve_the_rate_do_not_more_devices_are_tried()
 def test_the_chunk_budget_of_colocated_workers_is_tuned(tpot_seconds: float, is_short: bool) -> None:
     space = Space(pipeline_parallel=(1,), tensor_parallel=(1,), may_disaggregate=False)
     slo = SloConfig(ttft_seconds=1.0, tpot_seconds=tpot_seconds)
-    question = replace(
-        a_question(slo=slo, num_devices=1), space=space, effort=replace(LITTLE, final_requests=800, tolerance=0.3)
-    )
+    # Of a required rate: to find the highest, answers that may take so long need runs of many requests.
+    required = a_question(Objective.FEWEST_DEVICES, 1.0, slo, num_devices=1)
+    question = replace(required, space=space, effort=replace(LITTLE, tolerance=0.3))
     (only,) = find_plan(question, PoissonWorkload(1500, 40), num_processes=1).candidates
     assert only.layout.mixed is not None
     assert (only.layout.mixed.max_batch_tokens == 512) is is_short
