@@ -210,20 +210,21 @@ class BlockPool:
         Raises:
             AssertionError: names the broken invariant.
         """
-        free, cached = set(self._free), set(self._cached)
-        referenced = {block for block, count in enumerate(self._num_references) if count}
+        free, cached = set(self._free), self._cached.keys()
+        references, hashes = self._num_references, self._hashes
         assert len(free) == len(self._free), "a block is twice on the free list"
-        assert not free & cached, f"blocks both free and cached: {sorted(free & cached)}"
-        assert not free & referenced, f"blocks both free and referenced: {sorted(free & referenced)}"
-        assert not cached & referenced, f"blocks both cached and referenced: {sorted(cached & referenced)}"
-        assert min(self._num_references) >= 0, "a block has a negative reference count"
-        assert len(referenced) == self._num_referenced, f"{len(referenced)} referenced, {self._num_referenced} counted"
+        assert free.isdisjoint(cached), f"blocks both free and cached: {sorted(free & cached)}"
+        assert not any(map(references.__getitem__, free)), "a free block is referenced"
+        assert not any(map(references.__getitem__, cached)), "a cached block is referenced"
+        assert min(references) >= 0, "a block has a negative reference count"
+        num_referenced = len(references) - references.count(0)
+        assert num_referenced == self._num_referenced, f"{num_referenced} referenced, {self._num_referenced} counted"
         assert self.num_free + self.num_cached + self.num_referenced == self.num_blocks, "free + cached + referenced"
-        known = {block: block_hash for block, block_hash in enumerate(self._hashes) if block_hash is not None}
-        assert {block_hash: block for block, block_hash in known.items()} == self._block_by_hash, "hash index"
-        assert len(known) == len(self._block_by_hash), "two blocks are registered with the same hash"
-        assert cached <= known.keys(), f"cached blocks of unknown content: {sorted(cached - known.keys())}"
-        assert not free & known.keys(), f"free blocks of known content: {sorted(free & known.keys())}"
+        indexed = self._block_by_hash
+        assert list(map(hashes.__getitem__, indexed.values())) == list(indexed), "hash index"
+        assert len(hashes) - hashes.count(None) == len(indexed), "a block's hash is not in the index"
+        assert all(map(hashes.__getitem__, cached)), "a cached block is of unknown content"
+        assert not any(map(hashes.__getitem__, free)), "a free block is of known content"
 
     def _evict_oldest(self, num_blocks: int) -> list[int]:
         cached = self._cached

@@ -234,9 +234,8 @@ def best_fit(errors: Callable[[FloatArray], FloatArray], starts: Iterable[FloatA
 def _minimise(residuals: Callable[[FloatArray], FloatArray], start: FloatArray) -> FloatArray:
     """Local minimum of the sum of squares of ``residuals``, near ``start``."""
     values, found = start, residuals(start)
-    damping = 1e-2
+    slopes, damping = _slopes(residuals, values, found), 1e-2
     for _ in range(_MAX_ITERATIONS):
-        slopes = _slopes(residuals, values, found)
         curvature, gradient = slopes.T @ slopes, slopes.T @ found
         damped = curvature + damping * np.diag(np.diag(curvature) + 1e-9)
         tried = values - np.linalg.solve(damped, gradient)
@@ -250,6 +249,7 @@ def _minimise(residuals: Callable[[FloatArray], FloatArray], start: FloatArray) 
         values, found, damping = tried, tried_found, damping / 3
         if gain < 1e-6:
             break
+        slopes = _slopes(residuals, values, found)
     return values
 
 

@@ -360,9 +360,3 @@ class Node:
             if sampled is not None and self._fails_row():
                 output.sampled[row], output.failed[row] = None, "bad row"
                 output.more.pop(row, None)
-
-    def check(self) -> None:
-        self.scheduler.check_integrity()
-        load = self.scheduler.load()
-        total = load.num_blocks_free + load.num_blocks_cached + load.num_blocks_referenced
-        assert total == self.pool.num_blocks

@@ -482,7 +482,7 @@ class World:
                 self._end(client, Outcome.CANCELLED)
         self._take_events()
         for node in self.nodes:
-            node.check()
+            node.scheduler.check_integrity()
         return is_busy or bool(self._pulls) or any(node.orders or node.messages for node in self.nodes)
 
     def _take_events(self) -> None:
@@ -527,6 +527,9 @@ class World:
 
     def _is_empty(self) -> bool:
         loads = [node.scheduler.load() for node in self.nodes]
+        for node, load in zip(self.nodes, loads, strict=True):
+            num_blocks = load.num_blocks_free + load.num_blocks_cached + load.num_blocks_referenced
+            assert num_blocks == node.pool.num_blocks
         return all(load.num_running + load.num_waiting + load.num_parked == 0 for load in loads)
 
 

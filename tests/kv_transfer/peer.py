@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import queue
-import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+import numpy as np
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.worker_config import TlsFiles
@@ -33,7 +34,7 @@ class Peer:
     ) -> None:
         self.layout = layout
         self.memory = PoolMemory.create(layout)
-        self.memory.blocks[:] = random.Random(seed).randbytes(layout.pool_bytes)
+        self.memory.blocks[:] = np.random.default_rng(seed).bytes(layout.pool_bytes)
         for block_id in range(layout.num_blocks):
             self.memory.generations[block_id] = (block_id + 1) << 33
         self.messages: queue.Queue[transfer_pb2.TransferToEngine | None] = queue.Queue()

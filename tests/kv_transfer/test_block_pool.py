@@ -181,17 +181,50 @@ def _stale_index(pool: BlockPool) -> None:
     pool._block_by_hash[b"hash"] = 0
 
 
+def _hash_outside_the_index(pool: BlockPool) -> None:
+    pool._hashes[pool._num_references.index(1)] = b"hash"
+
+
+def _known_free_block(pool: BlockPool) -> None:
+    pool._hashes[pool._free[0]] = b"hash"
+    pool._block_by_hash[b"hash"] = pool._free[0]
+
+
+def _cached_block_of_unknown_content(pool: BlockPool) -> None:
+    pool._cached[pool._free.pop()] = None
+
+
 def _free_a_referenced_block(pool: BlockPool) -> None:
-    pool._free.append(pool._num_references.index(1))
+    pool._free[0] = pool._num_references.index(1)
 
 
-@pytest.mark.parametrize("damage", [_leak, _free_twice, _stale_index, _free_a_referenced_block])
-def test_the_integrity_check_sees_damage(damage: Callable[[BlockPool], None]) -> None:
+def _cache_a_referenced_block(pool: BlockPool) -> None:
+    block = pool._num_references.index(1)
+    pool._hashes[block] = b"hash"
+    pool._block_by_hash[b"hash"] = block
+    pool._cached[block] = None
+    pool._free.pop()
+
+
+@pytest.mark.parametrize(
+    ("damage", "broken"),
+    [
+        (_leak, "free [+] cached"),
+        (_free_twice, "twice"),
+        (_stale_index, "hash index"),
+        (_hash_outside_the_index, "not in the index"),
+        (_known_free_block, "free block is of known content"),
+        (_cached_block_of_unknown_content, "unknown content"),
+        (_free_a_referenced_block, "free block is referenced"),
+        (_cache_a_referenced_block, "cached block is referenced"),
+    ],
+)
+def test_the_integrity_check_sees_damage(damage: Callable[[BlockPool], None], broken: str) -> None:
     pool = BlockPool(4, BLOCK_SIZE)
     pool.allocate(1)
     pool.check_integrity()
     damage(pool)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=broken):
         pool.check_integrity()
 
 

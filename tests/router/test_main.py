@@ -45,7 +45,7 @@ class RouterProcess:
 
     def complete(self, num_tokens: int, **fields: object) -> httpx.Response:
         body = {"model": "tiny", "prompt": [7, 8, 9], "max_tokens": num_tokens, "temperature": 0, **fields}
-        return httpx.post(f"{self.url}/v1/completions", json={"ignore_eos": True, **body}, timeout=HANG_S)
+        return httpx.post(f"{self.url}/v1/completions", json={"ignore_eos": True, **body}, timeout=HANG_S, verify=False)
 
     def put_targets(self, *workers: WorkerProcess) -> None:
         targets = [to_plain(worker.endpoint) for worker in workers]
@@ -127,7 +127,10 @@ def test_serves_drains_and_exits(checkpoint: Path, worker: WorkerProcess) -> Non
         running: list[httpx.Response] = []
         client = threading.Thread(target=lambda: running.append(router.complete(200)))
         client.start()
-        wait_until(lambda: httpx.get(f"{router.admin_url}/status").json()["in_flight"] == 1, "a request in flight")
+        wait_until(
+            lambda: httpx.get(f"{router.admin_url}/status", verify=False).json()["in_flight"] == 1,
+            "a request in flight",
+        )
         assert httpx.post(f"{router.admin_url}/drain").json()["draining"]
         refused = router.complete(1)
         assert refused.status_code == 503
@@ -162,7 +165,10 @@ def test_a_drain_is_bounded(checkpoint: Path, worker: WorkerProcess) -> None:
         running: list[httpx.Response] = []
         client = threading.Thread(target=lambda: running.append(router.complete(500)))
         client.start()
-        wait_until(lambda: httpx.get(f"{router.admin_url}/status").json()["in_flight"] == 1, "a request in flight")
+        wait_until(
+            lambda: httpx.get(f"{router.admin_url}/status", verify=False).json()["in_flight"] == 1,
+            "a request in flight",
+        )
         router.process.terminate()
         assert router.process.wait(HANG_S) == 0
         client.join()

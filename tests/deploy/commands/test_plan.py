@@ -152,12 +152,12 @@ def test_a_deployment_that_cannot_be_served_yet_is_said_to_be(
 ) -> None:
     model = written(tmp_path / "deep", num_hidden_layers=64, hidden_size=8192)
     file = tmp_path / "deployment.yaml"
-    command = ["plan", "--model", str(model), "--gpu", "h100", *SMALL, *SHORT, "--ttft", "1"]
+    command = ["plan", "--model", str(model), "--gpu", "h100", *SMALLEST, *SHORT, "--ttft", "1", "--rate", "1"]
     command += ["--quantization", "fp8", "--output", str(file)]
     assert run(command) == 0
     said = capsys.readouterr().out
     assert f"{file} cannot be started yet: fp8 weights cannot be computed with yet" in said
-    assert read_deployment(file, use="simulate").mixed.replicas == 2
+    assert read_deployment(file, use="simulate").mixed.replicas == 1
 
 
 def test_a_config_of_another_name_can_be_simulated_from_the_deployment(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 import psutil
@@ -223,33 +224,45 @@ def test_a_handoff_of_the_real_model_equals_a_mixed_worker(checkpoint: Path, qua
     """Token by token, int8 KV included: compiled kernels compute a row alike in any batch."""
     config = partial(real_model_config, checkpoint, quantization=quantization, dtype=dtype)
     requests = [a_request(n, num_prompt=50 + 20 * n) for n in range(4)]
-    with WorkerProcess(config(WorkerRole.MIXED, 0)) as mixed_worker, mixed_worker.connect() as mixed:
+    with (
+        WorkerProcess(config(WorkerRole.MIXED, 0)) as mixed_worker,
+        WorkerProcess(config(WorkerRole.DECODE, 1)) as decode_worker,
+        mixed_worker.connect() as mixed,
+        decode_worker.connect() as decode,
+    ):
         for request in requests:
             mixed.submit(request)
         expected = [mixed.wait_for_answer(request.request_id) for request in requests]
         assert mixed.welcome.products == products_of(Precision(dtype=dtype))
-    assert len({tuple(answer) for answer in expected}) > 1
-    with (
-        WorkerProcess(config(WorkerRole.PREFILL, 0)) as prefill_worker,
-        WorkerProcess(config(WorkerRole.DECODE, 1)) as decode_worker,
-        prefill_worker.connect() as prefill,
-        decode_worker.connect() as decode,
-    ):
-        assert [hand_off(prefill, decode, request) for request in requests] == expected
-        prefill.wait_until_free()
+        assert len({tuple(answer) for answer in expected}) > 1
+        # Of another salt: prompts are computed again, each by itself.
+        again = [replace(each, request_id=10 + each.request_id, cache_salt=b"again") for each in requests]
+        assert [hand_off(mixed, decode, request) for request in again] == expected
+        assert mixed.wait_for_event(10, worker_pb2.RequestEvent.STARTED).num_cached_tokens == 0
+        mixed.wait_until_free()
         decode.wait_until_free()
 
 
-@pytest.mark.parametrize("damage", ["none", "flipped", "cut", "deleted"])
-def test_a_killed_workers_successor_restores_its_prompts(checkpoint: Path, tmp_path: Path, damage: str) -> None:
-    """The second turn of a conversation, after the worker of the first one was killed and its file damaged."""
-    config = replace(
-        real_model_config(checkpoint, WorkerRole.MIXED, 0),
-        cluster_token="secret",
-        kv_tier_path=str(tmp_path),
-        kv_tier_bytes=2**20,
-    )
-    path = tmp_path / "mixed.kv"
+class Killed(NamedTuple):
+    """What a killed worker leaves."""
+
+    second: GenerationRequest
+    """The second turn of a conversation."""
+    answer: list[int]
+    """To it."""
+    file: bytes
+    """Blocks of both turns."""
+
+
+def tiered_config(checkpoint: Path, folder: Path) -> WorkerConfig:
+    config = real_model_config(checkpoint, WorkerRole.MIXED, 0)
+    return replace(config, cluster_token="secret", kv_tier_path=str(folder), kv_tier_bytes=2**20)
+
+
+@pytest.fixture(scope="module")
+def killed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    folder = tmp_path_factory.mktemp("tier")
+    config, path = tiered_config(checkpoint, folder), folder / "mixed.kv"
     first = a_request(1, num_prompt=150, max_tokens=12)
     with WorkerProcess(config) as worker, worker.connect() as router:
         router.submit(first)
@@ -259,17 +272,25 @@ def test_a_killed_workers_successor_restores_its_prompts(checkpoint: Path, tmp_p
         expected = router.wait_for_answer(2)
         blocks = block_hashes(second.prompt_tokens, config.block_size)
         wait_until(lambda: all(each in path.read_bytes() for each in blocks), "copies of the prompt's blocks")
-    data = path.read_bytes()
+    return Killed(second, expected, path.read_bytes())
+
+
+@pytest.mark.parametrize("damage", ["none", "flipped", "cut", "deleted"])
+def test_a_killed_workers_successor_restores_its_prompts(
+    checkpoint: Path, killed: Killed, tmp_path: Path, damage: str
+) -> None:
+    """The second turn of a conversation, after the file of the killed worker was damaged."""
+    path, data = tmp_path / "mixed.kv", killed.file
     slots = 4 * 4096  # behind the header and 251 entries
-    if damage == "flipped":
+    if damage == "none":
+        path.write_bytes(data)
+    elif damage == "flipped":
         path.write_bytes(data[:slots] + bytes(byte ^ 1 for byte in data[slots:]))
     elif damage == "cut":
         path.write_bytes(data[:slots])
-    elif damage == "deleted":
-        path.unlink()
-    with WorkerProcess(config) as worker, worker.connect() as router:
-        router.submit(second)
-        assert router.wait_for_answer(2) == expected
+    with WorkerProcess(tiered_config(checkpoint, tmp_path)) as worker, worker.connect() as router:
+        router.submit(killed.second)
+        assert router.wait_for_answer(2) == killed.answer
         num_cached = router.wait_for_event(2, worker_pb2.RequestEvent.STARTED).num_cached_tokens
         assert num_cached == (192 if damage == "none" else 0)
         assert router.load.num_restored_tokens == num_cached

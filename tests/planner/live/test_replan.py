@@ -8,7 +8,7 @@ from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner.layout import Layout
 from pdserve.planner.live.replan import Proposal, Running, change_between, compare, propose, sentences
 from pdserve.planner.search.goodput import Goodput
-from pdserve.planner.search.plan import Candidate, Effort
+from pdserve.planner.search.plan import Candidate, Effort, Plan
 from pdserve.planner.simulate.attainment import Interval
 from tests.planner.plans import APART, MODEL, TOGETHER, a_plan
 from tests.planner.stand_ins import PoissonWorkload, a_pool
@@ -37,9 +37,13 @@ def test_a_large_and_certain_gain_is_proposed() -> None:
     assert advice == "Change the placement: +50% goodput, beyond the confidence intervals."
 
 
+def a_short_plan() -> Plan:
+    """Whose layouts would be simulated with few requests."""
+    return replace(a_plan(), question=replace(a_plan().question, effort=Effort(final_requests=200)))
+
+
 def test_what_runs_is_simulated_as_long_as_the_best_was() -> None:
-    question = replace(a_plan().question, effort=Effort(final_requests=200))
-    plan = replace(a_plan(), question=question, candidates=a_plan().candidates[:1])
+    plan = replace(a_short_plan(), candidates=a_plan().candidates[:1])
     assert plan.best.goodput is not None
     assert plan.best.goodput.at_rate is not None
     workload = PoissonWorkload(500, 20)
@@ -50,7 +54,7 @@ def test_what_runs_is_simulated_as_long_as_the_best_was() -> None:
 
 
 def test_what_runs_and_was_simulated_for_the_plan_is_not_searched_again() -> None:
-    plan = a_plan()
+    plan = a_short_plan()
     proposal = propose(plan, TOGETHER, PoissonWorkload(500, 20), observed_rate=4.0, num_processes=1)
     assert plan.candidates[1].layout == TOGETHER
     assert proposal.running.goodput is plan.candidates[1].goodput
