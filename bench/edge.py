@@ -153,15 +153,22 @@ def stream(
     asyncio.run(run())
 
 
+async def gone(receive: Receive) -> None:
+    """Wait until a client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 def serve_bare(ports: Connection) -> None:
-    """Serve endless streams until killed; sends its port."""
+    """Serve streams that their clients end, until killed; sends its port."""
     start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
     turns: list[asyncio.Future[None]] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send(start)
         await send({"type": "http.response.body", "body": BARE_EVENT, "more_body": True})
-        while True:
+        leaving = asyncio.create_task(gone(receive))
+        while not leaving.done():
             turn = asyncio.get_running_loop().create_future()
             turns.append(turn)
             await turn

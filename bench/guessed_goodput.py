@@ -6,9 +6,8 @@ Decode workers guess by n-grams, which take no time, as many tokens as the sched
 share of right guesses is pinned for each kind of traffic: `COPY` is that of answers that repeat themselves on 16 and 64
 streams in ``2026-11-27_speculation.json``, 0.1 that of held-out questions on one, and 0 that of no luck at all.
 
-Guesses are made on CPUs today: Qwen2-0.5B in bfloat16, a machine of four cores for each worker, with the catalogue's
-figures, which were fitted as ``pdserve profile`` does. On GPUs nothing guesses yet: Llama-3-8B on devices with the
-figures of an H100, of which each step is planned when the last one has ended, shows what guesses would give there.
+Qwen2-0.5B in bfloat16 on CPUs, a machine of four cores for each worker, with the catalogue's figures, which were fitted
+as ``pdserve profile`` does; and Llama-3-8B on devices with the figures of an H100, none of which has made a guess yet.
 
 Both serve the same requests, as many as a plan's usual run, at a rate near the goodput without guesses, at which
 90 % of the requests meet both objectives. With guesses the rate is multiplied by the gain to show: if as many requests
@@ -18,7 +17,7 @@ meet both objectives as without, the goodput is that much higher at least.
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -68,7 +67,7 @@ DEVICES = {
     ),
     "h100": Devices(
         model=LLAMA_3_8B,
-        hardware=replace(hardware("h100-sxm"), pipeline_depth=1),
+        hardware=hardware("h100-sxm"),
         slo=SloConfig(ttft_seconds=1.0, tpot_seconds=0.015, attainment=TARGET),
     ),
 }

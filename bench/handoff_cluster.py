@@ -24,7 +24,7 @@ from pdserve.bench.handoff_models import MAX_ANSWER, MAX_PROMPT, ComputedModel, 
 from pdserve.contracts import metrics
 from pdserve.contracts.codec import from_json, to_json
 from pdserve.contracts.deployment import SloConfig
-from pdserve.contracts.events import RequestEvent, RequestEventKind
+from pdserve.contracts.events import RequestEvent, RequestEventKind, SchedulerLoad
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint, WorkerRole
 from pdserve.kv_transfer.data_stream import MAGIC
@@ -409,11 +409,9 @@ class HandoffCluster:
         assert self.dispatcher.num_in_flight == 0
         await asyncio.sleep(PARK_TIMEOUT_S)
         deadline_s = time.monotonic() + FREE_S
-        while busy := [worker for worker in self._cluster.workers.values() if _is_busy(worker.reported)]:
+        while busy := [worker for worker in self._cluster.workers.values() if _is_busy(worker.load)]:
             if time.monotonic() > deadline_s:
-                raise AssertionError(
-                    f"blocks are still referenced: {[(each.worker_id, each.reported) for each in busy]}"
-                )
+                raise AssertionError(f"blocks are still referenced: {[(each.worker_id, each.load) for each in busy]}")
             await asyncio.sleep(POLL_S)
         assert not self.metrics[metrics.REDISPATCHES].labels("failed")._value.get(), "a step found wrong KV"
 
@@ -462,5 +460,5 @@ def worker_config(name: str, model: Model, degrees: Degrees, pace: Pace, *, tran
     )  # fmt: skip
 
 
-def _is_busy(load: worker_pb2.Load) -> bool:
+def _is_busy(load: SchedulerLoad) -> bool:
     return load.num_blocks_referenced + load.num_running + load.num_waiting + load.num_parked > 0

@@ -126,7 +126,7 @@ class Session:
 
     def _compute_s(self, num_tokens: int, num_cached: int) -> float:
         times, budget = self._server.times, self._server.config.max_batch_tokens
-        return self._server.backend.cost.prompt_s(num_tokens, num_cached, budget) * times.prefill_correction
+        return self._server.backend.cost.prompt_s(num_tokens, num_cached, budget) * times.prefill.factor
 
     def serve(self, prompts: Sequence[Sequence[int]], num_tokens: int, *, at_once: bool = False) -> Served:
         """Answer prompts, one after another or all at once."""

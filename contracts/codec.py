@@ -95,7 +95,16 @@ def from_plain(kind: type[T], value: object, name: str, key: str = "") -> T:
     Raises:
         ConfigError: an unknown or missing key, or a bad value.
     """
-    return typing.cast(T, _dataclass(kind, value, name, key))
+    fields = read_fields(kind, value, name, key)
+    required = inspect.signature(kind).parameters.values()
+    missing = [each.name for each in required if each.default is each.empty and each.name not in fields]
+    if missing:
+        them = "it" if len(missing) == 1 else "them"
+        raise ConfigError(f"{key or name} lacks {', '.join(missing)}; write {them}", key)
+    try:
+        return kind(**fields)
+    except ValueError as error:
+        raise ConfigError(f"{key or name}: {error}", key) from error
 
 
 def read_fields(kind: type, value: object, name: str, key: str = "") -> dict[str, Any]:
@@ -145,8 +154,8 @@ def read_value(kind: Any, value: object, name: str, key: str, to_write: str = ""
         return read
     if origin in (typing.Union, UnionType):
         return _alternative(arguments, value, name, key, to_write)
-    if dataclasses.is_dataclass(kind):
-        return value if isinstance(value, typing.cast(type, kind)) else _dataclass(kind, value, name, key)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return value if isinstance(value, kind) else from_plain(kind, value, name, key)
     if isinstance(kind, type) and issubclass(kind, Enum):
         try:
             return kind(value)
@@ -193,19 +202,6 @@ def _sections(kind: type) -> dict[str, object]:
         for field in dataclasses.fields(kind)
     }
     return {name: value for name, value in defaults.items() if dataclasses.is_dataclass(value)}
-
-
-def _dataclass(kind: Any, value: object, name: str, key: str) -> object:
-    fields = read_fields(kind, value, name, key)
-    required = inspect.signature(kind).parameters.values()
-    missing = [each.name for each in required if each.default is each.empty and each.name not in fields]
-    if missing:
-        them = "it" if len(missing) == 1 else "them"
-        raise ConfigError(f"{key or name} lacks {', '.join(missing)}; write {them}", key)
-    try:
-        return kind(**fields)
-    except ValueError as error:
-        raise ConfigError(f"{key or name}: {error}", key) from error
 
 
 def _alternative(kinds: tuple[Any, ...], value: object, name: str, key: str, to_write: str) -> Any:

@@ -119,7 +119,7 @@ ClientEvent = TokenEvent | PromptLogprobsEvent | RequestEvent
 
 
 class SchedulerLoad(NamedTuple):
-    """A snapshot for the router's policy and the metrics."""
+    """A snapshot for the router's policy and the metrics. The wire's `Load`, field by field."""
 
     num_running: int = 0
     """Sequences that hold blocks: pulls count before they decode."""
@@ -156,3 +156,8 @@ class SchedulerLoad(NamedTuple):
     """Predicted seconds to compute the restored tokens, less those of reading them."""
     tier_failure: str = ""
     """Why the tier is off until the worker starts again; empty while it works, and without one."""
+    prefill_correction: float = 1.0
+    """Observed over predicted time of steps with prefill rows; by the live driver, as the next two."""
+    decode_correction: float = 1.0
+    """Observed over predicted time of pure decode steps."""
+    draining: bool = False

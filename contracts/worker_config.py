@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated
 
+from pdserve.contracts.codec import between, one_of
 from pdserve.contracts.precision import Precision
 
 DEVICE_SETTINGS = ("auto", "cpu", "cuda")
@@ -63,14 +65,14 @@ class WorkerConfig:
     each a worker of its own for the router; blocks, batch slots and swap memory are divided among them."""
     expert_parallel: bool = False
     """Ranks that share a layer have whole experts, not a part of each."""
-    device: str = "auto"
+    device: Annotated[str, one_of(*DEVICE_SETTINGS)] = "auto"
     """Device of weights and KV pool: ``cpu``, ``cuda`` (of the GPUs that ``CUDA_VISIBLE_DEVICES`` shows, the first for
     each rank), or ``auto`` (``cuda`` if torch finds a GPU)."""
     gpu_memory_utilization: float = 0.9
     """Share of GPU memory for weights, activations and an automatic KV pool together."""
     max_model_len: int = 0
     """0 takes the checkpoint's limit."""
-    block_size: int = 16
+    block_size: Annotated[int, between(1, 256)] = 16
     num_kv_blocks: int = 0
     """0 sizes the pool from ``kv_memory_bytes``."""
     kv_memory_bytes: int = 0
@@ -81,15 +83,15 @@ class WorkerConfig:
     """Folder of the file that keeps copies of cached KV blocks; empty keeps none."""
     kv_tier_bytes: int = 0
     """Size of that file."""
-    max_batch_tokens: int = 2048
-    max_batch_size: int = 256
+    max_batch_tokens: Annotated[int, between(1, 2**20)] = 2048
+    max_batch_size: Annotated[int, between(1, 2**16)] = 256
     batching: str | int | float = "continuous"
     """As in `pdserve.contracts.deployment.PhaseConfig`."""
-    speculation: str = "none"
+    speculation: Annotated[str, one_of(*SPECULATIONS)] = "none"
     """What guesses the next tokens of answers that decode here, one of `SPECULATIONS`."""
     draft_path: str = ""
     """Folder of the smaller model of ``draft``."""
-    transport: str = "auto"
+    transport: Annotated[str, one_of("auto", *TRANSPORTS)] = "auto"
     """``auto``, or one of `TRANSPORTS`."""
     host: str = "127.0.0.1"
     """Address to listen on and to advertise; the worker reports its ports."""
@@ -118,6 +120,10 @@ class WorkerConfig:
     """Factor on emulated durations."""
     park_timeout_s: float = 30.0
     """Time until the worker frees a parked prompt that was not pulled."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 def whole_worker_id(worker_id: str) -> str:

@@ -8,7 +8,6 @@ Owned by `pdserve.engine.worker.scheduler`, which limits the blocks to reserve. 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from math import log
 
@@ -27,7 +26,7 @@ class Reservations:
     def __init__(self, table: SequenceTable, *, pull_timeout_s: float) -> None:
         self._table = table
         self._pull_timeout_s = pull_timeout_s
-        self._waiting: OrderedDict[Sequence, KvSource] = OrderedDict()
+        self._waiting: dict[Sequence, KvSource] = {}
         """In order of arrival."""
         self._with_objective: dict[Sequence, float] = {}
         """Those that have a TPOT objective to lose, with the logarithm of their blocks; in order of arrival."""
@@ -95,9 +94,4 @@ class Reservations:
     def finish(self, result: PullResult) -> Sequence | None:
         """Handle the end of a pull, after which nothing writes to its targets. Returns its sequence unless that has
         ended."""
-        sequence = self._pulls.pop(result.pull_id)
-        sequence.is_pulling = False
-        if sequence.is_over:
-            self._table.settle(sequence)
-            return None
-        return sequence
+        return self._table.end_pull(self._pulls.pop(result.pull_id))

@@ -238,10 +238,9 @@ def _check_phase(name: str, phase: PhaseConfig) -> None:
     if name == "prefill" and phase.swap_memory_bytes:
         key = "prefill.swap_memory"
         raise ConfigError(f"{key} is {phase.swap_memory}; prefill workers preempt nothing: leave it out", key)
-    if phase.drafter != "none" and (name == "prefill" or phase.device == "cuda"):
-        key = f"{name}.speculation"
-        why = "prefill workers decode nothing" if name == "prefill" else "guesses are made on CPUs only so far"
-        raise ConfigError(f"{key} is {phase.drafter}; {why}: leave it out", key)
+    if phase.drafter != "none" and name == "prefill":
+        key = "prefill.speculation"
+        raise ConfigError(f"{key} is {phase.drafter}; prefill workers decode nothing: leave it out", key)
     if phase.batching != "continuous" and name != "mixed":
         key = f"{name}.batching"
         raise ConfigError(f"{key} is {phase.batching}; batches are for mixed workers: leave it out", key)
@@ -250,6 +249,7 @@ def _check_phase(name: str, phase: PhaseConfig) -> None:
         raise ConfigError(
             f"{key} is set; there is one on CPUs only so far, with pipeline_parallel 1: leave it out", key
         )
-    if phase.draft_path and phase.pipeline_parallel > 1:
+    if phase.draft_path and (phase.device == "cuda" or phase.pipeline_parallel > 1):
         key = f"{name}.speculation"
-        raise ConfigError(f"{key} has a draft model, which needs pipeline_parallel 1; use ngram or none", key)
+        needs = "guesses on CPUs only so far" if phase.device == "cuda" else "needs pipeline_parallel 1"
+        raise ConfigError(f"{key} has a draft model, which {needs}; use ngram or none", key)

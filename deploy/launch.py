@@ -13,6 +13,7 @@ from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig, parse_by
 from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.deploy.cluster.host_facts import LOOPBACK, HostFacts
 from pdserve.deploy.cluster.resources import CoreSplit, gpu_shares, split_cores
+from pdserve.deploy.config import override
 from pdserve.kv_transfer.pool_memory import available_memory_bytes
 from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.router.process_config import RouterProcessConfig
@@ -208,11 +209,14 @@ def router_configs(
     launch: Launch, cluster_token: str = "", admin_token: str = "", hosts: Sequence[Launch] = ()
 ) -> list[RouterProcessConfig]:
     """Configuration of each router, with the arguments of `router_config`."""
-    config, num = router_config(launch, cluster_token, admin_token, hosts), launch.config.router.replicas
-    admin_ports = [config.admin_port and config.admin_port + number for number in range(num)]
-    return [
-        replace(config, replica=number, num_replicas=num, admin_port=port) for number, port in enumerate(admin_ports)
-    ]
+    config, router = router_config(launch, cluster_token, admin_token, hosts), launch.config.router
+    ports = [router.admin_port and router.admin_port + number for number in range(router.replicas)]
+    deployments = [override(config.deployment, "router", admin_port=port) for port in ports]
+    return [replace(config, replica=number, deployment=each) for number, each in enumerate(deployments)]
+
+
+def _absolute(path: str) -> str:
+    return path and str(Path(path).absolute())
 
 
 def _folder_name(folder: Path) -> str:
@@ -230,45 +234,27 @@ def router_config(
         hosts: the part of ``launch`` on each host, if there are several.
     """
     model, router = launch.config.model, launch.config.router
+    named = override(launch.config, "model", served_name=model.served_name or _folder_name(Path(model.path).resolve()))
+    deployment = override(
+        named,
+        "router",
+        keys_file=_absolute(router.keys_file),
+        tls_certificate=_absolute(router.tls_certificate),
+        tls_key=_absolute(router.tls_key),
+        request_log=_absolute(router.request_log),
+    )
     workers = [
         (role, cores, host)
         for host in hosts or (launch,)
         for role, cores in zip(host.roles, host.split.worker_cores, strict=True)
     ]
     return RouterProcessConfig(
-        model_path=model.path,
-        served_name=model.served_name or _folder_name(Path(model.path).resolve()),
-        tool_format=model.tool_format,
-        generation_config=model.generation_config,
-        host=router.host,
-        port=router.port,
-        admin_host=router.admin_host,
-        admin_port=router.admin_port,
+        deployment=deployment,
         admin_token=admin_token,
-        open_metrics=router.open_metrics,
-        keep_alive_s=router.keep_alive_seconds,
-        keys_file=router.keys_file and str(Path(router.keys_file).absolute()),
-        tls_certificate=router.tls_certificate and str(Path(router.tls_certificate).absolute()),
-        tls_key=router.tls_key and str(Path(router.tls_key).absolute()),
-        cors_origins=router.cors_origins,
-        page=router.page,
-        request_log=router.request_log and str(Path(router.request_log).absolute()),
-        log_format=router.log_format,
-        tracing=router.tracing,
-        slo=launch.config.slo,
-        policy=router.policy,
-        max_silence_s=router.max_silence_seconds,
-        max_queued_requests=router.max_queued_requests,
         cluster_token=cluster_token,
-        tls=launch.config.security.tls,
         hardware=launch.emulate or "cpu",
         devices={role: device for role, cores, host in workers if (device := host.predicted_device(role, cores))},
         time_scale=launch.time_scale,
-        tensor_parallel={role: launch.config.phase(role).tensor_parallel for role in launch.roles},
-        pipeline_parallel={role: launch.config.phase(role).pipeline_parallel for role in launch.roles},
-        expert_parallel={role: launch.config.phase(role).expert_parallel for role in launch.roles},
         cores_per_rank=max(1, *(len(cores) // launch.num_ranks(role) for role, cores, _ in workers)),
-        precision=model.precision,
-        kv_transport=launch.config.kv_transfer.transport,
         drain_timeout_s=launch.drain_timeout_s,
     )

@@ -3,7 +3,7 @@
 Life of a prompt: `Prompts.enqueue` queues it by the time token 0 is due. It is *admitted* when its turn comes and
 blocks for the whole prompt are free, so an admitted prompt never waits for memory. If its request names a worker to
 pull a prefix from, that comes first, while others are computed. Its chunks fill the token budget of the steps. With its
-last chunk it moves to `pdserve.prefill_worker.parking` (a handoff) or to `Prompts.take_ready` (to decode here).
+last chunk it moves to `pdserve.prefill_worker.parking` (a handoff), or decodes here.
 
 Order: resumed answers first, which clients are reading, in the order in which they would be given up: the one whose
 client has waited longest, however often it was lost. Then the earliest due token 0, then order of arrival. A prompt
@@ -49,7 +49,6 @@ class Prompts:
         """In the order in which they are admitted; callers must not modify it."""
         self.admitted: list[Sequence] = []
         """Those that hold blocks and have chunks to plan; callers must not modify the list."""
-        self._ready: list[Sequence] = []
         self.is_blocked = False
         """Whether the first waiting prompt was due in the last plan and lacked blocks or a batch slot."""
 
@@ -82,9 +81,10 @@ class Prompts:
         max_tokens: int,
         now_s: float,
         fit: Callable[[int, int], int] | None = None,
-    ) -> None:
+    ) -> list[Sequence]:
         """Add chunks of up to ``max_tokens`` new tokens to a step in order of due time, and admit waiting prompts as
-        ``max_tokens`` and ``budget`` allow.
+        ``max_tokens`` and ``budget`` allow. Return the sequences that are not handed off and whose last chunk is
+        planned: they decode from the next step on, and the sampled token is pending.
 
         Args:
             fit: how many of so many tokens, after so many cached ones, the next chunk may have; all by default.
@@ -116,7 +116,7 @@ class Prompts:
                 break
             max_tokens -= num_tokens
             index += 1
-        self._hand_over()
+        return self._hand_over()
 
     def _goes_before(self, head: Sequence, index: int) -> bool:
         return index == len(self.admitted) or _order(head) < _order(self.admitted[index])
@@ -153,25 +153,18 @@ class Prompts:
         num_blocks = sequence.num_blocks_for(len(sequence.tokens))
         return not num_taken or 2 * (num_taken + num_blocks) <= self._table.pool.num_blocks
 
-    def _hand_over(self) -> None:
-        """Move prompts whose last chunk is planned to the next stage. One that ends with its next token is offered to
-        nobody: token 0 closes it."""
+    def _hand_over(self) -> list[Sequence]:
+        """Park prompts whose last chunk is planned; return those to decode here. One that ends with its next token is
+        offered to nobody: token 0 closes it."""
         planned = [sequence for sequence in self.admitted if not sequence.num_uncomputed]
         if not planned:
-            return
+            return planned
         self.admitted = [sequence for sequence in self.admitted if sequence.num_uncomputed]
         for sequence in planned:
             self._table.stop_waiting(sequence)
-            if not sequence.is_handoff:
-                self._ready.append(sequence)
-            elif len(sequence.tokens) + 1 < sequence.max_length:
+            if sequence.is_handoff and len(sequence.tokens) + 1 < sequence.max_length:
                 self._parking.offer(sequence)
-
-    def take_ready(self) -> list[Sequence]:
-        """Return sequences that are not handed off and whose last chunk is planned. They decode from the next step
-        on; the sampled token is pending."""
-        ready, self._ready = self._ready, []
-        return ready
+        return [sequence for sequence in planned if not sequence.is_handoff]
 
 
 def _num_cacheable(sequence: Sequence) -> int:

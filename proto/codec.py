@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
+from enum import IntEnum
 from math import isfinite
-from typing import cast
+from typing import TypeVar, cast
 
 from pdserve.contracts.events import (
     ClientEvent,
@@ -48,9 +49,7 @@ from pdserve.proto.v1 import worker_pb2
 MAX_CACHE_SALT_BYTES = 64
 MAX_ADDRESS_LENGTH = 255
 MAX_DURATION_S = 86400.0
-_KINDS = {kind.value: kind for kind in RequestEventKind}
 _REFUSALS = {code.value: code for code in RefusalCode}
-_GRAMMAR_KINDS = {kind.value: kind for kind in GrammarKind}
 _LOAD_FIELDS = SchedulerLoad._fields
 _SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name not in ("logit_bias", "grammar")]
 _OTHER_REQUEST_FIELDS = ("sampling", "block_hashes", "prefix_source")
@@ -60,6 +59,9 @@ _OBJECTIVES = ("ttft_slo_s", "patience_s", "stall_slo_s", "max_gap_s")
 _PREFIX_SOURCE_FIELDS = [field.name for field in fields(PrefixSource)]
 
 
+_Kind = TypeVar("_Kind", bound=IntEnum)
+
+
 class WireError(ValueError):
     """A received message exceeds the local limits; the text names the field."""
 
@@ -67,6 +69,14 @@ class WireError(ValueError):
 def _check(condition: bool, what: str) -> None:
     if not condition:
         raise WireError(what)
+
+
+def enum_from_proto(kind: type[_Kind], value: int) -> _Kind:
+    """Raises `WireError` for a value that this version does not know."""
+    try:
+        return kind(value)
+    except ValueError:
+        raise WireError(f"unknown {kind.__name__} {value}") from None
 
 
 def _token_ids(ids: Sequence[int], vocab_size: int, field: str) -> tuple[int, ...]:
@@ -115,22 +125,19 @@ def grammar_to_proto(grammar: Grammar) -> worker_pb2.Grammar:
 
 def grammar_from_proto(message: worker_pb2.Grammar, limits: ModelLimits) -> Grammar:
     """Raises `WireError` for a grammar that this worker could never follow."""
-    _check(message.kind in _GRAMMAR_KINDS, f"this worker knows no grammar of kind {message.kind}")
     _check(len(message.text.encode()) <= MAX_GRAMMAR_BYTES, f"the grammar is over {MAX_GRAMMAR_BYTES} bytes")
     _check(bool(limits.eos_token_ids), "the model has no end-of-sequence token, which a grammar needs")
     _check(len(message.owner) <= MAX_OWNER_CHARS, f"the grammar's owner has over {MAX_OWNER_CHARS} letters")
-    return Grammar(_GRAMMAR_KINDS[message.kind], message.text, message.owner)
+    return Grammar(enum_from_proto(GrammarKind, message.kind), message.text, message.owner)
 
 
 def _check_penalties(message: worker_pb2.SamplingParams) -> None:
     least, largest = REPETITION_PENALTIES
     is_usable = not message.repetition_penalty or least <= message.repetition_penalty <= largest
     _check(is_usable, f"repetition_penalty must be in [{least:g}, {largest:g}]")
-    for name, penalty in (
-        ("presence_penalty", message.presence_penalty),
-        ("frequency_penalty", message.frequency_penalty),
-    ):
-        _check(-MAX_PENALTY <= penalty <= MAX_PENALTY, f"{name} must be in [{-MAX_PENALTY:g}, {MAX_PENALTY:g}]")
+    for name in ("presence_penalty", "frequency_penalty"):
+        is_usable = -MAX_PENALTY <= getattr(message, name) <= MAX_PENALTY
+        _check(is_usable, f"{name} must be in [{-MAX_PENALTY:g}, {MAX_PENALTY:g}]")
 
 
 def _logit_bias(message: worker_pb2.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
@@ -156,19 +163,13 @@ def request_to_proto(request: GenerationRequest) -> worker_pb2.Request:
 
 def request_from_proto(message: worker_pb2.Request, limits: ModelLimits) -> GenerationRequest:
     """Raises `WireError` for a request that this worker could never run."""
-    num_prompt, num_emitted = len(message.prompt_tokens), len(message.emitted_tokens)
-    _check(num_prompt >= 1, "prompt_tokens is empty")
-    _check(
-        num_prompt + num_emitted < limits.max_model_len,
-        f"{num_prompt} prompt and {num_emitted} emitted tokens leave no room to generate: "
-        f"the model's length is {limits.max_model_len}",
-    )
+    _check(len(message.prompt_tokens) >= 1, "prompt_tokens is empty")
     _check(0 < message.deadline_s <= MAX_DURATION_S, f"deadline_s must be in (0, {MAX_DURATION_S:.0f}]")
     for name in _OBJECTIVES:
         _check(0 <= getattr(message, name) <= MAX_DURATION_S, f"{name} must be in [0, {MAX_DURATION_S:.0f}]")
     _check(len(message.cache_salt) <= MAX_CACHE_SALT_BYTES, f"cache_salt is over {MAX_CACHE_SALT_BYTES} bytes")
     sampling = sampling_from_proto(message.sampling, limits)
-    _check(num_emitted < sampling.max_tokens, "every one of max_tokens is already emitted")
+    _check(len(message.emitted_tokens) < sampling.max_tokens, "every one of max_tokens is already emitted")
     _check(message.choice < MAX_CHOICES, f"choice must be below {MAX_CHOICES}")
     given = {name: getattr(message, name) for name in _REQUEST_FIELDS}
     for name in ("prompt_tokens", "emitted_tokens"):
@@ -177,9 +178,12 @@ def request_from_proto(message: worker_pb2.Request, limits: ModelLimits) -> Gene
     return GenerationRequest(sampling=sampling, prefix_source=prefix_source, **given)
 
 
+def _check_address(address: str, name: str) -> None:
+    _check(1 <= len(address) <= MAX_ADDRESS_LENGTH, f"{name}.address must have 1..{MAX_ADDRESS_LENGTH} letters")
+
+
 def _prefix_source(message: worker_pb2.PrefixSource) -> PrefixSource:
-    has_address = 1 <= len(message.address) <= MAX_ADDRESS_LENGTH
-    _check(has_address, f"prefix_source.address must have 1..{MAX_ADDRESS_LENGTH} letters")
+    _check_address(message.address, "prefix_source")
     _check(0 < message.max_s <= MAX_DURATION_S, f"prefix_source.max_s must be in (0, {MAX_DURATION_S:.0f}]")
     return PrefixSource(**{name: getattr(message, name) for name in _PREFIX_SOURCE_FIELDS})
 
@@ -190,7 +194,7 @@ def source_to_proto(source: KvSource) -> worker_pb2.KvSource:
 
 def source_from_proto(message: worker_pb2.KvSource) -> KvSource:
     """Raises `WireError` for an address or a handle of the wrong length."""
-    _check(1 <= len(message.address) <= MAX_ADDRESS_LENGTH, f"source.address must have 1..{MAX_ADDRESS_LENGTH} letters")
+    _check_address(message.address, "source")
     _check(len(message.handle) == HANDLE_BYTES, f"source.handle must be {HANDLE_BYTES} bytes")
     return KvSource(address=message.address, worker_epoch=message.worker_epoch, handle=message.handle)
 
@@ -207,14 +211,6 @@ def logprobs_from_proto(message: worker_pb2.Logprobs) -> TokenLogprobs:
     """Raises `WireError` when the columns differ in length."""
     _check(len(message.top_tokens) == len(message.top_logprobs), "top_tokens and top_logprobs differ in length")
     return TokenLogprobs(message.logprob, tuple(zip(message.top_tokens, message.top_logprobs, strict=True)))
-
-
-def finish_from_proto(value: int) -> FinishReason:
-    """Raises `WireError` for a reason that this version does not know."""
-    try:
-        return FinishReason(value)
-    except ValueError:
-        raise WireError(f"unknown finish reason {value}") from None
 
 
 def pack_frames(events: Iterable[ClientEvent]) -> dict[int, worker_pb2.StepFrame]:
@@ -252,7 +248,8 @@ def unpack_tokens(tokens: worker_pb2.Tokens) -> list[TokenEvent]:
     Raises:
         WireError: the columns differ in length, or a value is unknown.
     """
-    columns = (tokens.request_id, tokens.attempt, tokens.index, tokens.token, tokens.finish)
+    ids, attempts = list(tokens.request_id), list(tokens.attempt)  # which takes less time than to walk the columns
+    columns = ids, attempts, list(tokens.index), list(tokens.token), list(tokens.finish)
     if len({len(column) for column in columns}) != 1:
         raise WireError("the token columns of a frame differ in length")
     if len(tokens.logprobs) != len(tokens.logprobs_entry):
@@ -261,7 +258,7 @@ def unpack_tokens(tokens: worker_pb2.Tokens) -> list[TokenEvent]:
         entry: logprobs_from_proto(message)
         for entry, message in zip(tokens.logprobs_entry, tokens.logprobs, strict=True)
     }
-    reasons = {finish: finish_from_proto(finish) for finish in set(tokens.finish)}
+    reasons = {finish: enum_from_proto(FinishReason, finish) for finish in set(tokens.finish)}
     return [
         TokenEvent(RequestKey(0, request_id, attempt), 0, index, token, logprobs.get(entry), reasons[finish])
         for entry, (request_id, attempt, index, token, finish) in enumerate(zip(*columns, strict=True))
@@ -302,9 +299,7 @@ def event_from_proto(message: worker_pb2.RequestEvent) -> RequestEvent:
     Raises:
         WireError: a kind that this version does not know, or a handle of the wrong length.
     """
-    kind = _KINDS.get(message.kind)
-    if kind is None:
-        raise WireError(f"unknown event kind {message.kind}")
+    kind = enum_from_proto(RequestEventKind, message.kind)
     has_handle = kind is RequestEventKind.LAST_CHUNK and message.handle
     _check(not has_handle or len(message.handle) == HANDLE_BYTES, f"handle must be {HANDLE_BYTES} bytes")
     return RequestEvent(
@@ -319,7 +314,6 @@ def event_from_proto(message: worker_pb2.RequestEvent) -> RequestEvent:
 
 
 def load_to_proto(load: SchedulerLoad) -> worker_pb2.Load:
-    """The scheduler's part of a load message; the step loop adds times and corrections."""
     return worker_pb2.Load(**load._asdict())
 
 

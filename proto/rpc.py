@@ -21,6 +21,7 @@ CONNECT_ATTEMPT_MS = 2000
 TLS_NAME = "pdserve"
 """Name in every certificate, instead of each host's address."""
 _COMMON: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", -1),
     ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     # Observed: without this a stopped process, whose kernel still acknowledges bytes, is detected only after a minute.
@@ -36,7 +37,6 @@ def channel_options(max_receive_bytes: int) -> tuple[tuple[str, int], ...]:
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),  # a restarted peer does not inherit the old connection's backoff
         ("grpc.min_reconnect_backoff_ms", CONNECT_ATTEMPT_MS),
-        ("grpc.max_send_message_length", -1),
         ("grpc.max_receive_message_length", max_receive_bytes),
     )
 
@@ -47,7 +47,6 @@ def server_options(max_receive_bytes: int) -> tuple[tuple[str, int], ...]:
         *_COMMON,
         ("grpc.so_reuseport", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
-        ("grpc.max_send_message_length", -1),
         ("grpc.max_receive_message_length", max_receive_bytes),
     )
 

@@ -63,7 +63,8 @@ class PlanFigures(BaseModel):
 
 
 def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs, overview: Overview) -> FastAPI:
-    model = {"path": str(Path(config.model_path).resolve()), "name": config.served_name}
+    deployment, name = config.deployment, config.deployment.model.served_name
+    model = {"path": str(Path(deployment.model.path).resolve()), "name": name}
     replicas = cluster.dispatcher.replicas
     app = FastAPI(title="pdserve admin", docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -91,7 +92,7 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
     async def discover(request: Request) -> list[dict[str, Any]]:
         """Targets in the format of Prometheus' HTTP service discovery: this router, by the address at which it was
         asked, and its replicas. The first one reports for all workers."""
-        return [{"targets": routers(request), "labels": {"__meta_pdserve_model": config.served_name}}]
+        return [{"targets": routers(request), "labels": {"__meta_pdserve_model": name}}]
 
     @app.get("/workers")
     async def list_workers() -> list[dict[str, Any]]:
@@ -153,13 +154,11 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
             "outcomes": {outcome.value: count for outcome, count in dispatcher.outcomes.items()},
             "workers": [_worker_status(worker) for _, worker in sorted(cluster.workers.items())],
             "model": model,
-            "slo": asdict(config.slo),
-            "policy": config.policy,
+            "slo": asdict(deployment.slo),
+            "policy": config.router.policy,
             # Sources are most of a device's text, and readers of the status do not need them.
-            "kv_transport": config.kv_transport,
-            "expert_parallel": [
-                role.value for role, has_whole_experts in config.expert_parallel.items() if has_whole_experts
-            ],
+            "kv_transport": deployment.kv_transfer.transport,
+            "expert_parallel": [role.value for role in WorkerRole if deployment.phase(role).expert_parallel],
             "devices": {role.value: asdict(replace(cost.hardware, sources={})) for role, cost in costs.items()},
         }
 
@@ -168,10 +167,10 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
 
 def _refusal(request: Request, config: RouterProcessConfig) -> Response | None:
     """Answer to a stranger: a page in a browser, a name that points here by DNS, or a caller without the token."""
-    if "origin" in request.headers or not _is_own_name(request.url.hostname or "", config.admin_host):
+    if "origin" in request.headers or not _is_own_name(request.url.hostname or "", config.router.admin_host):
         return JSONResponse({"detail": "name the admin port by its address; browsers' pages are refused"}, 403)
     given = request.headers.get("authorization", "").encode()
-    is_open = not config.admin_token or (config.open_metrics and request.url.path in OPEN_PATHS)
+    is_open = not config.admin_token or (config.router.open_metrics and request.url.path in OPEN_PATHS)
     if is_open or hmac.compare_digest(given, f"Bearer {config.admin_token}".encode()):
         return None
     detail = "give the admin token of the cluster, its file admin_token, as a bearer token"
@@ -190,7 +189,6 @@ def _is_own_name(name: str, admin_host: str) -> bool:
 
 
 def _worker_status(worker: RemoteWorker) -> dict[str, Any]:
-    load = {field.name: getattr(worker.reported, field.name) for field in worker.reported.DESCRIPTOR.fields}
     model = {name: getattr(worker.welcome, name) for name in _WELCOME_FIELDS}
     limits = {name: getattr(worker.welcome, name) for name in _LIMITS}
-    return {**asdict(worker.endpoint), "up": worker.is_up, **model, "limits": limits, "load": load}
+    return {**asdict(worker.endpoint), "up": worker.is_up, **model, "limits": limits, "load": worker.load._asdict()}

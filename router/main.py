@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Every user of the host can read a command line, and the configuration holds the cluster token.
         text = sys.stdin.readline() if arguments.config == "-" else arguments.config
         config = from_json(RouterProcessConfig, text, "the router's configuration")
-        configure_log(config.log_format)
+        configure_log(config.router.log_format)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(config))
     except (ValueError, OSError) as error:
@@ -102,52 +102,53 @@ async def serve(config: RouterProcessConfig) -> int:
     Raises:
         ValueError: a port is taken, or a model folder, hardware name, file of API keys or log of requests is invalid.
     """
+    router, model, slo = config.router, config.deployment.model, config.deployment.slo
     stopped = asyncio.create_task(_stop_on_signals().wait())
     _return_memory()
     sys.setswitchinterval(SWITCH_S)
     # One: they would only wait for one another, and the event loop for all of them.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-    tokenizer = ChatTokenizer.from_folder(Path(config.model_path), TOOL_FORMATS.get(config.tool_format))
-    defaults = sampling_defaults(Path(config.model_path)) if config.generation_config == "auto" else {}
+    tokenizer = ChatTokenizer.from_folder(Path(model.path), TOOL_FORMATS.get(model.tool_format))
+    defaults = sampling_defaults(Path(model.path)) if model.generation_config == "auto" else {}
     costs = build_cost_models(config)
     # From the token, so that a restarted router finds the blocks that workers have cached.
     cache_secret = config.cluster_token.encode() or secrets.token_bytes(32)
-    tiers = (DEFAULT_TIER, *config.slo.tiers)
-    replicas = Replicas(config.num_replicas)
-    keys = KeyFile(Path(config.keys_file), cache_secret, tiers, replicas) if config.keys_file else None
-    request_log = RequestLog(Path(config.request_log)) if config.request_log else None
-    tracer = _tracer(config.tracing) if config.tracing else None
-    public = listen(config.host, config.port, "router.port", is_shared=config.num_replicas > 1)
-    admin = listen(config.admin_host, config.admin_port, "router.admin_port")
+    tiers = (DEFAULT_TIER, *slo.tiers)
+    replicas = Replicas(router.replicas)
+    keys = KeyFile(Path(router.keys_file), cache_secret, tiers, replicas) if router.keys_file else None
+    request_log = RequestLog(Path(router.request_log)) if router.request_log else None
+    tracer = _tracer(router.tracing) if router.tracing else None
+    public = listen(router.host, router.port, "router.port", is_shared=router.replicas > 1)
+    admin = listen(router.admin_host, router.admin_port, "router.admin_port")
 
-    metrics = RouterMetrics(config.slo, has_workers=config.replica == 0)
+    metrics = RouterMetrics(slo, has_workers=config.replica == 0)
     settings = DispatchSettings(
-        policy=config.policy,
-        max_in_flight=config.max_queued_requests,
-        max_silence_s=config.max_silence_s,
-        slo=config.slo,
+        policy=router.policy,
+        max_in_flight=router.max_queued_requests,
+        max_silence_s=router.max_silence_seconds,
+        slo=slo,
     )
     call_soon = asyncio.get_running_loop().call_soon
     dispatcher = Dispatcher(costs, settings, time.monotonic, metrics, replicas, call_soon)
     metrics.track(dispatcher)
-    cluster = Cluster(dispatcher, metrics, cluster_token=config.cluster_token, tls=config.tls)
-    overview = Overview(cluster, metrics, config.slo, config.served_name)
+    cluster = Cluster(dispatcher, metrics, cluster_token=config.cluster_token, tls=config.deployment.security.tls)
+    overview = Overview(cluster, metrics, slo, model.served_name)
     app = create_app(
         cluster,
         tokenizer,
-        overview=overview if config.page else None,
-        served_name=config.served_name,
+        overview=overview if router.page else None,
+        served_name=model.served_name,
         metrics=metrics,
         defaults=defaults,
         keys=keys,
-        cors_origins=config.cors_origins,
+        cors_origins=router.cors_origins,
         request_log=request_log,
         tracer=tracer,
-        keep_alive_s=config.keep_alive_s,
+        keep_alive_s=router.keep_alive_seconds,
     )
-    max_connections = max(MAX_CONNECTIONS, 2 * config.max_queued_requests)  # clients keep some without a request
+    max_connections = max(MAX_CONNECTIONS, 2 * router.max_queued_requests)  # clients keep some without a request
     servers = [
-        (_server(app, config.tls_certificate, config.tls_key, max_connections), public),
+        (_server(app, router.tls_certificate, router.tls_key, max_connections), public),
         (_server(create_admin_app(cluster, config, costs, overview)), admin),
     ]
     gc.collect()
@@ -200,20 +201,22 @@ def _tracer(collector: str) -> Tracer:
 
 
 def build_cost_models(config: RouterProcessConfig) -> Costs:
-    """Cost models of the checkpoint in ``config.model_path``, one per role."""
-    shape = DecoderConfig.from_folder(Path(config.model_path)).shape
+    """Cost models of the deployment's checkpoint, one per role."""
+    model = config.deployment.model
+    shape = DecoderConfig.from_folder(Path(model.path)).shape
     catalogued = hardware(config.hardware, num_cores=config.cores_per_rank)
     costs = {}
     for role in WorkerRole:
         device = slowed(config.devices.get(role, catalogued), config.time_scale)
-        degrees = config.tensor_parallel.get(role, 1), config.pipeline_parallel.get(role, 1)
+        phase = config.deployment.phase(role)
         costs[role] = CostModel(
             shape,
             device,
-            config.precision,
-            *degrees,
-            config.kv_transport,
-            expert_parallel=config.expert_parallel.get(role, False),
+            model.precision,
+            phase.tensor_parallel,
+            phase.pipeline_parallel,
+            config.deployment.kv_transfer.transport,
+            expert_parallel=phase.expert_parallel,
         )
     return costs
 
@@ -225,23 +228,18 @@ def listen(host: str, port: int, key: str, *, is_shared: bool = False) -> socket
         ValueError: the address is unusable; the message names ``key`` of the deployment file as the remedy.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind)
-    except OSError as error:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        is_dual = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(
+            address, family=family, backlog=BACKLOG, reuse_port=is_shared, dualstack_ipv6=is_dual
+        )
+    except socket.gaierror as error:
         raise ValueError(f"cannot listen on {host}: {error}") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if is_shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
     except OSError as error:
-        listener.close()
-        reason = error.strerror or str(error)
+        reason = os.strerror(error.errno or 0)
         raise ValueError(
             f"cannot listen on {host} port {port}: {reason}; set {key} to a free port, or to 0 to have one picked"
         ) from None
-    return listener
 
 
 class _QuietServer(uvicorn.Server):

@@ -210,7 +210,7 @@ def _values(counter: Counter) -> dict[tuple[str, ...], float]:
 
 
 def _worker(worker: RemoteWorker) -> dict[str, Any]:
-    load = worker.reported
+    load = worker.load
     return {
         "id": worker.worker_id,
         "role": worker.role.value,

@@ -304,7 +304,9 @@ class Node:
             park_timeout_s=config.park_timeout_s,
             swap_space=space,
             tier_space=TierSpace(tier=self.tier, compute_s=lambda num_tokens, num_cached: 0.01 * num_tokens),
-            speculation=None if drafter is None else Speculation(_random_seconds(random)),
+            speculation=None
+            if drafter is None
+            else Speculation(_random_seconds(random), plans_ahead=config.pipeline_depth > 1),
         )
 
     def _drafter(self) -> Drafter | None:

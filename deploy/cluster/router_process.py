@@ -6,7 +6,6 @@ its ports.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -22,6 +22,7 @@ from pdserve.contracts.codec import to_json, to_plain
 from pdserve.contracts.worker_config import WorkerEndpoint
 from pdserve.deploy.cluster.processes import end_session, last_error, start_tied
 from pdserve.deploy.cluster.supervised_process import SupervisedProcess
+from pdserve.deploy.config import override
 from pdserve.router.process_config import RouterProcessConfig
 from pdserve.router.requests.demand import Demand
 
@@ -35,7 +36,7 @@ _NO_KEEPALIVE = httpx.Limits(max_keepalive_connections=0)
 class RouterProcess(SupervisedProcess):
     def __init__(self, config: RouterProcessConfig, folder: Path) -> None:
         """``folder``: of its log."""
-        super().__init__(f"router-{config.replica}" if config.num_replicas > 1 else "router")
+        super().__init__(f"router-{config.replica}" if config.router.replicas > 1 else "router")
         self.config = config
         """Its ports are those in use once the router is up."""
         self.are_lists_due = False
@@ -49,11 +50,17 @@ class RouterProcess(SupervisedProcess):
     @property
     def address(self) -> str:
         """URL of the API for this machine."""
-        return _url(self.config.host, self.config.port, "https" if self.config.tls_certificate else "http")
+        router = self.config.router
+        return _url(router.host, router.port, "https" if router.tls_certificate else "http")
 
     @property
     def admin_url(self) -> str:
-        return _url(self.config.admin_host, self.config.admin_port)
+        return _url(self.config.router.admin_host, self.config.router.admin_port)
+
+    def take_ports(self, port: int, admin_port: int) -> None:
+        """Have these from now on."""
+        deployment = override(self.config.deployment, "router", port=port, admin_port=admin_port)
+        self.config = replace(self.config, deployment=deployment)
 
     @property
     def process_id(self) -> int:
@@ -126,7 +133,7 @@ class RouterProcess(SupervisedProcess):
         assert self._process.stdout is not None
         if line := self._process.stdout.readline():
             addresses = json.loads(line)
-            self.config = dataclasses.replace(self.config, port=addresses["port"], admin_port=addresses["admin_port"])
+            self.take_ports(addresses["port"], addresses["admin_port"])
             self._checked_s = self._alive_s = now_s
         return bool(line)
 

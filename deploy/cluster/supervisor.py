@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent import futures
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -155,7 +154,7 @@ class Supervisor:
         for router in up:
             if router.are_lists_due:
                 endpoints = [endpoint for worker in self._workers for endpoint in worker.endpoints]
-                router.put_lists(endpoints, [each.config.admin_port for each in up])
+                router.put_lists(endpoints, [each.config.router.admin_port for each in up])
         if not self._is_ready and up == self._routers and all(router.is_ready() for router in up):
             with contextlib.suppress(DeployError):  # retried at the next tick
                 self._announce()
@@ -198,9 +197,9 @@ class Supervisor:
         for router in self._routers:
             if router.exit_code is not None and self._num_signals:
                 continue  # it was asked to end
-            if not router.config.port:
-                router.config = replace(router.config, port=first.config.port)
-            if router is first or router.config.port:  # 0: the first one picks the port of all
+            if not router.config.router.port:
+                router.take_ports(first.config.router.port, router.config.router.admin_port)
+            if router is first or router.config.router.port:  # 0: the first one picks the port of all
                 self._reconcile(router)
 
     def _reconcile(self, process: SupervisedProcess) -> None:
@@ -271,7 +270,7 @@ class Supervisor:
             self._is_silent = True
             self._write_note()
         if self._loss.is_over(time.monotonic(), self._routers[0]):
-            raise RayLostError(self._routers[0].config.port, self._fleet.replicas)
+            raise RayLostError(self._routers[0].config.router.port, self._fleet.replicas)
 
     def _report_silence(self) -> None:
         self._is_silent = self._desk.is_silent
@@ -338,13 +337,14 @@ class Supervisor:
         workers = fetch_status(router.admin_url)["workers"]
         self._is_ready = True
         self._leave_cores_to_workers()
-        rows = banner_rows(self._fleet.launches[0], router.config.served_name, workers)
+        name = router.config.deployment.model.served_name
+        rows = banner_rows(self._fleet.launches[0], name, workers)
         rows.append(("API", f"{router.address}/v1"))
         if config.router.page:
             rows.append(("page", f"{router.address}/"))
         rows.append(("admin", ", ".join(router.admin_url for router in self._routers)))
         needs_key = bool(config.router.keys_file)
-        command = curl_command(router.address, router.config.served_name, needs_key, has_chat=self._has_chat)
+        command = curl_command(router.address, name, needs_key, has_chat=self._has_chat)
         self._progress.banner(rows, command)
 
     def _leave_cores_to_workers(self) -> None:

@@ -262,10 +262,10 @@ def _with_guesses(layout: Layout, config: DeploymentConfig, share_right: float |
         phase = config.phase(pool.role)
         if phase.drafter == "none":
             continue
-        if not pool.hardware.is_host:
+        if phase.draft_path and not pool.hardware.is_host:
             raise ConfigError(
-                f"{pool.role.value}.speculation is {phase.drafter}, and guesses are made on CPUs only so far: simulate "
-                "with --gpu cpu-16 or a device of pdserve profile, or leave it out"
+                f"{pool.role.value}.speculation has a draft model, which guesses on CPUs only so far: simulate with "
+                "--gpu cpu-16 or a device of pdserve profile, or use ngram or none"
             )
         draft, usual = None, NGRAM_SHARE
         if phase.draft_path:

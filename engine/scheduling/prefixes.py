@@ -76,12 +76,8 @@ class PrefixPulls:
     def finish(self, result: PullResult) -> Sequence | None:
         """Handle the end of a pull, after which nothing writes to its targets. Returns its sequence, to be computed
         from its first token without KV, unless that has ended."""
-        sequence, _ = self._pulls.pop(result.pull_id)
-        sequence.is_pulling = False
-        if sequence.is_over:
-            self._table.settle(sequence)
-            return None
-        if not result.failure:
+        sequence = self._table.end_pull(self._pulls.pop(result.pull_id)[0])
+        if sequence is not None and not result.failure:
             sequence.receive_blocks(result.num_tokens // sequence.block_size)
             self._table.register_written(sequence)
         return sequence

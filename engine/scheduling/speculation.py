@@ -8,6 +8,9 @@ anyway to the arithmetic of each token (Liu et al., "TurboSpec", 2024, arXiv 240
 not pay makes one now and then, to find out when they do. What a grammar prescribes is right, and is always guessed: it
 must be computed anyway, and costs less beside other tokens than in a step of its own.
 
+Where steps are planned ahead, before the tokens of the one that runs are known, guesses cost more: a step that may have
+some is planned once that one has ended. While none are made, that happens after 1, 3, 7 and at last 31 steps ahead.
+
 Asked by `pdserve.engine.worker.scheduler`. Decides on counts only: what is guessed, the executor decides, and a token
 never depends on it. Pure, like the scheduler.
 """
@@ -66,10 +69,13 @@ _Guess = tuple[float, int, int]
 class Speculation:
     """Chooses the guesses of each step, and counts them."""
 
-    def __init__(self, seconds_by_guesses: SecondsByGuesses, first_share: float = NGRAM_SHARE) -> None:
+    def __init__(
+        self, seconds_by_guesses: SecondsByGuesses, first_share: float = NGRAM_SHARE, *, plans_ahead: bool = False
+    ) -> None:
         """
         Args:
             first_share: share of right guesses expected of the first sequence.
+            plans_ahead: whether steps without guesses are planned while another one runs.
         """
         self._seconds_by_guesses = seconds_by_guesses
         self.num_guesses = 0
@@ -79,17 +85,43 @@ class Speculation:
         """Of right guesses of all sequences."""
         self._num_plain_rows = 0
         """Rows without guesses since there were some: answers may be too short for a trial of their own."""
+        self._plans_ahead = plans_ahead
+        self._num_between = 0
+        """Steps planned ahead between two that may have guesses."""
+        self._num_ahead = 0
+        """Of them, those planned."""
+        self._is_prefilling = False
+        """Whether the last step prefilled, as the next one may."""
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the next step may have guesses, so that the tokens before it must be known."""
+        return self._num_ahead >= self._num_between and not self._is_prefilling
 
     def choose(self, step: PlannedStep, max_guesses: int) -> list[Choice]:
         """Choose the guesses of a planned step's rows, ``max_guesses`` in all at most. A step that prefills has none:
         its time is that of its arithmetic, of which prompts make more."""
+        self._is_prefilling = step.num_chunk_tokens > 0
+        if self._is_prefilling:
+            return []
+        if self._num_ahead < self._num_between:
+            self._num_ahead += 1
+            return []
+        if not any(row.tokens for row in step.batch.rows):  # after a step that prefilled
+            return []
+        choices = self._choose(step, max_guesses)
+        if not choices:
+            self._end_trial(has_guessed=False)
+        return choices
+
+    def _choose(self, step: PlannedStep, max_guesses: int) -> list[Choice]:
         batch = step.batch
         rows = {
             index: limit
             for index, (row, sequence) in enumerate(zip(batch.rows, step.sequences, strict=True))
             if row.tokens and (limit := sequence.max_guesses) > 0
         }
-        if not rows or max_guesses <= 0 or step.num_chunk_tokens:
+        if not rows or max_guesses <= 0:
             return []
         first_share = max(self._share, _LEAST_FIRST_SHARE)
         shares: dict[int, float] = {}
@@ -101,7 +133,7 @@ class Speculation:
                 sequence.acceptance = first_share
                 sequence.num_plain_steps = self._num_plain_rows
             shares[index] = sequence.acceptance
-            sequence.num_plain_steps += 1
+            sequence.num_plain_steps += 1 + self._num_between
             if sequence.num_plain_steps > STEPS_BETWEEN_TRIALS:
                 due.append(index)
             may_guess |= sequence.acceptance >= _LEAST_WORTH or sequence.sampling.grammar is not None
@@ -137,7 +169,8 @@ class Speculation:
         return choices
 
     def learn(self, sequences: Sequence[TokenSequence], output: StepOutput) -> None:
-        """Update the shares of a step's ``sequences`` by what became of their guesses."""
+        """Update the shares of the ``sequences`` of a step that might guess by what became of their guesses."""
+        self._end_trial(has_guessed=bool(output.num_guesses))
         for row, num_guesses in output.num_guesses.items():
             sequence, num_right = sequences[row], len(output.more.get(row, ()))
             assert sequence.acceptance is not None
@@ -148,6 +181,12 @@ class Speculation:
             is_wrong = num_right < num_guesses
             sequence.acceptance = _learned(sequence.acceptance, num_right, is_wrong, _NEWEST_WEIGHT)
             self._share = _learned(self._share, num_right, is_wrong, _NEWEST_WEIGHT_OF_ALL)
+
+    def _end_trial(self, *, has_guessed: bool) -> None:
+        self._num_ahead = 0
+        self._num_between = min(2 * self._num_between + 1, STEPS_BETWEEN_TRIALS - 1)
+        if has_guessed or not self._plans_ahead:
+            self._num_between = 0
 
 
 def _learned(share: float, num_right: int, is_wrong: bool, newest_weight: float) -> float:

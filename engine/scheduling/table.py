@@ -10,8 +10,9 @@ them to the host, because a pull into their next owner would not wait for that s
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from pdserve.contracts.events import (
@@ -55,11 +56,6 @@ class PlannedStep:
     @property
     def num_rows(self) -> int:
         return len(self.sequences)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the step has neither rows nor copies."""
-        return not self.num_rows and not self.swapped_out
 
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
         """Add a row that computes the next ``num_tokens`` known tokens and samples if they are the last ones."""
@@ -140,7 +136,8 @@ class PlannedStep:
 class SequenceTable:
     """Live sequences by key, steps in flight in order, events in order."""
 
-    def __init__(self, pool: BlockPool, limits: ModelLimits) -> None:
+    def __init__(self, pool: BlockPool, limits: ModelLimits, ids: Iterator[int] | None = None) -> None:
+        """``ids``: of sequences, rising; from 0 by default."""
         self.pool = pool
         self.limits = limits
         self.events: list[Event] = []
@@ -158,7 +155,7 @@ class SequenceTable:
         self._deadlines = SequenceQueue()
         self._steps: deque[PlannedStep] = deque()
         self._failed: list[tuple[Sequence, str]] = []
-        self._num_opened = 0
+        self._ids = ids or itertools.count()
         self._num_steps = 0
 
     # Requests
@@ -175,7 +172,7 @@ class SequenceTable:
         eos_token_ids = () if sampling.ignore_eos else self.limits.eos_token_ids
         ends = (*self.limits.eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ()
         sequence = Sequence(
-            sequence_id=self._num_opened,
+            sequence_id=next(self._ids),
             key=key,
             request=request,
             arrived_s=now_s,
@@ -187,9 +184,9 @@ class SequenceTable:
         )
         refusal = self._refusal(sequence)
         if refusal:
-            self.reject(key, refusal)
+            kind = RequestEventKind.REJECTED
+            self.events.append(RequestEvent(key, kind, message=refusal, refusal=RefusalCode.INVALID))
             return None
-        self._num_opened += 1
         self._live[key] = sequence
         self.num_to_decode += not is_handoff
         self._deadlines.push(sequence, now_s + request.deadline_s)
@@ -218,11 +215,6 @@ class SequenceTable:
 
     def get(self, key: RequestKey) -> Sequence | None:
         return self._live.get(key)
-
-    def reject(self, key: RequestKey, message: str) -> None:
-        self.events.append(
-            RequestEvent(key=key, kind=RequestEventKind.REJECTED, message=message, refusal=RefusalCode.INVALID)
-        )
 
     def emit(self, key: RequestKey, kind: RequestEventKind, message: str = "") -> None:
         self.events.append(RequestEvent(key=key, kind=kind, message=message))
@@ -273,10 +265,8 @@ class SequenceTable:
         num_taken = self.num_blocks_taken(sequence, cached)
         if budget.num_slots <= 0 or num_taken > budget.num_blocks:
             return False
-        is_handoff = sequence.is_handoff
-        num_blocks = sequence.num_blocks_for(len(sequence.tokens))
-        if not is_handoff:
-            num_blocks = sequence.num_blocks_with_headroom()
+        is_handoff, num_known = sequence.is_handoff, len(sequence.tokens)
+        num_blocks = sequence.num_blocks_for(num_known) if is_handoff else sequence.num_blocks_with_headroom()
         pool.share(cached)
         sequence.start_at(cached, pool.allocate(num_blocks - len(cached)))
         budget.num_slots -= 1
@@ -301,6 +291,12 @@ class SequenceTable:
         """Free retiring blocks after a step or pull that wrote to them has ended."""
         if sequence.is_retiring and sequence.is_idle:
             self.pool.release(sequence.lose_blocks())
+
+    def end_pull(self, sequence: Sequence) -> Sequence | None:
+        """Nothing writes to the targets of a sequence's pull any more. Returns it unless it has ended."""
+        sequence.is_pulling = False
+        self.settle(sequence)
+        return None if sequence.is_over else sequence
 
     def register_written(self, sequence: Sequence) -> None:
         """Register every full block in the prefix cache."""
@@ -333,8 +329,8 @@ class SequenceTable:
         return PlannedStep(StepBatch(step_id=self._num_steps, rows=[]), self.spare_rows)
 
     def commit(self, step: PlannedStep) -> StepBatch | None:
-        """Commit a step; ``None`` if it is empty."""
-        if step.is_empty:
+        """Commit a step; ``None`` if it has neither rows nor copies."""
+        if not step.sequences and not step.swapped_out:
             return None
         self._num_steps += 1
         self._steps.append(step)

@@ -40,7 +40,6 @@ from pdserve.engine.worker.served_model import (
     configure_openmp,
     cores_of_rank,
     cost_of,
-    cost_on,
     device_of,
     max_captured_rows,
     served_model,
@@ -52,7 +51,6 @@ from pdserve.model.config.model_hash import model_hash
 from pdserve.model.config.quantisation import served_scheme
 from pdserve.model.config.sharding import check_groups
 from pdserve.model.cost.cost_model import CostModel
-from pdserve.model.cost.hardware import slowed
 from pdserve.model.cost.stage import Stage
 from pdserve.model.executors.drafting import Drafter, NgramDrafter
 from pdserve.model.executors.emulated import EmulatedExecutor
@@ -85,13 +83,13 @@ class Backend:
     limits: ModelLimits
     layout: KvLayout
     cost: CostModel
-    draft_cost: CostModel | None
-    """Of the draft model, if there is one."""
     num_swap_slots: int
     """Host slots of each micro-batch for KV blocks of preempted sequences."""
     grammars: Grammars
     build_executors: Callable[[PoolMemory], BuiltExecutors]
     """Takes the memory mapped by the transfer process."""
+    draft_cost: CostModel | None = None
+    """Of the draft model, if there is one."""
     products: str = ""
     """Dtype in which a CPU multiplies activations and weights; empty where no CPU does."""
     emulated_pull_s: Callable[[int], float] | None = None
@@ -131,7 +129,6 @@ def _model_backend(config: WorkerConfig) -> Backend:
     device = choose_device(config)
     is_on_host = is_in_host_memory(device)
     cost = cost_of(as_computed(config, is_on_host), model)
-    num_ranks = config.tensor_parallel * config.pipeline_parallel
     check_ranks(config, is_on_host)
     _check_transport(config, is_on_host)
     _check_speculation(config, is_on_host)
@@ -147,19 +144,19 @@ def _model_backend(config: WorkerConfig) -> Backend:
         check_staging_fits(num_blocks * held_bytes, memory.host_bytes)
     swap_bytes = memory.host_bytes - num_blocks * held_bytes
     # Ranks with pools of their own swap what they hold, and several may hold the same KV heads.
-    slot_bytes = block_bytes if is_on_host else int(cost.rank_kv_bytes_per_token * config.block_size) * num_ranks
+    slot_bytes = block_bytes if is_on_host else int(cost.rank_kv_bytes_per_token * config.block_size) * config.num_ranks
     num_slots = num_swap_slots(config, num_blocks, slot_bytes, swap_bytes) // config.pipeline_parallel
     layout = model.kv_layout(num_blocks, config.block_size, cost.kv_dtype, content_hash)
     grammars = Grammars(folder, limits, config.transfer_cpu_cores)
 
     def build_executors(memory: PoolMemory) -> BuiltExecutors:
         followers, ranks = None, ONE_RANK
-        if num_ranks > 1:
+        if config.num_ranks > 1:
             followers = Followers(
                 config,
                 memory,
                 create_shared_file(config, model, is_on_host),
-                on_loss=_end_worker,
+                on_loss=end_worker,
                 num_swap_slots=0 if is_on_host else num_slots,
             )
             ranks = ranks_of(config, model, device, followers.shared_fd, 0)
@@ -248,11 +245,10 @@ def _check_tier(config: WorkerConfig, is_on_host: bool) -> None:
 
 
 def _check_speculation(config: WorkerConfig, is_on_host: bool) -> None:
-    """Raise ValueError on a GPU, where a step is planned before the tokens that its guesses would follow are known."""
-    if config.speculation != "none" and not is_on_host:
+    """Raise ValueError for a draft model on a GPU."""
+    if config.speculation == "draft" and not is_on_host:
         raise ValueError(
-            f"{config.role.value}.speculation is {config.speculation}, and guesses are made on CPUs only so far: "
-            "set it to none"
+            f"{config.role.value}.speculation has a draft model, which guesses on CPUs only so far: use ngram or none"
         )
 
 
@@ -263,8 +259,9 @@ def _staging(pool: KvPool, memory: PoolMemory, shard: KvShard, followers: Follow
     return own if followers is None else RanksStaging(own, followers)
 
 
-def _end_worker(reason: str) -> None:
-    _log.critical("the worker ends: %s", reason)
+def end_worker(reason: str, *, exc_info: bool = False) -> None:
+    """End this process: the most reliable signal that the worker cannot go on."""
+    _log.critical("the worker ends: %s", reason, exc_info=exc_info)
     logging.shutdown()
     os._exit(1)
 
@@ -284,14 +281,14 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
     read_draft(config, model)  # refuses one
     limits = model.limits(config.max_model_len)
     is_instant = config.time_scale == 0
-    cost = cost_on(device_of(config) if is_instant else slowed(device_of(config), config.time_scale), config, model)
+    cost = cost_of(config, model)
     max_blocks = cost.max_kv_blocks(
         config.block_size, max_batch_tokens=config.max_batch_tokens, max_batch_size=config.max_batch_size
     )
     if max_blocks == 0:
         raise ValueError(
             f"the model's {cost.weight_bytes} bytes of weights leave no memory for KV on "
-            f"{config.tensor_parallel * config.pipeline_parallel} x {cost.hardware.name}: "
+            f"{config.num_ranks} x {cost.hardware.name}: "
             f"emulate a larger GPU or serve a smaller model"
         )
     block_bytes = cost.kv_bytes_per_token * config.block_size
@@ -338,7 +335,6 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
         limits=limits,
         layout=layout,
         cost=cost,
-        draft_cost=None,
         num_swap_slots=num_slots,
         grammars=grammars,
         build_executors=build_executors,

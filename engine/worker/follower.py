@@ -7,10 +7,10 @@ the socket of steps. Keeps no state of requests: only weights, and its pool.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,29 +30,26 @@ _log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="A rank of a worker; started by the worker.")
-    for name in ("steps", "pulse", "d2h", "h2d", "d2d", "pool", "shared"):
-        parser.add_argument(f"{name}_fd", type=int, help="an inherited descriptor")
-    arguments = parser.parse_args()
+    steps_fd, pulse_fd, d2h_fd, h2d_fd, d2d_fd, pool_fd, shared_fd = map(int, sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    steps = socket.socket(fileno=arguments.steps_fd)
-    pulse = socket.socket(fileno=arguments.pulse_fd)
+    steps = socket.socket(fileno=steps_fd)
+    pulse = socket.socket(fileno=pulse_fd)
     first = receive_frame(steps)
     if first is None:
         return 1
     config = from_json(FollowerConfig, first.decode(), "the follower's configuration")
     die_with_parent(parent=config.parent_pid)
     threading.Thread(target=_answer_pulses, args=(pulse,), name="rank-pulse", daemon=True).start()
-    memory = PoolMemory.from_fd(arguments.pool_fd, config.layout)
+    memory = PoolMemory.from_fd(pool_fd, config.layout)
     try:
-        rank, staging, copies = build_follower(config, memory, arguments.shared_fd)
+        rank, staging, copies = build_follower(config, memory, shared_fd)
     except BaseException:
         _log.critical("rank %d does not start", config.rank, exc_info=True)
         logging.shutdown()
         os._exit(1)  # a thread of a process group may wait for the other ranks
     if staging is not None:
-        _start_copying("d2h", arguments.d2h_fd, lambda order: staging.copy_d2h(*_words(order).reshape(2, -1).tolist()))
-        _start_copying("h2d", arguments.h2d_fd, lambda order: staging.copy_h2d(_words(order).tolist()))
+        _start_copying("d2h", d2h_fd, lambda order: staging.copy_d2h(*_words(order).reshape(2, -1).tolist()))
+        _start_copying("h2d", h2d_fd, lambda order: staging.copy_h2d(_words(order).tolist()))
 
     from pdserve.kv_transfer.ipc_copies import IpcCopies
     from pdserve.model.executors.rank_model import PackedStep
@@ -60,7 +57,7 @@ def main() -> int:
     rank_pool = b""
     if isinstance(copies, IpcCopies):
         rank_pool, carry_out = copies.pool.SerializeToString(), copies.carry_out
-        _start_copying("d2d", arguments.d2d_fd, lambda order: carry_out(CopyOrder.FromString(order)))
+        _start_copying("d2d", d2d_fd, lambda order: carry_out(CopyOrder.FromString(order)))
     elif copies is not None:
         handle, sending = copies.handle, threading.Lock()
 
@@ -69,7 +66,7 @@ def main() -> int:
                 steps.sendall(encode_frame(event.SerializeToString()))
 
         copies.start(send)
-        _start_copying("d2d", arguments.d2d_fd, lambda order: handle(LinkOrder.FromString(order)))
+        _start_copying("d2d", d2d_fd, lambda order: handle(LinkOrder.FromString(order)))
     steps.sendall(encode_frame(READY + rank_pool))
 
     while (frame := receive_frame(steps)) is not None:

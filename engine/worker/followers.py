@@ -122,7 +122,7 @@ class Followers:
                 ),
                 (memory.fd, shared_fd),
             )
-            for rank in range(1, config.tensor_parallel * config.pipeline_parallel)
+            for rank in range(1, config.num_ranks)
         ]
         self._watch = threading.Thread(target=self._watch_pulses, name="rank-pulse", daemon=True)
         self._watch.start()
@@ -133,8 +133,7 @@ class Followers:
         Raises:
             RuntimeError: one ended; its log has the reason.
         """
-        for follower in self._followers:
-            self.rank_pools.append(follower.expect_ready())
+        self.rank_pools += [follower.expect_ready() for follower in self._followers]
 
     def send(self, step: PackedStep) -> None:
         """Send a step to every follower. A lost one is found by its pulse."""
@@ -295,16 +294,13 @@ class _Follower:
 
     def __init__(self, config: FollowerConfig, memory_fds: tuple[int, int]) -> None:
         self.rank = config.rank
-        self.steps, child_steps = socket.socketpair()
-        self.pulse, child_pulse = socket.socketpair()
-        d2h, child_d2h = socket.socketpair()
-        h2d, child_h2d = socket.socketpair()
-        d2d, child_d2d = socket.socketpair()
-        self.copies = {Direction.D2H: d2h, Direction.H2D: h2d, Direction.D2D: d2d}
+        pairs = [socket.socketpair() for _ in range(2 + len(Direction))]
+        self.steps, self.pulse, *copies = [own for own, _ in pairs]
+        self.copies = dict(zip(Direction, copies, strict=True))
         for each in self.copies.values():
             each.settimeout(COPY_TIMEOUT_S)
         self.pulse.setblocking(False)
-        children = (child_steps, child_pulse, child_d2h, child_h2d, child_d2d)
+        children = [child for _, child in pairs]
         with ExitStack() as stack:
             for child in children:
                 stack.enter_context(child)

@@ -182,12 +182,13 @@ class LiveLoop:
                 # The router's log has the same number beside the client's id.
                 _log.log(level, "request %x, attempt %d: %s", event.key.request_id, event.key.attempt, event.message)
         report.pulls = [self._described(pull) for pull in report.pulls]
-        report.load = self._loop.scheduler.load()
         cache = self._pool.take_cache_events()
         report.cache = cache if self._tier is None else self._tier.follow(cache)
-        report.prefill_correction = self._times.prefill_correction
-        report.decode_correction = self._times.decode_correction
-        report.is_draining = self._loop.is_draining
+        report.load = self._loop.scheduler.load()._replace(
+            prefill_correction=self._times.prefill.factor,
+            decode_correction=self._times.decode.factor,
+            draining=self._loop.is_draining,
+        )
         self._sink.publish(report)
 
     def _described(self, result: PullResult) -> PullResult:

@@ -41,7 +41,6 @@ from pdserve.engine.worker.messages import (
     LeaseChanged,
     LendPrefix,
     Message,
-    PrepareRequest,
     PromptReleased,
     SessionEnded,
     StartDrain,
@@ -90,9 +89,6 @@ class StepReport:
     # Added by the live driver, for the routers.
     load: SchedulerLoad = _NO_LOAD
     cache: CacheEvents = _NO_CACHE_EVENTS
-    prefill_correction: float = 1.0
-    decode_correction: float = 1.0
-    is_draining: bool = False
 
 
 class ReportSink(Protocol):
@@ -148,7 +144,7 @@ class StepLoop:
         self._grammars = grammars
         self._live: dict[RequestKey, object] = {}
         """Live requests, each with its compiled grammar, if any."""
-        self._awaiting_grammar: dict[RequestKey, AddRequest | PrepareRequest] = {}
+        self._awaiting_grammar: dict[RequestKey, AddRequest] = {}
         self._in_flight: deque[Step] = deque()
         self._report = StepReport()
         self._num_failed_in_a_row = 0
@@ -178,7 +174,7 @@ class StepLoop:
         """Handle a message. Its events leave with the next report."""
         scheduler = self.scheduler
         match message:
-            case AddRequest() | PrepareRequest():
+            case AddRequest():
                 if self._accept(message.key):
                     self._begin(message)
             case CancelRequest(key):
@@ -218,7 +214,7 @@ class StepLoop:
         self._report.events.append(RequestEvent(key, RequestEventKind.REJECTED, reason, refusal=code))
         return False
 
-    def _begin(self, message: AddRequest | PrepareRequest) -> None:
+    def _begin(self, message: AddRequest) -> None:
         """Pass an accepted request to the scheduler, now or once its grammar is compiled."""
         key, grammar = message.key, message.request.sampling.grammar
         if grammar is not None:
@@ -233,7 +229,7 @@ class StepLoop:
                 self._collect([rejected])
                 return
             self._live[key] = found
-        if isinstance(message, AddRequest):
+        if message.source is None:
             self.scheduler.add(key, message.request, message.received_s)
         else:
             self.scheduler.prepare(key, message.request, message.source, message.received_s)

@@ -14,21 +14,14 @@ from pdserve.engine.scheduling.interface import PullResult
 
 
 class AddRequest(NamedTuple):
-    """Prefill here."""
+    """Prefill here, or decode here what another worker prefills."""
 
     key: RequestKey
     request: GenerationRequest
     received_s: float
     """On the driver's clock. Objectives count from here, not from when the loop handles the message."""
-
-
-class PrepareRequest(NamedTuple):
-    """Decode a request here whose prompt another worker prefills."""
-
-    key: RequestKey
-    request: GenerationRequest
-    source: KvSource
-    received_s: float
+    source: KvSource | None = None
+    """Where to pull the prompt from that another worker prefills."""
 
 
 class CancelRequest(NamedTuple):
@@ -81,7 +74,6 @@ class StartDrain(NamedTuple):
 
 Message = (
     AddRequest
-    | PrepareRequest
     | CancelRequest
     | GrammarCompiled
     | SessionEnded

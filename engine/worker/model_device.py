@@ -14,14 +14,14 @@ import torch
 from torch import distributed
 
 from pdserve.contracts.precision import FLOAT8_CAPABILITY
-from pdserve.contracts.worker_config import DEVICE_SETTINGS, DIRECT_TRANSPORTS, WorkerConfig
+from pdserve.contracts.worker_config import DIRECT_TRANSPORTS, WorkerConfig
 from pdserve.engine.worker.pool_size import KvMemory, kv_memory_on_cpu, kv_memory_on_gpu
+from pdserve.engine.worker.served_model import places_of
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.kv_transfer.group_copies import GroupCopies, device_id
 from pdserve.kv_transfer.ipc_copies import IpcCopies
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.resharding import KvShard
-from pdserve.model.config.sharding import Place
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.weights.decoder_weights import missing_bytes
 
@@ -31,21 +31,18 @@ _FIRST_CAPABILITY = (8, 0)
 
 
 def choose_device(config: WorkerConfig, rank: int = 0) -> torch.device:
-    """Return a rank's device: its GPU, or the CPU that all share. Raises ValueError if the worker's setting is unknown,
-    the device absent or too old, or the worker has more ranks than GPUs."""
-    setting = config.device
-    if setting not in DEVICE_SETTINGS:
-        raise ValueError(f"device {setting!r} is not supported: use one of {', '.join(DEVICE_SETTINGS)}")
+    """Return a rank's device: its GPU, or the CPU that all share. Raises ValueError if the device is absent or too old,
+    or the worker has more ranks than GPUs."""
     has_gpu = torch.cuda.is_available()
-    if setting == "cuda" and not has_gpu:
+    if config.device == "cuda" and not has_gpu:
         raise ValueError(
             "device is cuda and torch sees no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES, install a build of torch "
             "for CUDA, or set device to cpu"
         )
-    if not has_gpu or setting == "cpu":
+    if not has_gpu or config.device == "cpu":
         return CPU
     num_gpus = torch.cuda.device_count()
-    if config.tensor_parallel * config.pipeline_parallel > num_gpus:
+    if config.num_ranks > num_gpus:
         raise ValueError(
             f"tensor_parallel is {config.tensor_parallel} and pipeline_parallel {config.pipeline_parallel}, and the "
             f"worker sees {num_gpus} GPUs: lower them, show the worker more in CUDA_VISIBLE_DEVICES, or set device to "
@@ -82,8 +79,7 @@ def kv_memory_of(device: torch.device, config: WorkerConfig, cost: CostModel, ho
         ValueError: they do not fit.
     """
     if device == CPU:
-        degrees = config.tensor_parallel, config.pipeline_parallel, config.expert_parallel
-        places = [Place.of(rank, *degrees) for rank in range(config.tensor_parallel * config.pipeline_parallel)]
+        places = places_of(config)
         return kv_memory_on_cpu(
             missing_bytes(Path(config.model_path), cost.shape, config.precision, places), host_bytes
         )

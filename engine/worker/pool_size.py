@@ -91,11 +91,8 @@ def num_kv_blocks(config: WorkerConfig, limits: ModelLimits, block_bytes: int, a
     the model's length.
 
     Raises:
-        ValueError: one sequence of the model's length would not fit into a micro-batch's share, or a block holds no
-            token.
+        ValueError: one sequence of the model's length would not fit into a micro-batch's share.
     """
-    if config.block_size < 1:
-        raise ValueError(f"block_size {config.block_size} must be 1 or more")
     num_needed = -(-limits.max_model_len // config.block_size)
     if config.num_kv_blocks:
         num_blocks, knob = config.num_kv_blocks, "num_kv_blocks"

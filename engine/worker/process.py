@@ -82,7 +82,9 @@ def main() -> int:
         die_with_parent()
     stop_signals = _catch_stop_signals()
     try:
-        worker = EngineWorker(_read_config(arguments.config))
+        # Every user of the host can read a command line, and the configuration holds the cluster token.
+        text = sys.stdin.readline() if arguments.config == "-" else arguments.config
+        worker = EngineWorker(from_json(WorkerConfig, text, "the worker's configuration"))
         endpoints = worker.start()
     except (ValueError, RuntimeError, OSError) as error:
         sys.stderr.write(f"{_PROGRAM}: {' '.join(str(error).split())}\n")
@@ -103,11 +105,6 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--die-with-parent", action="store_true", help="end as soon as the starting process is gone")
     parser.add_argument("--drain-timeout-s", type=float, default=DRAIN_TIMEOUT_S, help="seconds a drain may last")
     return parser.parse_args()
-
-
-def _read_config(argument: str) -> WorkerConfig:
-    # Every user of the host can read a command line, and the configuration holds the cluster token.
-    return from_json(WorkerConfig, sys.stdin.readline() if argument == "-" else argument, "the worker's configuration")
 
 
 def _catch_stop_signals() -> queue.SimpleQueue[int]:

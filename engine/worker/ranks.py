@@ -22,12 +22,13 @@ from pdserve.engine.worker.served_model import (
     cores_of_rank,
     cost_of,
     max_captured_rows,
+    places_of,
     served_model,
 )
 from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
 from pdserve.kv_transfer.resharding import KvShard
 from pdserve.model.config.decoder_config import DecoderConfig
-from pdserve.model.config.sharding import Place, shard_of
+from pdserve.model.config.sharding import shard_of
 from pdserve.model.cost.cost_model import CostModel
 
 if TYPE_CHECKING:  # they import torch
@@ -47,22 +48,17 @@ def check_ranks(config: WorkerConfig, is_on_host: bool) -> None:
     """Raise ValueError if ranks of this worker cannot share a model."""
     from pdserve.kernels.cpu.build import load_library
 
-    if config.tensor_parallel * config.pipeline_parallel > 1 and is_on_host and load_library() is None:
+    if config.num_ranks > 1 and is_on_host and load_library() is None:
         raise ValueError(
             f"tensor_parallel is {config.tensor_parallel} and pipeline_parallel {config.pipeline_parallel}, which "
             "needs compiled kernels: install g++, or set both to 1"
         )
 
 
-def _place(config: WorkerConfig, rank: int) -> Place:
-    return Place.of(rank, config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
-
-
 def kv_shards(config: WorkerConfig, model: DecoderConfig) -> list[KvShard]:
     """Part of every block that each rank holds, in a pool of its own."""
-    num_ranks = config.tensor_parallel * config.pipeline_parallel
-    places = (_place(config, rank) for rank in range(num_ranks))
-    return [KvShard(shard.kv_heads, shard.layers) for shard in (shard_of(model.shape, place) for place in places)]
+    shards = [shard_of(model.shape, place) for place in places_of(config)]
+    return [KvShard(shard.kv_heads, shard.layers) for shard in shards]
 
 
 def copies_of_ranks(
@@ -96,7 +92,7 @@ def ranks_of(config: WorkerConfig, model: DecoderConfig, device: torch.device, s
     from pdserve.engine.worker.model_device import is_in_host_memory
     from pdserve.model.decoder.ranks import Ranks, ranks_of_devices
 
-    place = _place(config, rank)
+    place = places_of(config)[rank]
     if not is_in_host_memory(device):
         if config.transport == "nccl":
             # NCCL takes one interface for all groups of a process, and links reach other hosts: not the loopback.

@@ -70,11 +70,12 @@ class Scheduler:
         tier_space: TierSpace = NO_TIER,
         mixed_s: MixedSeconds | None = None,
         speculation: Speculation | None = None,
+        ids: Iterator[int] | None = None,
     ) -> None:
         """
         Args:
             mint_handle: returns 16 unguessable bytes, never the same twice.
-            max_batch_tokens: maximum number of new tokens in a step.
+            max_batch_tokens: maximum number of new tokens in a step; 1 or more, as is the next.
             max_batch_size: maximum number of sequences that hold blocks in order to decode, or, if all requests are
                 handed off, of prompts that are admitted and not yet computed. If any is to decode here and the token
                 budget is smaller, the limit is the budget minus one, which leaves a token for prefill.
@@ -84,15 +85,9 @@ class Scheduler:
             tier_space: a tier that prompts are restored from; none by default.
             mixed_s: predicts steps with prefill, to bound them by ``max_gap_s`` of requests; ``None`` bounds none.
             speculation: chooses the guesses of each step; ``None`` if the executor makes none.
-
-        Raises:
-            ValueError: a limit is below 1.
+            ids: of sequences and pulls, rising; from 0 by default.
         """
-        if max_batch_tokens < 1 or max_batch_size < 1:
-            raise ValueError(
-                f"max_batch_tokens {max_batch_tokens} and max_batch_size {max_batch_size} must be 1 or more"
-            )
-        self.table = SequenceTable(pool, limits)
+        self.table = SequenceTable(pool, limits, ids)
         self.parking = Parking(self.table, park_timeout_s=park_timeout_s, mint_handle=mint_handle)
         self.restores = Restores(self.table, tier_space)
         self.prefixes = PrefixPulls(self.table, pull_timeout_s=pull_timeout_s)
@@ -159,6 +154,8 @@ class Scheduler:
         self.expire(now_s)
         if self.table.must_drain or self.table.is_guessing:
             return None
+        if self._speculation is not None and self._speculation.needs_tokens and self.table.steps_in_flight:
+            return None
         if not self.table.num_to_decode and self.table.steps_in_flight and self.prompts.is_patient(now_s):
             return None
         step = self.table.begin_step()
@@ -224,10 +221,8 @@ class Scheduler:
 
     def _latest(self) -> Sequence:
         """Last arrival among sequences that can be recomputed here. Excludes pulls and handoffs, which end soon."""
-        return max((*self.running[-1:], *self._local_prefills()), key=_ARRIVAL)
-
-    def _local_prefills(self) -> Iterator[Sequence]:
-        return (sequence for sequence in self.prompts.admitted if not sequence.is_handoff)
+        local = [sequence for sequence in self.prompts.admitted if not sequence.is_handoff]
+        return max((*self.running[-1:], *local), key=_ARRIVAL)
 
     def _preempt(self, step: PlannedStep, sequence: Sequence) -> None:
         self._num_preemptions += 1
@@ -257,8 +252,8 @@ class Scheduler:
         if reserving is not None and local is not None and not _is_ahead(local, reserving):
             budget.num_slots = 0
         max_tokens = self._max_batch_tokens - step.num_rows
-        self.prompts.plan_chunks(step, budget, max_tokens=max_tokens, now_s=now_s, fit=self._gap_limit(step))
-        for sequence in self.prompts.take_ready():
+        fit = self._gap_limit(step)
+        for sequence in self.prompts.plan_chunks(step, budget, max_tokens=max_tokens, now_s=now_s, fit=fit):
             if sequence.is_preempted:
                 self.table.emit(sequence.key, RequestEventKind.RESUMED)
             self._join(sequence)
@@ -314,8 +309,9 @@ class Scheduler:
 
     def complete(self, output: StepOutput, now_s: float) -> None:
         """Process the results of the oldest planned step that is not completed."""
-        if self._speculation is not None and output.num_guesses:
-            self._speculation.learn(next(iter(self.table.steps_in_flight)).sequences, output)
+        step = next(iter(self.table.steps_in_flight))
+        if self._speculation is not None and step.batch.may_guess:
+            self._speculation.learn(step.sequences, output)
         results = self.table.complete(output)
         for sequence, token in results:
             if sequence.handle and token is not None:

@@ -10,8 +10,9 @@ from pdserve.contracts.codec import from_json
 from pdserve.contracts.step import ModelLimits
 from pdserve.contracts.worker_config import WorkerConfig
 from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.sharding import Place
 from pdserve.model.cost.cost_model import CostModel
-from pdserve.model.cost.hardware import Hardware, hardware
+from pdserve.model.cost.hardware import Hardware, hardware, slowed
 
 
 def served_model(config: WorkerConfig) -> tuple[DecoderConfig, ModelLimits]:
@@ -28,13 +29,9 @@ def device_of(config: WorkerConfig) -> Hardware:
 
 
 def cost_of(config: WorkerConfig, model: DecoderConfig) -> CostModel:
-    return cost_on(device_of(config), config, model)
-
-
-def cost_on(device: Hardware, config: WorkerConfig, model: DecoderConfig) -> CostModel:
     return CostModel(
         model.shape,
-        device,
+        slowed(device_of(config), config.time_scale or 1.0),
         config.precision,
         config.tensor_parallel,
         config.pipeline_parallel,
@@ -49,13 +46,18 @@ def as_computed(config: WorkerConfig, is_on_host: bool) -> WorkerConfig:
     return replace(config, hardware="") if is_on_host and expects_gpu else config
 
 
+def places_of(config: WorkerConfig) -> list[Place]:
+    """What each rank of the worker has of the model."""
+    degrees = config.tensor_parallel, config.pipeline_parallel, config.expert_parallel
+    return [Place.of(rank, *degrees) for rank in range(config.num_ranks)]
+
+
 def cores_of_rank(config: WorkerConfig, rank: int) -> tuple[int, ...]:
     """A rank's part of the worker's cores, in a contiguous run; with fewer cores than ranks each uses all."""
     cores = tuple(config.cpu_cores or sorted(os.sched_getaffinity(0)))
-    num_ranks = config.tensor_parallel * config.pipeline_parallel
-    if len(cores) < num_ranks:
+    if len(cores) < config.num_ranks:
         return cores
-    return cores[rank * len(cores) // num_ranks : (rank + 1) * len(cores) // num_ranks]
+    return cores[rank * len(cores) // config.num_ranks : (rank + 1) * len(cores) // config.num_ranks]
 
 
 def max_captured_rows(config: WorkerConfig, is_on_host: bool) -> int:

@@ -19,13 +19,13 @@ from contextlib import suppress
 
 import grpc
 
-from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey
+from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad
 from pdserve.contracts.request import Grammar
 from pdserve.contracts.step import ModelLimits
 from pdserve.contracts.worker_config import WorkerConfig
 from pdserve.engine.worker.live_loop import STALL_LIMIT_S, Inbox
 from pdserve.engine.worker.loop import StepReport
-from pdserve.engine.worker.messages import AddRequest, CancelRequest, PrepareRequest, SessionEnded
+from pdserve.engine.worker.messages import AddRequest, CancelRequest, SessionEnded
 from pdserve.engine.worker.sessions import Session, SessionTable
 from pdserve.proto.codec import (
     WireError,
@@ -99,7 +99,7 @@ class WorkerService:
         self._announce = announce
         self._sessions = SessionTable(lambda n: inbox.put(SessionEnded(n)))
         self._unproven = UnprovenCalls(MAX_UNPROVEN_SESSIONS, HELLO_TIMEOUT_S)
-        self._load = worker_pb2.Load()
+        self._load = load_to_proto(SchedulerLoad())
         """Load in the last report."""
         self._has_news = asyncio.Event()
         """Something is untold in a session."""
@@ -249,8 +249,7 @@ class WorkerService:
         except WireError as error:
             self._refuse(session, key, RefusalCode.INVALID, str(error))
             return
-        now_s = time.monotonic()
-        self._inbox.put(PrepareRequest(key, request, source, now_s) if source else AddRequest(key, request, now_s))
+        self._inbox.put(AddRequest(key, request, time.monotonic(), source))
 
     def _refuse(self, session: Session, key: RequestKey, code: RefusalCode, message: str) -> None:
         refused = event_to_proto(RequestEvent(key, RequestEventKind.REJECTED, message, refusal=code))
@@ -270,7 +269,7 @@ class WorkerService:
         self._cached_hashes.update(dict.fromkeys(report.cache.stored))
         for block_hash in report.cache.evicted:
             self._cached_hashes.pop(block_hash, None)
-        last_load, self._load = self._load, _load_to_proto(report)
+        last_load, self._load = self._load, load_to_proto(report.load)
         news = _news(report)
         is_news = self._load != last_load or news.ByteSize() > 0
         frames = pack_frames(report.events)  # also for sessions that ended: their requests are being cancelled
@@ -299,14 +298,6 @@ class WorkerService:
                 elif session.sent_s <= quiet_since_s and self._is_healthy():
                     session.send_frame(worker_pb2.StepFrame(load=self._load))
             await asyncio.sleep(NEWS_INTERVAL_S)
-
-
-def _load_to_proto(report: StepReport) -> worker_pb2.Load:
-    load = load_to_proto(report.load)
-    load.draining = report.is_draining
-    load.prefill_correction = report.prefill_correction
-    load.decode_correction = report.decode_correction
-    return load
 
 
 def _news(report: StepReport) -> worker_pb2.StepFrame:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable
 
 from pdserve.proto.v1 import worker_pb2
@@ -34,9 +33,8 @@ class Session:
         """Reason why the worker ends the stream; empty while it is open or if the router ended it."""
         self.untold = worker_pb2.StepFrame()
         """Load and changes of the worker, which every session is told, since this one's last frame."""
-        self._queue: deque[bytes] = deque()
+        self._queue: asyncio.Queue[bytes] = asyncio.Queue()
         self._queued_bytes = 0
-        self._changed = asyncio.Event()
         self.closed = asyncio.Event()
         self.has_ended = False
         """Its requests are being cancelled."""
@@ -46,13 +44,12 @@ class Session:
         if self.closed.is_set():
             return
         data = message.SerializeToString()
-        if self._queued_bytes + len(data) > MAX_QUEUED_BYTES or len(self._queue) >= MAX_QUEUED_FRAMES:
+        if self._queued_bytes + len(data) > MAX_QUEUED_BYTES or self._queue.qsize() >= MAX_QUEUED_FRAMES:
             self.close("the router does not read its stream")
             return
-        self._queue.append(data)
+        self._queue.put_nowait(data)
         self._queued_bytes += len(data)
         self.sent_s = time.monotonic()
-        self._changed.set()
 
     def send_frame(self, frame: worker_pb2.StepFrame) -> None:
         """Queue ``frame``, and with it what is untold."""
@@ -63,16 +60,13 @@ class Session:
     def close(self, reason: str) -> None:
         """End the session from this side and drop queued messages."""
         self.close_reason = self.close_reason or reason
-        self._queue.clear()
+        self._queue = asyncio.Queue()
         self._queued_bytes = 0
         self.closed.set()
 
     async def next_message(self) -> bytes:
         """Wait for the oldest queued message and return it serialised."""
-        while not self._queue:
-            self._changed.clear()
-            await self._changed.wait()
-        data = self._queue.popleft()
+        data = await self._queue.get()
         self._queued_bytes -= len(data)
         return data
 

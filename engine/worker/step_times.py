@@ -72,8 +72,10 @@ class StepTimes:
             draft: of the model that guesses; ``None`` if none does.
         """
         self._cost = cost
-        self._prefill = OnlineCorrection()
-        self._decode = OnlineCorrection()
+        self.prefill = OnlineCorrection()
+        """Of steps with prefill rows."""
+        self.decode = OnlineCorrection()
+        """Of pure decode steps."""
         self._by_tokens = _CorrectionByTokens()
         self._draft = draft
         self._drafting = _CorrectionByTokens()
@@ -96,7 +98,7 @@ class StepTimes:
             num_rows: further rows, which decode.
             num_context_tokens: cached tokens of those.
         """
-        return self._cost.step_s(chunks, num_rows, num_context_tokens) * self._prefill.factor
+        return self._cost.step_s(chunks, num_rows, num_context_tokens) * self.prefill.factor
 
     def corrected_s(self, prediction: Prediction) -> float:
         """Expected duration of a step in seconds, given the durations observed so far."""
@@ -129,8 +131,9 @@ class StepTimes:
         if num_guesses and guessing_s and self._draft is not None:
             self._drafting.observe(prediction.num_rows, self._draft_s(prediction) * max(guesses), guessing_s)
         if not prediction.has_prefill:
-            predicted_s = self._with_guesses_s(prediction, num_guesses)
-            self._by_tokens.observe(prediction.num_rows + num_guesses, predicted_s, duration_s)
+            num_rows = prediction.num_rows
+            predicted_s = prediction.predicted_s + self._cost.guesses_s(num_rows, num_guesses)
+            self._by_tokens.observe(num_rows + num_guesses, predicted_s, duration_s)
         if not num_guesses:
             self._correction(prediction).observe(prediction.predicted_s, duration_s)
 
@@ -138,17 +141,5 @@ class StepTimes:
         """Predicted seconds of making a guess of each row, before correction."""
         return 0.0 if self._draft is None else self._draft.decode_s(prediction.num_rows, 0)
 
-    def _with_guesses_s(self, prediction: Prediction, num_guesses: int) -> float:
-        """Predicted seconds of a decode step with guesses, before correction."""
-        return prediction.predicted_s + self._cost.guesses_s(prediction.num_rows, num_guesses)
-
-    @property
-    def prefill_correction(self) -> float:
-        return self._prefill.factor
-
-    @property
-    def decode_correction(self) -> float:
-        return self._decode.factor
-
     def _correction(self, prediction: Prediction) -> OnlineCorrection:
-        return self._prefill if prediction.has_prefill else self._decode
+        return self.prefill if prediction.has_prefill else self.decode

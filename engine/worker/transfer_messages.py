@@ -15,7 +15,7 @@ from pdserve.engine.scheduling.interface import (
     WithdrawEvent,
 )
 from pdserve.engine.worker.messages import LeaseChanged, LendPrefix, Message, PromptReleased
-from pdserve.proto.codec import WireError, finish_from_proto, source_to_proto
+from pdserve.proto.codec import WireError, enum_from_proto, source_to_proto
 from pdserve.proto.v1 import kv_pb2, worker_pb2
 from pdserve.proto.v1.transfer_pb2 import (
     AbortPull,
@@ -88,7 +88,7 @@ def _pull_result(done: PullDone, limits: ModelLimits) -> PullResult:
     stage, reason, finish = done.failure_stage, done.message, FinishReason.NONE
     if not stage:
         try:
-            finish = finish_from_proto(done.first_token.finish)
+            finish = enum_from_proto(FinishReason, done.first_token.finish)
             if done.first_token.token >= limits.vocab_size or done.num_tokens > limits.max_model_len:
                 raise WireError("the source's answer is outside the model's limits")
         except WireError as error:

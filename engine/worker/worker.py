@@ -13,7 +13,7 @@ ends when it dies, and the supervisor starts both again under a new epoch.
 
 from __future__ import annotations
 
-import logging
+import itertools
 import os
 import secrets
 import threading
@@ -21,10 +21,10 @@ import time
 from collections.abc import MutableSequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from pdserve.contracts.request import HANDLE_BYTES
 from pdserve.contracts.step import Executor, ModelLimits
@@ -32,7 +32,7 @@ from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.scheduling.interface import PullResult
 from pdserve.engine.scheduling.speculation import DRAFT_SHARE, NGRAM_SHARE, Speculation
-from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend
+from pdserve.engine.worker.backend import Backend, BuiltExecutors, choose_backend, end_worker
 from pdserve.engine.worker.batches import scheduler_with
 from pdserve.engine.worker.live_loop import Inbox, LiveLoop
 from pdserve.engine.worker.messages import BlocksRestored, GrammarCompiled, LendPrefix, Message, StartDrain
@@ -46,17 +46,19 @@ from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.prefill_worker.restores import TierSpace
 from pdserve.proto.v1 import worker_pb2
-from pdserve.proto.v1.transfer_pb2 import EngineToTransfer, TransferToEngine
+from pdserve.proto.v1.transfer_pb2 import TransferToEngine
 
 STOP_TIMEOUT_S = 10.0
 
-_log = logging.getLogger(__name__)
 
+class _Shared(NamedTuple):
+    """What the micro-batches of a worker share."""
 
-def end_process() -> None:
-    """End a worker whose loop died: the end of the process is the most reliable signal."""
-    logging.shutdown()
-    os._exit(1)
+    backend: Backend
+    memory: PoolMemory
+    transfer: TransferProcess | StagedTransfer
+    stack: ExitStack
+    """Tears the worker down."""
 
 
 class EngineWorker:
@@ -136,8 +138,7 @@ class EngineWorker:
         try:
             loop.run()
         except BaseException:
-            _log.critical("the step loop of %s died", self._config.worker_id, exc_info=True)
-            end_process()
+            end_worker(f"the step loop of {self._config.worker_id} died", exc_info=True)
 
     def _build(self, stack: ExitStack) -> tuple[list[LiveLoop], dict[str, str]]:
         """Assemble the worker on its loop's thread. ``stack`` tears it down in reverse order.
@@ -159,31 +160,25 @@ class EngineWorker:
             stack.callback(executor.close)
         transfer = self._start_transfer(memory, built, backend.limits)
         stack.callback(transfer.close)
-        loops, addresses = [], {}
+        shared, loops, addresses = _Shared(backend, memory, transfer, stack), [], {}
         for index, executor in enumerate(built.executors):
             own = micro_batch_config(config, index)
-            loop, service = self._build_loop(own, index, backend, memory, executor, transfer, stack)
+            loop, service = self._build_loop(own, index, executor, shared)
             loops.append(loop)
             addresses[own.worker_id] = service.start()
             stack.callback(service.stop)
         return loops, addresses
 
     def _build_loop(
-        self,
-        config: WorkerConfig,
-        index: int,
-        backend: Backend,
-        memory: PoolMemory,
-        executor: Executor,
-        transfer: TransferProcess | StagedTransfer,
-        stack: ExitStack,
+        self, config: WorkerConfig, index: int, executor: Executor, shared: _Shared
     ) -> tuple[LiveLoop, WorkerService]:
         """Build the loop and service of a micro-batch with its own ``config``."""
+        backend, transfer = shared.backend, shared.transfer
         num_blocks = backend.layout.num_blocks // config.pipeline_parallel
         # typeshed does not count a memoryview as a MutableSequence.
-        generations = cast(MutableSequence[int], memory.generations)
+        generations = cast(MutableSequence[int], shared.memory.generations)
         pool = BlockPool(num_blocks, config.block_size, generations, first_block=index * num_blocks)
-        tier = self._build_tier(config, index, backend, memory, pool, stack)
+        tier = self._build_tier(config, index, pool, shared)
         num_tier_blocks = 0 if tier is None else tier.num_slots
         service = WorkerService(
             config,
@@ -205,11 +200,12 @@ class EngineWorker:
             tier_space=TierSpace(
                 tier=tier,
                 compute_s=lambda num_tokens, num_cached: (
-                    backend.cost.prompt_s(num_tokens, num_cached, config.max_batch_tokens) * times.prefill_correction
+                    backend.cost.prompt_s(num_tokens, num_cached, config.max_batch_tokens) * times.prefill.factor
                 ),
             ),
             mixed_s=times.mixed_s,
-            speculation=speculation_of(config, times),
+            speculation=speculation_of(config, times, plans_ahead=executor.pipeline_depth > 1),
+            ids=itertools.count(index, config.pipeline_parallel),  # micro-batches share a transfer process
         )
         loop = LiveLoop(
             scheduler=scheduler,
@@ -217,7 +213,7 @@ class EngineWorker:
             executor=executor,
             inbox=self._inboxes[index],
             sink=service,
-            send_order=lambda order: transfer.send(self._numbered(order, index)),
+            send_order=transfer.send,
             times=times,
             grammars=backend.grammars,
             emulated_pull_s=backend.emulated_pull_s,
@@ -225,47 +221,30 @@ class EngineWorker:
         )
         return loop, service
 
-    def _build_tier(
-        self,
-        config: WorkerConfig,
-        index: int,
-        backend: Backend,
-        memory: PoolMemory,
-        pool: BlockPool,
-        stack: ExitStack,
-    ) -> FileTier | None:
+    def _build_tier(self, config: WorkerConfig, index: int, pool: BlockPool, shared: _Shared) -> FileTier | None:
         if not config.kv_tier_path:
             return None
         tier = FileTier(
             Path(config.kv_tier_path) / f"{config.worker_id}.kv",
-            memory,
+            shared.memory,
             pool,
             size_bytes=config.kv_tier_bytes,
-            max_model_len=backend.limits.max_model_len,
+            max_model_len=shared.backend.limits.max_model_len,
             secret=config.cluster_token,
             on_restored=lambda restore_id: self._inboxes[index].put(BlocksRestored(restore_id)),
         )
         tier.start(config.transfer_cpu_cores)
-        stack.callback(tier.close)
+        shared.stack.callback(tier.close)
         return tier
 
     def _put_to_all(self, message: Message) -> None:
         for inbox in self._inboxes:
             inbox.put(message)
 
-    def _numbered(self, order: EngineToTransfer, index: int) -> EngineToTransfer:
-        """Make the ids of pulls distinct between the micro-batches, which share a transfer process."""
-        kind = order.WhichOneof("body")
-        if kind in ("start_pull", "abort_pull"):
-            pull = getattr(order, kind)
-            pull.pull_id = pull.pull_id * len(self._inboxes) + index
-        return order
-
     def _received(self, message: Message) -> None:
         """Pass on a message of the transfer process. Only one micro-batch knows a handle; the others ignore it."""
         if isinstance(message, PullResult):
-            pull_id, index = divmod(message.pull_id, len(self._inboxes))
-            self._inboxes[index].put(message._replace(pull_id=pull_id))
+            self._inboxes[message.pull_id % len(self._inboxes)].put(message)
         elif isinstance(message, LendPrefix):  # routers name no pipelined worker: one inbox is all there are
             self._inboxes[0].put(message)
         else:
@@ -318,19 +297,17 @@ class EngineWorker:
             hardware=backend.cost.hardware.name,
             tensor_parallel=config.tensor_parallel,
             pipeline_parallel=config.pipeline_parallel,
-            dtype=config.precision.dtype,
-            kv_dtype=config.precision.kv_dtype,
-            quantization=config.precision.quantization,
-            cpu_products=config.precision.cpu_products,
             products=backend.products,
+            **asdict(config.precision),
         )
 
 
-def speculation_of(config: WorkerConfig, times: StepTimes) -> Speculation | None:
-    """What chooses the guesses of a worker's steps; ``None`` if it makes none."""
+def speculation_of(config: WorkerConfig, times: StepTimes, *, plans_ahead: bool = False) -> Speculation | None:
+    """What chooses the guesses of a worker's steps; ``None`` if it makes none. ``plans_ahead``: as `Speculation`'s."""
     if config.speculation == "none":
         return None
-    return Speculation(times.by_guesses, DRAFT_SHARE if config.speculation == "draft" else NGRAM_SHARE)
+    first_share = DRAFT_SHARE if config.speculation == "draft" else NGRAM_SHARE
+    return Speculation(times.by_guesses, first_share, plans_ahead=plans_ahead)
 
 
 def micro_batch_config(config: WorkerConfig, index: int) -> WorkerConfig:

@@ -126,9 +126,9 @@ class Question:
 
     @property
     def guesses_note(self) -> str:
-        """What is assumed of devices whose workers may guess; empty if there are none."""
-        may_guess = any(supply.hardware.is_host for supply in self.fleet)
-        return "Assumes no guesses: with speculation, answers may be faster." if may_guess else ""
+        """What is assumed of CPUs, where most is gained by guesses; empty if there are none."""
+        has_cpus = any(supply.hardware.is_host for supply in self.fleet)
+        return "Assumes no guesses: with speculation, answers may be faster." if has_cpus else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

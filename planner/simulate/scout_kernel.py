@@ -261,7 +261,7 @@ def is_emptier(state, worker, best, request):
 
 @njit(inline="always")
 def place(state, index, now_s):
-    """`choose_prefill`, and the load in flight."""
+    """`LeastTime.prefill`, and the load in flight."""
     request = state.requests[index]
     best, least_s, best_cached, num_workers = -1, inf, 0, len(state.workers)
     for position in range(2 * num_workers):  # decode workers last
@@ -290,7 +290,7 @@ def place(state, index, now_s):
 
 @njit(inline="always")
 def bind(state, index, now_s):
-    """`choose_decode`, and the load in flight."""
+    """`LeastTime.decode`, and the load in flight."""
     request = state.requests[index]
     host = state.workers[request.prefill].host
     block_size = state.cluster[0].block_size

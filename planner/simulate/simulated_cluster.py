@@ -16,7 +16,7 @@ from pdserve.contracts.step import ModelLimits
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.decode_worker.swapping import swap_space
 from pdserve.engine.scheduling.speculation import Speculation
-from pdserve.engine.worker.messages import AddRequest, CancelRequest, PrepareRequest
+from pdserve.engine.worker.messages import AddRequest, CancelRequest
 from pdserve.engine.worker.pool_size import AUTO_SWAP_SHARE
 from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.engine.worker.step_times import StepTimes
@@ -77,7 +77,7 @@ class VirtualWorker(Worker):
 
     def prepare(self, request: GenerationRequest, source: KvSource) -> None:
         key = RequestKey(0, request.request_id, request.attempt)
-        self.engine.receive(PrepareRequest(key, request, source, self._queue.now_s))
+        self.engine.receive(AddRequest(key, request, self._queue.now_s, source))
 
     def cancel(self, request_id: int, attempt: int) -> None:
         self.engine.receive(CancelRequest(RequestKey(0, request_id, attempt)))
@@ -213,5 +213,9 @@ class ClusterBuilder:
                 self.costs[pool.role], int(block_pool.num_blocks * AUTO_SWAP_SHARE), pool.max_batch_tokens
             ),
             mixed_s=times.mixed_s,
-            speculation=None if guessing is None else Speculation(times.by_guesses, guessing.share_right),
+            speculation=None
+            if guessing is None
+            else Speculation(
+                times.by_guesses, guessing.share_right, plans_ahead=self.costs[pool.role].pipeline_depth > 1
+            ),
         )

@@ -66,8 +66,9 @@ class Cluster:
         self._epochs: dict[str, int] = {}
         """Last known, of every whole worker that there ever was: one leaves the targets before it comes back."""
         self._model: worker_pb2.Welcome | None = None
-        self._is_proven = False
-        """A round trip has succeeded since workers that serve whole requests were last lost."""
+        self._unproven = asyncio.Event()
+        """Set until a round trip has succeeded since workers that serve whole requests were last lost."""
+        self._unproven.set()
         self._has_served = False
         """A round trip through both phases has succeeded."""
         self._is_changing = asyncio.Lock()
@@ -75,7 +76,7 @@ class Cluster:
     @property
     def is_ready(self) -> bool:
         """Whether a real round trip has succeeded, and a request sent now would be served."""
-        return self._is_proven and not self.dispatcher.admission.is_draining and self._serves()
+        return not self._unproven.is_set() and not self.dispatcher.admission.is_draining and self._serves()
 
     @property
     def max_model_len(self) -> int | None:
@@ -98,12 +99,14 @@ class Cluster:
         and after a loss. A probe generates two tokens: one from a prefill worker and, after a handoff, one from a
         decode worker, or both from one worker. Probes count in the metrics like any other request."""
         while True:
+            await self._unproven.wait()
             await asyncio.sleep(PROBE_POLL_S)
-            if self._is_proven or self.dispatcher.admission.is_draining or not self._serves():
+            if self.dispatcher.admission.is_draining or not self._serves():
                 continue
             if await self.round_trip():
                 self._has_served = True
-                self._is_proven = self._serves()
+                if self._serves():
+                    self._unproven.clear()
             else:
                 await asyncio.sleep(PROBE_RETRY_S)
 
@@ -202,14 +205,15 @@ class Cluster:
             return
         cost = self.dispatcher.costs[worker.role]
         prefill_s = cost.prompt_s(num_tokens, 0, worker.max_batch_tokens) if num_tokens else 0.0
-        self.metrics.observe_prefix(report, source.role, prefill_s * worker.prefill_correction)
+        self.metrics.observe_prefix(report, source.role, prefill_s * worker.load.prefill_correction)
         if report.failure_stage not in ("", ABORTED):
             self.dispatcher.prefix_failed(source)
 
     def worker_lost(self, worker: RemoteWorker) -> None:
         """A worker's session broke; the cluster is unproven if those left serve no requests."""
         self.dispatcher.worker_lost(worker)
-        self._is_proven &= self._serves()
+        if not self._serves():
+            self._unproven.set()
 
     def _serves(self) -> bool:
         """Whether workers accept whole requests now: mixed ones, prefill and decode workers, or decode workers, which

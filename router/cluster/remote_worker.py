@@ -64,8 +64,6 @@ class RemoteWorker(Worker):
         self.endpoint = endpoint
         self.metrics = WorkerMetrics(cluster.metrics, endpoint.worker_id, endpoint.role)
         self.welcome = worker_pb2.Welcome()
-        self.reported = worker_pb2.Load()
-        """Last load as received."""
         self.step_s = 0.0
         """Duration of the last step, if the last frame told of one."""
         self._cluster = cluster
@@ -126,9 +124,7 @@ class RemoteWorker(Worker):
         self.kv_address = welcome.kv_address
         self.block_size = welcome.block_size
         self.max_batch_tokens, self.max_batch_size = welcome.max_batch_tokens, welcome.max_batch_size
-        self.reported = worker_pb2.Load(num_blocks_free=welcome.num_blocks)
         self.load = SchedulerLoad(num_blocks_free=welcome.num_blocks)
-        self.prefill_correction = self.decode_correction = 1.0
         self.is_draining = False
         self.cached_blocks = BlockSet(welcome.num_blocks + welcome.num_tier_blocks)
         self._announced.clear()
@@ -146,12 +142,9 @@ class RemoteWorker(Worker):
         dispatcher = self._cluster.dispatcher
         was_draining = self.is_draining
         if frame.HasField("load"):
-            self.reported = load = frame.load
-            self.load = load_from_proto(load)
-            self.is_draining = load.draining
-            self.prefill_correction = load.prefill_correction or 1.0
-            self.decode_correction = load.decode_correction or 1.0
-            self.metrics.observe(load, frame.steps)
+            self.load = load_from_proto(frame.load)
+            self.is_draining = self.load.draining
+            self.metrics.observe(self.load, frame.steps)
             self.step_s = frame.steps[-1].seconds if frame.steps else 0.0
         for events in frame.cache:
             self._update_cached_blocks(events)

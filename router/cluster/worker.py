@@ -78,10 +78,6 @@ class Worker(ABC):
         answers got on average."""
         self.stepped_s = 0.0
         """Instant of the last one."""
-        self.prefill_correction = 1.0
-        """Observed over predicted time of steps with prefill rows."""
-        self.decode_correction = 1.0
-        """Observed over predicted time of pure decode steps."""
         self.cached_blocks: Container[bytes] = frozenset()
         """Hashes of the blocks in its prefix cache."""
         self.in_flight = InFlightLoad()
@@ -121,15 +117,15 @@ class Worker(ABC):
             num_context_tokens,
             num_decoding,
             load.num_blocks_free + load.num_blocks_cached - in_flight.num_blocks,
-            self.prefill_correction,
-            self.decode_correction,
+            load.prefill_correction,
+            load.decode_correction,
             self.cached_blocks,
             self.host,
             self.num_steps,
             self.stepped_s,
             load.num_tokens_in_flight,
             max(0, load.num_blocks_free - in_flight.num_blocks),
-            self.cost.decode_s(num_decoding + 1, num_context_tokens) * self.decode_correction if self.cost else 0.0,
+            self.cost.decode_s(num_decoding + 1, num_context_tokens) * load.decode_correction if self.cost else 0.0,
         )
         return self._snapshot
 

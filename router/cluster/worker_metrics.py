@@ -8,6 +8,7 @@ from typing import TypeVar
 from prometheus_client import Counter, Gauge
 
 from pdserve.contracts import metrics as names
+from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.metrics import RouterMetrics
@@ -68,8 +69,8 @@ class WorkerMetrics:
             "num_restores": series(metrics[names.RESTORES]),
             "num_restores_given_up": series(metrics[names.RESTORES_GIVEN_UP]),
         }
-        self._load: worker_pb2.Load = before._load if before else worker_pb2.Load()
-        self._scraped: worker_pb2.Load = before._scraped if before else worker_pb2.Load()
+        self._load: SchedulerLoad = before._load if before else SchedulerLoad()
+        self._scraped: SchedulerLoad = before._scraped if before else SchedulerLoad()
         metrics.workers.add(self)
 
     def came_up(self, welcome: worker_pb2.Welcome, usd_per_hour: float | None) -> None:
@@ -84,11 +85,11 @@ class WorkerMetrics:
 
     def went_down(self) -> None:
         """What it held is gone; its totals stay, in case only the session was lost."""
-        self._load = worker_pb2.Load(**{field: getattr(self._load, field) for field in self._totals})
+        self._load = SchedulerLoad(**{field: getattr(self._load, field) for field in self._totals})
         self._up.set(0)
         self._ranks.set(0)
 
-    def observe(self, load: worker_pb2.Load, steps: Iterable[worker_pb2.Step] = ()) -> None:
+    def observe(self, load: SchedulerLoad, steps: Iterable[worker_pb2.Step] = ()) -> None:
         self._load = load
         for step in steps:
             self._busy_s[step.has_prefill] += step.seconds

@@ -36,7 +36,16 @@ from pdserve.router.http.tools import Tools, check_tools, new_call_id, template_
 from pdserve.router.http.writer import AnswerWriter, off_loop
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.request import GenerationError, RequestSpec
-from pdserve.router.text.answer import Answer, AnswerEnd, AnswerParts, AnswerToken, Choice, Generation, TextDelta
+from pdserve.router.text.answer import (
+    Answer,
+    AnswerEnd,
+    AnswerParts,
+    AnswerToken,
+    Choice,
+    Generation,
+    Outbox,
+    TextDelta,
+)
 from pdserve.router.text.answer_text import StopStrings
 from pdserve.router.text.chat_template import PromptEnd
 from pdserve.router.text.harmony import HarmonyParts
@@ -79,6 +88,7 @@ class Edge:
     """Sampling parameters of requests that do not say, by name; ``max_new_tokens`` limits answers without a limit."""
     tokenizer_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the request that has the tokenizer's turn."""
+    outbox: Outbox = field(default_factory=Outbox)
 
     async def create_chat_completion(self, body: ChatBody, exchange: Exchange) -> Response:
         """Answer a conversation with the assistant's turn."""
@@ -396,10 +406,11 @@ class Edge:
         record.started(answers)
         if body.stream:
             shows_workers = "x-show-workers" in exchange.headers
-            generation = Generation(self.cluster.dispatcher, answers)
+            generation = Generation(self.cluster.dispatcher, answers, self.outbox)
             return EventStream(generation, writer, record, self.metrics, self.keep_alive_s, shows_workers)
         async with cancel_on_disconnect(exchange.receive):
-            with Generation(self.cluster.dispatcher, answers, partial(self.metrics.token, record)) as generation:
+            arrived = partial(self.metrics.token, record)
+            with Generation(self.cluster.dispatcher, answers, self.outbox, arrived) as generation:
                 while batch := await generation.next():
                     for delta in batch:
                         num_bytes = await off_loop(delta.num_echoed, partial(writer.add, delta))

@@ -107,7 +107,7 @@ class AttemptTable:
         if not attempt.journey.predicted_tpot_s:
             cost = self._placement.costs[worker.role]
             step_s = cost.decode_s(max(1, snapshot.num_decoding), snapshot.num_context_tokens)
-            attempt.journey.predicted_tpot_s = step_s * worker.decode_correction
+            attempt.journey.predicted_tpot_s = step_s * worker.load.decode_correction
 
     def _leave_workers(self, attempt: Attempt, old: State, state: Queued | Ended) -> None:
         """Free what workers hold."""

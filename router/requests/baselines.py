@@ -27,30 +27,29 @@ MIN_MATCH = 0.5
 MAX_PINNED = 100_000
 """Turns that ``conserve`` remembers; a conversation whose last one is forgotten begins anew."""
 
+_Load = Callable[[WorkerSnapshot], float]
+"""What a rule takes for the load of a worker, by phase."""
+
 
 class _Baseline(Placement):
     """A policy with one rule for both phases. It never prefills on decode workers while prefill workers are up."""
 
     def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
-        handoffs = {worker.worker_id: handoff for worker, handoff in prefill_candidates(workers)}
-        candidates = [worker for worker in workers if worker.worker_id in handoffs]
+        candidates = prefill_candidates(workers)
         if not candidates:
             return None
         chosen = self._pick(arrival.blocks, candidates, _prompts)
-        num_cached = arrival.blocks.num_cached_tokens(chosen.cached_blocks)
-        return PrefillChoice(chosen.worker_id, handoffs[chosen.worker_id], 0.0, num_cached, due_s=arrival.wanted_s)
+        handoff, num_cached = chosen.role is WorkerRole.PREFILL, arrival.blocks.num_cached_tokens(chosen.cached_blocks)
+        return PrefillChoice(chosen.worker_id, handoff, 0.0, num_cached, due_s=arrival.wanted_s)
 
     def decode(
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
     ) -> Binding | None:
-        up = [worker for worker in workers if worker.role is WorkerRole.DECODE]
-        near = [worker for worker in up if worker.worker_id not in cut_off] or up
+        near = [worker for worker in workers if worker.worker_id not in cut_off] or workers
         roomy = [worker for worker in near if not shortfall(arrival.blocks, worker)] or near
         return Binding(self._pick(arrival.blocks, roomy, _answers).worker_id) if roomy else None
 
-    def _pick(
-        self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
-    ) -> WorkerSnapshot:
+    def _pick(self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: _Load) -> WorkerSnapshot:
         """One of ``workers``, which are one or more."""
         raise NotImplementedError
 
@@ -60,11 +59,9 @@ class RoundRobin(_Baseline):
 
     def __init__(self, costs: Costs, *, tpot_slo_s: float = 0.0) -> None:
         super().__init__(costs, tpot_slo_s=tpot_slo_s)
-        self._last: dict[Callable[[WorkerSnapshot], float], str] = {}
+        self._last: dict[_Load, str] = {}
 
-    def _pick(
-        self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
-    ) -> WorkerSnapshot:
+    def _pick(self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: _Load) -> WorkerSnapshot:
         last = self._last.get(load, "")
         chosen = min(workers, key=lambda worker: (worker.worker_id <= last, worker.worker_id))
         self._last[load] = chosen.worker_id
@@ -74,9 +71,7 @@ class RoundRobin(_Baseline):
 class LeastLoaded(_Baseline):
     """Fewest waiting prompt tokens, then fewest answers."""
 
-    def _pick(
-        self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
-    ) -> WorkerSnapshot:
+    def _pick(self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: _Load) -> WorkerSnapshot:
         return min(workers, key=lambda worker: (load(worker), tie_order(blocks, worker)))
 
 
@@ -87,18 +82,14 @@ class PowerOfTwo(LeastLoaded):
         super().__init__(costs, tpot_slo_s=tpot_slo_s)
         self._random = random.Random(0)
 
-    def _pick(
-        self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
-    ) -> WorkerSnapshot:
+    def _pick(self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: _Load) -> WorkerSnapshot:
         return super()._pick(blocks, self._random.sample(workers, min(2, len(workers))), load)
 
 
 class CacheAware(LeastLoaded):
     """The longest cached prefix while loads are balanced, as SGLang's router does; else the least load."""
 
-    def _pick(
-        self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
-    ) -> WorkerSnapshot:
+    def _pick(self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: _Load) -> WorkerSnapshot:
         loads = [load(worker) for worker in workers]
         if max(loads) - min(loads) <= MAX_IMBALANCE:
             cached = {worker.worker_id: blocks.num_cached_tokens(worker.cached_blocks) for worker in workers}
@@ -124,11 +115,10 @@ class ConServe(LeastLoaded):
     def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
         hashes = reversed(arrival.blocks.hashes())
         pinned = next((self._pinned[each] for each in hashes if each in self._pinned), "")
-        for worker in workers:
-            if worker.worker_id == pinned and worker.role is not WorkerRole.PREFILL:
-                num_cached = arrival.blocks.num_cached_tokens(worker.cached_blocks)
-                choice: PrefillChoice | None = PrefillChoice(pinned, False, 0.0, num_cached, due_s=arrival.wanted_s)
-                break
+        at_home = [each for each in workers if each.worker_id == pinned and each.role is not WorkerRole.PREFILL]
+        if at_home:
+            num_cached = arrival.blocks.num_cached_tokens(at_home[0].cached_blocks)
+            choice: PrefillChoice | None = PrefillChoice(pinned, False, 0.0, num_cached, due_s=arrival.wanted_s)
         else:
             choice = super().prefill(arrival, workers)
         if choice is not None and not choice.handoff:
@@ -143,9 +133,7 @@ class ConServe(LeastLoaded):
             self._pin(arrival, workers, binding.worker_id)
         return binding
 
-    def _pick(
-        self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: Callable[[WorkerSnapshot], float]
-    ) -> WorkerSnapshot:
+    def _pick(self, blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], load: _Load) -> WorkerSnapshot:
         return super()._pick(blocks, workers, _prompts if load is _prompts else _held_blocks)
 
     def _pin(self, arrival: Arrival, workers: Sequence[WorkerSnapshot], worker_id: str) -> None:

@@ -84,7 +84,7 @@ class DemandMeter:
         decoders = [worker for worker in workers if worker.role is WorkerRole.DECODE and _num_blocks(worker)]
         if prefillers:
             self._budget = min(worker.max_batch_tokens for worker in prefillers)
-            self._correction = sum(worker.prefill_correction for worker in prefillers) / len(prefillers)
+            self._correction = sum(worker.load.prefill_correction for worker in prefillers) / len(prefillers)
         waiting_s, num_waiting, num_decoding = 0.0, 0, 0
         for attempt in attempts:
             match attempt.state:
@@ -109,7 +109,7 @@ class DemandMeter:
     def _full_batch(self, cost: CostModel, decoders: Sequence[Worker]) -> tuple[int, float]:
         """Answers of a full batch, and seconds of its steps."""
         context = self._num_attended / self._num_tokens
-        correction = sum(worker.decode_correction for worker in decoders) / len(decoders)
+        correction = sum(worker.load.decode_correction for worker in decoders) / len(decoders)
         num_tokens = KV_SHARE * min(map(_num_blocks, decoders)) * decoders[0].block_size
         most = max(1, min(min(worker.max_batch_size for worker in decoders), int(num_tokens / max(context, 1.0))))
 

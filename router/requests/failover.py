@@ -17,7 +17,7 @@ from pdserve.contracts.events import RequestEventKind as Kind
 from pdserve.contracts.worker_config import whole_worker_id
 from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.admission import MIN_RETRY_AFTER_S
-from pdserve.router.requests.attempt import Attempt, Loss, Parked, Prefilling, Queued
+from pdserve.router.requests.attempt import Attempt, Loss, Parked, Prefilling
 from pdserve.router.requests.attempt_table import AttemptTable
 from pdserve.router.requests.blame import MAX_TRIAL_TOKENS, Blame, computed_by
 from pdserve.router.requests.observer import DispatchObserver
@@ -170,14 +170,10 @@ class FailOver:
         if error is not None:
             log.info("request %s, attempt %d: %s (%s)", attempt.name, attempt.number, reason, message)
             return error
-        now_s = attempt.lost_s = self._now_s()
         is_started = not isinstance(attempt.state, Prefilling) or attempt.state.started_s is not None
         num_tokens = len(attempt.request.spec.prompt_tokens) + len(attempt.emitted) if is_started else 0
-        attempt.journey.num_retries += 1
-        retry_at_s = self._retries.count_error(attempt, now_s) if is_error else 0.0
-        self._table.move(attempt, Queued(now_s, retry_at_s, Loss(reason, message, num_tokens)))
-        self._placer.put_others(attempt)
-        self._placer.put(attempt)
+        retry_at_s = self._retries.count_error(attempt, self._now_s()) if is_error else 0.0
+        self._placer.queue_again(attempt, Loss(reason, message, num_tokens), retry_at_s)
         return None
 
     def _verdict(self, attempt: Attempt) -> GenerationError | None:

@@ -102,7 +102,7 @@ class Goodput(Placement):
         fleet = {role: [worker for worker in workers if worker.role is role] for role in WorkerRole}
         cached = blocks.cached_on(workers)
         views = [self._updated(worker) for worker in self._shortlist(blocks, fleet, cached)]
-        sources = self._prefix_sources.of(arrival, workers, cached) if self.pulls_prefixes else None
+        sources = self._prefix_sources.of(arrival, workers, cached)
         joining = self._joining.part_of(len(fleet[DECODE]))
         decodes = {
             view.worker_id: self._decode_option(arrival, view, cached, joining, has_decode=bool(fleet[DECODE]))

@@ -7,7 +7,7 @@ next turn of a chat whose history only that worker caches. The planner's screene
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from pdserve.contracts.worker_config import WorkerRole
@@ -15,10 +15,8 @@ from pdserve.model.cost.cost_model import CostModel
 from pdserve.router.requests.placement import (
     Arrival,
     Binding,
-    Costs,
     Placement,
     PrefillChoice,
-    PromptBlocks,
     WorkerSnapshot,
     prefill_candidates,
     shortfall,
@@ -34,18 +32,53 @@ class LeastTime(Placement):
     """Least predicted TTFT, then least predicted TPOT."""
 
     def prefill(self, arrival: Arrival, workers: Sequence[WorkerSnapshot]) -> PrefillChoice | None:
-        tpot_slo_s = 0.0 if arrival.is_probe else self.tpot_slo_s
-        choice = choose_prefill(arrival.blocks, workers, self.costs, tpot_slo_s=tpot_slo_s)
-        return None if choice is None else choice._replace(due_s=arrival.wanted_s)
+        """Worker with the least predicted TTFT; ``None`` when no worker can start.
+
+        Ties go to prefill and mixed workers, then by `tie_order`. While prefill workers are up, only a decode
+        worker's cache or a queue elsewhere brings it a prompt. A lower correction than that of the best prefill
+        candidate does not: corrections change within seconds, and prompts would oscillate.
+        """
+        blocks, num_tokens = arrival.blocks, arrival.blocks.num_tokens
+        options: list[tuple[float, bool, tuple[int, str], bool, int, float]] = []  # the least one wins
+        candidates = prefill_candidates(workers)
+        for worker in candidates:
+            num_cached = blocks.num_cached_tokens(worker.cached_blocks)
+            ttft_s = predict_ttft_s(worker, num_tokens, num_cached, self.costs[worker.role])
+            is_decode, handoff = worker.role is WorkerRole.DECODE, worker.role is WorkerRole.PREFILL
+            order = tie_order(blocks, worker)
+            options.append((ttft_s, is_decode, order, handoff, num_cached, worker.prefill_correction))
+        if not options:
+            return None
+        if not arrival.is_probe and any(worker.role is WorkerRole.PREFILL for worker in candidates):
+            cost, correction = self.costs[WorkerRole.DECODE], min(options)[-1]
+            for worker in workers:
+                if worker.role is not WorkerRole.DECODE or shortfall(blocks, worker):
+                    continue  # without blocks and a batch slot, the request would wait for them before its token 0
+                num_cached = blocks.num_cached_tokens(worker.cached_blocks)
+                if may_prefill_locally(worker, num_tokens, num_cached, cost, tpot_slo_s=self.tpot_slo_s):
+                    ttft_s = predict_ttft_s(worker, num_tokens, num_cached, cost, least=correction)
+                    options.append((ttft_s, True, tie_order(blocks, worker), False, num_cached, correction))
+        ttft_s, _, (_, worker_id), handoff, num_cached, _ = min(options)
+        return PrefillChoice(worker_id, handoff, ttft_s, num_cached, due_s=arrival.wanted_s)
 
     def decode(
         self, arrival: Arrival, workers: Sequence[WorkerSnapshot], cut_off: AbstractSet[str], source_host: str
     ) -> Binding | None:
-        factors = [correction.factor for correction in self.pull_corrections]
-        worker_id = choose_decode(
-            arrival.blocks, workers, self.costs, cut_off, source_host=source_host, pull_factors=factors
-        )
-        return None if worker_id is None else Binding(worker_id)
+        """Decode worker with the least predicted TPOT among those with room; ties go by `tie_order`.
+
+        The pull, shorter where more of the prompt is cached, counts with its share of TPOT: among workers of similar
+        load, the one with less to pull wins. If none has room, the worker that lacks the fewest blocks and batch slots
+        wins: its queue is first come, first served. ``None`` when no decode worker is up.
+        """
+        blocks, cost, keys = arrival.blocks, self.costs[WorkerRole.DECODE], []
+        for worker in workers:
+            tpot_s = predict_tpot_s(worker, blocks.num_tokens, cost)
+            num_to_pull = blocks.num_tokens - blocks.num_cached_tokens(worker.cached_blocks)
+            same_host = worker.host == source_host
+            transfer_s = cost.transfer_s(num_to_pull, same_host=same_host) * self.pull_corrections[same_host].factor
+            total_s = tpot_s + transfer_s / STALL_TOKENS
+            keys.append((worker.worker_id in cut_off, shortfall(blocks, worker), total_s, tie_order(blocks, worker)))
+        return Binding(min(keys)[-1][-1]) if keys else None
 
 
 def predict_ttft_s(
@@ -112,76 +145,6 @@ def may_prefill_locally(
         min(num_new, worker.max_batch_tokens), num_cached_tokens, worker.num_decoding, worker.num_context_tokens
     )
     return step_s * mixed_correction(worker) <= tpot_slo_s
-
-
-def choose_prefill(
-    blocks: PromptBlocks, workers: Iterable[WorkerSnapshot], costs: Costs, *, tpot_slo_s: float = 0.0
-) -> PrefillChoice | None:
-    """Worker with the least predicted TTFT; ``None`` when no worker can start.
-
-    Ties go to prefill and mixed workers, then by `tie_order`. While prefill workers are up, only a decode
-    worker's cache or a queue elsewhere brings it a prompt. A lower correction than that of the best prefill candidate
-    does not: corrections change within seconds, and prompts would oscillate.
-
-    Args:
-        tpot_slo_s: as in `may_prefill_locally`.
-    """
-    workers = list(workers)
-    num_tokens = blocks.num_tokens
-    options: list[tuple[float, bool, tuple[int, str], bool, int, float]] = []  # the least one wins
-    hands_off = False
-    for worker, handoff in prefill_candidates(workers):
-        num_cached = blocks.num_cached_tokens(worker.cached_blocks)
-        ttft_s = predict_ttft_s(worker, num_tokens, num_cached, costs[worker.role])
-        is_decode = worker.role is WorkerRole.DECODE
-        options.append((ttft_s, is_decode, tie_order(blocks, worker), handoff, num_cached, worker.prefill_correction))
-        hands_off |= handoff
-    if not options:
-        return None
-    if hands_off:
-        cost, correction = costs[WorkerRole.DECODE], min(options)[-1]
-        for worker in workers:
-            if worker.role is not WorkerRole.DECODE or shortfall(blocks, worker):
-                continue  # without blocks and a batch slot, the request would wait for them before its token 0
-            num_cached = blocks.num_cached_tokens(worker.cached_blocks)
-            if may_prefill_locally(worker, num_tokens, num_cached, cost, tpot_slo_s=tpot_slo_s):
-                ttft_s = predict_ttft_s(worker, num_tokens, num_cached, cost, least=correction)
-                options.append((ttft_s, True, tie_order(blocks, worker), False, num_cached, correction))
-    ttft_s, _, (_, worker_id), handoff, num_cached, _ = min(options)
-    return PrefillChoice(worker_id, handoff, ttft_s, num_cached)
-
-
-def choose_decode(
-    blocks: PromptBlocks,
-    workers: Iterable[WorkerSnapshot],
-    costs: Costs,
-    cut_off: AbstractSet[str] = frozenset(),
-    *,
-    source_host: str = "",
-    pull_factors: Sequence[float] = (1.0, 1.0),
-) -> str | None:
-    """Id of the decode worker with the least predicted TPOT among those with room; ties go by `tie_order`.
-
-    The pull, shorter where more of the prompt is cached, counts with its share of TPOT: among workers of similar load,
-    the one with less to pull wins. If none has room, the worker that lacks the fewest blocks and batch slots wins: its
-    queue is first come, first served. ``None`` when no decode worker is up.
-
-    Args:
-        cut_off: ids of workers that recently failed to pull from the prompt's prefill worker; a last resort.
-        source_host: host of the prompt's prefill worker.
-        pull_factors: of `pdserve.router.requests.placement.Placement.pull_corrections`.
-    """
-    cost, keys = costs[WorkerRole.DECODE], []
-    for worker in workers:
-        if worker.role is not WorkerRole.DECODE:
-            continue
-        tpot_s = predict_tpot_s(worker, blocks.num_tokens, cost)
-        num_to_pull = blocks.num_tokens - blocks.num_cached_tokens(worker.cached_blocks)
-        same_host = worker.host == source_host
-        transfer_s = cost.transfer_s(num_to_pull, same_host=same_host) * pull_factors[same_host]
-        total_s = tpot_s + transfer_s / STALL_TOKENS
-        keys.append((worker.worker_id in cut_off, shortfall(blocks, worker), total_s, tie_order(blocks, worker)))
-    return min(keys)[-1][-1] if keys else None
 
 
 def mixed_correction(worker: WorkerSnapshot) -> float:

@@ -208,9 +208,6 @@ class Binding(NamedTuple):
 class Placement:
     """Decides; the base class ignores what is reported."""
 
-    pulls_prefixes = True
-    """Whether workers may pull prefixes from others, as far as the policy knows how to choose that."""
-
     def __init__(self, costs: Costs, *, tpot_slo_s: float = 0.0) -> None:
         """``tpot_slo_s``: the tightest TPOT objective of any request; 0 for none."""
         self.costs = costs
@@ -256,23 +253,19 @@ class Placement:
         """The request is on no worker any more; its answer ended with ``num_tokens``, or 0 if it did not."""
 
 
-def prefill_candidates(workers: Iterable[WorkerSnapshot]) -> list[tuple[WorkerSnapshot, bool]]:
-    """Workers that may compute any prompt now, each with whether it has to hand off.
+def prefill_candidates(workers: Sequence[WorkerSnapshot]) -> list[WorkerSnapshot]:
+    """Workers that may compute any prompt now. Prefill workers among them hand it off, others do not have to.
 
     Prefill workers count only while a decode worker can take over from them, decode workers only while no prefill
-    worker is up. Mixed workers always count, and never have to hand off; ``goodput`` alone has them do so.
+    worker is up. Mixed workers always count; ``goodput`` alone has them hand off.
     """
-    workers = list(workers)
-    roles = [worker.role for worker in workers]
-    has_decode, has_prefill = WorkerRole.DECODE in roles, WorkerRole.PREFILL in roles
-    candidates = []
-    for worker in workers:
-        if worker.role is WorkerRole.PREFILL:
-            if has_decode:
-                candidates.append((worker, True))
-        elif worker.role is WorkerRole.MIXED or not has_prefill:
-            candidates.append((worker, False))
-    return candidates
+    roles = {worker.role for worker in workers}
+    may_prefill = {
+        WorkerRole.PREFILL: WorkerRole.DECODE in roles,
+        WorkerRole.DECODE: WorkerRole.PREFILL not in roles,
+        WorkerRole.MIXED: True,
+    }
+    return [worker for worker in workers if may_prefill[worker.role]]
 
 
 def tie_order(blocks: PromptBlocks, worker: WorkerSnapshot) -> tuple[int, str]:

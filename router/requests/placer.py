@@ -145,7 +145,7 @@ class Placer:
             self._unseen.extend(self._table.queued.values())
         if not self._unseen:
             return True
-        can_start = bool(prefill_candidates(worker.snapshot() for worker in self.taking_work()))
+        can_start = bool(prefill_candidates([worker.snapshot() for worker in self.taking_work()]))
         are_full = False
         while self._unseen:
             now_s = self._now_s()
@@ -199,8 +199,8 @@ class Placer:
 
     def _are_full(self, attempt: Attempt) -> bool:
         """Whether each worker that may compute the prompt has two steps of others before it."""
-        candidates = prefill_candidates(worker.snapshot() for worker in self._offered(attempt))
-        return all(worker.num_waiting_tokens >= 2 * worker.max_batch_tokens for worker, _ in candidates)
+        candidates = prefill_candidates([worker.snapshot() for worker in self._offered(attempt)])
+        return all(worker.num_waiting_tokens >= 2 * worker.max_batch_tokens for worker in candidates)
 
     def _has_to_wait(self, attempt: Attempt) -> bool:
         """Whether the attempt may not start now: it waits for a trial, or follows an error."""
@@ -339,8 +339,10 @@ class Placer:
         if state.prefill.role is WorkerRole.DECODE:  # it took that role while it had the prompt
             owner = whole_worker_id(state.prefill.worker_id)
             others = [worker for worker in decoders if whole_worker_id(worker.worker_id) != owner]
-            if decoders and not others:
-                self._place_anew(attempt, state)
+            if decoders and not others:  # it pulls nothing from itself, and has the prompt in its prefix cache
+                attempt.num_excused += 1
+                message, num_tokens = "its worker is the only decode worker now", state.sent.num_known_tokens
+                self.queue_again(attempt, Loss("relabelled", message, num_tokens))
                 return
             decoders = others
         cut_off = {worker.worker_id for worker in self._retries.avoided(attempt, decoders, start_s)}
@@ -361,13 +363,10 @@ class Placer:
         sent = replace(state.sent, deadline_s=deadline_s, stall_slo_s=binding.stall_slo_s)
         self._table.move(attempt, replace(state, pull=Pull(worker, sent), num_pulls=state.num_pulls + 1))
 
-    def _place_anew(self, attempt: Attempt, state: Parked) -> None:
-        """Queue an attempt whose worker has become the only decode worker. It pulls nothing from itself, and has the
-        prompt in its prefix cache."""
-        attempt.num_excused += 1
+    def queue_again(self, attempt: Attempt, loss: Loss, retry_at_s: float = 0.0) -> None:
+        """Queue an attempt that was given up, for a next one that begins at ``retry_at_s`` at the earliest."""
         attempt.journey.num_retries += 1
         attempt.lost_s = self._now_s()
-        loss = Loss("relabelled", "its worker is the only decode worker now", state.sent.num_known_tokens)
-        self._table.move(attempt, Queued(attempt.lost_s, loss=loss))
+        self._table.move(attempt, Queued(attempt.lost_s, retry_at_s, loss))
         self.put_others(attempt)
         self.put(attempt)

@@ -156,7 +156,7 @@ class StopStrings:
             end, start = found
             self.is_found, self.found = True, text[start:end]
             return text[: end if self._are_shown else start]
-        safe = len(text) - self._num_doubtful(text)
+        safe = len(text) - max(num_held_chars(text, stop) for stop in self._stops)
         self._held = text[safe:]
         return text[:safe]
 
@@ -170,16 +170,12 @@ class StopStrings:
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         return min(found, default=None)
 
-    def _num_doubtful(self, text: str) -> int:
-        """Length of the longest suffix of ``text`` that begins a stop string."""
-        return max(_overlap(text, stop) for stop in self._stops)
 
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
-    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+def num_held_chars(text: str, tag: str) -> int:
+    """Characters at the end of ``text`` that may begin ``tag``: its longest suffix that is a proper prefix of that."""
+    start = text.find(tag[0], max(0, len(text) - len(tag) + 1))
     while start >= 0:
-        if stop.startswith(text[start:]):
+        if tag.startswith(text[start:]):
             return len(text) - start
-        start = text.find(stop[0], start + 1)
+        start = text.find(tag[0], start + 1)
     return 0

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from pdserve.router.text.answer_text import num_held_chars
+
 OPENING, CLOSING = "<think>", "</think>"
 
 
@@ -74,11 +76,3 @@ class ReasoningParser:
         reasoning, self._held = self._held[:num_kept], self._held[num_kept:]
         self._has_begun = self._has_begun or bool(reasoning)
         return reasoning
-
-
-def num_held_chars(text: str, tag: str) -> int:
-    """Characters at the end of ``text`` that may begin ``tag``."""
-    for length in range(min(len(tag) - 1, len(text)), 0, -1):
-        if text.endswith(tag[:length]):
-            return length
-    return 0

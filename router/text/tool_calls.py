@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pdserve.router.text.reasoning import num_held_chars
+from pdserve.router.text.answer_text import num_held_chars
 
 if TYPE_CHECKING:
     from pdserve.router.text.harmony import Harmony

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import pytest
 
 from pdserve.contracts.codec import between, from_json, from_plain, to_json, to_plain
-from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig
+from pdserve.contracts.deployment import DeploymentConfig, PhaseConfig, RouterConfig
 from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint, WorkerRole
@@ -48,7 +48,9 @@ TRANSFER = TransferConfig(
     parent_pid=12,
 )
 ROUTER = RouterProcessConfig(
-    model_path="m", served_name="s", port=1, cluster_token="t", devices={WorkerRole.MIXED: hardware("cpu")}
+    deployment=DeploymentConfig(router=RouterConfig(port=1)),
+    cluster_token="t",
+    devices={WorkerRole.MIXED: hardware("cpu")},
 )
 
 
@@ -137,6 +139,23 @@ def test_mistakes_are_named_with_their_key_and_a_remedy(text: str, said: str, ke
         from_json(Door, text, "it")
     assert caught.value.key == key
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("block_size", 0),
+        ("max_batch_tokens", 0),
+        ("max_batch_size", 0),
+        ("device", "tpu"),
+        ("speculation", "luck"),
+        ("transport", "rdma"),
+    ],
+)
+def test_a_worker_reads_no_limits_or_settings_that_it_does_not_know(key: str, value: object) -> None:
+    plain = {"worker_id": "w", "role": "mixed", "model_path": "m", key: value}
+    with pytest.raises(ConfigError, match=f"^{key} is .*; write "):
+        from_plain(WorkerConfig, plain, "it")
 
 
 def test_errors_of_a_dataclass_itself_get_its_key() -> None:

@@ -173,7 +173,10 @@ def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:
         ("mixed: {batching: -1}", "write continuous, static, or the seconds to wait"),
         ("decode: {batching: static}", "decode.batching is static; batches are for mixed workers: leave it out"),
         ("prefill: {speculation: ngram}", "prefill.speculation is ngram; prefill workers decode nothing: leave it out"),
-        ("mixed: {speculation: ngram, device: cuda}", "guesses are made on CPUs only so far: leave it out"),
+        (
+            "mixed: {speculation: {draft: x}, device: cuda}",
+            "which guesses on CPUs only so far; use ngram or none",
+        ),
         ("decode: {replicas: 0}", "decode.replicas is 0; give both at least 1, or mixed.replicas"),
         ("decode: {replicas: 0}\nmixed: {replicas: 1}", "hand off to decode workers; set prefill.replicas to 0"),
         ("decode: {resources: {host_a: 0}}", "decode.resources.host_a is 0.0; write a number above 0"),

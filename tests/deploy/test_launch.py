@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pdserve.contracts.codec import from_json
+from pdserve.contracts.codec import from_json, to_json
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
 from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.deploy.cluster.supervisor import curl_command
 from pdserve.deploy.config import Use, parse_deployment
 from pdserve.deploy.launch import Launch, router_config, worker_configs
 from pdserve.model.cost.hardware import Hardware, hardware
+from pdserve.router.process_config import RouterProcessConfig
 
 DOCUMENT = {
     "model": {
@@ -81,48 +82,20 @@ def test_degrees_go_to_the_workers_and_the_router() -> None:
     assert [config.tensor_parallel for config in configs] == [1, 4]
     assert [config.pipeline_parallel for config in configs] == [2, 1]
     assert [config.expert_parallel for config in configs] == [False, True]
-    assert router_config(launch, "secret").expert_parallel == {WorkerRole.PREFILL: False, WorkerRole.DECODE: True}
-    assert router_config(launch, "secret").pipeline_parallel == {
-        WorkerRole.PREFILL: 2,
-        WorkerRole.DECODE: 1,
-    }
-    assert router_config(launch, "secret").tensor_parallel == {
-        WorkerRole.PREFILL: 1,
-        WorkerRole.DECODE: 4,
-    }
-
-
-def test_workers_without_cores_of_their_own_lend_nothing() -> None:
-    launch = Launch(config=deployment({}), cores=(0,))
-    (first, second) = worker_configs(launch, "", FOLDER)
-    assert (first.core_board, second.core_board) == ("", "")
-
-
-def test_phases_that_lend_no_cores_take_none_either() -> None:
-    config = deployment({"prefill": {"lend_cores": False}, "decode": {"replicas": 2}})
-    launch = Launch(config=config, cores=EIGHT)
-    first, second, third = worker_configs(launch, "", FOLDER)
-    assert [config.core_board for config in (first, second, third)] == ["", BOARD, BOARD]
-    assert third.core_sets == ((), *launch.split.worker_cores[1:])
-    assert first.cpu_cores == launch.split.worker_cores[0]
-
-
-def test_transfers_run_anywhere_when_no_core_is_spare() -> None:
-    launch = Launch(config=deployment({}), cores=(0, 1))
-    assert launch.split.spare_cores == ()
-    configs = worker_configs(launch, "", FOLDER)
-    assert [config.transfer_cpu_cores for config in configs] == [(0, 1), (0, 1)]
+    assert router_config(launch, "secret").deployment.decode == launch.config.decode
 
 
 def test_the_router_gets_its_model_limits_and_device() -> None:
     launch = Launch(config=deployment(DOCUMENT), drain_timeout_s=3.0, cores=EIGHT)
     config = router_config(launch, "secret")
-    assert (config.served_name, config.port, config.max_queued_requests, config.keep_alive_s) == ("small", 1234, 5, 0)
-    assert config.policy == "round-robin"
-    assert (config.hardware, config.precision.dtype) == ("cpu", "bfloat16")
-    assert (config.precision.kv_dtype, config.precision.quantization) == ("int8", "int8")
+    model, router = config.deployment.model, config.router
+    assert (model.served_name, router.port, router.max_queued_requests) == ("small", 1234, 5)
+    assert (router.keep_alive_seconds, router.policy) == (0, "round-robin")
+    assert from_json(RouterProcessConfig, to_json(config), "it") == config
+    assert (config.hardware, model.precision.dtype) == ("cpu", "bfloat16")
+    assert (model.precision.kv_dtype, model.precision.quantization) == ("int8", "int8")
     assert config.drain_timeout_s == 3.0
-    assert config.generation_config == "auto"
+    assert model.generation_config == "auto"
     assert config.cores_per_rank == 3
     assert config.cluster_token == "secret"
 
@@ -141,9 +114,10 @@ def test_a_model_is_called_by_its_repository_or_its_folder(tmp_path: Path) -> No
     }
     for folder, name in names.items():
         launch = Launch(config=DeploymentConfig(model=ModelConfig(path=str(folder), dtype="float32")))
-        assert router_config(launch).served_name == name
+        assert router_config(launch).deployment.model.served_name == name
     named = ModelConfig(path=str(snapshot), served_name="mine", dtype="float32")
-    assert router_config(Launch(config=DeploymentConfig(model=named))).served_name == "mine"
+    mine = router_config(Launch(config=DeploymentConfig(model=named)))
+    assert mine.deployment.model.served_name == "mine"
 
 
 def test_the_router_of_an_emulated_cluster_predicts_the_time_that_steps_really_take() -> None:
@@ -174,6 +148,7 @@ def test_workers_that_may_have_a_gpu_are_predicted_with_it_and_so_does_the_route
     assert decode.hardware == ""
     router = router_config(launch)
     assert router.devices == {WorkerRole.PREFILL: hardware("h200"), WorkerRole.MIXED: hardware("h200")}
+    assert from_json(RouterProcessConfig, to_json(router), "it") == router
     emulated = worker_configs(replace(launch, emulate="l4"))
     assert {config.hardware for config in emulated} == {""}
 

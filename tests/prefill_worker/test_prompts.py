@@ -599,8 +599,3 @@ def test_the_load_counts_what_is_to_be_done() -> None:
     assert (load.num_waiting_tokens, load.num_started_tokens, load.num_context_tokens) == (5, 10, 8)
     assert load.num_tokens_in_flight == 8
     assert (load.num_blocks_free, load.num_blocks_referenced) == (13, 3)
-
-
-def test_limits_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_batch_tokens"):
-        a_scheduler(max_batch_tokens=0)

@@ -83,7 +83,7 @@ def test_an_unknown_refusal_is_none_and_an_unknown_kind_an_error() -> None:
 
 def test_a_load_comes_back() -> None:
     numbers = range(1, len(SchedulerLoad._fields) + 1)
-    load = SchedulerLoad(*numbers)._replace(tier_failure="No space left on device")
+    load = SchedulerLoad(*numbers)._replace(tier_failure="No space left on device", draining=True)
     assert load_from_proto(load_to_proto(load)) == load
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import grpc
 
-from pdserve.contracts.events import RequestEventKind
+from pdserve.contracts.events import RequestEventKind, SchedulerLoad
 from pdserve.contracts.request import FinishReason
 from pdserve.contracts.worker_config import WorkerEndpoint, WorkerRole
+from pdserve.proto.codec import load_to_proto
 from pdserve.proto.token_proof import ServerProof
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
@@ -107,7 +108,7 @@ class ScriptedWorker(WorkerServicer):
             commands.put_nowait(message)
 
     def _load(self) -> worker_pb2.Load:
-        return worker_pb2.Load(**self.load)
+        return load_to_proto(SchedulerLoad(**self.load))
 
     def send_welcome(self) -> None:
         welcome = worker_pb2.Welcome(worker_id=self.worker_id, worker_epoch=self.epoch, **self.welcome)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from pdserve.contracts.deployment import SloConfig
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, RouterConfig, SloConfig
 from pdserve.contracts.events import RequestEventKind
 from pdserve.contracts.metrics import TTFT_SECONDS
 from pdserve.contracts.precision import Precision
@@ -28,14 +28,17 @@ from tests.router.rig import SHAPE, Rig, hand_off, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
 SERVED = RouterProcessConfig(
-    model_path="/models/tiny", served_name="tiny", slo=SloConfig(ttft_seconds=1.5, attainment=0.8)
+    deployment=DeploymentConfig(
+        model=ModelConfig(path="/models/tiny", served_name="tiny"), slo=SloConfig(ttft_seconds=1.5, attainment=0.8)
+    )
 )
+OPEN = replace(SERVED.deployment, router=RouterConfig(open_metrics=True))
 COSTS = {WorkerRole.DECODE: CostModel(SHAPE, hardware("l4"), Precision())}
 
 
 @asynccontextmanager
 async def admin_client(rig: Rig, config: RouterProcessConfig = SERVED) -> AsyncIterator[httpx.AsyncClient]:
-    overview = Overview(rig.cluster, rig.metrics, config.slo, config.served_name)
+    overview = Overview(rig.cluster, rig.metrics, config.deployment.slo, config.deployment.model.served_name)
     overview.sample(0.0)
     transport = httpx.ASGITransport(create_admin_app(rig.cluster, config, COSTS, overview))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9") as client:
@@ -75,7 +78,7 @@ async def test_prometheus_discovers_every_router(p: ScriptedWorker) -> None:
 
         async def discovered() -> list[str]:
             [group] = (await client.get("/targets")).json()
-            assert group["labels"] == {"__meta_pdserve_model": SERVED.served_name}
+            assert group["labels"] == {"__meta_pdserve_model": SERVED.deployment.model.served_name}
             assert group["targets"] == (await client.get("/status")).json()["routers"]
             return group["targets"]  # type: ignore[no-any-return]
 
@@ -117,8 +120,8 @@ async def test_status_shows_workers_and_requests(p: ScriptedWorker, d: ScriptedW
         assert [worker.role.value for worker in running.workers] == ["decode", "prefill"], "the planner reads it"
         assert running.workers[0].max_batch_size == d.welcome["max_batch_size"]
         assert [worker.tensor_parallel for worker in running.workers] == [2, 2]
-        assert (running.model.path, running.model.dtype) == (SERVED.model_path, "bfloat16")
-        assert running.slo == SERVED.slo
+        assert (running.model.path, running.model.dtype) == (SERVED.deployment.model.path, "bfloat16")
+        assert running.slo == SERVED.deployment.slo
         assert running.devices == {WorkerRole.DECODE: replace(hardware("l4"), sources={})}
         stream.cancel()
         assert (await client.get("/status")).json()["outcomes"]["cancelled"] == 1
@@ -241,7 +244,7 @@ async def test_every_route_needs_the_token() -> None:
 
 @with_workers()
 async def test_metrics_are_open_by_choice() -> None:
-    config = replace(SERVED, admin_token="secret", open_metrics=True)
+    config = replace(SERVED, admin_token="secret", deployment=OPEN)
     async with running_rig() as rig, admin_client(rig, config) as client:
         codes = [(await client.request(*route)).status_code for route in ROUTES]
     assert codes == [200, 200, 401, 401, 401, 401]
@@ -261,7 +264,10 @@ async def test_prometheus_gets_request_ids_as_exemplars_if_it_takes_them() -> No
 
 @with_workers()
 async def test_pages_of_a_browser_are_refused() -> None:
-    async with running_rig() as rig, admin_client(rig, replace(SERVED, open_metrics=True)) as client:
+    async with (
+        running_rig() as rig,
+        admin_client(rig, replace(SERVED, deployment=OPEN)) as client,
+    ):
         for headers in ({"Origin": "http://127.0.0.1:9"}, {"Origin": "null"}, {"Host": "evil.example:9"}):
             for method, path in ROUTES:
                 assert (await client.request(method, path, headers={**TOKEN, **headers})).status_code == 403, path

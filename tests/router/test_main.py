@@ -18,7 +18,8 @@ import httpx
 import psutil
 import pytest
 
-from pdserve.contracts.codec import from_json, to_json, to_plain
+from pdserve.contracts.codec import from_json, from_plain, to_json, to_plain
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, PhaseConfig, RouterConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
@@ -55,8 +56,14 @@ class RouterProcess:
 
 
 def start_router(checkpoint: Path, *arguments: str, **fields: object) -> subprocess.Popen[str]:
-    values: dict[str, object] = {"port": 0, "cluster_token": TOKEN, **fields}
-    config = RouterProcessConfig(model_path=str(checkpoint), served_name="tiny", **values)  # type: ignore[arg-type]
+    """``fields``: of a section of the deployment, or of the process."""
+    process: dict[str, object] = {"cluster_token": TOKEN}
+    model: dict[str, object] = {"path": str(checkpoint), "served_name": "tiny", "dtype": "float32"}
+    sections = {"model": {**model, "generation_config": "none"}, "router": dict[str, object](port=0)}
+    for name, value in fields.items():
+        is_of_model, is_of_router = hasattr(ModelConfig(), name), hasattr(RouterConfig(), name)
+        (sections["model"] if is_of_model else sections["router"] if is_of_router else process)[name] = value
+    config = from_plain(RouterProcessConfig, {**process, "deployment": sections}, "the configuration")
     return subprocess.Popen(
         [sys.executable, "-m", "pdserve.router", "--config", to_json(config), *arguments],
         stdout=subprocess.PIPE,
@@ -184,11 +191,10 @@ def test_a_taken_port_is_named_with_the_remedy(checkpoint: Path) -> None:
             assert f"router.{key}" in errors
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"), [({"model_path": "/nowhere"}, "/nowhere"), ({"hardware": "abacus"}, "abacus")]
-)
+@pytest.mark.parametrize(("fields", "named"), [({"path": "/nowhere"}, "/nowhere"), ({"hardware": "abacus"}, "abacus")])
 def test_what_cannot_be_used_is_named(checkpoint: Path, fields: dict[str, str], named: str) -> None:
-    config = {"model_path": str(checkpoint), "served_name": "tiny", "port": 0, **fields}
+    model = {"path": fields.pop("path", str(checkpoint)), "dtype": "float32"}
+    config = {"deployment": {"model": model, "router": {"port": 0}}, **fields}
     command = [sys.executable, "-m", "pdserve.router", "--config", "-"]
     result = subprocess.run(command, input=json.dumps(config) + "\n", capture_output=True, text=True, timeout=HANG_S)
     assert result.returncode == 1
@@ -199,12 +205,13 @@ def test_what_cannot_be_used_is_named(checkpoint: Path, fields: dict[str, str], 
 def test_each_role_is_predicted_by_its_own_devices(checkpoint: Path) -> None:
     slow = replace(hardware("cpu"), step_overhead_s=5.0)
     config = RouterProcessConfig(
-        model_path=str(checkpoint),
-        served_name="s",
+        deployment=DeploymentConfig(
+            model=ModelConfig(path=str(checkpoint), dtype="float32"),
+            prefill=PhaseConfig(pipeline_parallel=2),
+            decode=PhaseConfig(tensor_parallel=2),
+        ),
         cores_per_rank=2,
         devices={WorkerRole.DECODE: slow},
-        tensor_parallel={WorkerRole.DECODE: 2},
-        pipeline_parallel={WorkerRole.PREFILL: 2},
     )
     costs = build_cost_models(config)
     assert costs[WorkerRole.DECODE].decode_s(1, 1) > 5.0
@@ -214,12 +221,12 @@ def test_each_role_is_predicted_by_its_own_devices(checkpoint: Path) -> None:
 
 
 def test_the_configuration_survives_json_and_unknown_keys_do_not() -> None:
-    config = RouterProcessConfig(model_path="m", served_name="s", port=1, cluster_token="t")
+    config = RouterProcessConfig(deployment=DeploymentConfig(router=RouterConfig(port=1)), cluster_token="t")
     assert from_json(RouterProcessConfig, to_json(config), "it") == config
     for text, named in (
-        ('{"model_path": "m", "served_name": "s", "prot": 1}', "prot"),
-        ('{"model_path": "m", "served_name": "s", "slo": {"ttft": 1}}', "ttft"),
-        ('{"model_path": "m"}', "served_name"),
+        ('{"deployment": {"router": {"prot": 1}}}', "prot"),
+        ('{"deployment": {"slo": {"ttft": 1}}}', "ttft"),
+        ('{"served_name": "s"}', "served_name"),
         ("[]", "keys and values"),
         ("{", "JSON"),
     ):
@@ -245,7 +252,8 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def test_dies_with_its_parent(checkpoint: Path) -> None:
-    config = RouterProcessConfig(model_path=str(checkpoint), served_name="tiny", port=0)
+    model = ModelConfig(path=str(checkpoint), dtype="float32")
+    config = RouterProcessConfig(deployment=DeploymentConfig(model=model, router=RouterConfig(port=0)))
     command = [sys.executable, "-c", PARENT, to_json(config)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert parent.stdout is not None

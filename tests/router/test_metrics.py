@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.contracts import metrics as names
 from pdserve.contracts.deployment import SloConfig, Tier
+from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.proto.v1 import worker_pb2
@@ -50,7 +51,7 @@ def test_one_of_several_routers_shows_the_workers() -> None:
 def test_a_frame_becomes_the_workers_series() -> None:
     metrics = RouterMetrics()
     worker = WorkerMetrics(metrics, "decode-0", WorkerRole.DECODE)
-    load = worker_pb2.Load(
+    load = SchedulerLoad(
         num_running=3,
         num_blocks_free=5,
         num_blocks_referenced=9,
@@ -86,12 +87,12 @@ def test_a_frame_becomes_the_workers_series() -> None:
     assert sample(metrics, "pdserve_kv_tier_off", **labels) == 1
     assert sample(metrics, "pdserve_kv_tier_restores_total", **labels) == 3
     assert sample(metrics, "pdserve_kv_tier_restores_given_up_total", **labels) == 1
-    worker.observe(worker_pb2.Load(num_preemptions=2, num_blocks_referenced=5, num_blocks_parked=6))
+    worker.observe(SchedulerLoad(num_preemptions=2, num_blocks_referenced=5, num_blocks_parked=6))
     assert sample(metrics, "pdserve_kv_blocks", state="referenced", **labels) == 0, "prompts share blocks"
     assert sample(metrics, "pdserve_kv_blocks", state="parked", **labels) == 5
     assert sample(metrics, "pdserve_step_seconds_count", kind="decode", role="decode") == 2
     prefill_step = worker_pb2.Step(seconds=0.2, num_tokens=50, predicted_s=0.1, has_prefill=True)
-    worker.observe(worker_pb2.Load(), [prefill_step])
+    worker.observe(SchedulerLoad(), [prefill_step])
     assert sample(metrics, "pdserve_step_seconds_sum", kind="prefill", role="decode") == 0.2
     assert sample(metrics, "pdserve_worker_busy_seconds_total", kind="prefill", **labels) == 0.2
     assert sample(metrics, "pdserve_worker_predicted_busy_seconds_total", kind="prefill", **labels) == 0.1

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, RouterConfig
 from pdserve.deploy.cluster import router_process
 from pdserve.deploy.cluster.router_process import RouterProcess
 from pdserve.deploy.cluster.supervised_process import ProcessState
@@ -17,13 +18,18 @@ from pdserve.router.process_config import RouterProcessConfig
 from tests.deploy.clusters import wait_for
 
 
+def router_config(model_path: str) -> RouterProcessConfig:
+    model = ModelConfig(path=model_path, served_name="s", dtype="float32")
+    return RouterProcessConfig(deployment=DeploymentConfig(model=model, router=RouterConfig(port=0)))
+
+
 def checked(router: RouterProcess) -> RouterProcess:
     router.check(time.monotonic())
     return router
 
 
 def test_a_router_that_cannot_start_and_one_that_is_killed_say_why(tmp_path: Path) -> None:
-    config = RouterProcessConfig(model_path="/nowhere", served_name="s", port=0)
+    config = router_config("/nowhere")
     router = RouterProcess(config, tmp_path)
     try:
         wait_for(lambda: checked(router).failure, "its end")
@@ -31,7 +37,7 @@ def test_a_router_that_cannot_start_and_one_that_is_killed_say_why(tmp_path: Pat
         assert not router.failure.startswith("python -m")
     finally:
         router.end()
-    router = RouterProcess(RouterProcessConfig(model_path=str(DEMO_MODEL), served_name="s", port=0), tmp_path)
+    router = RouterProcess(router_config(str(DEMO_MODEL)), tmp_path)
     try:
         wait_for(lambda: checked(router).state is ProcessState.UP, "its ports")
         os.kill(router.process_id, signal.SIGKILL)
@@ -43,7 +49,7 @@ def test_a_router_that_cannot_start_and_one_that_is_killed_say_why(tmp_path: Pat
 
 def accepts_lists(router: RouterProcess) -> bool:
     router.are_lists_due = True
-    router.put_lists([], [router.config.admin_port])
+    router.put_lists([], [router.config.router.admin_port])
     return not router.are_lists_due
 
 
@@ -63,7 +69,7 @@ class AnsweringRouter(RouterProcess):
 
 
 def test_a_router_counts_as_hung_only_some_time_after_its_last_answer(tmp_path: Path) -> None:
-    router = AnsweringRouter(RouterProcessConfig(model_path="", served_name="s", port=0), tmp_path)
+    router = AnsweringRouter(router_config(""), tmp_path)
     for now_s in 0.0, 0.0, 100.0:
         router.check(now_s)
     router.answers = False
@@ -79,7 +85,7 @@ def test_a_router_that_hangs_is_killed_and_restarted_at_its_port(
     monkeypatch.setattr(router_process, "CHECK_INTERVAL_S", 0.05)
     monkeypatch.setattr(router_process, "HANG_S", 1.0)
     monkeypatch.setattr(router_process, "_HTTP_TIMEOUT_S", 0.2)
-    router = RouterProcess(RouterProcessConfig(model_path=str(DEMO_MODEL), served_name="s", port=0), tmp_path)
+    router = RouterProcess(router_config(str(DEMO_MODEL)), tmp_path)
     try:
         wait_for(lambda: checked(router).state is ProcessState.UP, "its ports")
         address = router.address

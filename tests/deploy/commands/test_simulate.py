@@ -18,7 +18,7 @@ from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.cli import run
 from pdserve.deploy.commands import plan_options
 from pdserve.deploy.config import parse_deployment
-from pdserve.model.weights.demo_model import DEMO_MODEL
+from pdserve.model.weights.demo_model import DEMO_MODEL, DRAFT_MODEL
 from tests.patience import HANG_S
 from tests.planner.test_planned_model import written
 
@@ -71,8 +71,8 @@ def test_guesses_that_no_worker_makes_are_refused(capsys: pytest.CaptureFixture[
     usual = [*BASE, "--model", model, "--rate", "1", *SHORT]
     assert run([*usual, "--right-guesses", "0.5"]) == 2
     assert "no workers guess; add --set decode.speculation=ngram" in " ".join(capsys.readouterr().err.split())
-    assert run([*usual, "--set", "decode.speculation=ngram"]) == 2
-    assert "guesses are made on CPUs only so far" in " ".join(capsys.readouterr().err.split())
+    assert run([*usual, "--set", f"decode.speculation={{draft: {DRAFT_MODEL}}}"]) == 2
+    assert "has a draft model, which guesses on CPUs only so far" in " ".join(capsys.readouterr().err.split())
 
 
 def test_settings_are_those_of_a_deployment_file_and_of_the_earlier_options(

@@ -68,11 +68,3 @@ def test_tokens_are_counted_as_they_were_pushed() -> None:
     assert queue.num_tokens == 1
     queue.push(first, 0.0)
     assert queue.num_tokens == 3
-
-
-def test_removed_entries_do_not_pile_up() -> None:
-    queue, sequence = SequenceQueue(), numbered(0)
-    for instant in range(10_000):
-        queue.push(sequence, float(-instant))
-        queue.discard(sequence)
-    assert len(queue._heap) < 200

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
@@ -195,3 +196,51 @@ def test_answers_that_are_too_short_for_a_trial_have_one_in_turn() -> None:
         short.sequences[0].acceptance = None
         tries += sum(bool(speculation.choose(short, 100)) for _ in range(4))
     assert tries == 3, "one in about 36 of 128 steps"
+
+
+def ahead(step: PlannedStep) -> PlannedStep:
+    """``step`` as it is planned before its tokens are known."""
+    step.batch.rows[0].tokens = ()
+    return step
+
+
+def steps_ahead(speculation: Speculation) -> int:
+    """Steps that are planned ahead before one that may have guesses."""
+    for number in count():
+        if speculation.needs_tokens:
+            return number
+        assert not speculation.choose(ahead(a_step(LONG)), 100)
+    raise AssertionError
+
+
+def test_where_steps_are_planned_ahead_guesses_are_tried_less_often_while_none_are_made() -> None:
+    speculation = Speculation(lambda batch: lambda num_guesses, depth: 1.0, plans_ahead=True)
+    between = []
+    for _ in range(7):
+        assert speculation.choose(a_step(LONG), 100), "the executor may find some"
+        speculation.learn([], StepOutput(step_id=0, sampled=[], duration_s=0.0))
+        between.append(steps_ahead(speculation))
+    assert between == [1, 3, 7, 15, 31, 31, 31]
+    step = a_step(LONG)
+    assert speculation.choose(step, 100)
+    speculation.learn(step.sequences, StepOutput(step_id=0, sampled=[], num_guesses={0: 1}, duration_s=0.0))
+    assert steps_ahead(speculation) == 0, "the next step may have guesses, too"
+    assert share_of(step.sequences[0]) < 0.5
+
+
+def test_steps_are_planned_ahead_while_guesses_do_not_pay_or_prompts_are_computed() -> None:
+    speculation = Speculation(lambda batch: lambda num_guesses, depth: 1.0 + 10 * num_guesses, plans_ahead=True)
+    assert not speculation.choose(a_step(LONG), 100)
+    assert steps_ahead(speculation) == 1
+    prefilling = a_step(LONG)
+    prefilling.num_chunk_tokens = 20
+    assert not speculation.choose(prefilling, 100)
+    assert steps_ahead(speculation) == 1, "the next step may prefill, too"
+
+
+def test_where_no_step_is_planned_ahead_every_step_may_guess() -> None:
+    speculation = linear(1.0, 0.0)
+    for _ in range(10):
+        assert speculation.choose(a_step(LONG), 100)
+        speculation.learn([], StepOutput(step_id=0, sampled=[], duration_s=0.0))
+        assert speculation.needs_tokens

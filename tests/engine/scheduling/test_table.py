@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from pdserve.contracts.events import RequestEvent, RequestKey, TokenEvent
+from pdserve.contracts.events import RequestEvent, RequestEventKind, RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, GenerationRequest, SamplingParams
 from pdserve.contracts.step import ModelLimits, SampledToken, StepOutput
 from pdserve.engine.scheduling.interface import FirstToken
@@ -158,7 +158,7 @@ def test_what_is_past_its_deadline_is_named_until_it_is_closed() -> None:
 
 def test_events_are_taken_once() -> None:
     table = a_table()
-    table.reject(RequestKey(0, 0, 0), "no")
+    table.emit(RequestKey(0, 0, 0), RequestEventKind.FAILED, "no")
     assert [event.message for event in table.take_events() if isinstance(event, RequestEvent)] == ["no"]
     assert table.take_events() == []
 

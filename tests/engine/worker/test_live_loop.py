@@ -38,7 +38,7 @@ from pdserve.engine.scheduling.interface import (
 from pdserve.engine.worker import live_loop
 from pdserve.engine.worker.live_loop import Inbox, LiveLoop
 from pdserve.engine.worker.loop import MAX_FAILED_STEPS_IN_A_ROW, StepReport
-from pdserve.engine.worker.messages import AddRequest, CancelRequest, PrepareRequest, SessionEnded, StartDrain
+from pdserve.engine.worker.messages import AddRequest, CancelRequest, SessionEnded, StartDrain
 from pdserve.engine.worker.scheduler import Scheduler
 from pdserve.engine.worker.step_times import StepTimes
 from pdserve.engine.worker.transfer_messages import message_from_proto
@@ -351,7 +351,7 @@ def test_a_drain_refuses_new_work_and_waits_for_the_old() -> None:
         wait_until(lambda: (2, RequestEventKind.REJECTED) in rig.kinds, "REJECTED")
         (refusal,) = [event.refusal for report in rig.reports for event in report.events if is_rejection(event)]
         assert refusal is RefusalCode.DRAINING
-        assert rig.reports[-1].is_draining
+        assert rig.reports[-1].load.draining
         assert not rig.loop.drained.is_set()
         rig.inbox.put(CancelRequest(key))
         assert rig.loop.drained.wait(HANG_S)
@@ -447,7 +447,7 @@ def test_requests_reach_the_scheduler_with_the_instant_of_their_receipt() -> Non
     rig = Rig()
     prepared, added = RequestKey(1, 1, 0), RequestKey(1, 2, 0)
     with rig.running():
-        rig.inbox.put(PrepareRequest(prepared, GenerationRequest(request_id=1, prompt_tokens=(1,)), SOURCE, 3.0))
+        rig.inbox.put(AddRequest(prepared, GenerationRequest(request_id=1, prompt_tokens=(1,)), 3.0, SOURCE))
         wait_until(lambda: rig.scheduler.calls == [(prepared, SOURCE, 3.0)], "the call")
         rig.inbox.put(AddRequest(added, GenerationRequest(request_id=2, prompt_tokens=(1,)), 4.0))
         wait_until(lambda: rig.scheduler.added_s == 4.0, "the request")

@@ -47,11 +47,6 @@ def test_a_pool_holds_one_sequence_of_the_model_s_length_at_least(fields: dict[s
         blocks(**fields)
 
 
-def test_a_block_of_no_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="block_size 0 must be 1 or more"):
-        blocks(num_kv_blocks=9, block_size=0)
-
-
 def test_weights_and_pool_share_the_memory() -> None:
     check_pool_fits(300, 300)
     with pytest.raises(ValueError, match="needs 301 bytes and 300 are available after the weights: lower kv_memory"):

@@ -706,6 +706,20 @@ def test_a_step_with_guesses_samples_no_more_tokens_than_the_batch_may_have(
     assert [row.max_guesses for row in step(scheduler).rows] == num_guesses
 
 
+def test_a_step_that_may_have_guesses_is_planned_once_the_tokens_before_it_are_known() -> None:
+    speculation = Speculation(lambda batch: lambda num_guesses, depth: 1.0 + 10 * num_guesses, plans_ahead=True)
+    scheduler = a_scheduler(speculation=speculation)
+    join(scheduler, a_request(0, 6, max_tokens=20))
+    in_flight, are_known = list[StepBatch](), list[bool]()
+    while len(are_known) < 14:
+        if (batch := scheduler.plan(0.0)) is not None:
+            in_flight.append(batch)
+            are_known.append(bool(batch.rows[0].tokens))
+        if batch is None or len(in_flight) == 2:
+            answer(scheduler, in_flight.pop(0))
+    assert are_known == [True, False, True, False, False, False, True, *[False] * 7]
+
+
 def test_nothing_is_planned_ahead_of_a_step_with_guesses() -> None:
     scheduler = a_scheduler(speculation=free_guesses())
     join(scheduler, a_request(0, 6, max_tokens=20))

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
-from typing import Any
 
 import grpc
 import pytest
@@ -29,7 +28,7 @@ from pdserve.engine.scheduling.interface import FirstToken, PullResult
 from pdserve.engine.worker import service as service_module
 from pdserve.engine.worker.live_loop import Inbox
 from pdserve.engine.worker.loop import Step, StepReport
-from pdserve.engine.worker.messages import AddRequest, CancelRequest, Message, PrepareRequest, SessionEnded
+from pdserve.engine.worker.messages import AddRequest, CancelRequest, Message, SessionEnded
 from pdserve.engine.worker.service import MAX_UNPROVEN_SESSIONS, WorkerService
 from pdserve.engine.worker.sessions import Session
 from pdserve.engine.worker.step_times import Prediction
@@ -119,8 +118,8 @@ def test_welcome_then_commands_then_frames(loop_side: LoopSide) -> None:
         assert (key.request_id, key.attempt) == (9, 2)
         assert added.request == request
         prepared = loop_side.next_message()
-        assert isinstance(prepared, PrepareRequest)
-        assert prepared == PrepareRequest(key, request, source, prepared.received_s)
+        assert isinstance(prepared, AddRequest)
+        assert prepared == AddRequest(key, request, prepared.received_s, source)
         assert began_s <= added.received_s <= prepared.received_s <= time.monotonic()
         assert loop_side.next_message() == CancelRequest(key)
 
@@ -163,13 +162,12 @@ def test_a_router_without_requests_gets_few_frames_and_misses_nothing(loop_side:
         began_s, num_before = time.monotonic(), len(idle.frames)
         for index in range(num_steps):
             report = StepReport(
-                load=SchedulerLoad(num_running=index),
+                load=SchedulerLoad(num_running=index, draining=index == num_steps - 1),
                 step=Step(index, 1, None, NO_HANDLE),
                 step_s=float(index),
                 pulls=[PullResult(pull_id=index, num_bytes=index)],
                 events=[a_token(key, index)],
                 cache=CacheEvents([blocks[index + index % 2]], [blocks[index + 1 - index % 2]]),
-                is_draining=index == num_steps - 1,
             )
             loop_side.service.publish(report)
             time.sleep(0.002)
@@ -199,13 +197,13 @@ def cached_blocks(router: RouterClient) -> set[bytes]:
     return blocks
 
 
-@pytest.mark.parametrize("change", [{"is_draining": True}, {"load": SchedulerLoad(num_parked=2)}])
-def test_what_changes_without_a_step_is_told_to_all(loop_side: LoopSide, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("change", [SchedulerLoad(draining=True), SchedulerLoad(num_parked=2)])
+def test_what_changes_without_a_step_is_told_to_all(loop_side: LoopSide, change: SchedulerLoad) -> None:
     with RouterClient(loop_side.address, token="secret") as router:
         router.wait_for(lambda: bool(router.frames), "the first frame")
         loop_side.service.publish(StepReport())
         router.wait_for(lambda: router.load.decode_correction == 1, "the first load")
-        loop_side.service.publish(StepReport(**change))
+        loop_side.service.publish(StepReport(load=change))
         router.wait_for(
             lambda: router.load.draining or router.load.num_parked == 2,
             "the change",
@@ -217,7 +215,7 @@ def test_a_frame_carries_the_load_the_step_and_the_pulls_of_its_report(loop_side
     with RouterClient(loop_side.address, token="secret") as router:
         router.wait_for(lambda: bool(router.frames), "the first frame")
         report = StepReport(
-            load=SchedulerLoad(num_waiting=4),
+            load=SchedulerLoad(num_waiting=4, prefill_correction=1.5, decode_correction=0.75, draining=True),
             pulls=[
                 PullResult(pull_id=1, transport="memfd", seconds=0.5, num_bytes=99, failure_stage="copy"),
                 PullResult(pull_id=2, first_token=FirstToken(7, FinishReason.STOP)),
@@ -225,9 +223,6 @@ def test_a_frame_carries_the_load_the_step_and_the_pulls_of_its_report(loop_side
             ],
             step=Step(1, 7, Prediction(True, 0.125, True, 7), NO_HANDLE),
             step_s=0.25,
-            prefill_correction=1.5,
-            decode_correction=0.75,
-            is_draining=True,
         )
         loop_side.service.publish(report)
         router.wait_for(lambda: len(router.frames) > 1, "the report")
@@ -249,7 +244,6 @@ def test_a_frame_carries_the_load_the_step_and_the_pulls_of_its_report(loop_side
     ("fields", "complaint"),
     [
         ({"prompt_tokens": (1, 600)}, "vocabulary"),
-        ({"prompt_tokens": (1,) * 256}, "no room"),
         ({"deadline_s": 0.0}, "deadline_s"),
         ({"sampling": SamplingParams(top_p=0.0)}, "top_p"),
         ({"sampling": SamplingParams(temperature=float("nan"))}, "temperature"),

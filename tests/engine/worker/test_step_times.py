@@ -44,8 +44,8 @@ def test_prefill_and_decode_are_corrected_apart() -> None:
     for _ in range(100):
         times.observe(decode, 2 * decode.predicted_s)
         times.observe(prefill, prefill.predicted_s / 2)
-    assert times.decode_correction == pytest.approx(2, rel=0.01)
-    assert times.prefill_correction == pytest.approx(0.5, rel=0.01)
+    assert times.decode.factor == pytest.approx(2, rel=0.01)
+    assert times.prefill.factor == pytest.approx(0.5, rel=0.01)
     assert times.corrected_s(decode) == pytest.approx(2 * decode.predicted_s, rel=0.01)
 
 
@@ -65,10 +65,10 @@ def test_steps_with_guesses_are_corrected_beside_others_of_as_many_tokens() -> N
     assert times.by_guesses(batch)(0, 1) == pytest.approx(2 * plain.predicted_s)
     assert times.by_guesses(batch)(60, 1) == pytest.approx(3 * with_guesses_s, rel=0.02)
     assert times.by_guesses(batch)(59, 1) == pytest.approx(times.by_guesses(batch)(60, 1), rel=0.03), "about as many"
-    corrected = times.decode_correction
+    corrected = times.decode.factor
     times.observe(plain, 1000 * with_guesses_s, guesses=[60])
     assert times.by_guesses(batch)(60, 1) < 3.3 * with_guesses_s, "a stall says little"
-    assert times.decode_correction == corrected
+    assert times.decode.factor == corrected
 
 
 def test_the_first_step_of_as_many_tokens_may_have_been_stalled_too() -> None:
@@ -105,4 +105,4 @@ def test_steps_that_do_more_than_compute_tokens_say_nothing_of_others() -> None:
     both.swap_ins.append(BlockCopy(0, 0))
     for batch in (copies_only, both, prompt_logprobs):
         times.observe(times.predict(batch), 1.0)
-    assert times.decode_correction == times.prefill_correction == 1
+    assert times.decode.factor == times.prefill.factor == 1

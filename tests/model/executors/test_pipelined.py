@@ -18,13 +18,16 @@ from pdserve.contracts.events import RequestEventKind
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import SamplingParams
 from pdserve.contracts.step import BlockCopy, Executor, SampledToken, StepBatch, StepHandle, StepOutput, StepRow
+from pdserve.engine.scheduling.speculation import Speculation
 from pdserve.kernels.kv_pool import KvPool
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.executors import rank_model
 from pdserve.model.executors.device_queue import DeviceQueue
+from pdserve.model.executors.drafting import Drafter, NgramDrafter
 from pdserve.model.executors.model import ModelExecutor
 from tests.kernels.paged_batch import nan_pool
 from tests.model.checkpoints import write_checkpoint
+from tests.model.executors.test_guesses import Oracle, anything
 from tests.model.late_queue import LateQueue
 from tests.model.traffic import random_request, serve
 
@@ -60,8 +63,14 @@ class Worlds:
         with patch.object(rank_model, "select_queue", lambda device: DeviceQueue()):
             return ModelExecutor(**self._options, pool=self.pools[0], num_swap_slots=4)
 
-    def ahead(self, max_captured_rows: int = 6) -> ModelExecutor:
-        return ModelExecutor(**self._options, pool=self.pools[1], num_swap_slots=4, max_captured_rows=max_captured_rows)
+    def ahead(self, max_captured_rows: int = 6, drafter: Drafter | None = None) -> ModelExecutor:
+        return ModelExecutor(
+            **self._options,
+            pool=self.pools[1],
+            num_swap_slots=4,
+            max_captured_rows=max_captured_rows,
+            drafter=drafter,
+        )
 
 
 def row(
@@ -107,6 +116,25 @@ def test_requests_get_the_tokens_that_one_step_at_a_time_gives(
     assert queue.num_puts > queue.num_replays + 10
 
 
+@pytest.mark.parametrize("luck", ["all right", "all wrong", "any", "none made"])
+def test_guesses_among_steps_planned_ahead_change_no_token(folder: Path, queue: LateQueue, luck: str) -> None:
+    worlds = Worlds(folder)
+    limits = worlds.config.limits(0)
+    requests = [random_request(number, VOCAB_SIZE, is_plain=number % 2 == 0) for number in range(24)]
+    requests = [replace(each, sampling=replace(each.sampling, max_tokens=40)) for each in requests]
+    expected = serve(worlds.plain(), requests, limits, NUM_BLOCKS, BLOCK_SIZE)
+    first_wrong = {"all right": lambda: 99, "all wrong": lambda: 0, "any": anything(), "none made": lambda: 99}[luck]
+    drafter = Oracle(expected, requests, first_wrong, VOCAB_SIZE)
+    executor = Ahead(worlds.ahead(drafter=NgramDrafter() if luck == "none made" else drafter))
+    speculation = Speculation(lambda batch: lambda num_guesses, depth: 1.0, plans_ahead=True)
+    served = serve(executor, requests, limits, NUM_BLOCKS, BLOCK_SIZE, speculation=speculation)
+    assert served == expected
+    assert not served.ends
+    assert (speculation.num_right > 100) == (luck in ("all right", "any"))
+    assert (speculation.num_guesses - speculation.num_right > 40) == (luck in ("all wrong", "any"))
+    assert executor.num_ahead > (0.8 if luck == "none made" else 0.25) * executor.num_steps
+
+
 def test_cancelled_requests_disturb_nobody(folder: Path, queue: LateQueue) -> None:
     worlds = Worlds(folder)
     limits = worlds.config.limits(0)
@@ -120,6 +148,23 @@ def test_cancelled_requests_disturb_nobody(folder: Path, queue: LateQueue) -> No
         whole = expected.tokens[request_id, choice]
         assert tokens == whole[: len(tokens)]
         assert request_id in served.ends or len(tokens) == len(whole)
+
+
+class Ahead:
+    """Counts the steps of an executor, and those of which some token is not known when they are submitted."""
+
+    def __init__(self, inner: ModelExecutor) -> None:
+        self._inner = inner
+        self.pipeline_depth = inner.pipeline_depth
+        self.num_steps = self.num_ahead = 0
+
+    def submit(self, batch: StepBatch) -> StepHandle:
+        self.num_steps += 1
+        self.num_ahead += any(row.previous_row >= 0 for row in batch.rows)
+        return self._inner.submit(batch)
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 class Failing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -13,7 +14,7 @@ from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.events import RequestKey, TokenEvent
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.request import GenerationRequest, SamplingParams
-from pdserve.contracts.step import ModelLimits, StepRow
+from pdserve.contracts.step import ModelLimits, StepBatch, StepHandle, StepRow
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.engine.scheduling.speculation import Speculation
 from pdserve.engine.worker.scheduler import Scheduler
@@ -25,13 +26,12 @@ from pdserve.planner.layout import Guesses, Layout
 from pdserve.planner.simulate.attainment import Attainment, measure
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.requests import SimulatedRequest
-from tests.planner.stand_ins import H100, LLAMA_3_8B, a_pool
+from tests.planner.stand_ins import LLAMA_3_8B, a_pool
 
 SLO = SloConfig(ttft_seconds=10.0, tpot_seconds=1.0)
 NUM_PROMPT_TOKENS, NUM_BLOCKS = 32, 1024
 VOCAB_SIZE = 500
-POOL = replace(a_pool(WorkerRole.MIXED), hardware=replace(H100, pipeline_depth=1))
-"""A device whose next step is planned when the last one has ended, as those are that may guess."""
+POOL = a_pool(WorkerRole.MIXED)
 COST = POOL.cost(LLAMA_3_8B)
 
 
@@ -93,7 +93,7 @@ def emulated(share_right: float, num_requests: int, num_output_tokens: int) -> f
         mint_handle=lambda: next(handles).to_bytes(16, "big"),
         max_batch_tokens=2048,
         max_batch_size=256,
-        speculation=Speculation(times.by_guesses, share_right),
+        speculation=Speculation(times.by_guesses, share_right, plans_ahead=True),
     )
     for number in range(num_requests):
         sampling = SamplingParams(seed=number, max_tokens=num_output_tokens, ignore_eos=True)
@@ -101,8 +101,14 @@ def emulated(share_right: float, num_requests: int, num_output_tokens: int) -> f
         request = GenerationRequest(request_id=number, prompt_tokens=prompt, sampling=sampling)
         scheduler.add(RequestKey(0, number, 0), request, 0.0)
     num_rows = num_tokens = 0
-    while (batch := scheduler.plan(0.0)) is not None:
-        output = executor.submit(batch).result()
+    in_flight = deque[tuple[StepBatch, StepHandle]]()
+    while (batch := scheduler.plan(0.0)) is not None or in_flight:
+        if batch is not None:
+            in_flight.append((batch, executor.submit(batch)))
+            if len(in_flight) < executor.pipeline_depth:
+                continue
+        batch, handle = in_flight.popleft()
+        output = handle.result()
         decoding = [index for index, row in enumerate(batch.rows) if row.cached_length]
         num_rows += len(decoding)
         scheduler.complete(output, 0.0)
@@ -133,4 +139,4 @@ def test_tokens_a_step_are_those_of_emulation(share_right: float, num_requests: 
 def test_right_guesses_shorten_answers_and_wrong_ones_hardly_lengthen_them() -> None:
     none, wrong, right = (simulated(share, 8, 100).tpot.percentile(50) for share in (None, 0.0, 0.9))
     assert right < 0.5 * none
-    assert none <= wrong < 1.02 * none
+    assert none <= wrong < 1.04 * none

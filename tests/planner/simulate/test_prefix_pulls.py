@@ -14,7 +14,7 @@ from pdserve.planner.simulate.simulated_transfers import SimulatedTransfers
 from pdserve.planner.simulate.simulation import RequestTimes
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.requests import Segment, SimulatedRequest
-from pdserve.router.requests.placement import Placement
+from pdserve.router.requests.prefix_sources import PrefixSources
 from tests.planner.stand_ins import LLAMA_3_8B, disaggregated
 
 MODEL = replace(LLAMA_3_8B, max_model_len=32_768)
@@ -34,7 +34,7 @@ def documents(num_documents: int, num_questions: int) -> list[SimulatedRequest]:
 
 
 def served(requests: list[SimulatedRequest], *, pulls_prefixes: bool) -> RequestTimes:
-    with patch.object(Placement, "pulls_prefixes", pulls_prefixes):
+    with patch.object(PrefixSources, "of", PrefixSources.of if pulls_prefixes else lambda *_: None):
         return simulate(MODEL, disaggregated(4, 4), requests, slo=SLO).times
 
 

@@ -133,13 +133,13 @@ async def test_metrics_have_the_new_role_and_count_what_is_new(p: ScriptedWorker
     async with running_rig() as rig:
         await rig.up(p, d)
         d.load["num_preemptions"] = 5
-        await until(lambda: rig.cluster.workers["decode-0"].reported.num_preemptions == 5)
+        await until(lambda: rig.cluster.workers["decode-0"].load.num_preemptions == 5)
         assert rig.sample("pdserve_preemptions_total", worker="decode-0", role="decode") == 5
         await take_roles(rig, {p: PREFILL, d: PREFILL})
         assert rig.sample("pdserve_worker_up", worker="decode-0", role="prefill") == 1
         assert rig.sample("pdserve_worker_up", worker="decode-0", role="decode") == 0
         d.load["num_preemptions"] = 7
-        await until(lambda: rig.cluster.workers["decode-0"].reported.num_preemptions == 7)
+        await until(lambda: rig.cluster.workers["decode-0"].load.num_preemptions == 7)
         assert rig.sample("pdserve_preemptions_total", worker="decode-0", role="prefill") == 2
         assert rig.sample("pdserve_ready_workers", role="prefill") == 2
         assert rig.sample("pdserve_worker_restarts_total", role="prefill") == 0
@@ -150,7 +150,7 @@ async def test_a_worker_takes_its_role_though_its_session_is_broken(p: ScriptedW
     async with running_rig() as rig:
         await rig.up(p, d)
         d.load["num_running"] = 3
-        await until(lambda: rig.cluster.workers["decode-0"].reported.num_running == 3)
+        await until(lambda: rig.cluster.workers["decode-0"].load.num_running == 3)
         await d.stop()
         await until(lambda: not rig.cluster.workers["decode-0"].is_up)
         await take_roles(rig, {p: DECODE, d: PREFILL})

@@ -18,15 +18,14 @@ from tests.router.requests.test_least_time import COST, COSTS
 TPOT_S, BUDGET = 0.05, 4096
 
 
-def a_worker(role: WorkerRole, num_blocks: int = 10_000, **more: Any) -> Any:
+def a_worker(role: WorkerRole, num_blocks: int = 10_000, correction: float = 1.0, **more: Any) -> Any:
+    load = SchedulerLoad(num_blocks_free=num_blocks, prefill_correction=correction, decode_correction=correction)
     fixed: dict[str, Any] = {
         "role": role,
         "max_batch_tokens": BUDGET,
         "max_batch_size": 10_000,
         "block_size": 16,
-        "prefill_correction": 1.0,
-        "decode_correction": 1.0,
-        "load": SchedulerLoad(num_blocks_free=num_blocks),
+        "load": load,
     }
     return SimpleNamespace(**{**fixed, **more})
 
@@ -58,7 +57,7 @@ def test_prompts_bring_their_predicted_seconds_less_what_is_cached() -> None:
     request.num_cached_tokens = 4000
     meter.prompt_started(request)
     assert meter.now(WORKERS, []).prefill_s == pytest.approx(COST.prompt_s(1000, 4000, BUDGET))
-    slow = [a_worker(WorkerRole.PREFILL, prefill_correction=2.0), WORKERS[1]]
+    slow = [a_worker(WorkerRole.PREFILL, correction=2.0), WORKERS[1]]
     before_s = meter.now(slow, []).prefill_s
     meter.accepted(spec(5000))
     assert meter.now(slow, []).prefill_s == pytest.approx(before_s + 2 * whole_s)
@@ -79,7 +78,7 @@ def test_answers_bring_their_share_of_full_batches() -> None:
 def test_small_pools_and_slow_steps_make_answers_dearer() -> None:
     meter = a_meter()
     usual = meter.now(WORKERS, []).answer_s
-    for changed in ({"num_blocks": 1000}, {"max_batch_size": 4}, {"decode_correction": 1.5}):
+    for changed in ({"num_blocks": 1000}, {"max_batch_size": 4}, {"correction": 1.5}):
         assert meter.now([WORKERS[0], a_worker(WorkerRole.DECODE, **changed)], []).answer_s > 1.2 * usual
 
 

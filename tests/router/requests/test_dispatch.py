@@ -15,7 +15,7 @@ from pdserve.contracts.request import Outcome, SamplingParams
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.requests.attempt import Decoding, Parked, Prefilling, State
 from pdserve.router.requests.request import GenerationError, RequestSpec
-from pdserve.router.text.answer import Answer, Generation
+from pdserve.router.text.answer import Answer, Generation, Outbox
 from tests.router.rig import Rig, attempt_of, hand_off, is_unbound, read_all, read_some, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 
@@ -300,7 +300,7 @@ def test_prompts_of_one_client_are_accepted_together_or_not_at_all() -> None:
                     RequestSpec(prompt_tokens=(1, number), sampling=sampling, arrived_s=time.monotonic(), tenant="a")
                     for number in range(num_prompts)
                 ]
-                return Generation(rig.dispatcher, [Answer(spec, ()) for spec in specs])
+                return Generation(rig.dispatcher, [Answer(spec, ()) for spec in specs], Outbox())
 
             with generation(4):  # one after the other, the last would be over its tenant's share
                 for num_prompts in (1, 3, 7):

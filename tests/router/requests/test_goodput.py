@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import exp, inf
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from pdserve.router.requests.goodput_rules import LATE_S, MAX_RETRY_AFTER_S, SLA
 from pdserve.router.requests.least_time import predict_ttft_s
 from pdserve.router.requests.lengths import TTFT_SPREAD
 from pdserve.router.requests.placement import Arrival, PrefillChoice, PromptBlocks, WorkerSnapshot, shortfall
+from pdserve.router.requests.prefix_sources import PrefixSources
 from tests.router.requests.test_least_time import BLOCK_SIZE, COST, COSTS, worker
 
 P0, P1 = worker("prefill-0"), worker("prefill-1")
@@ -528,6 +529,11 @@ def plain_gains(policy: Goodput, one: Arrival, workers: Sequence[WorkerSnapshot]
 HASHES = block_hashes(range(9000), BLOCK_SIZE)
 
 
+class NoSources(PrefixSources):
+    def of(self, arrival: Arrival, workers: Iterable[WorkerSnapshot], cached: Mapping[str, int]) -> None:
+        return None
+
+
 @given(
     st.lists(
         st.tuples(
@@ -547,7 +553,7 @@ def test_the_best_candidate_of_all_is_chosen(
     loads: list[tuple[int, int, int, float, int]], num_tokens: int, late_s: float
 ) -> None:
     policy, workers = Goodput(COSTS, tpot_slo_s=0.03), list[WorkerSnapshot]()
-    policy.pulls_prefixes = False
+    policy._prefix_sources = NoSources(COSTS, policy.pull_corrections)
     for each, (num_waiting, num_answers, num_free, correction, num_cached) in zip((P0, P1, D0, D1), loads, strict=True):
         is_decode = each.role is WorkerRole.DECODE
         one = each._replace(

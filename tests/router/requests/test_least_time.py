@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -19,15 +21,15 @@ from pdserve.model.cost.hardware import hardware
 from pdserve.router.requests.goodput import Goodput
 from pdserve.router.requests.least_time import (
     LeastTime,
-    choose_decode,
-    choose_prefill,
     may_prefill_locally,
     predict_tpot_s,
     predict_ttft_s,
 )
 from pdserve.router.requests.placement import (
     Arrival,
+    Costs,
     Placement,
+    PrefillChoice,
     PromptBlocks,
     WorkerSnapshot,
     prefill_candidates,
@@ -75,7 +77,7 @@ M0 = worker("mixed-0", WorkerRole.MIXED)
 
 
 def names(workers: Sequence[WorkerSnapshot]) -> list[tuple[str, bool]]:
-    return [(candidate.worker_id, handoff) for candidate, handoff in prefill_candidates(workers)]
+    return [(each.worker_id, each.role is WorkerRole.PREFILL) for each in prefill_candidates(workers)]
 
 
 def test_candidates_by_what_is_up() -> None:
@@ -86,6 +88,27 @@ def test_candidates_by_what_is_up() -> None:
     assert names([P0]) == []
     assert names([P0, M0]) == [("mixed-0", False)]
     assert names([]) == []
+
+
+def choose_prefill(
+    blocks: PromptBlocks, workers: Sequence[WorkerSnapshot], costs: Costs, *, tpot_slo_s: float = 0.0
+) -> PrefillChoice | None:
+    arrival = Arrival(request_id=1, blocks=blocks, now_s=0.0, wanted_s=inf)
+    return LeastTime(costs, tpot_slo_s=tpot_slo_s).prefill(arrival, workers)
+
+
+def choose_decode(
+    blocks: PromptBlocks,
+    workers: Sequence[WorkerSnapshot],
+    costs: Costs,
+    cut_off: AbstractSet[str] = frozenset(),
+    *,
+    source_host: str = "",
+) -> str | None:
+    arrival = Arrival(request_id=1, blocks=blocks, now_s=0.0, wanted_s=inf)
+    decoders = [worker for worker in workers if worker.role is WorkerRole.DECODE]
+    binding = LeastTime(costs).decode(arrival, decoders, cut_off, source_host)
+    return None if binding is None else binding.worker_id
 
 
 def test_nobody_to_choose() -> None:

@@ -10,7 +10,7 @@ import pytest
 from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.request import FinishReason, SamplingParams
 from pdserve.router.requests.request import GenerationError, RequestSpec
-from pdserve.router.text.answer import Answer, Choice, Generation, TextDelta, usage
+from pdserve.router.text.answer import Answer, Choice, Generation, Outbox, TextDelta, usage
 from pdserve.router.text.answer_text import Detokenizer, StopStrings
 from tests.router.edge_server import (
     Script,
@@ -76,7 +76,7 @@ def read(generator: ScriptedGenerator, *answers: Answer) -> list[list[TextDelta]
 
 
 def generation_of(generator: ScriptedGenerator, *answers: Answer) -> Generation:
-    return Generation(generator.dispatcher, answers)
+    return Generation(generator.dispatcher, answers, Outbox())
 
 
 def read_each(generator: ScriptedGenerator, *answers: Answer) -> list[TextDelta]:

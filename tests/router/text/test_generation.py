@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -13,7 +14,7 @@ from pdserve.contracts.request import FinishReason, Outcome, SamplingParams
 from pdserve.proto.codec import pack_tokens
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.requests.request import RequestSpec
-from pdserve.router.text.answer import Answer, Choice, Generation, TextDelta
+from pdserve.router.text.answer import WRITE_TURN_S, Answer, Choice, Generation, Outbox, TextDelta
 from pdserve.router.text.answer_text import ByteDetokenizer, StopStrings
 from tests.patience import HANG_S
 from tests.router.rig import Rig, running_rig, with_workers
@@ -42,8 +43,8 @@ def answer_of(*, stop: str = "", num_choices: int = 1, is_whole: bool = False) -
     )
 
 
-def generation_of(rig: Rig, *answers: Answer) -> Generation:
-    return Generation(rig.dispatcher, answers)
+def generation_of(rig: Rig, *answers: Answer, outbox: Outbox | None = None) -> Generation:
+    return Generation(rig.dispatcher, answers, outbox or Outbox())
 
 
 def send_frame(worker: ScriptedWorker, *said: tuple[worker_pb2.Request, int, str], is_last: bool = False) -> None:
@@ -162,7 +163,8 @@ async def test_whole_answers_have_the_text_of_streams_in_few_pieces(m: ScriptedW
         pieces = {}
         for is_whole in (False, True):
             arrived: list[int] = []
-            with Generation(rig.dispatcher, [answer_of(stop="|", is_whole=is_whole)], arrived.append) as generation:
+            answer = answer_of(stop="|", is_whole=is_whole)
+            with Generation(rig.dispatcher, [answer], Outbox(), arrived.append) as generation:
                 request = await m.next_submit()
                 for first in range(0, len(text), 10):
                     send_frame(m, (request, first, text[first : first + 10]))
@@ -191,9 +193,13 @@ async def test_text_is_written_as_it_arrives_while_the_writer_takes_it_and_is_re
         async def rest(generation: Generation) -> str:
             return "".join(delta.text for delta in await asyncio.wait_for(generation.next(write), HANG_S))
 
-        with generation_of(rig, answer_of()) as generation, generation_of(rig, answer_of()) as other:
+        outbox = Outbox()
+        with (
+            generation_of(rig, answer_of(), outbox=outbox) as generation,
+            generation_of(rig, answer_of(), outbox=outbox) as other,
+        ):
             requests = [await m.next_submit() for _ in range(2)]
-            reading, beside = asyncio.create_task(rest(generation)), asyncio.create_task(taken(other))
+            reading, beside = asyncio.create_task(rest(generation)), asyncio.create_task(rest(other))
             await asyncio.sleep(0)
             send_frame(m, (requests[0], 0, "ab"))
             await until(lambda: written == ["ab"])
@@ -202,8 +208,9 @@ async def test_text_is_written_as_it_arrives_while_the_writer_takes_it_and_is_re
             send_frame(m, (requests[0], 4, "d?"), (requests[1], 0, "xy"))
             with pytest.raises(LookupError):
                 await rest(generation)
-            assert [delta.text for delta in await beside] == ["x", "y"]
-            assert written == ["ab", "c|", "d?"]
+            await until(lambda: written == ["ab", "c|", "d?", "xy"])
+            send_frame(m, (requests[1], 2, "|"))
+            assert await beside == "|"
         with generation_of(rig, answer_of()) as generation:
             last = await m.next_submit()
             reading = asyncio.create_task(rest(generation))
@@ -211,3 +218,27 @@ async def test_text_is_written_as_it_arrives_while_the_writer_takes_it_and_is_re
             send_frame(m, (last, 0, "yz"), is_last=True)
             assert await reading == "yz"
             assert await taken(generation) == []
+
+
+@with_workers("mixed-0")
+async def test_the_event_loop_has_other_turns_between_writes_of_a_frame(m: ScriptedWorker) -> None:
+    async with running_rig() as rig:
+        await rig.up(m)
+        said: list[str] = []
+
+        def write(batch: Sequence[TextDelta]) -> bool:
+            said.append("write")
+            asyncio.get_running_loop().call_soon(said.append, "turn")
+            time.sleep(WRITE_TURN_S)
+            return True
+
+        both = partial(generation_of, rig, outbox=Outbox())
+        with both(answer_of()) as one, both(answer_of()) as two:
+            requests = [await m.next_submit() for _ in range(2)]
+            readings = [asyncio.create_task(each.next(write)) for each in (one, two)]
+            await asyncio.sleep(0)
+            send_frame(m, (requests[0], 0, "a"), (requests[1], 0, "b"))
+            await until(lambda: len(said) == 4)
+            assert said == ["write", "turn", "write", "turn"]
+            for reading in readings:
+                reading.cancel()
