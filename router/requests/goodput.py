@@ -195,7 +195,7 @@ class Goodput(Placement):
             view.prefill_beside(choice.prefill_s, arrival.now_s, self._answer_s())
         if choice.prefix is not None:
             self._prefix_sources.leave(choice.prefix.worker_id, arrival.now_s + choice.prefix.pull_s)
-        if choice.handoff:
+        if choice.handoff and arrival.decodes:
             (self._late_joining if is_late else self._joining).add(request_id, num_tokens)
             self._pulls.add(request_id, choice.worker_id, choice.num_pulled_tokens)
         self._turns.placed(arrival, is_late=is_late)
@@ -314,6 +314,8 @@ class Goodput(Placement):
         num_tokens, slo_s, length = arrival.blocks.num_tokens, arrival.tpot_slo_s or LENIENT_TPOT_S, self._lengths.mean
         num_cached, step_s = cached.get(view.worker_id, 0), view.step_with_s(num_tokens)
         lacking = shortfall(arrival.blocks, view.snapshot, num_cached_tokens=num_cached)
+        if not arrival.decodes:
+            return DecodeOption(view, num_cached, lacking, step_s, 1.0, 0.0, 0.0, known_harm=0.0)
         stall_s = pull_token_s * (num_tokens - num_cached) + self._wait_for_blocks_s(arrival.blocks, view, lacking)
         tpot_s, joining_s, joining_misses = step_s, 0.0, 0.0
         if view.role is DECODE:
@@ -454,8 +456,9 @@ class Goodput(Placement):
 
     def _is_held(self, arrival: Arrival, fleet: _Fleet, decodes: Collection[DecodeOption]) -> bool:
         """Whether a request that meets nothing finds no worker where it fits beside others, nor an idle one. It gives
-        way to answers that may still meet their objectives; one of weight 0, to those that may come, too."""
-        if arrival.is_probe or arrival.wanted_s == inf or self._turns.is_due(arrival):
+        way to answers that may still meet their objectives; one of weight 0, to those that may come, too. One that does
+        not decode takes no room."""
+        if arrival.is_probe or not arrival.decodes or arrival.wanted_s == inf or self._turns.is_due(arrival):
             return False
         if arrival.weight and not self._num_answers and not len(self._joining):
             return False

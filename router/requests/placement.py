@@ -148,6 +148,8 @@ class Arrival(NamedTuple):
     """Refuse it if it would meet its objectives nowhere."""
     queued_s: float = 0.0
     """Instant from which it waits."""
+    decodes: bool = True
+    """Whether tokens follow its next one, so that it takes part in steps of answers."""
     is_sibling: bool = False
     """Another choice of its request has the prompt before it, and brings it into the cache where that decodes."""
     share: str = ""

@@ -244,6 +244,7 @@ class Placer:
             may_refuse=tier.when_hopeless == "refuse" and not is_accepted and not spec.is_probe,
             queued_s=state.since_s if isinstance(state, Queued | Held) else 0.0,
             is_resumed=is_resumed,
+            decodes=len(attempt.emitted) + 1 < spec.sampling.max_tokens,
             is_sibling=attempt.choice > 0,
             share=f"{spec.tenant}/{spec.tier}",
         )

@@ -157,11 +157,17 @@ class Core:
             self.dispatcher.worker_up(worker)
 
     def start(
-        self, num_choices: int = 1, *, tenant: str = "", tier: str = "default", waited_s: float = 0.0
+        self,
+        num_choices: int = 1,
+        *,
+        tenant: str = "",
+        tier: str = "default",
+        waited_s: float = 0.0,
+        max_tokens: int = 100,
     ) -> ReadRequest:
         spec = RequestSpec(
             prompt_tokens=(1, 2, 3, 4, 5),
-            sampling=SamplingParams(max_tokens=100),
+            sampling=SamplingParams(max_tokens=max_tokens),
             arrived_s=self.clock.now_s - waited_s,
             num_choices=num_choices,
             tenant=tenant,
@@ -438,6 +444,18 @@ def test_what_would_only_harm_others_is_held_back() -> None:
     core.wait(2.0)
     assert [(request.request_id, request.attempt) for request in core.prefill.submitted][4:] == [(3, 1)], "it goes on"
     assert core.dispatcher.num_queued == 0
+
+
+def test_a_prompt_of_one_token_is_sent_beside_answers_without_room() -> None:
+    core = Core(SloConfig(tpot_seconds=1.3 * COST.decode_s(1, 5)), max_in_flight=8)
+    core.all_up()
+    core.start()
+    for worker in core.decodes:
+        worker.load = worker.load._replace(num_running=4, num_context_tokens=10**6)
+    core.start()
+    assert len(core.prefill.submitted) == 1, "the answers have no room for another"
+    core.start(max_tokens=1)
+    assert [request.request_id for request in core.prefill.submitted] == [1, 3]
 
 
 def test_what_waited_for_a_worker_may_be_held_back() -> None:

@@ -323,6 +323,22 @@ def test_what_would_earn_nothing_waits_while_it_would_take_the_room_of_others() 
     assert not choice.is_held, "nobody is spared"
 
 
+@pytest.mark.parametrize("weight", [1.0, 0.0])
+def test_a_prompt_whose_next_token_is_its_last_waits_for_no_room_among_answers(weight: float) -> None:
+    """It decodes nowhere, so it can harm none of them, nor miss TPOT."""
+    policy = Goodput(COSTS, tpot_slo_s=2 * STEP_S)
+    policy.decoding(1000, 0.0, 1, D1)
+    full = loaded(policy, 1.5)
+    answer = arrival(1)._replace(weight=weight, tpot_slo_s=policy.tpot_slo_s)
+    choice = policy.prefill(answer, [P0, full])
+    assert choice is not None
+    assert choice.is_held
+    single = placed(policy, answer._replace(decodes=False), P0, full)
+    assert not single.is_held
+    assert not single.is_late
+    assert not len(policy._joining)
+
+
 def test_late_ones_on_their_way_count_for_those_that_wait() -> None:
     policy = Goodput(COSTS, tpot_slo_s=2 * STEP_S)
     worthless = arrival(1)._replace(weight=0.0, tpot_slo_s=1.0)
