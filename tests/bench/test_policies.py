@@ -30,7 +30,7 @@ def test_to_refuse_what_is_hopeless_or_to_let_it_wait_serves_more() -> None:
     (bound,) = [setting for setting in SETTINGS if setting.name == "decode-bound"]
     served_at_once = served(bound, "least-time", 200.0, 800, 0).share
     for policy in ("goodput", "goodput+refuse"):
-        assert served(bound, policy, 200.0, 800, 0).share > served_at_once + 0.1
+        assert served(bound, policy, 200.0, 800, 0).share > served_at_once + 0.3
 
 
 @pytest.mark.parametrize("start_rate", [10.0, 50.0, 400.0])
