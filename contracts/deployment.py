@@ -246,8 +246,8 @@ class PhaseConfig:
     another ends. Requests of a static batch that never fills fail after ``router.max_silence_seconds``. Simulations
     take it as ``continuous``."""
     speculation: _Speculation = "none"
-    """On CPUs: guess the next tokens of answers, as many as raise the expected tokens per second, and check them
-    together. ``ngram``: that an answer goes on as its prompt or itself did after the same tokens. ``{draft: FOLDER}``:
+    """Guess the next tokens of answers, as many as raise the expected tokens per second, and check them together.
+    ``ngram``: that an answer goes on as its prompt or itself did after the same tokens. On CPUs, ``{draft: FOLDER}``:
     that it goes on as a smaller model with the same tokenizer would write it. ``none``: compute one token of an answer
     at a time. Answers stay the same."""
     lend_cores: bool = True

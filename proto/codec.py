@@ -318,4 +318,8 @@ def load_to_proto(load: SchedulerLoad) -> worker_pb2.Load:
 
 
 def load_from_proto(message: worker_pb2.Load) -> SchedulerLoad:
-    return SchedulerLoad(*[getattr(message, name) for name in _LOAD_FIELDS])
+    load = SchedulerLoad(*[getattr(message, name) for name in _LOAD_FIELDS])
+    # 0: of an older worker, before its first step.
+    return load._replace(
+        prefill_correction=load.prefill_correction or 1.0, decode_correction=load.decode_correction or 1.0
+    )

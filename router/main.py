@@ -30,7 +30,7 @@ import uvloop
 from fastapi import FastAPI
 
 from pdserve.contracts.codec import from_json
-from pdserve.contracts.deployment import DEFAULT_TIER
+from pdserve.contracts.deployment import DEFAULT_TIER, PhaseConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.sampling_defaults import sampling_defaults
@@ -201,7 +201,8 @@ def _tracer(collector: str) -> Tracer:
 
 
 def build_cost_models(config: RouterProcessConfig) -> Costs:
-    """Cost models of the deployment's checkpoint, one per role."""
+    """Cost models of the deployment's checkpoint, one per role; the degrees of a role that has no workers do not
+    count."""
     model = config.deployment.model
     shape = DecoderConfig.from_folder(Path(model.path)).shape
     catalogued = hardware(config.hardware, num_cores=config.cores_per_rank)
@@ -209,6 +210,8 @@ def build_cost_models(config: RouterProcessConfig) -> Costs:
     for role in WorkerRole:
         device = slowed(config.devices.get(role, catalogued), config.time_scale)
         phase = config.deployment.phase(role)
+        if not (phase.replicas or phase.max_replicas):
+            phase = PhaseConfig()
         costs[role] = CostModel(
             shape,
             device,

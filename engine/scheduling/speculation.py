@@ -9,7 +9,8 @@ not pay makes one now and then, to find out when they do. What a grammar prescri
 must be computed anyway, and costs less beside other tokens than in a step of its own.
 
 Where steps are planned ahead, before the tokens of the one that runs are known, guesses cost more: a step that may have
-some is planned once that one has ended. While none are made, that happens after 1, 3, 7 and at last 31 steps ahead.
+some is planned once that one has ended. While none is right, that happens after 1, 3, 7 and at last 32 steps ahead, and
+what a grammar prescribes is guessed in those steps only.
 
 Asked by `pdserve.engine.worker.scheduler`. Decides on counts only: what is guessed, the executor decides, and a token
 never depends on it. Pure, like the scheduler.
@@ -102,16 +103,14 @@ class Speculation:
         """Choose the guesses of a planned step's rows, ``max_guesses`` in all at most. A step that prefills has none:
         its time is that of its arithmetic, of which prompts make more."""
         self._is_prefilling = step.num_chunk_tokens > 0
-        if self._is_prefilling:
+        if self._is_prefilling or not step.batch.rows:
             return []
         if self._num_ahead < self._num_between:
             self._num_ahead += 1
             return []
-        if not any(row.tokens for row in step.batch.rows):  # after a step that prefilled
-            return []
         choices = self._choose(step, max_guesses)
         if not choices:
-            self._end_trial(has_guessed=False)
+            self._end_trial(is_right=False)
         return choices
 
     def _choose(self, step: PlannedStep, max_guesses: int) -> list[Choice]:
@@ -138,7 +137,7 @@ class Speculation:
                 due.append(index)
             may_guess |= sequence.acceptance >= _LEAST_WORTH or sequence.sampling.grammar is not None
         if not may_guess and not due:
-            self._num_plain_rows += len(rows)
+            self._num_plain_rows += len(rows) * (1 + self._num_between)
             return []
         guesses = islice(_by_worth(shares, rows), max_guesses)
         limit_s = min([s.request.max_gap_s for s in step.sequences if s.request.max_gap_s], default=inf)
@@ -165,12 +164,13 @@ class Speculation:
                 num_chosen += max(0, num_forced - number)
             if number or num_forced:
                 choices.append(Choice(index, number, num_forced))
-        self._num_plain_rows = 0 if any(numbers.values()) else self._num_plain_rows + len(rows)
+        num_plain_rows = self._num_plain_rows + len(rows) * (1 + self._num_between)
+        self._num_plain_rows = 0 if any(numbers.values()) else num_plain_rows
         return choices
 
     def learn(self, sequences: Sequence[TokenSequence], output: StepOutput) -> None:
         """Update the shares of the ``sequences`` of a step that might guess by what became of their guesses."""
-        self._end_trial(has_guessed=bool(output.num_guesses))
+        self._end_trial(is_right=any(output.more.values()))
         for row, num_guesses in output.num_guesses.items():
             sequence, num_right = sequences[row], len(output.more.get(row, ()))
             assert sequence.acceptance is not None
@@ -182,10 +182,10 @@ class Speculation:
             sequence.acceptance = _learned(sequence.acceptance, num_right, is_wrong, _NEWEST_WEIGHT)
             self._share = _learned(self._share, num_right, is_wrong, _NEWEST_WEIGHT_OF_ALL)
 
-    def _end_trial(self, *, has_guessed: bool) -> None:
+    def _end_trial(self, *, is_right: bool) -> None:
         self._num_ahead = 0
-        self._num_between = min(2 * self._num_between + 1, STEPS_BETWEEN_TRIALS - 1)
-        if has_guessed or not self._plans_ahead:
+        self._num_between = min(2 * self._num_between + 1, STEPS_BETWEEN_TRIALS)
+        if is_right or not self._plans_ahead:
             self._num_between = 0
 
 

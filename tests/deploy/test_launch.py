@@ -85,6 +85,28 @@ def test_degrees_go_to_the_workers_and_the_router() -> None:
     assert router_config(launch, "secret").deployment.decode == launch.config.decode
 
 
+def test_workers_without_cores_of_their_own_lend_nothing() -> None:
+    launch = Launch(config=deployment({}), cores=(0,))
+    (first, second) = worker_configs(launch, "", FOLDER)
+    assert (first.core_board, second.core_board) == ("", "")
+
+
+def test_phases_that_lend_no_cores_take_none_either() -> None:
+    config = deployment({"prefill": {"lend_cores": False}, "decode": {"replicas": 2}})
+    launch = Launch(config=config, cores=EIGHT)
+    first, second, third = worker_configs(launch, "", FOLDER)
+    assert [config.core_board for config in (first, second, third)] == ["", BOARD, BOARD]
+    assert third.core_sets == ((), *launch.split.worker_cores[1:])
+    assert first.cpu_cores == launch.split.worker_cores[0]
+
+
+def test_transfers_run_anywhere_when_no_core_is_spare() -> None:
+    launch = Launch(config=deployment({}), cores=(0, 1))
+    assert launch.split.spare_cores == ()
+    configs = worker_configs(launch, "", FOLDER)
+    assert [config.transfer_cpu_cores for config in configs] == [(0, 1), (0, 1)]
+
+
 def test_the_router_gets_its_model_limits_and_device() -> None:
     launch = Launch(config=deployment(DOCUMENT), drain_timeout_s=3.0, cores=EIGHT)
     config = router_config(launch, "secret")

@@ -85,6 +85,8 @@ def test_a_load_comes_back() -> None:
     numbers = range(1, len(SchedulerLoad._fields) + 1)
     load = SchedulerLoad(*numbers)._replace(tier_failure="No space left on device", draining=True)
     assert load_from_proto(load_to_proto(load)) == load
+    older = load_from_proto(worker_pb2.Load())
+    assert (older.prefill_correction, older.decode_correction) == (1.0, 1.0), "it has had no step yet"
 
 
 def test_prompt_logprobs_go_to_their_session_in_order() -> None:

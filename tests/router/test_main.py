@@ -218,6 +218,8 @@ def test_each_role_is_predicted_by_its_own_devices(checkpoint: Path) -> None:
     assert costs[WorkerRole.PREFILL].hardware == hardware("cpu", num_cores=2)
     assert [costs[role].tensor_parallel for role in (WorkerRole.PREFILL, WorkerRole.DECODE)] == [1, 2]
     assert [costs[role].pipeline_parallel for role in (WorkerRole.PREFILL, WorkerRole.DECODE)] == [2, 1]
+    unused = replace(config.deployment, mixed=PhaseConfig(replicas=0, tensor_parallel=7))
+    assert build_cost_models(replace(config, deployment=unused))[WorkerRole.MIXED].tensor_parallel == 1
 
 
 def test_the_configuration_survives_json_and_unknown_keys_do_not() -> None:

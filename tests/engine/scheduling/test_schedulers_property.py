@@ -118,9 +118,12 @@ def test_guesses_of_no_kind_change_a_token(kind: str, tmp_path: Path) -> None:
     assert bool(counts["right guesses"]) == (kind not in ("none", "wrong"))
     assert kind in ("none", "oracle") or counts["wrong guesses"]
     # Answers live long enough to be swapped where nothing dies.
-    calm = served({**guesses, "kill": 0.0, "relabel": 0.0, "num_prefill": 1, "num_swap_slots": 60}, seed=72).counts
-    assert calm["preemptions"]
-    assert calm["swap-ins"]
+    calm = Counter[str]()
+    for seed in range(40, 80, 4):
+        calm += served({**guesses, "kill": 0.0, "relabel": 0.0, "num_prefill": 1, "num_swap_slots": 60}, seed).counts
+        if calm["preemptions"] and calm["swap-ins"]:
+            return
+    raise AssertionError(f"no answer was swapped: {calm}")
 
 
 @pytest.mark.parametrize("num_swap_slots", [0, 60])

@@ -213,19 +213,22 @@ def steps_ahead(speculation: Speculation) -> int:
     raise AssertionError
 
 
-def test_where_steps_are_planned_ahead_guesses_are_tried_less_often_while_none_are_made() -> None:
+def test_where_steps_are_planned_ahead_guesses_are_tried_less_often_while_none_is_right() -> None:
     speculation = Speculation(lambda batch: lambda num_guesses, depth: 1.0, plans_ahead=True)
     between = []
     for _ in range(7):
         assert speculation.choose(a_step(LONG), 100), "the executor may find some"
         speculation.learn([], StepOutput(step_id=0, sampled=[], duration_s=0.0))
         between.append(steps_ahead(speculation))
-    assert between == [1, 3, 7, 15, 31, 31, 31]
+    assert between == [1, 3, 7, 15, 31, 32, 32]
     step = a_step(LONG)
     assert speculation.choose(step, 100)
     speculation.learn(step.sequences, StepOutput(step_id=0, sampled=[], num_guesses={0: 1}, duration_s=0.0))
+    assert steps_ahead(speculation) == 32, "it was wrong"
+    assert speculation.choose(step, 100)
+    right = {0: [SampledToken(5, None)]}
+    speculation.learn(step.sequences, StepOutput(step_id=0, sampled=[], num_guesses={0: 1}, more=right, duration_s=0.0))
     assert steps_ahead(speculation) == 0, "the next step may have guesses, too"
-    assert share_of(step.sequences[0]) < 0.5
 
 
 def test_steps_are_planned_ahead_while_guesses_do_not_pay_or_prompts_are_computed() -> None:
@@ -235,7 +238,7 @@ def test_steps_are_planned_ahead_while_guesses_do_not_pay_or_prompts_are_compute
     prefilling = a_step(LONG)
     prefilling.num_chunk_tokens = 20
     assert not speculation.choose(prefilling, 100)
-    assert steps_ahead(speculation) == 1, "the next step may prefill, too"
+    assert steps_ahead(speculation) == 1 + 3, "the next step may prefill, too, so its tokens are not waited for"
 
 
 def test_where_no_step_is_planned_ahead_every_step_may_guess() -> None:

@@ -131,7 +131,7 @@ def test_guesses_among_steps_planned_ahead_change_no_token(folder: Path, queue: 
     assert served == expected
     assert not served.ends
     assert (speculation.num_right > 100) == (luck in ("all right", "any"))
-    assert (speculation.num_guesses - speculation.num_right > 40) == (luck in ("all wrong", "any"))
+    assert (speculation.num_guesses - speculation.num_right > 10) == (luck in ("all wrong", "any"))
     assert executor.num_ahead > (0.8 if luck == "none made" else 0.25) * executor.num_steps
 
 
