@@ -195,7 +195,7 @@ class Goodput(Placement):
             view.prefill_beside(choice.prefill_s, arrival.now_s, self._answer_s())
         if choice.prefix is not None:
             self._prefix_sources.leave(choice.prefix.worker_id, arrival.now_s + choice.prefix.pull_s)
-        if choice.handoff and arrival.decodes:
+        if choice.handoff:
             (self._late_joining if is_late else self._joining).add(request_id, num_tokens)
             self._pulls.add(request_id, choice.worker_id, choice.num_pulled_tokens)
         self._turns.placed(arrival, is_late=is_late)

@@ -56,10 +56,11 @@ class RouterProcess:
 
 
 def start_router(checkpoint: Path, *arguments: str, **fields: object) -> subprocess.Popen[str]:
-    """``fields``: of a section of the deployment, or of the process."""
+    """``fields``: of the section of the model or the router, a section of its own, or of the process."""
     process: dict[str, object] = {"cluster_token": TOKEN}
     model: dict[str, object] = {"path": str(checkpoint), "served_name": "tiny", "dtype": "float32"}
-    sections = {"model": {**model, "generation_config": "none"}, "router": dict[str, object](port=0)}
+    sections: dict[str, dict[str, object]] = {"model": {**model, "generation_config": "none"}, "router": {"port": 0}}
+    sections |= {role: fields.pop(role) for role in ("prefill", "decode", "mixed", "slo") if role in fields}  # type: ignore[misc]
     for name, value in fields.items():
         is_of_model, is_of_router = hasattr(ModelConfig(), name), hasattr(RouterConfig(), name)
         (sections["model"] if is_of_model else sections["router"] if is_of_router else process)[name] = value

@@ -122,13 +122,15 @@ def test_a_running_cluster_is_planned_for_by_its_address_alone(
     }
     slo = SloConfig(ttft_seconds=0.4, tpot_seconds=0.03, attainment=0.8)
     of_router = {
-        "precision": Precision(dtype="bfloat16"),
+        "dtype": "bfloat16",
         "hardware": "h100-sxm",
-        "tensor_parallel": {WorkerRole.MIXED: 2},
+        "mixed": {"replicas": 1, "tensor_parallel": 2},
+        "prefill": {"replicas": 0},
+        "decode": {"replicas": 0},
     }
     with (
         WorkerProcess(emulated_config(folder, WorkerRole.MIXED, tensor_parallel=2, **held)) as worker,
-        running_router(folder, slo=slo, **of_router) as router,
+        running_router(folder, slo=asdict(slo), **of_router) as router,
     ):
         router.put_targets(worker)
         router.wait_until_ready()

@@ -336,7 +336,6 @@ def test_a_prompt_whose_next_token_is_its_last_waits_for_no_room_among_answers(w
     single = placed(policy, answer._replace(decodes=False), P0, full)
     assert not single.is_held
     assert not single.is_late
-    assert not len(policy._joining)
 
 
 def test_late_ones_on_their_way_count_for_those_that_wait() -> None:
