@@ -9,8 +9,8 @@ not pay makes one now and then, to find out when they do. What a grammar prescri
 must be computed anyway, and costs less beside other tokens than in a step of its own.
 
 Where steps are planned ahead, before the tokens of the one that runs are known, guesses cost more: a step that may have
-some is planned once that one has ended. While none is right, that happens after 1, 3, 7 and at last 32 steps ahead, and
-what a grammar prescribes is guessed in those steps only.
+some is planned once that one has ended. While fewer are right than one for 16 rows, that happens after 1, 3, 7 and at
+last 32 steps ahead, and what a grammar prescribes is guessed in those steps only.
 
 Asked by `pdserve.engine.worker.scheduler`. Decides on counts only: what is guessed, the executor decides, and a token
 never depends on it. Pure, like the scheduler.
@@ -110,7 +110,7 @@ class Speculation:
             return []
         choices = self._choose(step, max_guesses)
         if not choices:
-            self._end_trial(is_right=False)
+            self._end_trial(is_worth_it=False)
         return choices
 
     def _choose(self, step: PlannedStep, max_guesses: int) -> list[Choice]:
@@ -170,7 +170,8 @@ class Speculation:
 
     def learn(self, sequences: Sequence[TokenSequence], output: StepOutput) -> None:
         """Update the shares of the ``sequences`` of a step that might guess by what became of their guesses."""
-        self._end_trial(is_right=any(output.more.values()))
+        num_more = sum(map(len, output.more.values()))
+        self._end_trial(is_worth_it=num_more > _LEAST_WORTH * len(sequences))
         for row, num_guesses in output.num_guesses.items():
             sequence, num_right = sequences[row], len(output.more.get(row, ()))
             assert sequence.acceptance is not None
@@ -182,10 +183,10 @@ class Speculation:
             sequence.acceptance = _learned(sequence.acceptance, num_right, is_wrong, _NEWEST_WEIGHT)
             self._share = _learned(self._share, num_right, is_wrong, _NEWEST_WEIGHT_OF_ALL)
 
-    def _end_trial(self, *, is_right: bool) -> None:
+    def _end_trial(self, *, is_worth_it: bool) -> None:
         self._num_ahead = 0
         self._num_between = min(2 * self._num_between + 1, STEPS_BETWEEN_TRIALS)
-        if is_right or not self._plans_ahead:
+        if is_worth_it or not self._plans_ahead:
             self._num_between = 0
 
 
