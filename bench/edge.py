@@ -35,6 +35,7 @@ from starlette.types import Receive, Scope, Send
 from pdserve.bench.cluster import running_cluster
 from pdserve.bench.script import publish, script_parser
 from pdserve.loadgen.client import StreamClient, StreamedAnswer
+from pdserve.router.http.asgi import disconnected
 
 PAUSE_S = 0.005
 """Between single requests."""
@@ -153,12 +154,6 @@ def stream(
     asyncio.run(run())
 
 
-async def gone(receive: Receive) -> None:
-    """Wait until a client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 def serve_bare(ports: Connection) -> None:
     """Serve streams that their clients end, until killed; sends its port."""
     start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
@@ -167,7 +162,7 @@ def serve_bare(ports: Connection) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send(start)
         await send({"type": "http.response.body", "body": BARE_EVENT, "more_body": True})
-        leaving = asyncio.create_task(gone(receive))
+        leaving = asyncio.create_task(disconnected(receive))
         while not leaving.done():
             turn = asyncio.get_running_loop().create_future()
             turns.append(turn)

@@ -136,8 +136,8 @@ class Speculation:
             if sequence.num_plain_steps > STEPS_BETWEEN_TRIALS:
                 due.append(index)
             may_guess |= sequence.acceptance >= _LEAST_WORTH or sequence.sampling.grammar is not None
+        self._num_plain_rows += len(rows) * (1 + self._num_between)
         if not may_guess and not due:
-            self._num_plain_rows += len(rows) * (1 + self._num_between)
             return []
         guesses = islice(_by_worth(shares, rows), max_guesses)
         limit_s = min([s.request.max_gap_s for s in step.sequences if s.request.max_gap_s], default=inf)
@@ -164,8 +164,8 @@ class Speculation:
                 num_chosen += max(0, num_forced - number)
             if number or num_forced:
                 choices.append(Choice(index, number, num_forced))
-        num_plain_rows = self._num_plain_rows + len(rows) * (1 + self._num_between)
-        self._num_plain_rows = 0 if any(numbers.values()) else num_plain_rows
+        if any(numbers.values()):
+            self._num_plain_rows = 0
         return choices
 
     def learn(self, sequences: Sequence[TokenSequence], output: StepOutput) -> None:
@@ -185,9 +185,8 @@ class Speculation:
 
     def _end_trial(self, *, is_worth_it: bool) -> None:
         self._num_ahead = 0
-        self._num_between = min(2 * self._num_between + 1, STEPS_BETWEEN_TRIALS)
-        if is_worth_it or not self._plans_ahead:
-            self._num_between = 0
+        overlaps = self._plans_ahead and not is_worth_it
+        self._num_between = min(2 * self._num_between + 1, STEPS_BETWEEN_TRIALS) if overlaps else 0
 
 
 def _learned(share: float, num_right: int, is_wrong: bool, newest_weight: float) -> float:

@@ -126,7 +126,7 @@ class Question:
 
     @property
     def guesses_note(self) -> str:
-        """What is assumed of CPUs, where most is gained by guesses; empty if there are none."""
+        """What is assumed of guesses, which is said of CPUs alone; empty if there are none."""
         has_cpus = any(supply.hardware.is_host for supply in self.fleet)
         return "Assumes no guesses: with speculation, answers may be faster." if has_cpus else ""
 

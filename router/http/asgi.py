@@ -44,7 +44,7 @@ async def cancel_on_disconnect(receive: Receive, *signs: Sign) -> AsyncIterator[
     try:
         # A timeout without a deadline is asyncio's cancel scope; a listener moves the deadline to now.
         async with asyncio.timeout(None) as scope:
-            all_signs: tuple[Sign, ...] = (partial(_disconnect, receive), *signs)
+            all_signs: tuple[Sign, ...] = (partial(disconnected, receive), *signs)
             listeners = [asyncio.create_task(_expire_after(sign, scope)) for sign in all_signs]
             try:
                 yield
@@ -57,7 +57,8 @@ async def cancel_on_disconnect(receive: Receive, *signs: Sign) -> AsyncIterator[
         raise ClientDisconnect from None
 
 
-async def _disconnect(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -249,16 +249,12 @@ class Outbox:
 
     def __init__(self) -> None:
         self._waiting: deque[Generation] = deque()
-        self._has_turn = False
+        """A turn comes for as long as there are any."""
 
     def put(self, generation: Generation) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._hand_over)
         self._waiting.append(generation)
-        if not self._has_turn:
-            self._take_turn()
-
-    def _take_turn(self) -> None:
-        self._has_turn = True
-        asyncio.get_running_loop().call_soon(self._hand_over)
 
     def _hand_over(self) -> None:
         end_s = time.monotonic() + WRITE_TURN_S
@@ -266,9 +262,8 @@ class Outbox:
             while self._waiting and time.monotonic() < end_s:
                 self._waiting.popleft().hand_over()
         finally:  # one that fails stops no others
-            self._has_turn = False
             if self._waiting:
-                self._take_turn()
+                asyncio.get_running_loop().call_soon(self._hand_over)
 
 
 class Generation:
