@@ -24,6 +24,8 @@ from pydantic_core import PydanticCustomError
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
 from pdserve.router.http.exchange import CLOSE, Exchange
 
+MAX_BODY_BYTES = 8 * 2**20
+"""Enough for about a million prompt tokens."""
 BODY_TIMEOUT_S = 60.0
 """Seconds from a request's headers to the end of its body."""
 LARGE_BYTES = 2**16
@@ -113,17 +115,17 @@ async def read(exchange: Exchange, model: type[Model]) -> Model:
 async def _receive(exchange: Exchange) -> bytearray:
     """Body of a request; a declared length is checked before reading."""
     structure = Structure(max(MAX_VALUES, exchange.max_prompt_tokens + MAX_MEMBERS))
-    data, most = bytearray(), exchange.max_body_bytes
+    data = bytearray()
     length = exchange.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > most:
-        raise _too_large(most)
+    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+        raise _too_large()
     try:
         left_s = exchange.record.arrived_s + BODY_TIMEOUT_S - time.monotonic()
         async with asyncio.timeout(left_s), aclosing(exchange.stream()) as pieces:
             async for piece in pieces:
                 exchange.hold(len(piece))
-                if len(data) + len(piece) > most:
-                    raise _too_large(most)
+                if len(data) + len(piece) > MAX_BODY_BYTES:
+                    raise _too_large()
                 structure.add(piece)
                 data += piece
     except TimeoutError:
@@ -132,8 +134,8 @@ async def _receive(exchange: Exchange) -> bytearray:
     return data
 
 
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the request body is larger than {most} bytes; shorten the prompt", headers=CLOSE)
+def _too_large() -> ApiError:
+    return ApiError(413, f"the request body is larger than {MAX_BODY_BYTES} bytes; shorten the prompt", headers=CLOSE)
 
 
 def _read_large(data: bytearray, model: type[Model]) -> Model:

@@ -24,8 +24,8 @@ HEAD_TIMEOUT_S = 30.0
 """Seconds from the first byte of a request, or from the connection for its first one, to the end of its headers."""
 
 WRITE_TIMEOUT_S = 60.0
-"""Seconds without progress while a client does not read what waits for it, after which it counts as gone: for streams
-after that, for connections after at most twice that."""
+"""Seconds without progress while a client does not read what waits for it, after which it counts as gone; it may take
+twice that to be noticed."""
 
 LEFT_POLL_S = 0.1
 """Seconds between looks at a connection whose client sends no more."""
