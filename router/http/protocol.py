@@ -188,8 +188,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class PartWriter:
-    """Writes chunks of a response that has begun at once, where uvicorn's ``send`` needs a task that may wait for a slow
-    client."""
+    """Writes chunks of a response at once, where uvicorn's ``send`` needs a task that may wait for a slow client."""
 
     __slots__ = ("_cycle", "_flow", "_write")
 
@@ -202,7 +201,7 @@ class PartWriter:
         return not (self._flow.write_paused or self._cycle.disconnected)
 
     def write(self, body: bytes) -> None:
-        """Requires `is_ready`, and that more follows."""
+        """Requires `is_ready`, and that the response has begun and more follows."""
         if body:  # an empty chunk would end the response
             self._write(b"%x\r\n%b\r\n" % (len(body), body))
 
