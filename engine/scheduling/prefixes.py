@@ -13,13 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from pdserve.contracts.request import KvSource
+from pdserve.contracts.request import MAX_PREFIX_BLOCKS, KvSource
 from pdserve.engine.scheduling.interface import GrantEvent, PullResult, StartPullEvent, WithdrawEvent
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import SequenceTable
-
-MAX_PREFIX_BLOCKS = 2048
-"""Blocks that a pull asks for: their hashes fit the first message of a stream, which a source bounds."""
 
 
 class PrefixPulls:
