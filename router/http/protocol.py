@@ -71,7 +71,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             _end_with_connection(self.cycle)
-        self.scope["state"]["parts"] = PartWriter(self.cycle)
+        else:
+            self.scope["state"]["parts"] = PartWriter(self.cycle)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -187,21 +188,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class PartWriter:
-    """Writes parts of a response at once, where uvicorn's ``send`` needs a task that may wait for a slow client."""
+    """Writes chunks of a response at once, where uvicorn's ``send`` needs a task that may wait for a slow client."""
+
+    __slots__ = ("_cycle", "_flow", "_write")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        self._cycle, self._flow, self._write = cycle, cycle.flow, cycle.transport.write
 
     @property
     def is_ready(self) -> bool:
-        """Whether nothing waits for the client, and the response is one of chunks that has begun."""
-        cycle = self._cycle
-        return not (cycle.flow.write_paused or cycle.disconnected) and bool(cycle.chunked_encoding)
+        """Whether nothing waits for the client."""
+        return not (self._flow.write_paused or self._cycle.disconnected)
 
     def write(self, body: bytes) -> None:
-        """Requires `is_ready`, and that more follows."""
+        """Requires `is_ready`, and that the response has begun and more follows."""
         if body:  # an empty chunk would end the response
-            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            self._write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 def _end_with_connection(cycle: RequestResponseCycle) -> None:
