@@ -25,6 +25,8 @@ from numba import njit
 COMPILED = {"nogil": True, "error_model": "numpy", "_nrt": False}
 """Options of compiled functions: no checks of divisors, and no reference counts of arrays, which would halve the speed:
 nothing here allocates."""
+INLINED = {"forceinline": True, **COMPILED}
+"""By LLVM: numba's own inlining infers the types of each copy anew, which makes compilation twice as long."""
 
 PREFILL, DECODE, MIXED = range(3)
 
@@ -131,13 +133,13 @@ class State(NamedTuple):
 # Time of steps: `pdserve.model.cost.cost_model`
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def decode_attention_s(worker, num_tokens, num_rows):
     num_beyond = max(0, num_tokens - num_rows * worker.window)
     return (num_tokens - worker.window_share * num_beyond) * worker.decode_token_s
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def attention_s(state, worker, num_new, num_cached):
     if num_new == 1:
         return decode_attention_s(worker, num_cached + 1, 1)
@@ -145,32 +147,32 @@ def attention_s(state, worker, num_new, num_cached):
     return max(pairs_s, read_s(worker, num_new, num_cached))
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def num_pairs(worker, num_new, num_cached):
     before, after = max(0, num_cached - worker.window), max(0, num_cached + num_new - worker.window)
     num_beyond = (after * (after + 1) - before * (before + 1)) / 2
     return num_new * num_cached + num_new * (num_new + 1) / 2 - worker.window_share * num_beyond
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def read_s(worker, num_new, num_cached):
     num_unread = max(0, num_cached + 1 - worker.window)
     return (num_cached + num_new - worker.window_share * num_unread) * worker.decode_token_s
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def sum_s(state, worker, num_tokens, num_rows, attention):
     if num_tokens == 0:
         return 0.0
     return state.tables[worker.pool, TOKENS, num_tokens] + state.tables[worker.pool, ROWS, num_rows] + attention
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def prefill_s(state, worker, num_new, num_cached):
     return sum_s(state, worker, num_new, 1, attention_s(state, worker, num_new, num_cached))
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def prompt_s(state, worker, num_new, num_cached):
     budget = worker.max_batch_tokens
     num_chunks, num_left = num_new // budget, num_new % budget
@@ -184,7 +186,7 @@ def prompt_s(state, worker, num_new, num_cached):
     return num_chunks * chunk_s + attention + prefill_s(state, worker, num_left, num_cached + num_whole)
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def mixed_s(state, worker, num_new, num_cached, batch_size, num_context):
     attention = attention_s(state, worker, num_new, num_cached)
     attention += decode_attention_s(worker, num_context + batch_size, batch_size)
@@ -194,32 +196,32 @@ def mixed_s(state, worker, num_new, num_cached, batch_size, num_context):
 # Router: `pdserve.router.requests.least_time` and `pdserve.router.cluster.worker.InFlightLoad.snapshot`
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def waiting_tokens(worker):
     started = worker.chunk_tokens + worker.next_chunk_tokens + worker.uncomputed_tokens
     return started + max(worker.waiting_tokens, worker.sent_tokens)
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def num_decoding(worker):
     num_reserved = worker.reserved_tail - worker.reserved_head
     num_waiting = worker.waiting_tail - worker.waiting_head + num_reserved + worker.num_swapped
     return worker.num_running + worker.num_pulling + worker.num_admitted + max(num_waiting, worker.num_sent)
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def num_context_tokens(worker):
     num_running = worker.active_context + worker.ending_context
     return num_running + worker.pulling_context + worker.admitted_context + worker.sent_context
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def own_prefill_s(state, worker, request, num_cached):
     """Seconds to prefill the request alone: a lower bound of its TTFT."""
     return prompt_s(state, worker, request.num_prompt - num_cached, num_cached)
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def predict_ttft_s(state, worker, request, num_cached):
     num_waiting, budget = waiting_tokens(worker), worker.max_batch_tokens
     num_new = request.num_prompt - num_cached
@@ -237,14 +239,14 @@ def predict_ttft_s(state, worker, request, num_cached):
     return ttft_s
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def shortfall(state, worker, request):
     num_blocks = request.num_prompt // state.cluster[0].block_size + 1
     missing_blocks = max(0, num_blocks - (worker.num_free - worker.sent_blocks))
     return missing_blocks + max(0, num_decoding(worker) + 1 - worker.max_batch_size)
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def may_prefill_locally(state, worker, request, num_cached):
     num_new = waiting_tokens(worker) + request.num_prompt - num_cached
     chunk = min(num_new, worker.max_batch_tokens)
@@ -252,14 +254,14 @@ def may_prefill_locally(state, worker, request, num_cached):
     return mixed_s(state, worker, chunk, num_cached, batch_size, num_context) <= state.cluster[0].tpot_slo_s
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def is_emptier(state, worker, best, request):
     """`tie_order`, between workers of which both or none only decode."""
     other, fits = state.workers[best], worker.num_free > request.num_prompt // state.cluster[0].block_size
     return (worker.role == DECODE) == (other.role == DECODE) and fits and worker.num_free > other.num_free
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def place(state, index, now_s):
     """`LeastTime.prefill`, and the load in flight."""
     request = state.requests[index]
@@ -288,7 +290,7 @@ def place(state, index, now_s):
     tell(state, best, ADD, index, now_s)
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def bind(state, index, now_s):
     """`LeastTime.decode`, and the load in flight."""
     request = state.requests[index]
@@ -313,7 +315,7 @@ def bind(state, index, now_s):
     tell(state, best, PREPARE, index, now_s)
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def send_decode(state, worker, request):
     """`InFlightLoad.add_decode`."""
     request.is_in_flight = 1
@@ -322,7 +324,7 @@ def send_decode(state, worker, request):
     worker.sent_blocks += request.num_prompt // state.cluster[0].block_size + 1
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def settle_decode(state, worker, request):
     """`InFlightLoad.remove`."""
     if request.is_in_flight == 1:
@@ -332,7 +334,7 @@ def settle_decode(state, worker, request):
         worker.sent_blocks -= request.num_prompt // state.cluster[0].block_size + 1
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def tell(state, w, kind, index, now_s):
     worker = state.workers[w]
     state.lists[w, INBOX, worker.num_messages] = index * 8 + kind
@@ -342,7 +344,7 @@ def tell(state, w, kind, index, now_s):
     state.quiet_until_s[w] = state.turn_at_s[w]
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def report(state, kind, index, now_s):
     cluster = state.cluster[0]
     message = state.messages[cluster.message_tail & (len(state.messages) - 1)]
@@ -350,7 +352,7 @@ def report(state, kind, index, now_s):
     cluster.message_tail += 1
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def receive(state, kind, index, now_s):
     """A message arrives at the router."""
     request = state.requests[index]
@@ -373,7 +375,7 @@ def receive(state, kind, index, now_s):
             push(state, now_s + think_s, ARRIVED, request.next_turn)
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def arrive(state, index):
     """A request reaches the edge, which has a limit."""
     request, cluster = state.requests[index], state.cluster[0]
@@ -386,13 +388,13 @@ def arrive(state, index):
 # Prefix caches: `pdserve.kv_transfer.block_pool`
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def has_path(request):
     """Whether the prompt may share a prefix. The functions below, which are not inlined, are for those that may."""
     return request.path_begin < request.path_end
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def num_cached_tokens(state, w, index):
     """Leading tokens of the prompt, but the last one, that the worker caches."""
     return match_prefix(state, w, index) if has_path(state.requests[index]) else 0
@@ -496,7 +498,7 @@ def unlink(lru, node):
     lru[lru[node, 1], 0], lru[lru[node, 0], 1] = lru[node, 0], lru[node, 1]
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def evict(state, w):
     """Cached blocks beyond the available ones were overwritten."""
     if state.workers[w].num_evictable > state.workers[w].num_free:
@@ -518,7 +520,7 @@ def evict_oldest(state, w):
 # Transfers: `pdserve.planner.simulate.simulated_transfers`
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def carry(state, index, now_s):
     """Once blocks are reserved and the last chunk is written, the end of the pull is known."""
     request, cluster = state.requests[index], state.cluster[0]
@@ -538,7 +540,7 @@ def carry(state, index, now_s):
     push(state, ends_s + cluster.pull_s, PULL_ENDED, index)
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def push(state, at_s, kind, index):
     timers, cluster = state.timers, state.cluster[0]
     slot = cluster.num_timers
@@ -550,7 +552,7 @@ def push(state, at_s, kind, index):
     set_timer(timers[slot], at_s, kind, index)
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def pop(state):
     timers, cluster = state.timers, state.cluster[0]
     kind, index = timers[0].kind, timers[0].request
@@ -569,12 +571,12 @@ def pop(state):
     return kind, index
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def set_timer(timer, at_s, kind, index):
     timer.at_s, timer.kind, timer.request = at_s, kind, index
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def turn(state, w, now_s):
     worker, cluster = state.workers[w], state.cluster[0]
     had_step = worker.num_in_flight > 0
@@ -606,7 +608,7 @@ def turn(state, w, now_s):
     state.quiet_until_s[w] = state.turn_at_s[w]
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def coast(state, w, until_s):
     """Turns of `turn` in which the same sequences decode and nothing else happens, up to the next event at ``until_s``
     or the next turn of another worker that may cause one: they change only lengths."""
@@ -661,7 +663,7 @@ def coast(state, w, until_s):
     state.quiet_until_s[w] = end_s + (last_step - step) * step_s
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def enter_stage(state, worker, from_s, step_s):
     """`Stage.enter`; returns when the step ends."""
     first = state.workers[worker.first_of_pipeline]
@@ -670,7 +672,7 @@ def enter_stage(state, worker, from_s, step_s):
     return begins_s + step_s
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def handle(state, w, kind, index, now_s):
     worker, request = state.workers[w], state.requests[index]
     if kind == ADD:
@@ -716,13 +718,13 @@ def drop_reservation(state, w, index):
     worker.reserved_tail -= 1
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def take_ticket(worker, request):
     request.ticket = worker.num_tickets
     worker.num_tickets += 1
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def release_prompt(state, w, index):
     worker, request = state.workers[w], state.requests[index]
     num_blocks = blocks_for(state, request.num_prompt)
@@ -732,7 +734,7 @@ def release_prompt(state, w, index):
         release(state, w, index, request.num_parked_shared, 0)
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def complete(state, w, now_s):
     """The oldest step in flight has ended."""
     worker, cluster = state.workers[w], state.cluster[0]
@@ -762,7 +764,7 @@ def complete(state, w, now_s):
         end_sequences(state, w, step, seen_s, now_s)
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def end_sequences(state, w, step, seen_s, now_s):
     worker = state.workers[w]
     running, last_steps = state.lists[w, RUNNING], state.lists[w, LAST_STEP]
@@ -791,19 +793,19 @@ def end_sequences(state, w, step, seen_s, now_s):
 # `pdserve.engine.worker.scheduler` and its parts
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def blocks_for(state, num_tokens):
     block_size = state.cluster[0].block_size
     return (num_tokens + block_size - 1) // block_size
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def held_blocks(state, request, num_tokens):
     """Blocks of the request's own where it decodes, when ``num_tokens`` are written."""
     return blocks_for(state, num_tokens) - request.num_shared
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def hold_with_headroom(state, worker, request, num_tokens):
     """`Sequence.num_blocks_with_headroom`, taken for ``num_tokens`` known ones."""
     num_most = request.num_prompt + request.max_output - 1
@@ -812,13 +814,13 @@ def hold_with_headroom(state, worker, request, num_tokens):
     worker.num_free -= num_blocks
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def final_blocks(state, request):
     """Blocks that the sequence is expected to need when its last token is planned: the most ever."""
     return expected_blocks(state, request, request.num_prompt + request.num_output - 1)
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def expected_blocks(state, request, num_known):
     """`Sequence.num_blocks_expected`."""
     block_size = state.cluster[0].block_size
@@ -826,7 +828,7 @@ def expected_blocks(state, request, num_known):
     return held_blocks(state, request, min(num_tokens, request.num_prompt + request.max_output - 1))
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def fits(state, w, num_expected, num_final):
     """Whether one more sequence fits, by `Scheduler._budget`. Sequences can only grow until one ends, so that what
     did not fit does not until then."""
@@ -847,7 +849,7 @@ def fits(state, w, num_expected, num_final):
     return False
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def join(state, w, index, first_step, num_rows):
     """The sequence decodes from ``first_step`` on."""
     worker, request = state.workers[w], state.requests[index]
@@ -869,7 +871,7 @@ def join(state, w, index, first_step, num_rows):
     request.first_step = first_step
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def leave(state, worker, w, request, last_step, next_step):
     """The sequence has no rows from ``next_step`` on; returns its context when its last row is written."""
     num_context, block_size = request.num_prompt + request.num_output - 1, state.cluster[0].block_size
@@ -882,7 +884,7 @@ def leave(state, worker, w, request, last_step, next_step):
     return num_context
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def find_first_last_step(state, w, step):
     worker = state.workers[w]
     last_steps = state.lists[w, LAST_STEP]
@@ -964,12 +966,12 @@ def resume_swapped(state, w, step):
     return num_copied, num_rows, num_seen, False
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def num_places(worker):
     return worker.max_batch_size - worker.num_running - worker.num_pulling - worker.num_admitted
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def plan(state, w, now_s):
     """Plan a step; returns its seconds, 0 for none, and the prompt tokens in it."""
     worker = state.workers[w]
@@ -1018,7 +1020,7 @@ def plan(state, w, now_s):
     return step_s, num_chunk_tokens
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def reserve(state, w, now_s):
     """Reservations in order; returns whether prompts that wait here may start too."""
     worker = state.workers[w]
@@ -1056,7 +1058,7 @@ def reserve(state, w, now_s):
     return True
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def admit(state, w, index, may_admit, now_s):
     """`Prompts._try_admit` if there is room; returns whether there was."""
     worker, request = state.workers[w], state.requests[index]
@@ -1095,7 +1097,7 @@ def admit(state, w, index, may_admit, now_s):
     return True
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def plan_chunks(state, w, num_rows, may_admit, now_s):
     """Chunks in the rest of the token budget; returns their number, tokens and seconds of attention."""
     worker = state.workers[w]
@@ -1133,7 +1135,7 @@ def plan_chunks(state, w, num_rows, may_admit, now_s):
     return num_chunks, num_tokens, seconds
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def hand_over(state, w, now_s):
     """Prompts whose last chunk is planned are offered, or decode here from the next step on."""
     worker = state.workers[w]
@@ -1161,7 +1163,7 @@ def hand_over(state, w, now_s):
     worker.num_admitted = num_kept
 
 
-@njit(inline="always")
+@njit(**INLINED)
 def first_turn(turn_at_s):
     """The worker whose turn is next."""
     first = 0
