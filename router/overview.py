@@ -20,7 +20,6 @@ from pdserve.contracts import metrics as names
 from pdserve.contracts.deployment import SloConfig
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.cluster.remote_worker import RemoteWorker
-from pdserve.router.metrics import RouterMetrics
 
 SAMPLE_S = 1.0
 WINDOW_S, LONG_WINDOW_S = 60.0, 900.0
@@ -50,9 +49,8 @@ class Sample(NamedTuple):
 class Overview:
     """Samples of one router."""
 
-    def __init__(self, cluster: Cluster, metrics: RouterMetrics, slo: SloConfig, model: str) -> None:
-        self._cluster = cluster
-        self._metrics = metrics
+    def __init__(self, cluster: Cluster, slo: SloConfig, model: str) -> None:
+        self._cluster, self._metrics = cluster, cluster.metrics
         self._slo = slo
         self._model = model
         self._samples: deque[Sample] = deque()

@@ -12,7 +12,7 @@ from pdserve.router.http.errors import MAX_NAME_CHARS, MESSAGES_PATH, ApiError, 
 from pdserve.router.http.messages import MAX_MESSAGES, call_arguments, turns_of
 from pdserve.router.http.schema import ChatBody, ConvertedBody, ToolList
 from pdserve.router.http.unsupported_fields import MESSAGES, warn_once
-from pdserve.router.http.writer import DELTA_BYTES, text_bytes
+from pdserve.router.http.writer import DELTA_BYTES, text_bytes, typed_event
 from pdserve.router.text.answer import Answer, TextDelta
 
 _encode = msgspec.json.Encoder().encode
@@ -99,7 +99,7 @@ def _chat_choice(choice: Mapping[str, object]) -> object:
 
 
 def _event(kind: str, **members: object) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **members}))
+    return typed_event({"type": kind, **members})
 
 
 class MessageWriter:

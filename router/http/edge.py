@@ -177,10 +177,9 @@ class Edge:
 
     async def tokenizer_info(self) -> JSONResponse:
         """Chat template and special tokens, for clients that render chats themselves (vLLM)."""
-        template = self.tokenizer.template
-        special_tokens = {} if template is None else template.special_tokens
-        source = None if template is None else template.source
-        return JSONResponse({**special_tokens, "chat_template": source})
+        if (template := self.tokenizer.template) is None:
+            return JSONResponse({"chat_template": None})
+        return JSONResponse({**template.special_tokens, "chat_template": template.source})
 
     async def detokenize(self, body: DetokenizeBody, exchange: Exchange) -> JSONResponse:
         """Text of token ids, special tokens included."""
@@ -286,7 +285,7 @@ class Edge:
             reasoning = self._reasoning(body, prompt)
             if exchange.grammar is not None and reasoning is not None:
                 exchange.grammar = after_reasoning(exchange.grammar, is_open=reasoning)
-            return _parts(reasoning, tools)
+            return None if reasoning is None and tools is None else partial(_parts, reasoning, tools)
         begun = harmony.begun(prompt_tokens, self.tokenizer.token_text)
         has_tool_grammar = tools is not None and tools.grammar is not None
         if begun and has_tool_grammar:
@@ -439,20 +438,10 @@ def _too_long(body: GenerationBody, max_model_len: int) -> Iterator[None]:
         raise
 
 
-def _parts(reasoning: bool | None, tools: Tools | None) -> Callable[[], AnswerParts] | None:
-    """Parsers of a chat's answers; None if all of an answer is text.
-
-    Args:
-        reasoning: whether an answer begins inside reasoning; None if it has none.
-    """
-    if reasoning is None and tools is None:
-        return None
-
-    def new_parts() -> AnswerParts:
-        return AnswerParts(
-            None if reasoning is None else ReasoningParser(is_open=reasoning),
-            call_parser(tools.style, new_call_id, tools.offered) if tools else None,
-            may_call_several=tools is None or tools.may_call_several,
-        )
-
-    return new_parts
+def _parts(reasoning: bool | None, tools: Tools | None) -> AnswerParts:
+    """Parsers of an answer. ``reasoning``: whether it begins inside reasoning; None if it has none."""
+    return AnswerParts(
+        None if reasoning is None else ReasoningParser(is_open=reasoning),
+        call_parser(tools.style, new_call_id, tools.offered) if tools else None,
+        may_call_several=tools is None or tools.may_call_several,
+    )

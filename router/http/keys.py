@@ -301,16 +301,13 @@ class Caller:
             message = f"this API key has {limit} answers in flight at most; wait for the end of one"
             raise ApiError(429, message, headers={"Retry-After": "1"})
 
-    def spend(self, *, requests: int = 0, tokens: float = 0) -> None:
-        now_s = time.monotonic()
-        for of, amount in (("requests", requests), ("tokens", tokens)):
-            if amount and of in self.budgets:
-                self.budgets[of].spend(amount, now_s)
+    def spend(self, of: str, amount: float) -> float:
+        """Take ``amount`` of a budget, or what may be taken of it; return what was taken, 0 without a limit."""
+        return self.budgets[of].spend(amount, time.monotonic()) if of in self.budgets else 0.0
 
     def spend_prompt(self, num_tokens: int) -> None:
         """Take a prompt's tokens, until `close` says that the request was refused."""
-        if (budget := self.budgets.get("tokens")) is not None:
-            self.prompt_tokens += budget.spend(num_tokens, time.monotonic())
+        self.prompt_tokens += self.spend("tokens", num_tokens)
 
     def spend_grammar(self, grammar: Grammar) -> None:
         """Count a request for ``grammar``.
@@ -347,12 +344,12 @@ class Caller:
         """Count a request, and its answers until `close`."""
         self.num_answers += num_answers
         self.in_flight[self.key.id] += num_answers
-        self.spend(requests=1)
+        self.spend("requests", 1)
 
     def close(self, num_answered_tokens: int = 0, *, is_refused: bool = False) -> None:
         """Take the tokens of the request's answers; give back those of its prompt if it was refused."""
         is_given_back = is_refused and not num_answered_tokens
-        self.spend(tokens=-self.prompt_tokens if is_given_back else num_answered_tokens)
+        self.spend("tokens", -self.prompt_tokens if is_given_back else num_answered_tokens)
         self.in_flight[self.key.id] -= self.num_answers
         self.num_answers = 0
         if not self.in_flight[self.key.id]:

@@ -19,7 +19,7 @@ from pdserve.router.http.json_body import INTEGRAL
 from pdserve.router.http.messages import FREE_TEXT, MAX_MESSAGES, messages_of
 from pdserve.router.http.schema import ChatBody, ConvertedBody, ToolList
 from pdserve.router.http.unsupported_fields import RESPONSES, warn_once
-from pdserve.router.http.writer import DELTA_BYTES, text_bytes
+from pdserve.router.http.writer import DELTA_BYTES, text_bytes, typed_event
 from pdserve.router.text.answer import Answer, TextDelta
 from pdserve.router.text.tool_calls import whole_text
 
@@ -158,10 +158,6 @@ def _response_format(wanted: object) -> dict[str, object] | None:
     return wanted
 
 
-def _line(event: Mapping[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event))
-
-
 class ResponseWriter:
     """Writes the answer to one request: `events` for a stream, else `add` and `whole`."""
 
@@ -206,14 +202,14 @@ class ResponseWriter:
 
     def events(self, batch: Sequence[TextDelta]) -> bytes:
         """Events of tokens that arrived together, including those that open and end the response."""
-        return b"".join(_line(event) for delta in batch for event in self._advance(delta))
+        return b"".join(typed_event(event) for delta in batch for event in self._advance(delta))
 
     def failure(self, error: ApiError) -> bytes:
         """Events that end a stream early."""
         events = self._begin()
         code = error.code or "server_error"  # names of the API's own
         self._envelope |= {"status": "failed", "error": {"code": code, "message": error.detail}}
-        return b"".join(map(_line, [*events, self._event("response.failed", response=self._response())]))
+        return b"".join(map(typed_event, [*events, self._event("response.failed", response=self._response())]))
 
     def add(self, delta: TextDelta) -> int:
         self._advance(delta)
