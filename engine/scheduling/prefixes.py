@@ -81,7 +81,8 @@ class PrefixPulls:
 
 
 class Lending:
-    """Cached blocks on loan to pulls of other workers, by handle."""
+    """Cached blocks on loan to pulls of other workers, by handle. Once a loan has ended, these blocks are the first to
+    be evicted: the prompt is continued on the other worker, and a second copy would take the room of another prompt."""
 
     def __init__(self, table: SequenceTable) -> None:
         self._table = table
@@ -109,7 +110,9 @@ class Lending:
 
     def end(self, handle: bytes) -> None:
         """The pull has ended. An unknown handle is ignored."""
-        self._table.pool.release(self._lent.pop(handle, []))
+        pool, blocks = self._table.pool, self._lent.pop(handle, [])
+        pool.release(blocks)
+        pool.evict_first(blocks)
 
     def withdraw(self) -> bool:
         """Take back the blocks that were lent first, of which the puller then uses none that it has not verified;
