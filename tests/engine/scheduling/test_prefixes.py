@@ -117,7 +117,7 @@ def test_targets_of_a_cancelled_prompt_stay_reserved_until_its_pull_has_ended(fa
 def cached(scheduler: Scheduler, num_tokens: int = 16, request_id: int = 9) -> list[bytes]:
     """Hashes of blocks that `scheduler` caches."""
     request = a_request(request_id, num_tokens, max_tokens=1)
-    request = replace(request, prompt_tokens=[request_id, *request.prompt_tokens[1:]])
+    request = replace(request, prompt_tokens=(request_id, *request.prompt_tokens[1:]))
     add(scheduler, request)
     answer(scheduler, step(scheduler))
     scheduler.take_events()
