@@ -54,7 +54,8 @@ class Overview:
         self._slo = slo
         self._model = model
         self._samples: deque[Sample] = deque()
-        self._points: deque[dict[str, Any]] = deque(maxlen=int(LONG_WINDOW_S / POINT_S))
+        self.points: deque[dict[str, Any]] = deque(maxlen=int(LONG_WINDOW_S / POINT_S))
+        """The trend: figures of the window at intervals of `POINT_S`, the newest last; JSON."""
         self._shown: msgspec.Raw | None = None
         self.sampled = asyncio.Condition()
         """Notified after each sample and at the end."""
@@ -95,13 +96,8 @@ class Overview:
         )
         while now_s - self._samples[0].time_s > LONG_WINDOW_S + SAMPLE_S:
             self._samples.popleft()
-        if not self._points or now_s - self._points[-1]["at_s"] >= POINT_S - SAMPLE_S / 2:
-            self._points.append(self._point())
-
-    @property
-    def points(self) -> list[dict[str, Any]]:
-        """The trend: figures of the window at intervals of `POINT_S`, the newest last; JSON."""
-        return list(self._points)
+        if not self.points or now_s - self.points[-1]["at_s"] >= POINT_S - SAMPLE_S / 2:
+            self.points.append(self._point())
 
     @property
     def shown(self) -> msgspec.Raw:

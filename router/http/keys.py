@@ -205,10 +205,9 @@ class KeyFile:
         if not key.matches(secret):
             return None
         max_answers, key = key.max_in_flight, self._limited(key)
-        limits = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
-        budgets = {of: self._budget(key.id, of, limit) for of, limit in limits.items() if limit}
-        of_grammars = self._budget(key.id, "grammars", limit) if (limit := key.grammars_per_minute) else None
+        budgets = {of: budget for of in ("requests", "tokens") if (budget := self._budget(key, of))}
         known = self._grammars.setdefault(key.id, OrderedDict())
+        of_grammars = self._budget(key, "grammars")
         return Caller(key, max_answers, self._cache_secret, self._in_flight, budgets, of_grammars, known)
 
     def _limited(self, key: ApiKey) -> ApiKey:
@@ -218,10 +217,11 @@ class KeyFile:
         shares: dict[str, Any] = {name: self._replicas.share(getattr(key, name)) for name in SHARED_LIMITS}
         return replace(key, **shares)
 
-    def _budget(self, key_id: str, of: str, per_minute: int) -> Budget:
-        budget = self._budgets.get((key_id, of))
-        if budget is None:
-            budget = self._budgets[key_id, of] = Budget(per_minute, time.monotonic())
+    def _budget(self, key: ApiKey, of: str) -> Budget | None:
+        """What the key may spend of something; None without a limit."""
+        if not (per_minute := getattr(key, f"{of}_per_minute")):
+            return None
+        budget = self._budgets.setdefault((key.id, of), Budget(per_minute, time.monotonic()))
         budget.per_minute = per_minute
         return budget
 

@@ -23,13 +23,6 @@ from pdserve.router.http.writer import DELTA_BYTES, text_bytes, typed_event
 from pdserve.router.text.answer import Answer, TextDelta
 from pdserve.router.text.tool_calls import whole_text
 
-_encode = msgspec.json.Encoder().encode
-_OTHER_FIELDS = frozenset({
-    "best_of", "logprobs", "max_completion_tokens", "max_tokens", "messages", "n", "prompt_logprobs",
-    "reasoning_effort", "response_format", "return_token_ids", "stream_options", "tool_choice", "tools",
-    "top_logprobs",
-})  # fmt: skip
-"""Fields of a chat that a response lacks, or has in another form."""
 _PLACES = {
     "max_completion_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning.effort",
     "response_format": "text.format", "response_format.json_schema": "text.format",
@@ -55,7 +48,11 @@ def _as_items(value: object) -> object:
 class ResponsesBody(ConvertedBody):
     """Body of ``POST /v1/responses``."""
 
-    other_fields = _OTHER_FIELDS
+    other_fields = frozenset({
+        "best_of", "logprobs", "max_completion_tokens", "max_tokens", "messages", "n", "prompt_logprobs",
+        "reasoning_effort", "response_format", "return_token_ids", "stream_options", "tool_choice", "tools",
+        "top_logprobs",
+    })  # fmt: skip
     neutral = RESPONSES
 
     input: Annotated[
@@ -198,7 +195,7 @@ class ResponseWriter:
             "tools": body.tools or [],
         }
         # Written once, and refused here if it is nested too deeply, as no stream has begun
-        self._envelope |= {name: msgspec.Raw(_encode(value)) for name, value in echoed.items()}
+        self._envelope |= {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in echoed.items()}
 
     def events(self, batch: Sequence[TextDelta]) -> bytes:
         """Events of tokens that arrived together, including those that open and end the response."""
@@ -216,7 +213,7 @@ class ResponseWriter:
         return DELTA_BYTES + text_bytes(delta)
 
     async def whole(self) -> bytes:
-        return _encode(self._response())
+        return msgspec.json.encode(self._response())
 
     def _response(self) -> dict[str, Any]:
         return {**self._envelope, "output": [*self._items]}

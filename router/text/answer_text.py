@@ -78,8 +78,7 @@ class Detokenizer:
         self._held = []
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
-        return text
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 class ByteDetokenizer:
