@@ -50,6 +50,7 @@ MAX_CACHE_SALT_BYTES = 64
 MAX_ADDRESS_LENGTH = 255
 MAX_DURATION_S = 86400.0
 _REFUSALS = {code.value: code for code in RefusalCode}
+_EVENT_FIELDS = [name for name in RequestEvent._fields if name != "key"]
 _LOAD_FIELDS = SchedulerLoad._fields
 _SAMPLING_FIELDS = [field.name for field in fields(SamplingParams) if field.name not in ("logit_bias", "grammar")]
 _OTHER_REQUEST_FIELDS = ("sampling", "block_hashes", "prefix_source")
@@ -281,16 +282,8 @@ def prompt_logprobs_from_proto(message: worker_pb2.PromptLogprobs) -> PromptLogp
 
 
 def event_to_proto(event: RequestEvent) -> worker_pb2.RequestEvent:
-    return worker_pb2.RequestEvent(
-        request_id=event.key.request_id,
-        attempt=event.key.attempt,
-        kind=worker_pb2.RequestEvent.Kind.ValueType(event.kind),
-        message=event.message,
-        num_cached_tokens=event.num_cached_tokens,
-        waited_s=event.waited_s,
-        handle=event.handle,
-        refusal=worker_pb2.RefusalCode.ValueType(event.refusal),
-    )
+    values = {name: getattr(event, name) for name in _EVENT_FIELDS}
+    return worker_pb2.RequestEvent(request_id=event.key.request_id, attempt=event.key.attempt, **values)
 
 
 def event_from_proto(message: worker_pb2.RequestEvent) -> RequestEvent:
@@ -302,15 +295,9 @@ def event_from_proto(message: worker_pb2.RequestEvent) -> RequestEvent:
     kind = enum_from_proto(RequestEventKind, message.kind)
     has_handle = kind is RequestEventKind.LAST_CHUNK and message.handle
     _check(not has_handle or len(message.handle) == HANDLE_BYTES, f"handle must be {HANDLE_BYTES} bytes")
-    return RequestEvent(
-        key=RequestKey(0, message.request_id, message.attempt),
-        kind=kind,
-        message=message.message,
-        handle=message.handle,
-        num_cached_tokens=message.num_cached_tokens,
-        waited_s=message.waited_s,
-        refusal=_REFUSALS.get(message.refusal, RefusalCode.NONE),
-    )
+    given = {name: getattr(message, name) for name in _EVENT_FIELDS}
+    given |= {"kind": kind, "refusal": _REFUSALS.get(message.refusal, RefusalCode.NONE)}
+    return RequestEvent(RequestKey(0, message.request_id, message.attempt), **given)
 
 
 def load_to_proto(load: SchedulerLoad) -> worker_pb2.Load:

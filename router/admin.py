@@ -12,9 +12,9 @@ import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import Body, FastAPI, HTTPException, Request
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
@@ -35,6 +35,8 @@ _LIMITS = ("max_model_len", "block_size", "num_blocks", "max_batch_tokens", "max
 """Fields of a worker's welcome, too."""
 
 
+_Rate = Annotated[float, Body(ge=0)]
+
 OPEN_PATHS = ("/metrics", "/targets")
 """Paths that ``router.open_metrics`` serves without the token."""
 
@@ -48,18 +50,6 @@ class Target(BaseModel):
     role: WorkerRole
     address: str = Field(pattern=r":\d+$")
     epoch: int = Field(ge=0, lt=2**64)
-
-
-class PlanFigures(BaseModel):
-    """What `pdserve plan --live` found."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    running: float = Field(ge=0)
-    """Requests per second within the SLO as placed now."""
-    best: float = Field(ge=0)
-    workers: dict[WorkerRole, int]
-    """Of the best placement."""
 
 
 def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs, overview: Overview) -> FastAPI:
@@ -113,9 +103,10 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
         replicas.put(admin_ports)
 
     @app.put("/plan")
-    async def put_plan(plan: PlanFigures) -> None:
-        """Show the figures of a plan among the metrics."""
-        cluster.metrics.planned({"running": plan.running, "best": plan.best}, plan.workers)
+    async def put_plan(running: _Rate, best: _Rate, workers: Annotated[dict[WorkerRole, int], Body()]) -> None:
+        """Show what `pdserve plan --live` found among the metrics: requests per second within the SLO as placed now and
+        by the best placement, and the workers of that."""
+        cluster.metrics.planned({"running": running, "best": best}, workers)
 
     @app.get("/demand")
     async def show_demand() -> dict[str, Any]:

@@ -7,8 +7,6 @@ from datetime import UTC, datetime
 
 import msgspec
 
-_encode = msgspec.json.Encoder().encode
-
 
 class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
@@ -20,7 +18,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        return _encode(fields).decode()
+        return msgspec.json.encode(fields).decode()
 
 
 def configure_log(log_format: str) -> None:

@@ -134,7 +134,7 @@ async def serve(config: RouterProcessConfig) -> int:
     dispatcher = Dispatcher(costs, settings, time.monotonic, metrics, replicas, call_soon)
     metrics.track(dispatcher)
     cluster = Cluster(dispatcher, metrics, cluster_token=config.cluster_token, tls=config.deployment.security.tls)
-    overview = Overview(cluster, metrics, slo, model.served_name)
+    overview = Overview(cluster, slo, model.served_name)
     app = create_app(
         cluster,
         tokenizer,

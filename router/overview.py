@@ -20,7 +20,6 @@ from pdserve.contracts import metrics as names
 from pdserve.contracts.deployment import SloConfig
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.cluster.remote_worker import RemoteWorker
-from pdserve.router.metrics import RouterMetrics
 
 SAMPLE_S = 1.0
 WINDOW_S, LONG_WINDOW_S = 60.0, 900.0
@@ -50,13 +49,13 @@ class Sample(NamedTuple):
 class Overview:
     """Samples of one router."""
 
-    def __init__(self, cluster: Cluster, metrics: RouterMetrics, slo: SloConfig, model: str) -> None:
-        self._cluster = cluster
-        self._metrics = metrics
+    def __init__(self, cluster: Cluster, slo: SloConfig, model: str) -> None:
+        self._cluster, self._metrics = cluster, cluster.metrics
         self._slo = slo
         self._model = model
         self._samples: deque[Sample] = deque()
-        self._points: deque[dict[str, Any]] = deque(maxlen=int(LONG_WINDOW_S / POINT_S))
+        self.points: deque[dict[str, Any]] = deque(maxlen=int(LONG_WINDOW_S / POINT_S))
+        """The trend: figures of the window at intervals of `POINT_S`, the newest last; JSON."""
         self._shown: msgspec.Raw | None = None
         self.sampled = asyncio.Condition()
         """Notified after each sample and at the end."""
@@ -97,13 +96,8 @@ class Overview:
         )
         while now_s - self._samples[0].time_s > LONG_WINDOW_S + SAMPLE_S:
             self._samples.popleft()
-        if not self._points or now_s - self._points[-1]["at_s"] >= POINT_S - SAMPLE_S / 2:
-            self._points.append(self._point())
-
-    @property
-    def points(self) -> list[dict[str, Any]]:
-        """The trend: figures of the window at intervals of `POINT_S`, the newest last; JSON."""
-        return list(self._points)
+        if not self.points or now_s - self.points[-1]["at_s"] >= POINT_S - SAMPLE_S / 2:
+            self.points.append(self._point())
 
     @property
     def shown(self) -> msgspec.Raw:

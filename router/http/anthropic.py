@@ -12,10 +12,9 @@ from pdserve.router.http.errors import MAX_NAME_CHARS, MESSAGES_PATH, ApiError, 
 from pdserve.router.http.messages import MAX_MESSAGES, call_arguments, turns_of
 from pdserve.router.http.schema import ChatBody, ConvertedBody, ToolList
 from pdserve.router.http.unsupported_fields import MESSAGES, warn_once
-from pdserve.router.http.writer import DELTA_BYTES, text_bytes
+from pdserve.router.http.writer import DELTA_BYTES, text_bytes, typed_event
 from pdserve.router.text.answer import Answer, TextDelta
 
-_encode = msgspec.json.Encoder().encode
 _PLACES = {
     "reasoning_effort": "output_config.effort", "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format", "stop": "stop_sequences",
@@ -99,7 +98,7 @@ def _chat_choice(choice: Mapping[str, object]) -> object:
 
 
 def _event(kind: str, **members: object) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **members}))
+    return typed_event({"type": kind, **members})
 
 
 class MessageWriter:
@@ -145,7 +144,7 @@ class MessageWriter:
             content.append(block | ({"input": call_arguments(text)} if kind == "tool_use" else {kind: text}))
             if kind == "thinking":
                 content[-1]["signature"] = _SIGNATURE
-        return _encode(self._message | {"content": content, "usage": self._usage()})
+        return msgspec.json.encode(self._message | {"content": content, "usage": self._usage()})
 
     def _events(self, delta: TextDelta) -> Iterator[bytes]:
         if not self._is_begun:

@@ -10,14 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from pdserve.contracts.deployment import DeploymentConfig
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import EdgeMiddleware
 from pdserve.router.http.edge import Edge
-from pdserve.router.http.errors import MESSAGES_PATH, ApiError, install_error_handlers
+from pdserve.router.http.errors import MESSAGES_PATH, answer_error
 from pdserve.router.http.json_body import BodyRoute
 from pdserve.router.http.keys import RATE_HEADERS, KeyFile
 from pdserve.router.http.page import add_page_routes
@@ -53,7 +55,8 @@ def create_app(
     router = deployment.router
     edge = Edge(cluster, tokenizer, deployment.model.served_name, router.keep_alive_seconds, defaults or {})
     app = FastAPI(title="pdserve", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
-    install_error_handlers(app)
+    for kind in (HTTPException, ClientDisconnect):
+        app.add_exception_handler(kind, answer_error)
     app.add_middleware(EdgeMiddleware, cluster=cluster, keys=keys, sinks=sinks)
     if router.cors_origins:  # outermost: a browser asks before it sends a key
         app.add_middleware(
@@ -103,8 +106,7 @@ def _add_model_routes(app: FastAPI, edge: Edge) -> None:
 
     @app.api_route("/v1/models/{name:path}", methods=_READ)
     async def get_model(name: str) -> JSONResponse:
-        if name != edge.served_name:
-            raise ApiError(404, f"the model `{name}` does not exist", param="model", code="model_not_found")
+        edge.check_model(name)
         return JSONResponse(model_card())
 
 

@@ -76,9 +76,6 @@ class EdgeMiddleware:
         self._turn = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         scope["path"] = _SLASHES.sub("/", scope["path"]).rstrip("/") or "/"  # of base URLs joined with paths
         state = scope.setdefault("state", {})
         # Whoever asks whether the router lives would restart one that is full

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import TypeVar
 
 import msgspec
 from starlette.responses import JSONResponse, Response
@@ -39,7 +38,7 @@ from pdserve.router.http.schema import (
 )
 from pdserve.router.http.sse import EventStream, Writer
 from pdserve.router.http.tools import Tools, check_tools, new_call_id, template_options, tools_of
-from pdserve.router.http.writer import AnswerWriter, off_loop
+from pdserve.router.http.writer import AnswerWriter, Result, off_loop
 from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.answer import (
     Answer,
@@ -58,8 +57,6 @@ from pdserve.router.text.reasoning import CLOSING, OPENING, ReasoningParser
 from pdserve.router.text.tokenizer import ChatTokenizer, TooLongError
 from pdserve.router.text.tool_calls import whole_text
 from pdserve.router.text.xml_calls import call_parser
-
-Result = TypeVar("Result")
 
 PIECE_TOKENS = 64
 """Tokens decoded together where no reader needs them one by one."""
@@ -117,7 +114,7 @@ class Edge:
         """Tokens of the prompt that a message would have."""
         with body.naming_its_fields():
             chat = await self._aside(exchange, body.as_chat)
-            self._check_model(chat.model)
+            self.check_model(chat.model)
             tools = await self._aside(exchange, partial(tools_of, chat, self.tokenizer.tool_format))
             tokens = await self._tokens(chat, exchange, tools.offered if tools else ())
         return JSONResponse({"input_tokens": len(tokens)})
@@ -161,30 +158,25 @@ class Edge:
     async def tokenize(self, body: TokenizeBody, exchange: Exchange) -> Response:
         """Token ids of a prompt, or of a chat as the model would be asked it."""
         body.check()
-        self._check_model(body.model)
+        self.check_model(body.model)
         await self._aside(exchange, partial(check_tools, body.tools or ()))
         tokens = await self._tokens(body, exchange, body.tools or ())
         texts = None
         if body.return_token_strs:
             texts = await off_loop(len(tokens), lambda: list(map(self.tokenizer.token_text, tokens)))
-        content = {
-            "count": len(tokens),
-            "max_model_len": self.cluster.max_model_len,
-            "tokens": tokens,
-            "token_strs": texts,
-        }
-        return Response(msgspec.json.encode(content), media_type="application/json")
+        counts = {"count": len(tokens), "max_model_len": self.cluster.max_model_len}
+        content = msgspec.json.encode({**counts, "tokens": tokens, "token_strs": texts})
+        return Response(content, media_type="application/json")
 
     async def tokenizer_info(self) -> JSONResponse:
         """Chat template and special tokens, for clients that render chats themselves (vLLM)."""
-        template = self.tokenizer.template
-        special_tokens = {} if template is None else template.special_tokens
-        source = None if template is None else template.source
-        return JSONResponse({**special_tokens, "chat_template": source})
+        if (template := self.tokenizer.template) is None:
+            return JSONResponse({"chat_template": None})
+        return JSONResponse({**template.special_tokens, "chat_template": template.source})
 
     async def detokenize(self, body: DetokenizeBody, exchange: Exchange) -> JSONResponse:
         """Text of token ids, special tokens included."""
-        self._check_model(body.model)
+        self.check_model(body.model)
         check_token_ids("tokens", body.tokens, self.tokenizer.vocab_size)
         async with asyncio.timeout(TOKENIZER_S), self._tokenizer_turn(exchange):
             text = await off_loop(len(body.tokens), partial(self.tokenizer.decode, body.tokens))
@@ -224,7 +216,7 @@ class Edge:
         exchange.grammar = await self._aside(exchange, partial(grammar_of, body))
         check_token_ids("logit_bias", map(int, body.logit_bias or ()), self.tokenizer.vocab_size)
         check_token_ids("stop_token_ids", body.stop_token_ids or (), self.tokenizer.vocab_size)
-        self._check_model(body.model)
+        self.check_model(body.model)
         max_model_len = self.cluster.max_model_len
         if max_model_len is None:
             raise ApiError(503, "no worker has joined the cluster yet; try again soon", headers={"Retry-After": "1"})
@@ -259,7 +251,8 @@ class Edge:
             raise refusal("service_tier", f"{body.service_tier!r} is not open to this request; {remedy}")
         return body.service_tier
 
-    def _check_model(self, name: str | None) -> None:
+    def check_model(self, name: str | None) -> None:
+        """Check that requests may name the model so."""
         if name not in (None, "", self.served_name):
             message = f"the model `{name}` does not exist; this server has `{self.served_name}`"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -286,7 +279,7 @@ class Edge:
             reasoning = self._reasoning(body, prompt)
             if exchange.grammar is not None and reasoning is not None:
                 exchange.grammar = after_reasoning(exchange.grammar, is_open=reasoning)
-            return _parts(reasoning, tools)
+            return None if reasoning is None and tools is None else partial(_parts, reasoning, tools)
         begun = harmony.begun(prompt_tokens, self.tokenizer.token_text)
         has_tool_grammar = tools is not None and tools.grammar is not None
         if begun and has_tool_grammar:
@@ -439,20 +432,10 @@ def _too_long(body: GenerationBody, max_model_len: int) -> Iterator[None]:
         raise
 
 
-def _parts(reasoning: bool | None, tools: Tools | None) -> Callable[[], AnswerParts] | None:
-    """Parsers of a chat's answers; None if all of an answer is text.
-
-    Args:
-        reasoning: whether an answer begins inside reasoning; None if it has none.
-    """
-    if reasoning is None and tools is None:
-        return None
-
-    def new_parts() -> AnswerParts:
-        return AnswerParts(
-            None if reasoning is None else ReasoningParser(is_open=reasoning),
-            call_parser(tools.style, new_call_id, tools.offered) if tools else None,
-            may_call_several=tools is None or tools.may_call_several,
-        )
-
-    return new_parts
+def _parts(reasoning: bool | None, tools: Tools | None) -> AnswerParts:
+    """Parsers of an answer. ``reasoning``: whether it begins inside reasoning; None if it has none."""
+    return AnswerParts(
+        None if reasoning is None else ReasoningParser(is_open=reasoning),
+        call_parser(tools.style, new_call_id, tools.offered) if tools else None,
+        may_call_several=tools is None or tools.may_call_several,
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -17,9 +16,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from pdserve.router.requests.request import GenerationError
-
-if TYPE_CHECKING:  # the supervisor reads keys with this module, and the import takes a quarter of a second
-    from fastapi import FastAPI
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +27,6 @@ MAX_NAME_CHARS = 64
 """Limit for a name chosen by a client, such as a key of ``logit_bias``."""
 
 _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error", 504: "timeout_error"}
-_CODES = {429: "rate_limit_exceeded"}
 
 MESSAGES_PATH = "/v1/messages"
 """Errors of this route, and of those below it, are in Anthropic's format."""
@@ -57,7 +52,7 @@ class ApiError(HTTPException):
         shortened = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}..."
         super().__init__(status, shortened, headers)
         self.param = param
-        self.code = code or _CODES.get(status)
+        self.code = code or ("rate_limit_exceeded" if status == 429 else None)
 
     def body(self, path: str) -> bytes:
         """JSON for a request to ``path``."""
@@ -131,8 +126,3 @@ def _remedy_of_route(path: str) -> str:
     if path.startswith("/v1/") and not path.startswith("/v1/v1"):
         return remedy
     return f"base URLs of clients end with /v1, those of Anthropic's clients before it; {remedy}"
-
-
-def install_error_handlers(app: FastAPI) -> None:
-    for kind in (HTTPException, ClientDisconnect):
-        app.add_exception_handler(kind, answer_error)

@@ -59,13 +59,17 @@ def after_reasoning(grammar: Grammar, *, is_open: bool) -> Grammar:
     space = {"type": "regex", "pattern": r"\n{0,2}"}
     begins = {"type": "sequence", "elements": [*([] if is_open else [opening]), thought, closing, space]}
     elements = [begins if is_open else {"type": "optional", "content": begins}, structure_of(grammar)]
-    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
-    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
+    return structural({"type": "sequence", "elements": elements})
 
 
 def in_harmony(grammar: Grammar, harmony: Harmony) -> Grammar:
     """Grammar of an answer in harmony's messages, whose last one it binds."""
-    tag = {"type": "structural_tag", "format": harmony.messages([harmony.final(structure_of(grammar))])}
+    return structural(harmony.messages([harmony.final(structure_of(grammar))]))
+
+
+def structural(layout: object) -> Grammar:
+    """Grammar of the format of a structural tag."""
+    tag = {"type": "structural_tag", "format": layout}
     return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag, ensure_ascii=False))
 
 

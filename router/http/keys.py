@@ -205,10 +205,9 @@ class KeyFile:
         if not key.matches(secret):
             return None
         max_answers, key = key.max_in_flight, self._limited(key)
-        limits = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
-        budgets = {of: self._budget(key.id, of, limit) for of, limit in limits.items() if limit}
-        of_grammars = self._budget(key.id, "grammars", limit) if (limit := key.grammars_per_minute) else None
+        budgets = {of: budget for of in ("requests", "tokens") if (budget := self._budget(key, of))}
         known = self._grammars.setdefault(key.id, OrderedDict())
+        of_grammars = self._budget(key, "grammars")
         return Caller(key, max_answers, self._cache_secret, self._in_flight, budgets, of_grammars, known)
 
     def _limited(self, key: ApiKey) -> ApiKey:
@@ -218,10 +217,11 @@ class KeyFile:
         shares: dict[str, Any] = {name: self._replicas.share(getattr(key, name)) for name in SHARED_LIMITS}
         return replace(key, **shares)
 
-    def _budget(self, key_id: str, of: str, per_minute: int) -> Budget:
-        budget = self._budgets.get((key_id, of))
-        if budget is None:
-            budget = self._budgets[key_id, of] = Budget(per_minute, time.monotonic())
+    def _budget(self, key: ApiKey, of: str) -> Budget | None:
+        """What the key may spend of something; None without a limit."""
+        if not (per_minute := getattr(key, f"{of}_per_minute")):
+            return None
+        budget = self._budgets.setdefault((key.id, of), Budget(per_minute, time.monotonic()))
         budget.per_minute = per_minute
         return budget
 
@@ -301,16 +301,13 @@ class Caller:
             message = f"this API key has {limit} answers in flight at most; wait for the end of one"
             raise ApiError(429, message, headers={"Retry-After": "1"})
 
-    def spend(self, *, requests: int = 0, tokens: float = 0) -> None:
-        now_s = time.monotonic()
-        for of, amount in (("requests", requests), ("tokens", tokens)):
-            if amount and of in self.budgets:
-                self.budgets[of].spend(amount, now_s)
+    def spend(self, of: str, amount: float) -> float:
+        """Take ``amount`` of a budget, or what may be taken of it; return what was taken, 0 without a limit."""
+        return self.budgets[of].spend(amount, time.monotonic()) if of in self.budgets else 0.0
 
     def spend_prompt(self, num_tokens: int) -> None:
         """Take a prompt's tokens, until `close` says that the request was refused."""
-        if (budget := self.budgets.get("tokens")) is not None:
-            self.prompt_tokens += budget.spend(num_tokens, time.monotonic())
+        self.prompt_tokens += self.spend("tokens", num_tokens)
 
     def spend_grammar(self, grammar: Grammar) -> None:
         """Count a request for ``grammar``.
@@ -347,12 +344,12 @@ class Caller:
         """Count a request, and its answers until `close`."""
         self.num_answers += num_answers
         self.in_flight[self.key.id] += num_answers
-        self.spend(requests=1)
+        self.spend("requests", 1)
 
     def close(self, num_answered_tokens: int = 0, *, is_refused: bool = False) -> None:
         """Take the tokens of the request's answers; give back those of its prompt if it was refused."""
         is_given_back = is_refused and not num_answered_tokens
-        self.spend(tokens=-self.prompt_tokens if is_given_back else num_answered_tokens)
+        self.spend("tokens", -self.prompt_tokens if is_given_back else num_answered_tokens)
         self.in_flight[self.key.id] -= self.num_answers
         self.num_answers = 0
         if not self.in_flight[self.key.id]:

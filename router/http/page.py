@@ -38,7 +38,6 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
-_encode = msgspec.json.Encoder().encode
 
 
 def add_page_routes(app: FastAPI, overview: Overview, keys: KeyFile | None = None) -> None:
@@ -71,7 +70,7 @@ def add_page_routes(app: FastAPI, overview: Overview, keys: KeyFile | None = Non
             while not overview.is_over:
                 points = [point for point in overview.points if point["at_s"] > sent_s]
                 sent_s = points[-1]["at_s"] if points else sent_s
-                yield b"data: " + _encode({"now": overview.shown, "points": points}) + b"\n\n"
+                yield b"data: " + msgspec.json.encode({"now": overview.shown, "points": points}) + b"\n\n"
                 async with overview.sampled:
                     await overview.sampled.wait()
         finally:

@@ -19,7 +19,6 @@ MAX_WAITING_LINES = 8192
 CLOSE_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
-_encode = msgspec.json.Encoder().encode
 
 
 class _File(WatchedFileHandler):
@@ -53,7 +52,7 @@ class RequestLog:
     def write(self, record: RequestRecord) -> None:
         """Append the request's line, soon."""
         try:
-            self._lines.put_nowait(_encode(record.line()))
+            self._lines.put_nowait(msgspec.json.encode(record.line()))
         except queue.Full:
             self._num_dropped += 1
 

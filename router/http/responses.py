@@ -19,17 +19,10 @@ from pdserve.router.http.json_body import INTEGRAL
 from pdserve.router.http.messages import FREE_TEXT, MAX_MESSAGES, messages_of
 from pdserve.router.http.schema import ChatBody, ConvertedBody, ToolList
 from pdserve.router.http.unsupported_fields import RESPONSES, warn_once
-from pdserve.router.http.writer import DELTA_BYTES, text_bytes
+from pdserve.router.http.writer import DELTA_BYTES, text_bytes, typed_event
 from pdserve.router.text.answer import Answer, TextDelta
 from pdserve.router.text.tool_calls import whole_text
 
-_encode = msgspec.json.Encoder().encode
-_OTHER_FIELDS = frozenset({
-    "best_of", "logprobs", "max_completion_tokens", "max_tokens", "messages", "n", "prompt_logprobs",
-    "reasoning_effort", "response_format", "return_token_ids", "stream_options", "tool_choice", "tools",
-    "top_logprobs",
-})  # fmt: skip
-"""Fields of a chat that a response lacks, or has in another form."""
 _PLACES = {
     "max_completion_tokens": "max_output_tokens", "messages": "input", "reasoning_effort": "reasoning.effort",
     "response_format": "text.format", "response_format.json_schema": "text.format",
@@ -55,7 +48,11 @@ def _as_items(value: object) -> object:
 class ResponsesBody(ConvertedBody):
     """Body of ``POST /v1/responses``."""
 
-    other_fields = _OTHER_FIELDS
+    other_fields = frozenset({
+        "best_of", "logprobs", "max_completion_tokens", "max_tokens", "messages", "n", "prompt_logprobs",
+        "reasoning_effort", "response_format", "return_token_ids", "stream_options", "tool_choice", "tools",
+        "top_logprobs",
+    })  # fmt: skip
     neutral = RESPONSES
 
     input: Annotated[
@@ -158,10 +155,6 @@ def _response_format(wanted: object) -> dict[str, object] | None:
     return wanted
 
 
-def _line(event: Mapping[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event))
-
-
 class ResponseWriter:
     """Writes the answer to one request: `events` for a stream, else `add` and `whole`."""
 
@@ -202,25 +195,25 @@ class ResponseWriter:
             "tools": body.tools or [],
         }
         # Written once, and refused here if it is nested too deeply, as no stream has begun
-        self._envelope |= {name: msgspec.Raw(_encode(value)) for name, value in echoed.items()}
+        self._envelope |= {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in echoed.items()}
 
     def events(self, batch: Sequence[TextDelta]) -> bytes:
         """Events of tokens that arrived together, including those that open and end the response."""
-        return b"".join(_line(event) for delta in batch for event in self._advance(delta))
+        return b"".join(typed_event(event) for delta in batch for event in self._advance(delta))
 
     def failure(self, error: ApiError) -> bytes:
         """Events that end a stream early."""
         events = self._begin()
         code = error.code or "server_error"  # names of the API's own
         self._envelope |= {"status": "failed", "error": {"code": code, "message": error.detail}}
-        return b"".join(map(_line, [*events, self._event("response.failed", response=self._response())]))
+        return b"".join(map(typed_event, [*events, self._event("response.failed", response=self._response())]))
 
     def add(self, delta: TextDelta) -> int:
         self._advance(delta)
         return DELTA_BYTES + text_bytes(delta)
 
     async def whole(self) -> bytes:
-        return _encode(self._response())
+        return msgspec.json.encode(self._response())
 
     def _response(self) -> dict[str, Any]:
         return {**self._envelope, "output": [*self._items]}

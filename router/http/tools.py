@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pdserve.contracts.request import Grammar, GrammarKind
+from pdserve.contracts.request import Grammar
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, refusal
-from pdserve.router.http.grammars import structure_of
+from pdserve.router.http.grammars import structural, structure_of
 from pdserve.router.http.json_schema import SchemaError, check_json_schema, enforceable
 from pdserve.router.http.schema import ChatBody, TemplatedBody
 from pdserve.router.text.chat_template import ChatTemplate
@@ -185,8 +184,7 @@ def _grammar(
         last = [style.harmony.call(name, content) for name, content in contents.items()]
         if not is_forced:
             last.append(style.harmony.final({"type": "any_text"} if requested is None else structure_of(requested)))
-        tag = {"type": "structural_tag", "format": style.harmony.messages(last, may_announce=requested is None)}
-        return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))
+        return structural(style.harmony.messages(last, may_announce=requested is None))
     tags = [_tag(style, name, content) for name, content in contents.items()]
     layout: dict[str, object] = {"tags": tags, "stop_after_first": not may_call_several}
     if is_forced or requested is not None:
@@ -197,8 +195,7 @@ def _grammar(
         layout |= {"type": "triggered_tags", "triggers": [style.opening]}
     else:
         raise ApiError(400, "strict tools need tool_choice to be required with this model", param="tool_choice")
-    tag = {"type": "structural_tag", "format": layout}
-    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))
+    return structural(layout)
 
 
 def _arguments(style: ToolFormat, function: _Function, *, is_exact: bool) -> dict[str, object]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import groupby
 from typing import Any, TypeVar
@@ -36,9 +36,9 @@ TEXT_BYTES = 8
 _encode = msgspec.json.Encoder().encode
 
 
-def event(data: bytes) -> bytes:
-    """Event that carries one line of JSON."""
-    return b"data: " + data + b"\n\n"
+def typed_event(members: Mapping[str, Any]) -> bytes:
+    """Event of an API whose events have a type."""
+    return b"event: %b\ndata: %b\n\n" % (members["type"].encode(), _encode(members))
 
 
 class AnswerWriter:
@@ -88,7 +88,7 @@ class AnswerWriter:
 
     def failure(self, error: ApiError) -> bytes:
         """Event that ends a stream early: an OpenAI error object."""
-        return event(error.body(""))
+        return b"data: %b\n\n" % error.body("")
 
     def _events(self, delta: TextDelta) -> bytes:
         data = b""

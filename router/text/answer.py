@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import msgspec
 from msgspec.structs import replace
@@ -60,17 +60,15 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """At which the choice ended."""
 
 
+@dataclass(frozen=True, slots=True)
 class AnswerParts:
     """Reasoning, text and tool calls of one choice."""
 
-    def __init__(
-        self, reasoning: ReasoningParser | None, tools: ToolCallParser | None, *, may_call_several: bool = True
-    ) -> None:
-        self._reasoning = reasoning
-        self._tools = tools
-        self._may_call_several = may_call_several
+    reasoning: ReasoningParser | None
+    tools: ToolCallParser | None
+    may_call_several: bool = True
 
-    in_header = False
+    in_header: ClassVar[bool] = False
     """All that is pushed is searched for stop strings."""
 
     def push(
@@ -83,19 +81,19 @@ class AnswerParts:
             is_cut: whether a stop string is the end.
         """
         thought, calls = "", list[CallDelta]()
-        if self._reasoning is not None:
-            thought, text = self._reasoning.push(text)
+        if self.reasoning is not None:
+            thought, text = self.reasoning.push(text)
             if end is not None:
-                more = self._reasoning.flush()
+                more = self.reasoning.flush()
                 thought, text = thought + more[0], text + more[1]
-        if self._tools is not None:
-            text, calls = self._tools.push(text)
+        if self.tools is not None:
+            text, calls = self.tools.push(text)
             if end is not None:
-                rest, more_calls = self._tools.flush()
+                rest, more_calls = self.tools.flush()
                 text, calls = text + rest, calls + more_calls
-            if not self._may_call_several and self._tools.num_calls:
+            if not self.may_call_several and self.tools.num_calls:
                 text, calls, end = "", [call for call in calls if call.number == 0], "tool_calls"
-            elif end == "stop" and self._tools.num_calls:
+            elif end == "stop" and self.tools.num_calls:
                 end = "tool_calls"
         return thought, text, calls, end
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from codecs import utf_8_decode
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -78,8 +78,7 @@ class Detokenizer:
         self._held = []
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
-        return text
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 class ByteDetokenizer:
@@ -113,20 +112,19 @@ class ByteDetokenizer:
         return begun.decode(errors="replace")
 
 
-class MarkedDetokenizer:
+class MarkedDetokenizer(NamedTuple):
     """Writes a mark for some tokens, which ends the character before it; any other token's text is that of another
     detokenizer."""
 
-    def __init__(self, texts: Detokenizer | ByteDetokenizer, marks: Mapping[int, str]) -> None:
-        self._texts = texts
-        self._marks = marks
+    texts: Detokenizer | ByteDetokenizer
+    marks: Mapping[int, str]
 
     def push(self, token: int) -> str:
-        mark = self._marks.get(token)
-        return self._texts.push(token) if mark is None else self._texts.flush() + mark
+        mark = self.marks.get(token)
+        return self.texts.push(token) if mark is None else self.texts.flush() + mark
 
     def flush(self) -> str:
-        return self._texts.flush()
+        return self.texts.flush()
 
 
 AnyDetokenizer = Detokenizer | ByteDetokenizer | MarkedDetokenizer

@@ -262,8 +262,7 @@ class ChatTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids, special tokens included."""
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
-        return text
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
     def detokenizer(
         self,

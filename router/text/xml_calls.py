@@ -34,15 +34,13 @@ def call_parser(style: ToolFormat, new_id: Callable[[], str], offered: Sequence[
 
 
 class XmlCallParser(ToolCallParser):
-    def __init__(self, style: ToolFormat, new_id: Callable[[], str], offered: Sequence[Mapping[str, Any]]) -> None:
-        super().__init__(style, new_id, offered)
-        self._properties: object = None
-        """Schemas of the parameters of the call that has begun."""
-        self._num_parameters = 0
-        self._types: Set[str] | None = None
-        """Of the value that is read."""
-        self._is_at_start = False
-        """Nothing of the value was read."""
+    _properties: object = None
+    """Schemas of the parameters of the call that has begun."""
+    _num_parameters = 0
+    _types: Set[str] | None = None
+    """Of the value that is read."""
+    _is_at_start = False
+    """Nothing of the value was read."""
 
     def _read_head(self) -> bool:
         if start := _FUNCTION.match(self._held):

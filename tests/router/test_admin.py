@@ -38,7 +38,7 @@ COSTS = {WorkerRole.DECODE: CostModel(SHAPE, hardware("l4"), Precision())}
 
 @asynccontextmanager
 async def admin_client(rig: Rig, config: RouterProcessConfig = SERVED) -> AsyncIterator[httpx.AsyncClient]:
-    overview = Overview(rig.cluster, rig.metrics, config.deployment.slo, config.deployment.model.served_name)
+    overview = Overview(rig.cluster, config.deployment.slo, config.deployment.model.served_name)
     overview.sample(0.0)
     transport = httpx.ASGITransport(create_admin_app(rig.cluster, config, COSTS, overview))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9") as client:

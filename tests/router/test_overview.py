@@ -20,7 +20,7 @@ SLO = SloConfig(ttft_seconds=0.2, tpot_seconds=0.05, attainment=0.9)
 
 
 def overview_of(rig: Rig) -> Overview:
-    return Overview(rig.cluster, rig.metrics, SLO, "tiny")
+    return Overview(rig.cluster, SLO, "tiny")
 
 
 def last(overview: Overview) -> Any:

@@ -376,7 +376,7 @@ def test_routers_share_the_limits_of_a_key(tmp_path: Path) -> None:
     with pytest.raises(ApiError, match="in flight"):
         caller.check_left(4)
     caller.close()
-    caller.spend(requests=2)
+    caller.spend("requests", 2)
     replicas.put([9000])
     assert share() == limits
     with pytest.raises(ApiError, match="spent its requests"):  # also when another router ends
@@ -390,7 +390,7 @@ def test_a_refused_prompt_gives_back_no_more_than_it_took(tmp_path: Path) -> Non
     first, second = keys.caller(text), keys.caller(text)
     assert first is not None
     assert second is not None
-    first.spend(tokens=900)
+    first.spend("tokens", 900)
     second.spend_prompt(5000)  # overdraws the budget by what a minute brings, not by all of it
     second.close(is_refused=True)
     assert 100 <= int(first.rate_headers()["x-ratelimit-remaining-tokens"]) < 200

@@ -38,7 +38,7 @@ def app_of(rig: Rig, folder: Path, overview: Overview | None, keys: KeyFile | No
 
 
 def overview_of(rig: Rig) -> Overview:
-    return Overview(rig.cluster, rig.metrics, SloConfig(), "tiny")
+    return Overview(rig.cluster, SloConfig(), "tiny")
 
 
 @asynccontextmanager
