@@ -111,7 +111,7 @@ async def read(exchange: Exchange, model: type[Model]) -> Model:
     if content_type != "application/json":
         shown = content_type[:MAX_NAME_CHARS] or "none"
         raise ApiError(415, f"send the request with Content-Type: application/json; it was {shown}")
-    encoding = exchange.headers.get("content-encoding", "identity").strip().lower()
+    encoding = exchange.headers.get("content-encoding", "").strip().lower() or "identity"
     if encoding != "identity":
         message = f"send the request without Content-Encoding; it was {encoding[:MAX_NAME_CHARS]}"
         raise ApiError(415, message, headers={"Accept-Encoding": "identity"})
