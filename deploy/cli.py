@@ -56,7 +56,18 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 
 def main() -> None:
     """Entry point of ``pdserve``."""
+    open_standard_streams()
     sys.exit(run(sys.argv[1:]))
+
+
+def open_standard_streams() -> None:
+    """Open those that the caller has closed (``<&-``), or else a pool's file gets such a number, which children take
+    for their standard input."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def run(arguments: list[str]) -> int:

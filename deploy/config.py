@@ -6,6 +6,7 @@ The command line calls it before anything starts. Never touches the network or t
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,7 +48,10 @@ def read_deployment(path: Path, *, use: Use = "serve") -> DeploymentConfig:
 
     def from_folder(section: object, *names: str) -> dict[str, str]:
         given = ((name, getattr(section, name)) for name in names)
-        return {name: value and str((path.parent / Path(value).expanduser()).absolute()) for name, value in given}
+        return {
+            name: value and str((path.parent / Path(os.path.expandvars(value)).expanduser()).absolute())
+            for name, value in given
+        }
 
     config = override(config, "model", **from_folder(config.model, "path", "profile"))
     for role in WorkerRole:

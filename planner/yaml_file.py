@@ -48,7 +48,8 @@ def read_yaml(path: Path) -> YamlFile:
     """Raises ConfigError if the file cannot be read, is not YAML, or repeats a key."""
     lines: dict[str, int] = {}
     try:
-        loader = _Loader(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        loader = _Loader(text.replace("\t", " ") if text.lstrip().startswith("{") else text)  # JSON may have tabs
         node = loader.get_single_node()
         if node is not None:
             _index(node, "", lines, set())

@@ -29,6 +29,7 @@ BURSTGPT_FIELDS = ("Timestamp", "Request tokens", "Response tokens")
 PLAIN_FIELDS = ("arrived_s", "prompt_tokens", "output_tokens")
 
 MOONCAKE_BLOCK_TOKENS = 512
+_START_CHARACTERS = 256
 TimeUnit = Literal["auto", "s", "ms"]
 
 
@@ -158,7 +159,7 @@ def read_azure(path: Path, *, lenient: bool = False) -> Trace:
     def row(record: Record) -> TraceRow:
         text = record["TIMESTAMP"]
         try:
-            time = datetime.fromisoformat(text)
+            time = datetime.fromisoformat(text.removesuffix(" UTC"))
         except ValueError:
             raise ValueError(f"TIMESTAMP is {text!r}, expected a time such as 2023-11-16 18:15:46.6805900") from None
         arrived_s = (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
@@ -188,7 +189,7 @@ def read_plain(path: Path, *, lenient: bool = False) -> Trace:
         ValueError: a line is malformed, or there is no request.
     """
     with _opened(path) as file:
-        is_json = next((line for line in file if line.strip()), "").startswith("{")
+        is_json = next((line for line in file if line.strip()), "").lstrip().startswith(("{", "["))
     records = _json_records(path) if is_json else _csv_records(path, PLAIN_FIELDS)
     return _read(records, _row_of(PLAIN_FIELDS), TraceBuilder(path, lenient=lenient))
 
@@ -219,7 +220,14 @@ def _opened(path: Path) -> Any:
 
 
 def _json_records(path: Path) -> Iterator[tuple[int, Record | ValueError]]:
+    """Objects, one in each line, or those of an array: then their numbers, not lines."""
     with _opened(path) as file:
+        if file.read(_START_CHARACTERS).lstrip().startswith("["):
+            file.seek(0)
+            for number, item in enumerate(json.load(file), 1):
+                yield number, item if isinstance(item, dict) else ValueError("not a JSON object")
+            return
+        file.seek(0)
         for line, text in enumerate(file, 1):
             if text.strip():
                 yield line, _json_record(text)
@@ -235,7 +243,9 @@ def _json_record(text: str) -> Record | ValueError:
 
 def _csv_records(path: Path, fields: tuple[str, ...]) -> Iterator[tuple[int, Record | ValueError]]:
     with _opened(path) as file:
-        lines = csv.reader(file)
+        start = next((line for line in file if line.strip()), "")
+        file.seek(0)
+        lines = csv.reader(file, delimiter=delimiter_of(start))
         header = [name.strip() for name in next((cells for cells in lines if cells), [])]
         missing = [name for name in fields if name not in header]
         if missing:
@@ -250,10 +260,16 @@ def _csv_records(path: Path, fields: tuple[str, ...]) -> Iterator[tuple[int, Rec
                 continue
             if cells is None:
                 return
+            del cells[len(header) + (any(cells[len(header) :]) and len(cells)) :]  # commas at the end of a line
             if len(cells) == len(header):
                 yield lines.line_num, dict(zip(header, cells, strict=True))
             elif cells:
                 yield lines.line_num, ValueError(f"{len(cells)} cells for {len(header)} columns")
+
+
+def delimiter_of(header: str) -> str:
+    """What separates cells: a comma, or what spreadsheets of other languages write."""
+    return max(",;\t", key=header.count)
 
 
 def _number(record: Record, name: str) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 from pdserve.planner.workload import trace_lines as lines
 from pdserve.planner.workload.sessions import in_sessions
 from pdserve.planner.workload.trace import Trace
-from pdserve.planner.workload.trace_sharegpt import read_sharegpt
+from pdserve.planner.workload.trace_sharegpt import CONVERSATIONS, read_sharegpt
 
 _MAX_FIRST_LINE_CHARACTERS = 1 << 22
 _OF_LINES: dict[str, tuple[lines.Fields, Callable[..., Trace]]] = {
@@ -38,10 +38,12 @@ def recognise(path: Path) -> str:
     line = line.strip()
     if "\0" in line or "\ufffd" in line:
         raise ValueError(f"{path} is no text in UTF-8: unpack it if it is compressed, or save it as UTF-8")
-    if line.startswith("["):
+    names = _names(_first_object(path)) if line.startswith("[") else _names(line)
+    if line.startswith("[") and not names & {"arrived_s", "input_length", "text_input"}:
         return "sharegpt"
-    names = _names(line)
-    if line.startswith("{") and {"input_length", "text_input"} & names and "output_length" in names:
+    if names & set(CONVERSATIONS):
+        return "sharegpt"
+    if line.startswith(("{", "[")) and {"input_length", "text_input"} & names and "output_length" in names:
         return "mooncake"
     for name, (fields, _) in _OF_LINES.items():
         if names.issuperset(fields) and name != "mooncake":
@@ -54,10 +56,20 @@ def recognise(path: Path) -> str:
     )
 
 
+def _first_object(path: Path) -> str:
+    """First object of an array, as JSON; empty if it has none or cannot be read."""
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        text = file.read(_MAX_FIRST_LINE_CHARACTERS).strip().removeprefix("[").lstrip()
+    try:
+        return text[: json.JSONDecoder().raw_decode(text)[1]]
+    except (ValueError, RecursionError):
+        return ""
+
+
 def _names(line: str) -> set[str]:
     """Names of the fields of a JSON object or of the columns of a CSV header."""
     if not line.startswith("{"):
-        return {name.strip() for name in next(csv.reader([line]), [])}
+        return {name.strip() for name in next(csv.reader([line], delimiter=lines.delimiter_of(line)), [])}
     try:
         return set(json.loads(line))
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Reader of ShareGPT's JSON: one array of conversations, reduced to their lengths.
+"""Reader of ShareGPT's JSON: an array of conversations, or one in each line, reduced to their lengths.
 
 Called by `pdserve.planner.workload.trace_reading`.
 """
@@ -15,12 +15,18 @@ from pdserve.planner.workload.trace import Trace, TraceBuilder, TraceRow
 CHARACTERS_PER_TOKEN = 4
 """Rough ratio for English text: help.openai.com, "What are tokens and how to count them?"."""
 
-_USER_NAMES = frozenset({"human", "user"})
-_MODEL_NAMES = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard"})
+CONVERSATIONS = ("conversations", "conversation", "messages")
+"""Names of the messages of a conversation."""
+_USER_NAMES = frozenset({
+    "developer", "function", "function_response", "human", "observation", "system", "tool", "user",
+})  # fmt: skip
+"""Of whatever is no answer."""
+_MODEL_NAMES = frozenset({"assistant", "bard", "bing", "chatgpt", "function_call", "gpt", "model"})
 
 
 def read_sharegpt(path: Path, *, lenient: bool = False) -> Trace:
-    """``[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}, ...]``, without times.
+    """``[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}, ...]``, without times. They
+    may be OpenAI's messages, too: ``{"messages": [{"role": "user", "content": ...}, ...]}``.
 
     The first answer of each conversation is a request; tokens are characters / 4, as the trace's notes mention. A
     system message counts towards the next user message. Leading model messages are dropped, and consecutive messages
@@ -33,8 +39,11 @@ def read_sharegpt(path: Path, *, lenient: bool = False) -> Trace:
         ValueError: a conversation is malformed, or there is none.
     """
     builder = TraceBuilder(path, lenient=lenient)
+    text = path.read_text("utf-8-sig", errors="replace").strip()
     try:
-        conversations = json.loads(path.read_text("utf-8-sig", errors="replace"))
+        conversations = (
+            [*map(json.loads, filter(str.strip, text.splitlines()))] if text[:1] == "{" else json.loads(text)
+        )
     except (ValueError, RecursionError) as problem:
         raise ValueError(f"{path} is not JSON, or truncated: {problem}") from None
     if not isinstance(conversations, list):
@@ -48,8 +57,9 @@ def read_sharegpt(path: Path, *, lenient: bool = False) -> Trace:
 
 
 def _first_exchange(conversation: object) -> TraceRow:
-    messages = conversation.get("conversations") if isinstance(conversation, dict) else None
-    if not isinstance(messages, list):
+    found = map(conversation.get, CONVERSATIONS) if isinstance(conversation, dict) else ()
+    messages = next((each for each in found if isinstance(each, list)), None)
+    if messages is None:
         raise ValueError('a conversation has no list "conversations"')
     said = [(is_model, list(group)) for is_model, group in groupby(map(_message, messages), key=itemgetter(0))]
     first = 1 if said and said[0][0] else 0
@@ -60,11 +70,12 @@ def _first_exchange(conversation: object) -> TraceRow:
 
 def _message(message: object) -> tuple[bool, str]:
     """Whether the model wrote the message, and its text."""
-    if not isinstance(message, dict) or not isinstance(message.get("value"), str):
+    text = message.get("value", message.get("content")) or "" if isinstance(message, dict) else None
+    if not isinstance(message, dict) or not isinstance(text, str):
         raise ValueError('a message has no text "value"')
-    name = message.get("from")
+    name = message.get("from", message.get("role"))
     if name in _MODEL_NAMES:
-        return True, message["value"]
-    if name in _USER_NAMES or name == "system":
-        return False, message["value"]
+        return True, text
+    if name in _USER_NAMES:
+        return False, text
     raise ValueError(f"a message is from {str(name)[:40]!r}, which is neither the user nor the model")

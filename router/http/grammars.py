@@ -96,7 +96,7 @@ def _of_response_format(wanted: Mapping[str, object]) -> Grammar | None:
         case "json_object":  # llama.cpp and others
             return _of_schema(wanted["schema"], f"{field}.schema")
         case "json_schema":
-            named = wanted.get("json_schema")
+            named = wanted.get("json_schema") or wanted  # LM Studio, Together
             if not isinstance(named, dict) or "schema" not in named:
                 raise refusal(field, 'needs json_schema to be {"name": "...", "schema": {...}}')
             return _of_schema(named["schema"], f"{field}.json_schema.schema")
@@ -137,7 +137,7 @@ def _of_structured_outputs(wanted: Mapping[str, object]) -> Grammar:
 
 def _of_schema(schema: object, field: str) -> Grammar:
     try:
-        check_json_schema(schema)
+        schema = check_json_schema(schema)
         # `json` would hold up other threads for several times as long.
         return Grammar(GrammarKind.JSON_SCHEMA, msgspec.json.encode(schema).decode())
     except SchemaError as error:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
@@ -61,21 +61,28 @@ _decode = msgspec.json.Decoder().decode
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
-INTEGRAL = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
-"""Of a field that is an integer: takes 16.0, too, as some languages write it."""
+_NOTHING: tuple[object, ...] = ("", [], {})
+"""Values of a field that was left empty: those that forms send, and PHP for an empty object."""
 
 
 class Body(BaseModel):
-    """Object of a request, in which null is a field that was left out."""
+    """Object of a request. Null is a field that was left out, as are an empty text, list or object where the field has
+    a default. Numbers and booleans may be texts, such as "0.7", and integers 16.0, as some languages write them."""
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", coerce_numbers_to_str=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _count_members(cls, value: object) -> object:
-        if isinstance(value, dict) and len(value) > MAX_MEMBERS:
+    def _read_members(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        if len(value) > MAX_MEMBERS:
             raise PydanticCustomError("members", f"There may be {MAX_MEMBERS} members at most")
-        return value
+        fields = cls.model_fields
+        empty = [
+            name for name in value if value[name] in _NOTHING and name in fields and not fields[name].is_required()
+        ]
+        return {name: value[name] for name in value if name not in empty} if empty else value
 
 
 class BodyRoute(APIRoute):
@@ -104,7 +111,7 @@ async def read(exchange: Exchange, model: type[Model]) -> Model:
     if content_type != "application/json":
         shown = content_type[:MAX_NAME_CHARS] or "none"
         raise ApiError(415, f"send the request with Content-Type: application/json; it was {shown}")
-    encoding = exchange.headers.get("content-encoding", "identity").strip().lower()
+    encoding = exchange.headers.get("content-encoding", "").strip().lower() or "identity"
     if encoding != "identity":
         message = f"send the request without Content-Encoding; it was {encoding[:MAX_NAME_CHARS]}"
         raise ApiError(415, message, headers={"Accept-Encoding": "identity"})

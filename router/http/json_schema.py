@@ -50,13 +50,13 @@ class SchemaError(ValueError):
         self.keywords = keywords
 
 
-def check_json_schema(schema: object) -> None:
-    """Check a schema and those inside it.
+def check_json_schema(schema: object) -> object:
+    """Check a schema and those inside it; return it as workers read it.
 
     Raises:
         SchemaError: it is no schema, or some of it cannot be enforced.
     """
-    _read(schema, "#", 0, drops=False)
+    return _read(schema, "#", 0, drops=False)
 
 
 def enforceable(schema: object) -> object:
@@ -75,6 +75,8 @@ def _read(schema: object, place: str, depth: int, *, drops: bool) -> object:
             raise SchemaError(f"{place} is nested more than {MAX_DEPTH} schemas deep; flatten it")
         raise SchemaError(f"{place} should be a schema: an object, true or false")
     kept = dict(schema)
+    if isinstance(kept.get("items"), list):  # drafts before 2020-12, as zod-to-json-schema writes them
+        kept |= {"prefixItems": kept["items"], "items": kept.pop("additionalItems", True)}
     while True:
         try:
             _check_keywords(kept, place)

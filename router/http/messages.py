@@ -35,7 +35,7 @@ _TEXTS = {
 """Type of a part to the member that holds its text."""
 _SYSTEM = ("system", "developer")
 _MAY_BE_EMPTY = ("assistant", "developer", "system", "tool")
-_THOUGHTS = ("thinking", "reasoning", "reasoning_text")
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")
 """Types of parts with an assistant's reasoning."""
 _BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 """First line of Claude Code's system text. It differs in each request, so that no prefix would be shared."""
@@ -286,6 +286,13 @@ def messages_of(
             case "item_reference":
                 remedy = "send the item itself, with store: false"
                 raise refusal(place, f"refers to an item, and nothing is stored; {remedy}")
+            case str() as kind if kind.endswith("_call") and item.get("call_id"):  # of a tool that the client ran
+                arguments = {key: item[key] for key in item if key not in ("type", "id", "call_id", "status")}
+                function = {"name": kind.removesuffix("_call"), "arguments": arguments}
+                message = {"role": "assistant", "tool_calls": [{"id": item["call_id"], "function": function}]}
+            case str() as kind if kind.endswith("_output") and item.get("call_id"):
+                result = {key: item[key] for key in item if key not in ("type", "id", "call_id", "status")}
+                message = {"role": "tool", "tool_call_id": item["call_id"], "content": result.get("output", result)}
             case other:
                 shown = repr(other)[:MAX_NAME_CHARS]
                 raise refusal(place, f"has the type {shown}, which is not supported; leave it out")

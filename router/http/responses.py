@@ -15,7 +15,6 @@ import msgspec
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, refusal
-from pdserve.router.http.json_body import INTEGRAL
 from pdserve.router.http.messages import FREE_TEXT, MAX_MESSAGES, messages_of
 from pdserve.router.http.schema import ChatBody, ConvertedBody, ToolList
 from pdserve.router.http.unsupported_fields import RESPONSES, warn_once
@@ -61,9 +60,9 @@ class ResponsesBody(ConvertedBody):
         BeforeValidator(_as_items, json_schema_input_type=str | list[dict[str, object]]),
     ]
     instructions: str | None = None
-    max_output_tokens: Annotated[object, INTEGRAL] = None
-    temperature: object = None
-    top_p: object = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     text: dict[str, object] | None = None
     """``{"format": {...}}``: structure of the answer."""
     tools: ToolList | None = None

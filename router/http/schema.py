@@ -23,7 +23,7 @@ from pdserve.contracts.request import (
     REPETITION_PENALTIES,
 )
 from pdserve.router.http.errors import ApiError, refusal
-from pdserve.router.http.json_body import INTEGRAL, Body, refusal_of
+from pdserve.router.http.json_body import Body, refusal_of
 from pdserve.router.http.messages import Messages
 from pdserve.router.http.unsupported_fields import CHAT, CHAT_MESSAGE, COMPLETION, Neutral, check_extra_fields
 from pdserve.router.text.chat_template import PromptEnd
@@ -93,7 +93,7 @@ _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStringList = Annotated[list[_StopString], BeforeValidator(_as_list)]
 
 _TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
-TokenIds = Annotated[list[Annotated[_TokenId, INTEGRAL]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
+TokenIds = Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
 
 _TokenIdText = Annotated[str, AfterValidator(_token_id)]
 _Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
@@ -108,11 +108,11 @@ NO_LIMIT = -1
 
 MAX_DETOKENIZED = 2**17
 """Tokens of a request to ``/detokenize``."""
-MAX_TOOLS = 128
-"""As at OpenAI."""
-_NumLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), INTEGRAL]
-_NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES), INTEGRAL]
-_TokenLimit = Annotated[int, Field(ge=NO_LIMIT, lt=2**31), INTEGRAL]
+MAX_TOOLS = 512
+"""Agents with several MCP servers offer more than OpenAI's 128."""
+_NumLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+_NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
+_TokenLimit = Annotated[int, Field(ge=NO_LIMIT, lt=2**31)]
 _RepetitionPenalty = Annotated[float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])]
 _OpenAiPenalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 
@@ -136,19 +136,19 @@ class GenerationBody(Body):
 
     model: str | None = None
     max_tokens: _TokenLimit | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31), INTEGRAL] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     """Tokens before which end-of-sequence tokens, stop tokens and stop strings are ignored (vLLM)."""
     n: _NumChoices | None = None
     best_of: _NumChoices | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31), INTEGRAL] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: _RepetitionPenalty | None = None
     presence_penalty: _OpenAiPenalty | None = None
     frequency_penalty: _OpenAiPenalty | None = None
     logit_bias: LogitBias | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64), INTEGRAL] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     """-1 is a new one for each request, as if left out."""
     stop: StopStringList | None = None
     stop_token_ids: TokenIds | None = None
@@ -233,14 +233,23 @@ class GenerationBody(Body):
         Raises:
             ApiError: fields contradict each other, or one is not supported.
         """
-        if self.stream_options and not self.stream:
-            raise refusal("stream_options", "needs stream to be true")
         if self.best_of is not None and self.best_of != self.num_choices:
             raise refusal("best_of", "is supported only where it equals n: every answer is returned; leave it out")
         if self.stream and self.prompt_logprobs is not None:
             raise refusal("prompt_logprobs", "are not available in a stream")
 
 
+_EFFORTS = {"auto": None, "default": None, "disable": "none", "disabled": "none", "off": "none", "on": "medium"}
+"""Efforts as LiteLLM, Groq and others name them."""
+
+
+def _effort(value: object) -> object:
+    """Effort that LiteLLM writes as an object, too."""
+    value = value.get("effort") if isinstance(value, dict) else value
+    return _EFFORTS.get(value.lower(), value.lower()) if isinstance(value, str) else value
+
+
+_Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
 ToolList = Annotated[list[dict[str, object]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
@@ -249,7 +258,7 @@ class TemplatedBody(Body):
 
     chat_template_kwargs: dict[str, object] | None = None
     """Further variables of the chat template (vLLM)."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Annotated[_Effort, BeforeValidator(_effort)] = None
     add_generation_prompt: bool | None = None
     """False ends the prompt with the messages (vLLM)."""
     continue_final_message: bool | None = None
@@ -295,7 +304,7 @@ class ChatBody(GenerationBody, TemplatedBody):
         super().check()
         if self.token_limit == 0:
             raise refusal(self.limit_field, "should be 1 at least, or -1 for no limit; or leave it out")
-        if self.top_logprobs and not self.logprobs:
+        if self.top_logprobs and self.logprobs is None:
             raise refusal("top_logprobs", "needs logprobs to be true")
         check_extra_fields(self.model_extra, CHAT)
         for index, message in enumerate(self.messages):

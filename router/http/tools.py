@@ -20,9 +20,10 @@ from pdserve.router.text.harmony import EFFORTS
 from pdserve.router.text.tool_calls import ToolFormat
 
 _OWN_VARIABLES = frozenset({"add_generation_prompt", "messages", "tools"})
-_WISHES = frozenset({"enable_thinking", "reasoning_effort", "thinking"})
-"""Variables that clients set whatever the model: one that never reasons, or always, cannot follow."""
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+_WISH = re.compile("think|reason")
+"""In the names of variables that clients set whatever the model: one that never reasons, or always, cannot follow."""
+_NAME = re.compile(r"[^\s\x00-\x1f\x7f\ud800-\udfff<>\"\\]{1,128}")
+"""What all forms of calls can have."""
 _MODES = {"auto": "auto", "none": "none", "any": "required", "required": "required"}
 """Choices that name no function, as clients write them."""
 _NAMING = ("function", "custom")
@@ -102,7 +103,11 @@ def template_options(body: TemplatedBody, template: ChatTemplate | None) -> Mapp
         ApiError: the template does not read one that is no wish about reasoning, or it is not the client's to set.
     """
     known = frozenset() if template is None else template.variables - _OWN_VARIABLES
-    given = {name: value for name, value in (body.chat_template_kwargs or {}).items() if name not in _WISHES - known}
+    given = {
+        name: value
+        for name, value in (body.chat_template_kwargs or {}).items()
+        if name in known or not _WISH.search(name)
+    }
     for name in given:
         if name not in known or name.endswith("_token"):
             message = f"has {name[:MAX_NAME_CHARS]!r}, which the model's chat template does not read; leave it out"
@@ -127,8 +132,8 @@ def _function(tool: object, place: str) -> _Function:
         raise refusal(place, 'should be {"type": "function", "function": {"name": "...", ...}}')
     name, parameters, is_strict = function.get("name"), function.get("parameters"), function.get("strict")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise refusal(f"{place}.function.name", "should have 1 to 128 letters, digits, dots, dashes or underscores")
-    if parameters is not None and not isinstance(parameters, dict):
+        raise refusal(f"{place}.function.name", "should have 1 to 128 characters, no spaces, quotes, < or >")
+    if parameters and not isinstance(parameters, dict):
         raise refusal(f"{place}.function.parameters", "should be a JSON schema, an object")
     if not isinstance(is_strict, bool | None):
         raise refusal(f"{place}.function.strict", "should be true or false")
@@ -204,7 +209,7 @@ def _arguments(style: ToolFormat, function: _Function, *, is_exact: bool) -> dic
     if not function.is_strict:
         schema = enforceable(schema)
     try:
-        check_json_schema(schema)
+        schema = check_json_schema(schema)
     except SchemaError as error:
         message = f"the parameters of the tool {function.name} cannot be enforced: {error}"
         raise ApiError(400, message, param="tools") from error

@@ -91,7 +91,7 @@ def check_extra_fields(extra: Mapping[str, object] | None, neutral: Neutral, whe
     """
     for name, value in (extra or {}).items():
         if name in neutral:
-            if value is not None and value not in neutral[name]:
+            if value not in (None, "", *neutral[name]):
                 raise refusal(where + name, f"is not supported; {_remedy(name, neutral)}")
         elif name not in _LABELS:
             warn_once(f"unknown field {name[:MAX_NAME_CHARS]!r}", "ignored")

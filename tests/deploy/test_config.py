@@ -58,9 +58,10 @@ def test_a_profile_is_read_from_beside_the_file(tmp_path: Path) -> None:
 def test_every_file_is_found_from_the_deployment_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "cluster"
     folder.mkdir()
+    monkeypatch.setenv("SCRATCH", "/scratch")
     (folder / "deployment.yaml").write_text(
         "model: {path: model, profile: sub/hardware.yaml}\n"
-        "router: {keys_file: keys, tls_certificate: c.pem, tls_key: /k.pem, request_log: log,\n"
+        "router: {keys_file: keys, tls_certificate: c.pem, tls_key: $SCRATCH/k.pem, request_log: log,\n"
         "  admin_token_file: token}\n"
         "security: {tls: {ca: ca.pem, certificate: h.pem, key: h.key}}\n"
         "decode: {speculation: {draft: small}, kv_tier: {path: tiers, size: 1GiB}}\n"
@@ -72,7 +73,7 @@ def test_every_file_is_found_from_the_deployment_file(tmp_path: Path, monkeypatc
     assert (config.model.path, config.model.profile) == (str(folder / "model"), str(folder / "sub/hardware.yaml"))
     files = (router.keys_file, router.tls_certificate, router.request_log, router.admin_token_file)
     assert files == tuple(str(folder / name) for name in ("keys", "c.pem", "log", "token"))
-    assert router.tls_key == "/k.pem"
+    assert router.tls_key == "/scratch/k.pem"
     assert (config.decode.draft_path, config.mixed.draft_path) == (str(folder / "small"), "")
     assert config.decode.kv_tier == KvTierConfig(path=str(folder / "tiers"), size="1GiB")
     assert (tls.ca, tls.certificate, tls.key) == tuple(str(folder / name) for name in ("ca.pem", "h.pem", "h.key"))
@@ -90,6 +91,12 @@ def test_nothing_written_is_every_default(tmp_path: Path) -> None:
     path.write_text("")
     assert read_deployment(path) == DeploymentConfig()
     assert parse_deployment({"mixed": {}}) == DeploymentConfig()
+
+
+def test_json_may_be_indented_by_tabs(tmp_path: Path) -> None:
+    path = tmp_path / "deployment.json"
+    path.write_text('{\n\t"decode": {\n\t\t"replicas": 2\n\t}\n}\n')
+    assert read_deployment(path).decode.replicas == 2
 
 
 def test_json_is_yaml_and_whole_numbers_are_numbers() -> None:

@@ -75,7 +75,7 @@ def test_a_malformed_conversation_is_named_or_leniently_skipped(bad: object, mes
         ("", "sg.json is not JSON, or truncated: Expecting value: line 1"),
         (f"[\n{json.dumps(ONE_TURN)}", "truncated: Expecting ',' delimiter: line 2"),
         ("[" * 100_000, "is not JSON, or truncated"),
-        ("{}", "is not a JSON array"),
+        ("3", "is not a JSON array"),
         ("[]", " has no request that can be used"),
     ],
 )

@@ -263,11 +263,11 @@ def forced(name: str) -> dict[str, object]:
         ({"tools": [TIME, {"type": "function", "function": {"name": "a b"}}]}, "tools.1.function.name", "1 to 128"),
         ({"tools": [TIME, TIME]}, "tools.1.function.name", "'get_time' is there twice"),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
             "tools.0.function.parameters",
             "should be a JSON schema",
         ),
-        ({"tools": [TIME] * 129}, "tools", "at most 128 items after validation, not 129"),
+        ({"tools": [TIME] * 513}, "tools", "at most 512 items after validation, not 513"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tool_choice": 3, "tools": [TIME]}, "tool_choice", "should be auto, none, required"),
         ({"tool_choice": "maybe", "tools": [TIME]}, "tool_choice", "should be auto, none, required"),
