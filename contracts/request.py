@@ -119,6 +119,10 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
+MAX_PREFIX_BLOCKS = 8192
+"""Blocks that one pull of a prefix asks for: their hashes fit the first message of its stream."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSource:
     """Another worker that caches leading blocks of a prompt: the worker that computes the prompt pulls what it lacks of

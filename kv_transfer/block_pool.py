@@ -165,6 +165,12 @@ class BlockPool:
                 else:
                     self._cached[block] = None
 
+    def evict_first(self, block_ids: Iterable[int]) -> None:
+        """Have those that are cached, given in sequence order, evicted before all others, the deepest one first."""
+        for block in block_ids:
+            if block in self._cached:
+                self._cached.move_to_end(block, last=False)
+
     def register(self, block_ids: Iterable[int], block_hashes: Iterable[bytes]) -> None:
         """Register referenced, completely written blocks under their hashes. If two blocks have the same content,
         the first stays registered."""

@@ -32,7 +32,8 @@ from pdserve.proto.parent_death import die_with_parent
 from pdserve.proto.rpc import listen, server_options
 from pdserve.proto.v1 import kv_pb2_grpc, transfer_pb2
 
-MAX_PULL_MESSAGE_BYTES = 64 << 10
+MAX_PULL_MESSAGE_BYTES = 192 << 10
+"""The largest is the first of a prefix's pull: a hash a block."""
 MAX_CONCURRENT_PULLS = 4096
 
 _log = logging.getLogger(__name__)

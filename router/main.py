@@ -47,6 +47,7 @@ from pdserve.router.log_format import configure_log
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.overview import Overview
 from pdserve.router.process_config import RouterProcessConfig
+from pdserve.router.record import RecordSink
 from pdserve.router.replicas import Replicas
 from pdserve.router.requests.dispatch import Dispatcher
 from pdserve.router.requests.placement import Costs
@@ -116,8 +117,9 @@ async def serve(config: RouterProcessConfig) -> int:
     tiers = (DEFAULT_TIER, *slo.tiers)
     replicas = Replicas(router.replicas)
     keys = KeyFile(Path(router.keys_file), cache_secret, tiers, replicas) if router.keys_file else None
-    request_log = RequestLog(Path(router.request_log)) if router.request_log else None
-    tracer = _tracer(router.tracing) if router.tracing else None
+    sinks: list[RecordSink] = [RequestLog(Path(router.request_log))] if router.request_log else []
+    if router.tracing:
+        sinks.append(_tracer(router.tracing))
     public = listen(router.host, router.port, "router.port", is_shared=router.replicas > 1)
     admin = listen(router.admin_host, router.admin_port, "router.admin_port")
 
@@ -136,15 +138,11 @@ async def serve(config: RouterProcessConfig) -> int:
     app = create_app(
         cluster,
         tokenizer,
-        overview=overview if router.page else None,
-        served_name=model.served_name,
-        metrics=metrics,
+        config.deployment,
         defaults=defaults,
         keys=keys,
-        cors_origins=router.cors_origins,
-        request_log=request_log,
-        tracer=tracer,
-        keep_alive_s=router.keep_alive_seconds,
+        sinks=sinks,
+        overview=overview if router.page else None,
     )
     max_connections = max(MAX_CONNECTIONS, 2 * router.max_queued_requests)  # clients keep some without a request
     servers = [
@@ -174,10 +172,8 @@ async def serve(config: RouterProcessConfig) -> int:
             server.should_exit = True
         await asyncio.gather(*serving, *helpers, return_exceptions=True)
         await cluster.close()
-        if request_log is not None:
-            request_log.close()
-        if tracer is not None:
-            await asyncio.to_thread(tracer.close)
+        for sink in sinks:
+            await asyncio.to_thread(sink.close)
     return 0
 
 

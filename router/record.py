@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pdserve.contracts.deployment import DEFAULT_TIER, Tier
 from pdserve.contracts.metrics import PHASES
@@ -22,13 +22,23 @@ if TYPE_CHECKING:
     from pdserve.router.text.answer import Answer
 
 
-@dataclass(slots=True, kw_only=True)
+class RecordSink(Protocol):
+    """Gets records of requests that have ended: a log, or a collector of spans."""
+
+    def write(self, record: RequestRecord) -> None: ...
+    def close(self) -> None:
+        """Write what waits, and end."""
+
+
+@dataclass(slots=True)
 class RequestRecord:
     """One HTTP request. Instants are those of `time.monotonic`."""
 
     id: str
     path: str
     arrived_s: float
+    traceparent: str = ""
+    """The client's header, whose trace it belongs to; or empty."""
     tenant: str = ""
     """Empty without keys."""
     tier: str = DEFAULT_TIER

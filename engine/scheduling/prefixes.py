@@ -13,13 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from pdserve.contracts.request import KvSource
+from pdserve.contracts.request import MAX_PREFIX_BLOCKS, KvSource
 from pdserve.engine.scheduling.interface import GrantEvent, PullResult, StartPullEvent, WithdrawEvent
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import SequenceTable
-
-MAX_PREFIX_BLOCKS = 2048
-"""Blocks that a pull asks for: their hashes fit the first message of a stream, which a source bounds."""
 
 
 class PrefixPulls:
@@ -84,7 +81,8 @@ class PrefixPulls:
 
 
 class Lending:
-    """Cached blocks on loan to pulls of other workers, by handle."""
+    """Cached blocks on loan to pulls of other workers, by handle. Once a loan has ended, these blocks are the first to
+    be evicted: the prompt is continued on the other worker, and a second copy would take the room of another prompt."""
 
     def __init__(self, table: SequenceTable) -> None:
         self._table = table
@@ -112,7 +110,9 @@ class Lending:
 
     def end(self, handle: bytes) -> None:
         """The pull has ended. An unknown handle is ignored."""
-        self._table.pool.release(self._lent.pop(handle, []))
+        pool, blocks = self._table.pool, self._lent.pop(handle, [])
+        pool.release(blocks)
+        pool.evict_first(blocks)
 
     def withdraw(self) -> bool:
         """Take back the blocks that were lent first, of which the puller then uses none that it has not verified;

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 
+from pdserve.contracts.deployment import DeploymentConfig
 from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.asgi import EdgeMiddleware
 from pdserve.router.http.edge import Edge
@@ -20,19 +21,12 @@ from pdserve.router.http.errors import MESSAGES_PATH, ApiError, install_error_ha
 from pdserve.router.http.json_body import BodyRoute
 from pdserve.router.http.keys import RATE_HEADERS, KeyFile
 from pdserve.router.http.page import add_page_routes
-from pdserve.router.http.request_log import RequestLog
 from pdserve.router.http.writer import VERSION
-from pdserve.router.metrics import RouterMetrics
 from pdserve.router.overview import Overview
+from pdserve.router.record import RecordSink
 from pdserve.router.text.tokenizer import ChatTokenizer
 
-if TYPE_CHECKING:  # it needs an extra
-    from pdserve.router.http.tracing import Tracer
-
 _READ = ["GET", "HEAD"]
-
-MAX_BODY_BYTES = 8 * 2**20
-"""Enough for about a million prompt tokens."""
 
 CORS_MAX_AGE_S = 600
 """Seconds for which a browser need not ask again."""
@@ -41,54 +35,30 @@ CORS_MAX_AGE_S = 600
 def create_app(
     cluster: Cluster,
     tokenizer: ChatTokenizer,
+    deployment: DeploymentConfig,
     *,
-    served_name: str,
-    metrics: RouterMetrics,
     defaults: Mapping[str, float] | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
     keys: KeyFile | None = None,
-    cors_origins: Sequence[str] = (),
-    request_log: RequestLog | None = None,
-    tracer: Tracer | None = None,
+    sinks: Sequence[RecordSink] = (),
     overview: Overview | None = None,
-    keep_alive_s: float = 10.0,
 ) -> FastAPI:
     """Create the application for one model.
 
     Args:
-        served_name: model name for clients.
         defaults: `Edge.defaults`.
-        max_body_bytes: larger request bodies are refused with 413.
         keys: every route but ``/live`` and the page's files needs one of these; None serves everybody.
-        cors_origins: origins whose pages may call the API.
-        request_log: gets a line for each request; None writes none.
-        tracer: gets the spans of each request; None emits none.
+        sinks: get the record of each POST at its end.
         overview: what the page at ``/`` shows; None serves no page.
-        keep_alive_s: seconds between comments of a stream before token 0; 0 for none.
     """
-    edge = Edge(
-        cluster=cluster,
-        tokenizer=tokenizer,
-        served_name=served_name,
-        metrics=metrics,
-        keep_alive_s=keep_alive_s,
-        defaults=defaults or {},
-    )
+    router = deployment.router
+    edge = Edge(cluster, tokenizer, deployment.model.served_name, router.keep_alive_seconds, defaults or {})
     app = FastAPI(title="pdserve", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     install_error_handlers(app)
-    app.add_middleware(
-        EdgeMiddleware,
-        metrics=metrics,
-        max_body_bytes=max_body_bytes,
-        max_model_len=lambda: cluster.max_model_len,
-        keys=keys,
-        request_log=request_log,
-        tracer=tracer,
-    )
-    if cors_origins:  # outermost: a browser asks before it sends a key
+    app.add_middleware(EdgeMiddleware, cluster=cluster, keys=keys, sinks=sinks)
+    if router.cors_origins:  # outermost: a browser asks before it sends a key
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=cors_origins,
+            allow_origins=router.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["Retry-After", "X-Request-Id", "X-Should-Retry", *RATE_HEADERS],

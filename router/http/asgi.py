@@ -8,35 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.errors import CLIENT_LEFT, ApiError, api_error
 from pdserve.router.http.exchange import FULL, MAX_HELD_BYTES, Exchange, Memory
 from pdserve.router.http.keys import Caller, KeyFile
 from pdserve.router.http.page import KEY_COOKIE, PAGE_PATHS
-from pdserve.router.http.request_log import RequestLog
-from pdserve.router.metrics import RouterMetrics
-
-if TYPE_CHECKING:  # it needs an extra
-    from pdserve.router.http.tracing import Tracer
-
-Sign = Callable[[], Coroutine[Any, Any, None]]
+from pdserve.router.record import RecordSink
 
 
 @asynccontextmanager
-async def cancel_on_disconnect(receive: Receive, *signs: Sign) -> AsyncIterator[None]:
-    """Cancel the body of the ``async with`` as soon as the client disconnects.
-
-    Args:
-        receive: ``receive`` of the request, after its body has been read.
-        signs: each returns when there is other reason to treat the client as gone.
+async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
+    """Cancel the body of the ``async with``, which begins after the request's has been read, as soon as the client
+    disconnects.
 
     Raises:
         ClientDisconnect: the body was cancelled.
@@ -44,13 +34,11 @@ async def cancel_on_disconnect(receive: Receive, *signs: Sign) -> AsyncIterator[
     try:
         # A timeout without a deadline is asyncio's cancel scope; a listener moves the deadline to now.
         async with asyncio.timeout(None) as scope:
-            all_signs: tuple[Sign, ...] = (partial(disconnected, receive), *signs)
-            listeners = [asyncio.create_task(_expire_after(sign, scope)) for sign in all_signs]
+            listener = asyncio.create_task(_expire_with(receive, scope))
             try:
                 yield
             finally:
-                for listener in listeners:
-                    listener.cancel()
+                listener.cancel()
     except TimeoutError:
         if not scope.expired():
             raise
@@ -63,8 +51,8 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def _expire_after(sign: Sign, scope: asyncio.Timeout) -> None:
-    await sign()
+async def _expire_with(receive: Receive, scope: asyncio.Timeout) -> None:
+    await disconnected(receive)
     scope.reschedule(asyncio.get_running_loop().time())
 
 
@@ -77,26 +65,15 @@ OPEN_PATHS = frozenset({"/live", *PAGE_PATHS})
 class EdgeMiddleware:
     """Makes the `Exchange` of each request, and returns its id as ``X-Request-Id``. Refuses requests without a key of
     ``keys`` before anything of them is read. Has requests that arrive together begin one in each turn of the event
-    loop. Logs every POST at its end."""
+    loop. Gives ``sinks`` the record of every POST at its end."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        metrics: RouterMetrics,
-        max_body_bytes: int,
-        max_model_len: Callable[[], int | None],
-        keys: KeyFile | None,
-        request_log: RequestLog | None,
-        tracer: Tracer | None,
-    ) -> None:
+    def __init__(self, app: ASGIApp, cluster: Cluster, keys: KeyFile | None, sinks: Sequence[RecordSink]) -> None:
         self._app = app
-        self._metrics = metrics
-        self._max_body_bytes, self._max_model_len = max_body_bytes, max_model_len
+        self._cluster = cluster
         self._keys = keys
-        self._request_log = request_log
+        self._sinks = sinks
         self._memory = Memory(MAX_HELD_BYTES)
         self._turn = asyncio.Lock()
-        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -106,9 +83,8 @@ class EdgeMiddleware:
         state = scope.setdefault("state", {})
         # Whoever asks whether the router lives would restart one that is full
         is_beyond_limit = state.get("is_beyond_limit", False) and scope["path"] != "/live"
-        state["exchange"] = exchange = Exchange(
-            scope, receive, send, self._memory, self._max_body_bytes, self._max_model_len() or 0
-        )
+        exchange = Exchange(scope, receive, send, self._memory, self._cluster.max_model_len or 0)
+        state["exchange"] = exchange
         status: int | None = None
 
         async def send_noted(message: Message) -> None:
@@ -120,7 +96,7 @@ class EdgeMiddleware:
                 if exchange.caller is not None:
                     headers.update(exchange.caller.rate_headers())
                 route = "connections" if is_beyond_limit else getattr(scope.get("route"), "path", "other")
-                self._metrics.responded(route, message["status"])
+                self._cluster.metrics.responded(route, message["status"])
             await send(message)
 
         try:
@@ -149,12 +125,10 @@ class EdgeMiddleware:
         if exchange.caller is not None:
             is_refused = status >= 400 and status != CLIENT_LEFT
             exchange.caller.close(record.num_completion_tokens, is_refused=is_refused)
-        self._metrics.served(record)
+        self._cluster.metrics.served(record)
         if exchange.method == "POST":
-            if self._request_log is not None:
-                self._request_log.write(record)
-            if self._tracer is not None:
-                self._tracer.emit(record, exchange.headers.get("traceparent", ""))
+            for sink in self._sinks:
+                sink.write(record)
 
 
 def _caller(keys: KeyFile, headers: Headers) -> Caller:

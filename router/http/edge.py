@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from math import ceil
 from typing import TypeVar
 
 import msgspec
@@ -30,11 +29,17 @@ from pdserve.router.http.keys import Caller
 from pdserve.router.http.messages import forms_of
 from pdserve.router.http.responses import ResponsesBody, ResponseWriter
 from pdserve.router.http.sampling import check_prompt_length, check_token_ids, sampling_params
-from pdserve.router.http.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from pdserve.router.http.schema import (
+    ChatBody,
+    CompletionBody,
+    ConvertedBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+)
 from pdserve.router.http.sse import EventStream, Writer
 from pdserve.router.http.tools import Tools, check_tools, new_call_id, template_options, tools_of
 from pdserve.router.http.writer import AnswerWriter, off_loop
-from pdserve.router.metrics import RouterMetrics
 from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.answer import (
     Answer,
@@ -70,7 +75,7 @@ TOKENIZER_S = 10.0
 """Limit for a request for the tokenizer alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Edge:
     """Handlers of the routes that generate or tokenise.
 
@@ -81,7 +86,6 @@ class Edge:
     cluster: Cluster
     tokenizer: ChatTokenizer
     served_name: str
-    metrics: RouterMetrics
     keep_alive_s: float
     """Seconds between comments of a stream before token 0; 0 for none."""
     defaults: Mapping[str, float] = field(default_factory=dict)
@@ -99,17 +103,13 @@ class Edge:
     async def create_response(self, body: ResponsesBody, exchange: Exchange) -> Response:
         """Answer as the responses API does."""
         self._fill(body)  # the response tells
-        with body.naming_its_fields():
-            chat = await self._aside(exchange, body.as_chat)
-            answer = await self._chat(chat, exchange)
+        chat, answer = await self._converted(body, exchange)
         writer = ResponseWriter(body, answer, exchange.record.id, self.served_name)
         return await self._respond(chat, exchange, [answer], writer)
 
     async def create_message(self, body: MessagesBody, exchange: Exchange) -> Response:
         """Answer as Anthropic's API does."""
-        with body.naming_its_fields():
-            chat = await self._aside(exchange, body.as_chat)
-            answer = await self._chat(chat, exchange)
+        chat, answer = await self._converted(body, exchange)
         writer = MessageWriter(answer, chat.token_limit, exchange.record.id, self.served_name)
         return await self._respond(chat, exchange, [answer], writer)
 
@@ -121,6 +121,12 @@ class Edge:
             tools = await self._aside(exchange, partial(tools_of, chat, self.tokenizer.tool_format))
             tokens = await self._tokens(chat, exchange, tools.offered if tools else ())
         return JSONResponse({"input_tokens": len(tokens)})
+
+    async def _converted(self, body: ConvertedBody, exchange: Exchange) -> tuple[ChatBody, Answer]:
+        """The chat that a body of another API is, and its answer."""
+        with body.naming_its_fields():
+            chat = await self._aside(exchange, body.as_chat)
+            return chat, await self._chat(chat, exchange)
 
     async def _chat(self, body: ChatBody, exchange: Exchange) -> Answer:
         max_model_len = await self._admit(body, exchange)
@@ -231,10 +237,10 @@ class Edge:
             )
         except GenerationError as error:
             if error.status != 400:
-                self.metrics.tenant_served(record.tenant, is_good=False)
+                self.cluster.metrics.tenant_served(record.tenant, is_good=False)
             raise
         if caller is not None:
-            _admit_caller(caller, body)
+            caller.admit(body)
         return max_model_len
 
     def _fill(self, body: GenerationBody | ResponsesBody) -> None:
@@ -318,12 +324,10 @@ class Edge:
         salt = body.cache_salt or ""
         grammar = exchange.grammar
         if caller is not None:
-            if grammar is not None and (wait_s := caller.grammars.spend(grammar)):
-                limit = caller.key.grammars_per_minute
-                message = f"this API key may request {limit} new structures a minute; wait {wait_s:.1f} s"
-                raise ApiError(429, message, headers={"Retry-After": str(ceil(wait_s))})
+            if grammar is not None:
+                caller.spend_grammar(grammar)
+                grammar = caller.owned(grammar)
             caller.spend_prompt(len(prompt_tokens))
-            grammar = grammar and caller.owned(grammar)
             cache_salt = caller.cache_salt(salt)
         else:
             cache_salt = blake2b(salt.encode(), digest_size=SALT_BYTES).digest() if salt else b""
@@ -402,20 +406,19 @@ class Edge:
         self, body: GenerationBody, exchange: Exchange, answers: Sequence[Answer], writer: Writer
     ) -> Response:
         """Run the answers and write them, whole or as a stream."""
-        record = exchange.record
+        record, metrics = exchange.record, self.cluster.metrics
         record.started(answers)
         if body.stream:
-            shows_workers = "x-show-workers" in exchange.headers
             generation = Generation(self.cluster.dispatcher, answers, self.outbox)
-            return EventStream(generation, writer, record, self.metrics, self.keep_alive_s, shows_workers)
+            return EventStream(exchange, generation, writer, metrics, self.keep_alive_s)
         async with cancel_on_disconnect(exchange.receive):
-            arrived = partial(self.metrics.token, record)
+            arrived = partial(metrics.token, record)
             with Generation(self.cluster.dispatcher, answers, self.outbox, arrived) as generation:
                 while batch := await generation.next():
                     for delta in batch:
                         num_bytes = await off_loop(delta.num_echoed, partial(writer.add, delta))
                         exchange.hold(num_bytes)
-        self.metrics.answered(record)
+        metrics.answered(record)
         return Response(await writer.whole(), media_type="application/json")
 
 
@@ -453,21 +456,3 @@ def _parts(reasoning: bool | None, tools: Tools | None) -> Callable[[], AnswerPa
         )
 
     return new_parts
-
-
-def _admit_caller(caller: Caller, body: GenerationBody) -> None:
-    """Check the limits of the caller's key and count the answers of the request.
-
-    Raises:
-        ApiError: it exceeds one of them.
-    """
-    key = caller.key
-    if key.max_n and body.num_choices > key.max_n:
-        raise ApiError(400, f"this API key allows n up to {key.max_n}; lower n", param="n")
-    if key.max_tokens and (body.token_limit or 0) > key.max_tokens:
-        message = f"this API key allows answers of {key.max_tokens} tokens; lower {body.limit_field}"
-        raise ApiError(400, message, param=body.limit_field)
-    if caller.max_answers and body.num_answers > caller.max_answers:
-        raise ApiError(400, f"this API key allows {caller.max_answers} answers at once; ask for fewer")
-    caller.check_left(body.num_answers)
-    caller.begin(body.num_answers)

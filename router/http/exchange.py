@@ -39,9 +39,7 @@ class Exchange(Request):
     """One request: what it sent, and what `EdgeMiddleware` and the edge find out. Handlers get it in place of
     Starlette's request, whose ``state`` has it as ``exchange``."""
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, memory: Memory, max_body_bytes: int, max_prompt_tokens: int
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, memory: Memory, max_prompt_tokens: int) -> None:
         """``send``: for the parts of a stream; those further in only look at the start of a response."""
         super().__init__(scope, receive, send)
         self.send = send
@@ -49,14 +47,15 @@ class Exchange(Request):
         """For those of a stream, if the server has one."""
         wanted_id = self.headers.get("x-request-id", "")
         request_id = wanted_id if _CLIENT_ID.fullmatch(wanted_id) else uuid.uuid4().hex
-        self.record = RequestRecord(id=request_id, path=scope["path"], arrived_s=time.monotonic())
+        traceparent = self.headers.get("traceparent", "")
+        self.record = RequestRecord(request_id, scope["path"], time.monotonic(), traceparent)
         self.caller: Caller | None = None
         """Who holds the request's key; None without keys."""
         self.grammar: Grammar | None = None
         """Grammar of its answers, once it is admitted."""
         self.num_body_bytes = 0
         """Length of the body, once it has arrived."""
-        self.max_body_bytes, self.max_prompt_tokens = max_body_bytes, max_prompt_tokens
+        self.max_prompt_tokens = max_prompt_tokens
         self._num_held_bytes = 0
         self._memory = memory
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pdserve.contracts.codec import between, from_json, to_json
 from pdserve.contracts.deployment import DEFAULT_TIER
@@ -28,6 +28,9 @@ from pdserve.contracts.errors import ConfigError
 from pdserve.contracts.request import Grammar
 from pdserve.router.http.errors import ApiError
 from pdserve.router.replicas import Replicas
+
+if TYPE_CHECKING:
+    from pdserve.router.http.schema import GenerationBody
 
 logger = logging.getLogger(__name__)
 
@@ -204,10 +207,9 @@ class KeyFile:
         max_answers, key = key.max_in_flight, self._limited(key)
         limits = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
         budgets = {of: self._budget(key.id, of, limit) for of, limit in limits.items() if limit}
-        of_grammars = key.grammars_per_minute and self._budget(key.id, "grammars", key.grammars_per_minute)
+        of_grammars = self._budget(key.id, "grammars", limit) if (limit := key.grammars_per_minute) else None
         known = self._grammars.setdefault(key.id, OrderedDict())
-        grammars = GrammarLimit(of_grammars or None, known)
-        return Caller(key, max_answers, self._cache_secret, self._in_flight, budgets, grammars)
+        return Caller(key, max_answers, self._cache_secret, self._in_flight, budgets, of_grammars, known)
 
     def _limited(self, key: ApiKey) -> ApiKey:
         """``key`` with this router's share of its limits."""
@@ -247,54 +249,41 @@ class KeyFile:
             self._stamp = stamp
 
 
-class GrammarLimit(NamedTuple):
-    """New grammars of a key."""
-
-    budget: Budget | None
-    """None without a limit."""
-    known: OrderedDict[Grammar, None]
-
-    def spend(self, grammar: Grammar) -> float:
-        """Count a request for ``grammar``; return the seconds until a new one is allowed, 0 if it is."""
-        if self.budget is None:
-            return 0
-        now_s = time.monotonic()
-        if grammar in self.known:
-            self.known.move_to_end(grammar)
-            return 0
-        if wait_s := self.budget.seconds_until(1, now_s):
-            return wait_s
-        self.budget.spend(1, now_s)
-        self.known[grammar] = None
-        if len(self.known) > MAX_KNOWN_GRAMMARS:
-            self.known.popitem(last=False)
-        return 0
-
-
+@dataclass(slots=True)
 class Caller:
     """Sender of one request. `close` ends its use of the key."""
 
-    def __init__(
-        self,
-        key: ApiKey,
-        max_answers: int,
-        cache_secret: bytes,
-        in_flight: Counter[str],
-        budgets: Mapping[str, Budget],
-        grammars: GrammarLimit,
-    ) -> None:
-        self.key = key
-        self.max_answers = max_answers
-        """`ApiKey.max_in_flight` of all routers together: one request may have as many, if it is alone at this one."""
-        self.grammars = grammars
-        self._budgets = budgets
-        """Of ``requests`` and ``tokens``, as far as they are limited."""
-        self._cache_secret = cache_secret
-        self._in_flight = in_flight
-        """Answers by id of key."""
-        self._num_answers = 0
-        self._prompt_tokens = 0.0
-        """Taken for prompts."""
+    key: ApiKey
+    max_answers: int
+    """`ApiKey.max_in_flight` of all routers together: one request may have as many, if it is alone at this one."""
+    cache_secret: bytes
+    in_flight: Counter[str]
+    """Answers by id of key."""
+    budgets: Mapping[str, Budget]
+    """Of ``requests`` and ``tokens``, as far as they are limited."""
+    of_grammars: Budget | None
+    known_grammars: OrderedDict[Grammar, None]
+    """Requested lately."""
+    num_answers: int = 0
+    prompt_tokens: float = 0.0
+    """Taken for prompts."""
+
+    def admit(self, body: GenerationBody) -> None:
+        """Check the limits of the key and count the answers of a request.
+
+        Raises:
+            ApiError: it exceeds one of them.
+        """
+        key = self.key
+        if key.max_n and body.num_choices > key.max_n:
+            raise ApiError(400, f"this API key allows n up to {key.max_n}; lower n", param="n")
+        if key.max_tokens and (body.token_limit or 0) > key.max_tokens:
+            message = f"this API key allows answers of {key.max_tokens} tokens; lower {body.limit_field}"
+            raise ApiError(400, message, param=body.limit_field)
+        if self.max_answers and body.num_answers > self.max_answers:
+            raise ApiError(400, f"this API key allows {self.max_answers} answers at once; ask for fewer")
+        self.check_left(body.num_answers)
+        self.begin(body.num_answers)
 
     def check_left(self, num_answers: int = 1) -> None:
         """Check that the key has enough left for a request that wants so many answers.
@@ -303,31 +292,52 @@ class Caller:
             ApiError: nothing is left of its minute, or too many answers are in flight.
         """
         now_s = time.monotonic()
-        for of, budget in self._budgets.items():
+        for of, budget in self.budgets.items():
             if wait_s := budget.seconds_until(1, now_s):
                 message = f"this API key has spent its {of} of this minute; wait {wait_s:.1f} s"
                 raise ApiError(429, message, headers={"Retry-After": str(ceil(wait_s))})
         limit = max(self.key.max_in_flight, num_answers)
-        if self.key.max_in_flight and self._in_flight[self.key.id] + num_answers > limit:
+        if self.key.max_in_flight and self.in_flight[self.key.id] + num_answers > limit:
             message = f"this API key has {limit} answers in flight at most; wait for the end of one"
             raise ApiError(429, message, headers={"Retry-After": "1"})
 
     def spend(self, *, requests: int = 0, tokens: float = 0) -> None:
         now_s = time.monotonic()
         for of, amount in (("requests", requests), ("tokens", tokens)):
-            if amount and of in self._budgets:
-                self._budgets[of].spend(amount, now_s)
+            if amount and of in self.budgets:
+                self.budgets[of].spend(amount, now_s)
 
     def spend_prompt(self, num_tokens: int) -> None:
         """Take a prompt's tokens, until `close` says that the request was refused."""
-        if (budget := self._budgets.get("tokens")) is not None:
-            self._prompt_tokens += budget.spend(num_tokens, time.monotonic())
+        if (budget := self.budgets.get("tokens")) is not None:
+            self.prompt_tokens += budget.spend(num_tokens, time.monotonic())
+
+    def spend_grammar(self, grammar: Grammar) -> None:
+        """Count a request for ``grammar``.
+
+        Raises:
+            ApiError: it is a new one, and nothing is left for those.
+        """
+        if self.of_grammars is None:
+            return
+        now_s, known = time.monotonic(), self.known_grammars
+        if grammar in known:
+            known.move_to_end(grammar)
+            return
+        if wait_s := self.of_grammars.seconds_until(1, now_s):
+            limit = self.key.grammars_per_minute
+            message = f"this API key may request {limit} new structures a minute; wait {wait_s:.1f} s"
+            raise ApiError(429, message, headers={"Retry-After": str(ceil(wait_s))})
+        self.of_grammars.spend(1, now_s)
+        known[grammar] = None
+        if len(known) > MAX_KNOWN_GRAMMARS:
+            known.popitem(last=False)
 
     def rate_headers(self) -> dict[str, str]:
         """Headers about what is left, with OpenAI's names."""
         now_s = time.monotonic()
         headers = {}
-        for of, budget in self._budgets.items():
+        for of, budget in self.budgets.items():
             headers[f"x-ratelimit-limit-{of}"] = str(budget.per_minute)
             headers[f"x-ratelimit-remaining-{of}"] = str(max(int(budget.left(now_s)), 0))
             headers[f"x-ratelimit-reset-{of}"] = f"{budget.seconds_until(budget.per_minute, now_s):.3f}s"
@@ -335,18 +345,18 @@ class Caller:
 
     def begin(self, num_answers: int) -> None:
         """Count a request, and its answers until `close`."""
-        self._num_answers += num_answers
-        self._in_flight[self.key.id] += num_answers
+        self.num_answers += num_answers
+        self.in_flight[self.key.id] += num_answers
         self.spend(requests=1)
 
     def close(self, num_answered_tokens: int = 0, *, is_refused: bool = False) -> None:
         """Take the tokens of the request's answers; give back those of its prompt if it was refused."""
         is_given_back = is_refused and not num_answered_tokens
-        self.spend(tokens=-self._prompt_tokens if is_given_back else num_answered_tokens)
-        self._in_flight[self.key.id] -= self._num_answers
-        self._num_answers = 0
-        if not self._in_flight[self.key.id]:
-            del self._in_flight[self.key.id]
+        self.spend(tokens=-self.prompt_tokens if is_given_back else num_answered_tokens)
+        self.in_flight[self.key.id] -= self.num_answers
+        self.num_answers = 0
+        if not self.in_flight[self.key.id]:
+            del self.in_flight[self.key.id]
 
     def owned(self, grammar: Grammar) -> Grammar:
         """``grammar`` as the tenant's own, under a name that tells workers nothing."""
@@ -355,7 +365,7 @@ class Caller:
     def cache_salt(self, client_salt: str) -> bytes:
         """Salt of the tenant's block hashes, 32 bytes. ``client_salt`` divides the tenant's blocks, and reaches no
         other's."""
-        salt = hmac.digest(self._cache_secret, self.key.tenant.encode(), "sha256")
+        salt = hmac.digest(self.cache_secret, self.key.tenant.encode(), "sha256")
         return hmac.digest(salt, client_salt.encode(), "sha256") if client_salt else salt
 
 

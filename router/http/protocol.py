@@ -24,8 +24,8 @@ HEAD_TIMEOUT_S = 30.0
 """Seconds from the first byte of a request, or from the connection for its first one, to the end of its headers."""
 
 WRITE_TIMEOUT_S = 60.0
-"""Seconds without progress while a client does not read what waits for it, after which it counts as gone: for streams
-after that, for connections after at most twice that."""
+"""Seconds without progress while a client does not read what waits for it, after which it counts as gone; it may take
+twice that to be noticed."""
 
 LEFT_POLL_S = 0.1
 """Seconds between looks at a connection whose client sends no more."""
@@ -71,7 +71,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             _end_with_connection(self.cycle)
-        self.scope["state"]["parts"] = PartWriter(self.cycle)
+        else:
+            self.scope["state"]["parts"] = PartWriter(self.cycle)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -187,21 +188,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class PartWriter:
-    """Writes parts of a response at once, where uvicorn's ``send`` needs a task that may wait for a slow client."""
+    """Writes chunks of a response at once, where uvicorn's ``send`` needs a task that may wait for a slow client."""
+
+    __slots__ = ("_cycle", "_flow", "_write")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        self._cycle, self._flow, self._write = cycle, cycle.flow, cycle.transport.write
 
     @property
     def is_ready(self) -> bool:
-        """Whether nothing waits for the client, and the response is one of chunks that has begun."""
-        cycle = self._cycle
-        return not (cycle.flow.write_paused or cycle.disconnected) and bool(cycle.chunked_encoding)
+        """Whether nothing waits for the client."""
+        return not (self._flow.write_paused or self._cycle.disconnected)
 
     def write(self, body: bytes) -> None:
-        """Requires `is_ready`, and that more follows."""
+        """Requires `is_ready`, and that the response has begun and more follows."""
         if body:  # an empty chunk would end the response
-            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            self._write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 def _end_with_connection(cycle: RequestResponseCycle) -> None:

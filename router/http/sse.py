@@ -15,16 +15,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from pdserve.router.http import protocol
 from pdserve.router.http.anthropic import MessageWriter
 from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import api_error
 from pdserve.router.http.exchange import Exchange
-from pdserve.router.http.protocol import PartWriter
 from pdserve.router.http.responses import ResponseWriter
 from pdserve.router.http.writer import AnswerWriter, off_loop
 from pdserve.router.metrics import RouterMetrics
-from pdserve.router.record import RequestRecord
 from pdserve.router.text.answer import Generation, TextDelta
 
 Writer = AnswerWriter | ResponseWriter | MessageWriter
@@ -32,38 +29,28 @@ Writer = AnswerWriter | ResponseWriter | MessageWriter
 
 
 class EventStream(StreamingResponse):
-    """Writes events as they arrive. A slow reader delays only this stream; one that leaves, or stops reading, cancels
-    it."""
+    """Writes events as they arrive. A slow reader delays only this stream; one that leaves cancels it, as does one that
+    stops reading, which the server disconnects."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        generation: Generation,
-        writer: Writer,
-        record: RequestRecord,
-        metrics: RouterMetrics,
-        keep_alive_s: float,
-        shows_workers: bool,
+        self, exchange: Exchange, generation: Generation, writer: Writer, metrics: RouterMetrics, keep_alive_s: float
     ) -> None:
-        """``keep_alive_s``: seconds between comments before token 0; 0 for none. ``shows_workers``: end with a comment
-        that names the workers."""
+        """``keep_alive_s``: seconds between comments before token 0; 0 for none."""
         self._keep_alive_s = keep_alive_s or None
         self._generation = generation
         self._writer = writer
-        self._record, self._metrics = record, metrics
-        self._shows_workers = shows_workers
+        self._record, self._metrics = exchange.record, metrics
+        self._shows_workers = "x-show-workers" in exchange.headers
+        """At the end, in a comment."""
         self._is_started = False
-        self._writing_since_s: float | None = None
-        self._send_part: Send
-        self._parts: PartWriter | None = None
+        self._send_part, self._parts = exchange.send, exchange.parts
         super().__init__((), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope["state"]["exchange"]
-        self._send_part, self._parts = exchange.send, exchange.parts
         try:
-            async with cancel_on_disconnect(receive, self._stall):
+            async with cancel_on_disconnect(receive):
                 # A task of its own: for each token, every await that is pending is resumed
                 await asyncio.create_task(self._write_all(send))
         except ClientDisconnect:
@@ -113,10 +100,9 @@ class EventStream(StreamingResponse):
             self._is_started = True
 
     async def _write(self, body: bytes, *, more_body: bool = True) -> None:
-        self._writing_since_s = time.monotonic()
+        since_s = time.monotonic()
         await self._send_part({"type": "http.response.body", "body": body, "more_body": more_body})
-        self._record.wrote(time.monotonic() - self._writing_since_s)
-        self._writing_since_s = None
+        self._record.wrote(time.monotonic() - since_s)
 
     def _write_now(self, batch: Sequence[TextDelta]) -> bool:
         """Write text unless the client reads so slowly that its connection is full."""
@@ -129,11 +115,3 @@ class EventStream(StreamingResponse):
     def _count(self, batch: Sequence[TextDelta]) -> None:
         for delta in batch:
             self._metrics.token(self._record, delta.choice)
-
-    async def _stall(self) -> None:
-        """Return once a write has waited too long. Periodic polling costs less than a deadline for each write."""
-        while True:
-            await asyncio.sleep(protocol.WRITE_TIMEOUT_S / 4)
-            waited_s = 0.0 if self._writing_since_s is None else time.monotonic() - self._writing_since_s
-            if waited_s > protocol.WRITE_TIMEOUT_S:
-                return

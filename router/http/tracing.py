@@ -34,12 +34,8 @@ class Tracer:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("pdserve.router")
 
-    def emit(self, record: RequestRecord, traceparent: str) -> None:
-        """Emit the spans of a request that ends now.
-
-        Args:
-            traceparent: the client's header, whose trace the request belongs to; or empty.
-        """
+    def write(self, record: RequestRecord) -> None:
+        """Emit the spans of a request that ends now."""
         now_s, now_ns = time.monotonic(), time.time_ns()
 
         def at_ns(time_s: float) -> int:
@@ -47,7 +43,7 @@ class Tracer:
 
         root = self._tracer.start_span(
             f"POST {record.path}",
-            context=_propagator.extract({"traceparent": traceparent}),
+            context=_propagator.extract({"traceparent": record.traceparent}),
             kind=SpanKind.SERVER,
             start_time=at_ns(record.arrived_s),
             attributes={

@@ -12,6 +12,7 @@ from math import ceil
 from operator import itemgetter
 from typing import NamedTuple
 
+from pdserve.contracts.request import MAX_PREFIX_BLOCKS
 from pdserve.contracts.worker_config import whole_worker_id
 from pdserve.model.cost.cost_model import OnlineCorrection
 from pdserve.router.requests.least_time import mixed_correction
@@ -67,8 +68,10 @@ class PrefixSources:
     def pull(self, arrival: Arrival, view: WorkerView, num_cached: int, sources: Sources) -> PrefixPull | None:
         """The pull that brings a worker most of what it lacks of a prompt, beside the ``num_cached`` tokens that it
         caches; ``None`` if to compute them takes less time."""
-        num_tokens, num_pulled = arrival.blocks.num_tokens, sources.num_tokens - num_cached
-        if not _is_most(sources.num_tokens, num_cached, num_tokens):
+        num_tokens, block_size = arrival.blocks.num_tokens, arrival.blocks.block_size
+        num_pulled = min(sources.num_tokens - num_cached, MAX_PREFIX_BLOCKS * block_size)
+        num_known = num_cached + num_pulled
+        if not _is_most(num_known, num_cached, num_tokens):
             return None
         pulls = []
         for waits_s, source in sources.waits:
@@ -77,11 +80,11 @@ class PrefixSources:
             pull_s = max([cost.pull_s(num_pulled, same_host=same_host) for cost in costs])
             pulls.append((waits_s + pull_s * self._pull_corrections[same_host].factor, source.worker_id))
         pull_s, source_id = min(pulls)
-        prefill_s = view.prefill_s(num_tokens, num_cached) - view.prefill_s(num_tokens, sources.num_tokens)
+        prefill_s = view.prefill_s(num_tokens, num_cached) - view.prefill_s(num_tokens, num_known)
         if pull_s >= prefill_s:
             return None
         min_tokens = ceil(num_pulled * pull_s / prefill_s)
-        return PrefixPull(source_id, sources.num_tokens, min_tokens, pull_s, prefill_s)
+        return PrefixPull(source_id, num_known, min_tokens, pull_s, prefill_s)
 
     def _turn_s(self, worker: WorkerSnapshot) -> float:
         """Seconds of a step of the worker, after which it answers a pull."""

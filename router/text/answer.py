@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self
 
 import msgspec
@@ -103,70 +104,55 @@ PIECE_CHARS = 256
 """Characters of a whole answer that are taken together."""
 
 
+@dataclass(slots=True)
 class Choice:
     """Text of one choice."""
 
-    def __init__(
-        self,
-        index: int,
-        detokenizer: AnyDetokenizer,
-        stop_strings: StopStrings,
-        *,
-        shows_stop_token: bool = False,
-        shows_tokens: bool = False,
-        is_whole: bool = False,
-        min_tokens: int = 0,
-        offset_chars: int = 0,
-        parts: AnswerParts | HarmonyParts | None = None,
-    ) -> None:
-        """
-        Args:
-            detokenizer: owned by this choice, as is ``stop_strings``.
-            shows_stop_token: whether the token that ends the choice is part of its text.
-            shows_tokens: whether deltas include the tokens.
-            is_whole: whether nobody reads the text before its end, so that many tokens share a delta.
-            min_tokens: tokens before stop strings are searched.
-            offset_chars: length of an echoed prompt that precedes the text.
-            parts: separates reasoning and tool calls from the text; ``None`` if all is text.
-        """
-        self.index = index
-        self._detokenizer = detokenizer
-        self._stop_strings = stop_strings
-        self._shows_stop_token = shows_stop_token
-        self._shows_tokens = shows_tokens
-        self._is_whole = is_whole and not shows_tokens and parts is None
-        self._min_tokens = min_tokens
-        self._offset_chars = offset_chars
-        self._parts = parts
-        self._held = ""
-        """Text of a whole answer that no delta has yet."""
-        self.is_over = False
+    index: int
+    detokenizer: AnyDetokenizer
+    """Owned by this choice, as are the next and `parts`."""
+    stop_strings: StopStrings
+    shows_stop_token: bool = False
+    """The token that ends the choice is part of its text."""
+    shows_tokens: bool = False
+    """Deltas include the tokens."""
+    is_whole: bool = False
+    """Nobody reads the text before its end, so that many tokens may share a delta."""
+    min_tokens: int = 0
+    """Tokens before stop strings are searched."""
+    offset_chars: int = 0
+    """Characters before the next token, those of an echoed prompt included."""
+    parts: AnswerParts | HarmonyParts | None = None
+    """Separates reasoning and tool calls from the text; None if all is text."""
+    is_over: bool = False
+    held: str = ""
+    """Text of a whole answer that no delta has yet."""
 
     def push(self, event: TokenEvent) -> TextDelta | None:
         """Take the next token; None if a later delta has its text. Must not be called after the end."""
         assert not self.is_over
-        tokens = (AnswerToken(event.token, event.logprobs, self._offset_chars),) if self._shows_tokens else ()
-        end = _END[event.finish]
-        text = self._detokenizer.push(event.token) if end != "stop" or self._shows_stop_token else ""
+        tokens = (AnswerToken(event.token, event.logprobs, self.offset_chars),) if self.shows_tokens else ()
+        end, parts, stop_strings = _END[event.finish], self.parts, self.stop_strings
+        text = self.detokenizer.push(event.token) if end != "stop" or self.shows_stop_token else ""
         if end is not None:
-            text += self._detokenizer.flush()
-        self._offset_chars += len(text)
-        if event.index >= self._min_tokens and not (self._parts and self._parts.in_header):
-            text = self._stop_strings.push(text)
-        if self._stop_strings.is_found:
+            text += self.detokenizer.flush()
+        self.offset_chars += len(text)
+        if event.index >= self.min_tokens and not (parts and parts.in_header):
+            text = stop_strings.push(text)
+        if stop_strings.is_found:
             end = "stop"
         elif end is not None:
-            text += self._stop_strings.flush()
+            text += stop_strings.flush()
         reasoning, calls = "", _NO_CALLS
-        if self._parts is not None:
-            reasoning, text, calls, end = self._parts.push(text, end, is_cut=self._stop_strings.is_found)
+        if parts is not None:
+            reasoning, text, calls, end = parts.push(text, end, is_cut=stop_strings.is_found)
         self.is_over = end is not None
-        if self._is_whole:
-            text = self._held = self._held + text
+        if self.is_whole and not self.shows_tokens and parts is None:
+            text = self.held = self.held + text
             if end is None and len(text) < PIECE_CHARS:
                 return None
-            self._held = ""
-        return TextDelta(self.index, text, end, tokens, 0, reasoning, calls, self._stop_strings.found)
+            self.held = ""
+        return TextDelta(self.index, text, end, tokens, 0, reasoning, calls, stop_strings.found)
 
 
 _NO_CALLS: Sequence[CallDelta] = ()

@@ -267,6 +267,10 @@ class PoolMachine(RuleBasedStateMachine):
         if self.owners:
             self.pool.forget(data.draw(st.sampled_from(self.owners)))
 
+    @rule(family=st.integers(0, 2))
+    def evict_a_chain_first(self, family: int) -> None:
+        self.pool.evict_first(self.pool.match_prefix(hashes_of(6, first_token=100 * family)))
+
     @rule()
     def look_at_the_cache(self) -> None:
         stored, evicted, _ = self.pool.take_cache_events()

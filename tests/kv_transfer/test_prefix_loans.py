@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
+from pdserve.contracts.request import MAX_PREFIX_BLOCKS
 from pdserve.proto.v1 import transfer_pb2
 from tests.kv_transfer.peer import Peer, running_peer
 from tests.shared import shared
@@ -38,6 +40,17 @@ def test_the_blocks_that_are_lent_arrive_and_the_loan_ends(source: Peer, transpo
         assert [target.block(block_id) for block_id in (1, 2, 3)] == [source.block(block_id) for block_id in (7, 5, 6)]
         assert target.block(4) == before
         assert source.expect("released").released.handle == lend.handle
+
+
+def test_as_many_blocks_may_be_asked_for_as_the_router_names(source: Peer) -> None:
+    hashes = [number.to_bytes(16, "little") for number in range(MAX_PREFIX_BLOCKS)]
+    with running_peer(layout=replace(source.layout, num_blocks=MAX_PREFIX_BLOCKS)) as target:
+        target.pull(source.process.address, b"", range(MAX_PREFIX_BLOCKS), prefix=hashes)
+        lend = asked(source)
+        assert list(lend.prefix) == hashes
+        source.lend(lend.handle, [7])
+        assert target.expect_done().num_tokens == target.layout.block_size
+        source.expect("released")
 
 
 def test_a_worker_that_caches_nothing_lends_nothing(source: Peer) -> None:

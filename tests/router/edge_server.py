@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from pdserve.contracts.deployment import SloConfig, Tier
+from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, RouterConfig, SloConfig, Tier
 from pdserve.contracts.events import RequestKey, TokenEvent
 from pdserve.contracts.request import FinishReason, Outcome
 from pdserve.contracts.step import TokenLogprobs
@@ -23,20 +23,15 @@ from pdserve.router.cluster.cluster import Cluster
 from pdserve.router.http.app import create_app
 from pdserve.router.http.keys import KeyFile
 from pdserve.router.http.protocol import BoundedHttpProtocol
-from pdserve.router.http.request_log import RequestLog
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.plain_histogram import PlainSeries
-from pdserve.router.record import RequestRecord
+from pdserve.router.record import RecordSink, RequestRecord
 from pdserve.router.requests.request import GenerationError, Request
 from pdserve.router.text.tokenizer import ChatTokenizer
 from tests.router.small_tokenizers import CHAT_TEMPLATE, EOS_ID, write_tokenizer
 
-if TYPE_CHECKING:  # it needs an extra
-    from pdserve.router.http.tracing import Tracer
-
 MODEL = "small"
 MAX_MODEL_LEN = 512
-MAX_BODY_BYTES = 2**21
 
 Script = Callable[["ScriptedGeneration"], AsyncIterator[TokenEvent]]
 
@@ -121,6 +116,7 @@ class ScriptedGenerator(Cluster):
     tiers = ("default", "fast", "bulk")
 
     def __init__(self) -> None:
+        self.metrics: RecordingMetrics = RecordingMetrics()
         self.script: Script = saying([], FinishReason.STOP)
         self.refusal: GenerationError | None = None
         self.start_refusal: GenerationError | None = None
@@ -298,35 +294,25 @@ class EdgeServer:
         return len(tokens)
 
 
+def deployment_of(**router: Any) -> DeploymentConfig:
+    """What a router of the model `MODEL` is told; ``router`` has settings of its section."""
+    return DeploymentConfig(model=ModelConfig(served_name=MODEL), router=RouterConfig(**router))
+
+
 @contextmanager
 def running_edge(
     keys: KeyFile | None = None,
     template: str = CHAT_TEMPLATE,
-    cors_origins: Sequence[str] = (),
-    log: Path | None = None,
-    tracer: Tracer | None = None,
+    sinks: Sequence[RecordSink] = (),
     defaults: Mapping[str, float] | None = None,
-    keep_alive_s: float = 10.0,
+    **router: Any,
 ) -> Iterator[EdgeServer]:
-    """Serve a small tokenizer on a free loopback port until the block exits."""
+    """Serve a small tokenizer on a free loopback port until the block exits; ``router`` is of the deployment."""
     with TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), template)
         tokenizer = ChatTokenizer.from_folder(Path(folder))
-    generator, metrics = ScriptedGenerator(), RecordingMetrics()
-    request_log = RequestLog(log) if log is not None else None
-    app = create_app(
-        generator,
-        tokenizer,
-        served_name=MODEL,
-        metrics=metrics,
-        defaults=defaults,
-        max_body_bytes=MAX_BODY_BYTES,
-        keys=keys,
-        cors_origins=cors_origins,
-        request_log=request_log,
-        tracer=tracer,
-        keep_alive_s=keep_alive_s,
-    )
+    generator = ScriptedGenerator()
+    app = create_app(generator, tokenizer, deployment_of(**router), defaults=defaults, keys=keys, sinks=sinks)
     config = uvicorn.Config(app, http=BoundedHttpProtocol, host="127.0.0.1", port=0, log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
@@ -337,9 +323,9 @@ def running_edge(
             assert thread.is_alive()
             thread.join(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield EdgeServer(f"http://127.0.0.1:{port}", generator, metrics, tokenizer, thread.ident, app)
+        yield EdgeServer(f"http://127.0.0.1:{port}", generator, generator.metrics, tokenizer, thread.ident, app)
     finally:
         server.should_exit = server.force_exit = True
         thread.join(10)
-        if request_log is not None:
-            request_log.close()
+        for sink in sinks:
+            sink.close()

@@ -114,9 +114,10 @@ def test_targets_of_a_cancelled_prompt_stay_reserved_until_its_pull_has_ended(fa
     assert scheduler.table.pool.num_free == scheduler.table.pool.num_blocks
 
 
-def cached(scheduler: Scheduler, num_tokens: int = 16) -> list[bytes]:
+def cached(scheduler: Scheduler, num_tokens: int = 16, request_id: int = 9) -> list[bytes]:
     """Hashes of blocks that `scheduler` caches."""
-    request = replace(a_request(9, num_tokens, max_tokens=1))
+    request = a_request(request_id, num_tokens, max_tokens=1)
+    request = replace(request, prompt_tokens=(request_id, *request.prompt_tokens[1:]))
     add(scheduler, request)
     answer(scheduler, step(scheduler))
     scheduler.take_events()
@@ -142,6 +143,18 @@ def test_cached_blocks_are_lent_until_the_pull_has_ended() -> None:
         scheduler.released(handle)
     assert scheduler.table.pool.num_referenced == 0
     assert len(scheduler.table.pool.known_hashes) == 4
+    scheduler.check_integrity()
+
+
+def test_what_was_lent_is_evicted_before_what_was_not_and_the_deepest_first() -> None:
+    scheduler = a_scheduler(BlockPool(11, BLOCK_SIZE))
+    older, lent = cached(scheduler, 20), cached(scheduler, 20, request_id=10)
+    scheduler.lend(b"loan", lent)
+    scheduler.released(b"loan")
+    pool = scheduler.table.pool
+    for num_left in (4, 3, 2, 1, 0):
+        pool.allocate(pool.num_free + 1)
+        assert (len(pool.match_prefix(lent)), len(pool.match_prefix(older))) == (num_left, 5)
     scheduler.check_integrity()
 
 

@@ -26,7 +26,7 @@ MAX_MODEL_LEN = 4096
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[EdgeServer]:
-    with running_edge(template=TEMPLATE, keep_alive_s=0.1) as edge:
+    with running_edge(template=TEMPLATE, keep_alive_seconds=0.1) as edge:
         edge.generator.max_model_len = MAX_MODEL_LEN
         yield edge
 

@@ -19,12 +19,11 @@ from pdserve.contracts.events import TokenEvent
 from pdserve.contracts.metrics import NO_TENANT
 from pdserve.contracts.request import FinishReason
 from pdserve.router.http import asgi, unsupported_fields
-from pdserve.router.http.json_body import MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES
+from pdserve.router.http.json_body import MAX_BODY_BYTES, MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES
 from pdserve.router.http.schema import ChatBody, CompletionBody
 from pdserve.router.requests.request import GenerationError
 from tests.patience import HANG_S
 from tests.router.edge_server import (
-    MAX_BODY_BYTES,
     MODEL,
     EdgeServer,
     ScriptedGeneration,
@@ -113,7 +112,7 @@ def test_bytes_of_a_chat_stream(edge: EdgeServer, http: httpx.Client) -> None:
 
 def test_a_stream_that_waits_says_so_and_an_error_after_that_is_an_event() -> None:
     body = {"messages": MESSAGES, "stream": True}
-    with running_edge(keep_alive_s=0.1) as edge, httpx.Client(base_url=edge.url) as http:
+    with running_edge(keep_alive_seconds=0.1) as edge, httpx.Client(base_url=edge.url) as http:
         edge.say("ab", FinishReason.LENGTH)
         at_once_text = http.post(CHAT, json=body, headers={"X-Request-Id": "mine"}).text
         edge.generator.script = waiting_first(edge.generator.script)
@@ -129,7 +128,7 @@ def test_a_stream_that_waits_says_so_and_an_error_after_that_is_an_event() -> No
 
 
 def test_a_stream_waits_in_silence_by_choice() -> None:
-    with running_edge(keep_alive_s=0) as edge:
+    with running_edge(keep_alive_seconds=0) as edge:
         edge.say("ab")
         edge.generator.script = waiting_first(edge.generator.script)
         answer = httpx.post(f"{edge.url}{CHAT}", json={"messages": MESSAGES, "stream": True})

@@ -8,7 +8,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from pdserve.router.http.asgi import EdgeMiddleware
 from pdserve.router.http.exchange import Exchange
-from pdserve.router.metrics import RouterMetrics
+from tests.router.edge_server import ScriptedGenerator
 
 
 async def _nothing() -> Message:
@@ -32,7 +32,7 @@ def test_requests_that_arrive_together_begin_in_turns_of_the_loop() -> None:
                 num_turns += 1
                 await asyncio.sleep(0)
 
-        edge = EdgeMiddleware(app, RouterMetrics(), 100, lambda: None, None, None, None)
+        edge = EdgeMiddleware(app, ScriptedGenerator(), None, ())
         counting = asyncio.create_task(count_turns())
         scope = {"type": "http", "method": method, "path": "/", "headers": []}
         await asyncio.gather(*(edge({**scope}, _nothing, _drop) for _ in range(5)))
@@ -50,7 +50,7 @@ def test_nothing_of_a_request_outlives_it() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         exchanges.append(weakref.ref(scope["state"]["exchange"]))
 
-    edge = EdgeMiddleware(app, RouterMetrics(), 100, lambda: None, None, None, None)
+    edge = EdgeMiddleware(app, ScriptedGenerator(), None, ())
     gc.disable()
     try:
         asyncio.run(edge({"type": "http", "method": "POST", "path": "/", "headers": []}, _nothing, _drop))

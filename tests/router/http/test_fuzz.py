@@ -24,10 +24,9 @@ from tests.patience import HANG_S
 from tests.router.bodies import CHAT_BODY, COMPLETION_BODY, mutated, odd_body
 from tests.router.edge_server import (
     MAX_MODEL_LEN,
-    MODEL,
-    RecordingMetrics,
     ScriptedGeneration,
     ScriptedGenerator,
+    deployment_of,
     token_event,
 )
 from tests.router.http.test_tools import TEMPLATE
@@ -78,11 +77,11 @@ async def speaking(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:
 
 
 @pytest.fixture
-def app(tmp_path: Path) -> FastAPI:
+def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+    monkeypatch.setattr("pdserve.router.http.json_body.MAX_BODY_BYTES", 100_000)
     write_tokenizer(tmp_path, TEMPLATE)
     tokenizer = ChatTokenizer.from_folder(tmp_path)
-    generator = CheckedGenerator(tokenizer.vocab_size)
-    return create_app(generator, tokenizer, served_name=MODEL, metrics=RecordingMetrics(), max_body_bytes=100_000)
+    return create_app(CheckedGenerator(tokenizer.vocab_size), tokenizer, deployment_of())
 
 
 async def post(app: FastAPI, path: str, body: bytes) -> tuple[int, bytes]:

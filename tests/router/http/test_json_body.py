@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -181,6 +182,36 @@ def test_what_is_counted_is_what_would_be_built(value: object, ensure_ascii: boo
             with pytest.raises(ApiError):
                 count(data, piece_bytes)
             patch.setattr(json_body, name, number)
+
+
+@given(JSON, st.booleans())
+@example([{"a": [[{"b": [{"c": [{"d": [{}]}]}]}]]}, 1], False)
+def test_what_is_decoded_in_parts_is_the_same(value: object, has_spaces: bool) -> None:
+    data = json.dumps({"x": value}, indent=1 if has_spaces else None).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_body, "LARGE_BYTES", 0)
+        assert json_body.decoded(data) == {"x": value}
+        with pytest.raises(msgspec.DecodeError):
+            json_body.decoded(data[:-1])
+
+
+@pytest.mark.parametrize("kind", ["messages", "parts"])
+def test_other_threads_run_between_the_parts_of_a_body(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    message: dict[str, object] = {"role": "user", "content": "x" * 100}
+    messages = [message] * 2**13
+    if kind == "parts":
+        messages = [{"role": "user", "content": messages}]
+    spy = Mock(wraps=json_body._decode)
+    monkeypatch.setattr(json_body, "_decode", spy)
+    assert json_body.decoded(json.dumps({"messages": messages}).encode()) == {"messages": messages}
+    assert max(len(call.args[0]) for call in spy.call_args_list) < 200
+
+
+def test_a_body_is_not_searched_for_parts_at_every_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = Mock(wraps=json_body._members)
+    monkeypatch.setattr(json_body, "_members", spy)
+    json_body.decoded(b'{"x":' * 100 + b'"%b"' % (b"x" * json_body.LARGE_BYTES) + b"}" * 100)
+    assert spy.call_count == json_body.PART_LEVELS
 
 
 PARTS = st.sampled_from(["\\ud83d", "\\uDE00", "\\ud83d\\ude00", "\\\\", "ud83d", '\\"', "\\u00e9", "\\n", "é", "a"])

@@ -19,6 +19,7 @@ import pytest
 from pdserve.contracts.errors import ConfigError
 from pdserve.router.http import keys as keys_module
 from pdserve.router.http.errors import ApiError
+from pdserve.router.http.json_body import MAX_BODY_BYTES
 from pdserve.router.http.keys import ApiKey, Budget, KeyFile, add_key, read_keys
 from pdserve.router.replicas import Replicas
 from pdserve.router.requests.request import GenerationError, Request, RequestSpec
@@ -108,7 +109,10 @@ def test_the_openai_client_with_a_right_and_a_wrong_key(server: KeyedServer) -> 
 
 
 def test_no_body_is_read_without_a_key(server: KeyedServer) -> None:
-    too_large: dict[str, Any] = {"content": b"{" * 2**22, "headers": {"Content-Type": "application/json"}}
+    too_large: dict[str, Any] = {
+        "content": b"{" * (MAX_BODY_BYTES + 1),
+        "headers": {"Content-Type": "application/json"},
+    }
     with running_edge() as open_edge:
         assert httpx.post(f"{open_edge.url}/v1/completions", **too_large).status_code == 413
     assert httpx.post(f"{server.edge.url}/v1/completions", **too_large).status_code == 401
@@ -459,7 +463,7 @@ def test_pages_of_allowed_origins_may_call(tmp_path: Path) -> None:
     key = add_key(path, "team-a")
     page = {"Origin": "https://chat.example.com"}
     asks = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    with running_edge(KeyFile(path, SECRET), cors_origins=[page["Origin"]]) as edge:
+    with running_edge(KeyFile(path, SECRET), cors_origins=(page["Origin"],)) as edge:
         url = f"{edge.url}/v1/models"
         preflight = httpx.options(url, headers=asks)
         assert preflight.status_code == 200, "a browser asks without the key"

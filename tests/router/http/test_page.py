@@ -23,6 +23,7 @@ from pdserve.router.http.keys import KeyFile, add_key
 from pdserve.router.http.page import MAX_VIEWERS
 from pdserve.router.overview import Overview
 from pdserve.router.text.tokenizer import ChatTokenizer
+from tests.router.edge_server import deployment_of
 from tests.router.rig import Rig, hand_off, running_rig, with_workers
 from tests.router.scripted_worker import ScriptedWorker, until
 from tests.router.small_tokenizers import CHAT_TEMPLATE, write_tokenizer
@@ -33,7 +34,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 def app_of(rig: Rig, folder: Path, overview: Overview | None, keys: KeyFile | None = None) -> Any:
     write_tokenizer(folder, CHAT_TEMPLATE)
     tokenizer = ChatTokenizer.from_folder(folder)
-    return create_app(rig.cluster, tokenizer, served_name="tiny", metrics=rig.metrics, keys=keys, overview=overview)
+    return create_app(rig.cluster, tokenizer, deployment_of(), keys=keys, overview=overview)
 
 
 def overview_of(rig: Rig) -> Overview:

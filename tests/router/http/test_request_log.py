@@ -47,7 +47,7 @@ def complete(edge: EdgeServer, key: str = "", request_id: str = "client-7", **fi
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_line_says_where_the_time_went_and_who_served(tmp_path: Path, stream: bool) -> None:
     path = tmp_path / "requests.jsonl"
-    with running_edge(log=path) as edge:
+    with running_edge(sinks=[RequestLog(path)]) as edge:
         num_tokens = edge.say("an answer", FinishReason.LENGTH)
         assert complete(edge, stream=stream, max_tokens=num_tokens).headers["X-Request-Id"] == "client-7"
         num_prompt_tokens = len(edge.generator.last.prompt_tokens)
@@ -64,7 +64,7 @@ def test_a_line_says_where_the_time_went_and_who_served(tmp_path: Path, stream: 
 def test_refused_and_abandoned_requests_have_a_line_without_secrets(tmp_path: Path) -> None:
     path, keys = tmp_path / "requests.jsonl", tmp_path / "keys.jsonl"
     key = add_key(keys, "team-a")
-    with running_edge(KeyFile(keys, b"secret"), log=path) as edge:
+    with running_edge(KeyFile(keys, b"secret"), sinks=[RequestLog(path)]) as edge:
         assert complete(edge, "pd-wrong").status_code == 401
         assert complete(edge, key, max_tokens="many").status_code == 400
         edge.generator.script = stuck_after([])
@@ -86,7 +86,7 @@ def test_refused_and_abandoned_requests_have_a_line_without_secrets(tmp_path: Pa
 
 def test_a_file_that_was_moved_away_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
-    with running_edge(log=path) as edge:
+    with running_edge(sinks=[RequestLog(path)]) as edge:
         complete(edge, request_id="first")
         lines_of(path)
         path.rename(tmp_path / "requests.jsonl.1")

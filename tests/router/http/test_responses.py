@@ -104,7 +104,7 @@ def test_a_failure_on_the_way_is_the_last_event(server: EdgeServer, client: open
 
 
 def test_a_failure_before_token_0_follows_the_creation(client: openai.OpenAI) -> None:
-    with running_edge(keep_alive_s=0.1) as edge:
+    with running_edge(keep_alive_seconds=0.1) as edge:
         edge.generator.script = waiting_first(failing_after([], GenerationError(503, "lost")))
         with client.with_options(base_url=f"{edge.url}/v1").responses.stream(model=MODEL, input="x") as stream:
             events: list[Any] = list(stream)

@@ -54,16 +54,13 @@ def collector() -> Iterator[tuple[str, list[Any]]]:
 def test_a_request_is_a_span_of_its_clients_trace_and_each_phase_a_part_of_it() -> None:
     from pdserve.router.http.tracing import Tracer
 
-    with collector() as (url, spans):
-        tracer = Tracer(url)
-        with running_edge(tracer=tracer) as edge:
-            num_tokens = edge.say("an answer", FinishReason.LENGTH)
-            headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "X-Request-Id": "client-7"}
-            body = {"prompt": "secret prompt", "max_tokens": num_tokens}
-            httpx.post(f"{edge.url}/v1/completions", json=body, headers=headers).raise_for_status()
-            refused = httpx.post(f"{edge.url}/v1/completions", json={"prompt": "x", "max_tokens": "many"})
-            assert refused.status_code == 400
-        tracer.close()
+    with collector() as (url, spans), running_edge(sinks=[Tracer(url)]) as edge:
+        num_tokens = edge.say("an answer", FinishReason.LENGTH)
+        headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "X-Request-Id": "client-7"}
+        body = {"prompt": "secret prompt", "max_tokens": num_tokens}
+        httpx.post(f"{edge.url}/v1/completions", json=body, headers=headers).raise_for_status()
+        refused = httpx.post(f"{edge.url}/v1/completions", json={"prompt": "x", "max_tokens": "many"})
+        assert refused.status_code == 400
     [root] = [span for span in spans if span.trace_id.hex() == TRACE and span.name == "POST /v1/completions"]
     assert root.parent_span_id.hex() == "b7ad6b7169203331"
     attributes = {each.key: each.value for each in root.attributes}

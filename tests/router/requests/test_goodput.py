@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.worker_config import WorkerRole
+from pdserve.router.requests import prefix_sources
 from pdserve.router.requests.goodput import MAX_MEAN_STEP, MIN_SCORE, MIN_TTFT_SPREAD_S, Goodput
 from pdserve.router.requests.goodput_rules import LATE_S, MAX_RETRY_AFTER_S, SLACK_MISSES, TPOT_SPREAD, TURN
 from pdserve.router.requests.least_time import predict_ttft_s
@@ -648,6 +649,18 @@ def test_a_prefix_that_is_faster_to_compute_is_not_pulled() -> None:
 def test_a_pull_brings_most_of_what_is_lacking(num_cached: int, is_pulled: bool) -> None:
     source = D0._replace(cached_blocks=frozenset(HASHES[: num_cached // BLOCK_SIZE]), num_free_blocks=0)
     assert (placed(Goodput(COSTS), arrival(1, 8000), P1, source).prefix is not None) is is_pulled
+
+
+def test_what_is_beyond_the_bound_of_a_pull_is_predicted_to_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = D0._replace(cached_blocks=frozenset(HASHES), num_free_blocks=0)
+    whole = placed(Goodput(COSTS), arrival(1, 8000), P1, source)
+    monkeypatch.setattr(prefix_sources, "MAX_PREFIX_BLOCKS", 5000 // BLOCK_SIZE)
+    part = placed(Goodput(COSTS), arrival(1, 8000), P1, source)
+    assert part.prefix is not None
+    assert part.prefix.num_tokens == part.num_cached_tokens == 5000 // BLOCK_SIZE * BLOCK_SIZE
+    assert part.ttft_s > 2 * whole.ttft_s
+    monkeypatch.setattr(prefix_sources, "MAX_PREFIX_BLOCKS", 3000 // BLOCK_SIZE)
+    assert placed(Goodput(COSTS), arrival(1, 8000), P1, source).prefix is None, "that is not most of it"
 
 
 def test_prefixes_are_pulled_from_one_source_in_turns_and_not_from_one_that_failed() -> None:
