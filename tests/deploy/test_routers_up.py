@@ -61,7 +61,8 @@ async def read_stream(client: httpx.AsyncClient) -> tuple[int, bool]:
 
 
 async def streams_while_one_router_dies(up: UpProcess, admin_urls: list[str]) -> tuple[list[tuple[int, bool]], int]:
-    """What became of the streams, and the number of those whose router was killed."""
+    """What became of the streams, and the number of those that the router had which was killed."""
+    victim = next(process for process in up.members("pdserve.router") if listens(process, admin_urls[1]))
     async with httpx.AsyncClient(base_url=up.banner("API"), timeout=HANG_S, trust_env=False, verify=False) as client:
         streams = [asyncio.create_task(read_stream(client)) for _ in range(NUM_STREAMS)]
 
@@ -70,7 +71,6 @@ async def streams_while_one_router_dies(up: UpProcess, admin_urls: list[str]) ->
 
         await asyncio.to_thread(wait_for, lambda: sum(held()) == NUM_STREAMS, "all streams to be under way")
         num_kept, num_lost = held()
-        victim = next(process for process in up.members("pdserve.router") if listens(process, admin_urls[1]))
         victim.kill()
 
         def num_held() -> int:
@@ -185,8 +185,10 @@ def test_a_killed_router_ends_its_own_streams_alone(up: UpProcess) -> None:
     admin_urls = up.banner("admin").split(", ")
     outcomes, num_lost = asyncio.run(streams_while_one_router_dies(up, admin_urls))
     whole = [num_tokens for num_tokens, is_done in outcomes if is_done]
-    assert whole == [NUM_TOKENS] * (NUM_STREAMS - num_lost)
-    assert 0 < num_lost < NUM_STREAMS
+    assert set(whole) == {NUM_TOKENS}
+    # On a busy machine one may have ended between the count and the kill.
+    assert NUM_STREAMS - num_lost <= len(whole) < NUM_STREAMS
+    assert num_lost < NUM_STREAMS
     assert all(num_tokens < NUM_TOKENS for num_tokens, is_done in outcomes if not is_done)
 
     addresses = [url.removeprefix("http://") for url in admin_urls]
