@@ -161,8 +161,8 @@ class Answers:
         began_s, _, weights, slo_s = self._values[:, : len(self._ids)]
         num_tokens = self.num_tokens(num_steps)
         late_s = np.maximum(stepped_s - began_s, 0.0) - slo_s * num_tokens
-        made_up_s = np.maximum(slo_s - step_s, 1e-9)
-        after, before = (lengths.chances_to_end(num_tokens, (late_s + each) / made_up_s) for each in (delay_s, 0.0))
+        most = np.add.outer((0.0, delay_s), late_s) / np.maximum(slo_s - step_s, 1e-9)
+        before, after = lengths.chances_to_end(num_tokens, most)
         return float(weights.dot(after - before))
 
 
