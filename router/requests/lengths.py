@@ -66,8 +66,9 @@ class Lengths:
 
     def chances_to_end(self, num_tokens: IntArray, most: FloatArray) -> FloatArray:
         """Chance of each answer that runs, of so many tokens so far, to end with ``most`` further ones at most."""
-        go_on: FloatArray = self._survival.take(num_tokens + np.maximum(most, 0.0).astype(np.int64), mode="clip")
-        return 1 - go_on / np.maximum(self._survival.take(num_tokens), 1e-300)
+        ends = num_tokens + np.maximum(most, 0.0).astype(np.int64)
+        go_on: FloatArray = self._survival.take(ends, mode="clip") / np.maximum(self._survival.take(num_tokens), 1e-300)
+        return 1 - go_on
 
     def _rebuild(self, running: IntArray) -> None:
         """``running``: number of running answers by tokens so far."""
