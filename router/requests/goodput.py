@@ -111,7 +111,7 @@ class Goodput(Placement):
         }
         handoffs = [option for option in decodes.values() if option.view.role is DECODE]
         handoff = self._handoff(arrival, handoffs, len(fleet[DECODE])) if handoffs else None
-        computing = [view for view in views if self._may_prefill(arrival, view, cached, fleet)]
+        computing = [view for view in views if self._may_prefill(arrival, view, decodes, fleet)]
         if not computing:
             return None
         # Of all workers as large a share computes as of those on the short list.
@@ -366,25 +366,32 @@ class Goodput(Placement):
         num_held = max(view.snapshot.num_context_tokens, blocks.num_tokens)
         return self._lengths.mean * view.step_with_s(blocks.num_tokens) * num_lacking * blocks.block_size / num_held
 
-    def _may_prefill(self, arrival: Arrival, view: WorkerView, cached: Mapping[str, int], fleet: _Fleet) -> bool:
+    def _may_prefill(
+        self, arrival: Arrival, view: WorkerView, decodes: Mapping[str, DecodeOption], fleet: _Fleet
+    ) -> bool:
         """Whether the worker may compute the prompt: as `prefill_candidates` has it, or as a decode worker that has
         time and blocks beside its answers."""
         if view.role is DECODE and fleet[PREFILL]:
-            return not arrival.is_probe and self._may_prefill_beside(arrival, view, cached.get(view.worker_id, 0))
+            joining = self._joining.part_of(len(fleet[DECODE]))
+            return not arrival.is_probe and self._may_prefill_beside(arrival, decodes[view.worker_id], *joining)
         return view.role is not PREFILL or bool(fleet[DECODE])
 
-    def _may_prefill_beside(self, arrival: Arrival, view: WorkerView, num_cached: int) -> bool:
+    def _may_prefill_beside(
+        self, arrival: Arrival, option: DecodeOption, num_joining: float, num_joining_tokens: float
+    ) -> bool:
         """Whether a decode worker has the blocks, and a mean step within TPOT in spite of its prefills, this one
         included, during a median answer. Over a longer time bursts of prefills would even out, but half of the answers
         do not last longer."""
-        blocks, snapshot, answer_s = arrival.blocks, view.snapshot, self._answer_s()
-        prefill_s = view.prefill_s(blocks.num_tokens, num_cached)
+        blocks, view, snapshot, answer_s = arrival.blocks, option.view, option.view.snapshot, self._answer_s()
+        prefill_s = view.prefill_s(blocks.num_tokens, option.num_cached)
         busy = (view.recent_prefill_s(arrival.now_s, answer_s) + prefill_s) / answer_s
-        if view.step_with_s(blocks.num_tokens) > MAX_MEAN_STEP * self.tpot_slo_s * (1 - busy):
+        if option.step_s > MAX_MEAN_STEP * self.tpot_slo_s * (1 - busy):
             return False
-        # A prompt that is prefilled where it decodes takes its blocks early: all answers must have room for their rest.
-        num_growing = int(self._lengths.mean * (snapshot.num_decoding + 1) // blocks.block_size)
-        return not shortfall(blocks, snapshot, num_cached_tokens=num_cached, num_taken=num_growing)
+        # It takes its blocks early, and has answers keep theirs for longer: all must have room, those that join, too.
+        num_kept = snapshot.num_context_tokens * busy / (1 - busy)
+        num_growing = self._lengths.mean * (snapshot.num_decoding + num_joining + 1)
+        num_taken = (num_kept + num_growing + num_joining_tokens) // blocks.block_size
+        return not shortfall(blocks, snapshot, option.num_cached, num_joining, num_taken)
 
     def _prefill_option(
         self,

@@ -10,6 +10,9 @@ from math import exp, log
 import numpy as np
 import numpy.typing as npt
 
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
 TTFT_SPREAD = 0.08
 """Error of a predicted TTFT, as a share of it, before any was seen: the scale of a logistic distribution."""
 PRIOR_TOKENS, PRIOR_ANSWERS = 200, 20.0
@@ -48,7 +51,7 @@ class Lengths:
         self._num_changes += 1
         return self._num_changes >= max(CHANGES_PER_COUNT, num_running * MIN_CHANGE)
 
-    def count(self, running: Iterable[npt.NDArray[np.int64]]) -> None:
+    def count(self, running: Iterable[IntArray]) -> None:
         """Compute the curve anew. ``running``: tokens so far of answers that run, at most `MAX_LENGTH`, by worker."""
         self._ended *= exp(-self._num_new / LENGTH_MEMORY)
         self._num_new = self._num_changes = 0
@@ -61,7 +64,13 @@ class Lengths:
         """Chance of an answer to take a decode step, and ``most`` of them at most."""
         return float(self._survival[1] - self._survival[int(min(most, MAX_LENGTH - 1)) + 1])
 
-    def _rebuild(self, running: npt.NDArray[np.int64]) -> None:
+    def chances_to_end(self, num_tokens: IntArray, most: FloatArray) -> FloatArray:
+        """Chance of each answer that runs, of so many tokens so far, to end with ``most`` further ones at most."""
+        ends = num_tokens + np.maximum(most, 0.0).astype(np.int64)
+        go_on: FloatArray = self._survival.take(ends, mode="clip") / np.maximum(self._survival.take(num_tokens), 1e-300)
+        return 1 - go_on
+
+    def _rebuild(self, running: IntArray) -> None:
         """``running``: number of running answers by tokens so far."""
         as_long = np.cumsum((self._ended + running)[::-1])[::-1]
         """Weight of answers of at least each length."""

@@ -11,17 +11,13 @@ from math import exp, inf
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.cost_model import OnlineCorrection
 from pdserve.router.requests.goodput_rules import TPOT_SPREAD
 from pdserve.router.requests.least_time import predict_ttft_s
-from pdserve.router.requests.lengths import MAX_LENGTH, Lengths
+from pdserve.router.requests.lengths import MAX_LENGTH, FloatArray, IntArray, Lengths
 from pdserve.router.requests.placement import Costs, WorkerSnapshot
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 class _Prompt(NamedTuple):
@@ -100,8 +96,6 @@ class _Forecast(NamedTuple):
     """Beyond the objective, if steps stay as they are; below 0 for those that are likely to meet it."""
     per_step_s: FloatArray
     """Excess for each second that is added to every step."""
-    per_s: FloatArray
-    """Excess for each second of one delay."""
     weights: FloatArray
     missing: float
     """`_missing` with the excess as it is."""
@@ -111,8 +105,8 @@ class Answers:
     """Answers that decode on a worker and may meet their objectives.
 
     One meets TPOT if what its remaining tokens take, at the mean step of the worker, fits what is left of its
-    objective, with an error of `TPOT_SPREAD`. All is as of the worker's last step that was seen, so that what is not
-    known yet does not count as a delay.
+    objective, with an error of `TPOT_SPREAD`. After a delay it does not if it has too few of them left to make up for
+    it. All is as of the worker's last step that was seen, so that what is not known yet does not count as a delay.
     """
 
     def __init__(self) -> None:
@@ -121,7 +115,7 @@ class Answers:
         self._columns: dict[int, int] = {}
         """Columns by request id."""
         self._values = np.zeros((4, 32))
-        """By column: instant of token 0, tokens less the worker's steps, weight, and excess for a second per token."""
+        """By column: instant of token 0, tokens less the worker's steps, weight, and TPOT objective."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -131,7 +125,7 @@ class Answers:
         column = len(self._ids)
         if column == self._values.shape[1]:
             self._values = np.pad(self._values, ((0, 0), (0, column)))
-        self._values[:, column] = began_s, tokens_ahead, weight, 0.5 / max(TPOT_SPREAD * tpot_slo_s, 1e-9)
+        self._values[:, column] = began_s, tokens_ahead, weight, tpot_slo_s
         self._ids.append(request_id)
         self._columns[request_id] = column
 
@@ -149,16 +143,27 @@ class Answers:
 
     def forecast(self, num_steps: float, stepped_s: float, step_s: float, lengths: Lengths) -> _Forecast:
         """``step_s``: predicted seconds of a step."""
-        began_s, tokens_ahead, weights, scale = self._values[:, : len(self._ids)]
+        began_s, tokens_ahead, weights, slo_s = self._values[:, : len(self._ids)]
         num_tokens, (per_length, remaining) = (tokens_ahead + num_steps).astype(np.int64), lengths.of_running
         per_s, per_step_s = per_length.take(num_tokens, mode="clip"), remaining.take(num_tokens, mode="clip")
         elapsed_s = np.maximum(stepped_s - began_s, 0.0)
         excess = per_step_s * step_s + elapsed_s
-        per_s *= scale
+        per_s *= 0.5 / TPOT_SPREAD / slo_s
         per_step_s *= per_s
         excess *= per_s
         excess -= 0.5 / TPOT_SPREAD
-        return _Forecast(excess, per_step_s, per_s, weights, _missing(weights, excess))
+        return _Forecast(excess, per_step_s, weights, _missing(weights, excess))
+
+    def misses_of_delay(
+        self, delay_s: float, num_steps: float, stepped_s: float, step_s: float, lengths: Lengths
+    ) -> float:
+        """Expected misses caused, times weight, if all are delayed once."""
+        began_s, _, weights, slo_s = self._values[:, : len(self._ids)]
+        num_tokens = self.num_tokens(num_steps)
+        late_s = np.maximum(stepped_s - began_s, 0.0) - slo_s * num_tokens
+        most = np.add.outer((0.0, delay_s), late_s) / np.maximum(slo_s - step_s, 1e-9)
+        before, after = lengths.chances_to_end(num_tokens, most)
+        return float(weights.dot(after - before))
 
 
 def _missing(weights: FloatArray, excess: FloatArray) -> float:
@@ -264,16 +269,14 @@ class WorkerView:
         """Expected misses caused if steps get longer by ``after_s`` instead of ``before_s``."""
         if not len(self.answers):
             return 0.0
-        excess, per_step_s, _, weights, missing = self._forecast(lengths)
+        excess, per_step_s, weights, missing = self._forecast(lengths)
         before = _missing(weights, excess + before_s * per_step_s) if before_s else missing
         return _missing(weights, excess + after_s * per_step_s) - before
 
     def misses_of_delay(self, delay_s: float, lengths: Lengths) -> float:
         """Expected misses caused if all answers are delayed once, by ``delay_s``."""
-        if not len(self.answers):
-            return 0.0
-        excess, _, per_s, weights, missing = self._forecast(lengths)
-        return _missing(weights, excess + delay_s * per_s) - missing
+        snapshot = self.snapshot
+        return self.answers.misses_of_delay(delay_s, snapshot.num_steps, snapshot.stepped_s, self.step_s, lengths)
 
     def _forecast(self, lengths: Lengths) -> _Forecast:
         if self._known_forecast is None:

@@ -184,6 +184,23 @@ def test_a_decode_worker_prefills_only_while_its_mean_step_meets_tpot() -> None:
     assert set(chosen[num_local:]) == {"prefill-0"}
 
 
+@pytest.mark.parametrize(("num_before", "num_spare", "expected"), [(0, -1, 0), (0, 1, 1), (1, 1, 0)])
+def test_a_decode_worker_prefills_only_while_answers_have_room_for_what_they_keep_meanwhile(
+    num_before: int, num_spare: int, expected: int
+) -> None:
+    """They take longer beside a prefill, and hold their blocks until they end; those about to join need some, too."""
+    policy, queue = Goodput(COSTS, tpot_slo_s=0.05), P0._replace(num_waiting_tokens=40_000)
+    for number in range(num_before):
+        assert placed(policy, arrival(number), P0, D0._replace(num_free_blocks=0)).handoff
+    busy = COST.prompt_s(2000, 0, D0.max_batch_tokens) / policy._answer_s()
+    num_kept = 80_000 * busy / (1 - busy)
+    num_growing = policy._lengths.mean * 9
+    num_free = 2000 // BLOCK_SIZE + 1 + int((num_kept + num_growing) // BLOCK_SIZE) + num_spare
+    decode = D0._replace(num_decoding=8, num_context_tokens=80_000, num_free_blocks=num_free)
+    choice = placed(policy, arrival(9, 2000, ttft_s=2.0), queue, decode)
+    assert choice.worker_id == ("prefill-0", "decode-0")[expected]
+
+
 def test_behind_a_full_link_prompts_are_computed_where_they_decode() -> None:
     """Pulls between hosts take as long as prompts, so that those placed at once wait for each other."""
     policy = Goodput(COSTS, tpot_slo_s=0.05)
@@ -532,7 +549,8 @@ def plain_gains(policy: Goodput, one: Arrival, workers: Sequence[WorkerSnapshot]
             own = own_s[each.worker_id]
             step_s = COST.decode_s(each.num_decoding + 1, each.num_context_tokens + blocks.num_tokens)
             share = own / (policy._lengths.median * tpot_slo_s)
-            left = each.num_free_blocks - int(length * (each.num_decoding + 1) / BLOCK_SIZE)
+            num_kept = each.num_context_tokens * share / (1 - share)
+            left = each.num_free_blocks - (num_kept + length * (each.num_decoding + 1)) // BLOCK_SIZE
             lacking = shortfall(blocks, each._replace(num_free_blocks=left), num_cached_tokens=num_cached)
             if step_s * each.decode_correction > MAX_MEAN_STEP * tpot_slo_s * (1 - share) or lacking:
                 continue

@@ -34,6 +34,15 @@ def test_the_chance_of_few_steps_is_that_of_short_answers() -> None:
     assert chances == pytest.approx([0.0, 0.25, 0.25, 0.75, 0.75], abs=0.02)
 
 
+def test_the_chance_of_few_further_tokens_is_that_of_answers_as_long_as_those_so_far() -> None:
+    lengths = Lengths()
+    for num_tokens in (1, 2, 5, 5) * 500:
+        lengths.add(num_tokens)
+    counted(lengths, 0, 0)
+    known, most = np.array([1, 1, 2, 2, MAX_LENGTH]), np.array([0.9, 1.0, 2.9, 3.0, 1e9])
+    assert lengths.chances_to_end(known, most) == pytest.approx([0.0, 1 / 3, 0.0, 1.0, 1.0], abs=0.02)
+
+
 def test_a_count_is_due_now_and_then() -> None:
     lengths = Lengths()
     due = [lengths.is_due(100) for _ in range(CHANGES_PER_COUNT)]

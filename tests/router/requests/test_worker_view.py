@@ -84,13 +84,13 @@ def test_answers_equal_a_recount(events: list[tuple[int, bool]]) -> None:
         assert len(answers) == len(held)
 
 
-def misses(answers: list[tuple[float, int, float, float]], lengths: Lengths, step_s: float, delay_s: float) -> float:
-    """Expected ones, times weight, answer by answer, if steps take ``step_s`` and all are ``delay_s`` late."""
+def misses(answers: list[tuple[float, int, float, float]], lengths: Lengths, step_s: float) -> float:
+    """Expected ones, times weight, answer by answer, if steps take ``step_s``."""
     total = 0.0
     for late_s, num_tokens, tpot_s, weight in answers:
         remaining = lengths.remaining[max(1, num_tokens)]
         objective_s = (max(1, num_tokens) + remaining) * tpot_s
-        needs_s = max(0.0, num_tokens * tpot_s + late_s) + delay_s + remaining * step_s
+        needs_s = max(0.0, num_tokens * tpot_s + late_s) + remaining * step_s
         total += weight / (1 + exp(min(50, (objective_s - needs_s) / (TPOT_SPREAD * objective_s))))
     return total
 
@@ -103,21 +103,32 @@ def misses(answers: list[tuple[float, int, float, float]], lengths: Lengths, ste
     ),
     st.floats(0, 0.01),
     st.floats(0, 0.01),
-    st.floats(0, 2),
 )
 def test_misses_are_those_of_every_answer(
-    answers: list[tuple[float, int, float, float]], before_s: float, more_s: float, delay_s: float
+    answers: list[tuple[float, int, float, float]], before_s: float, more_s: float
 ) -> None:
     view, lengths, now_s = WorkerView(decoder(500, 100.0), COSTS), Lengths(), 100.0
     assert view.misses_of_steps(0.0, 1.0, lengths) == view.misses_of_delay(1.0, lengths) == 0.0
     for request_id, (late_s, tokens, tpot_s, weight) in enumerate(answers):
         view.answer_began(request_id, now_s - tokens * tpot_s - late_s, tokens - 500, tpot_s, weight, 500)
-    before, after, delayed, now = (
-        misses(answers, lengths, view.step_s + added_s, late_s)
-        for added_s, late_s in ((before_s, 0.0), (before_s + more_s, 0.0), (0.0, delay_s), (0.0, 0.0))
-    )
+    before, after = (misses(answers, lengths, view.step_s + each) for each in (before_s, before_s + more_s))
     assert view.misses_of_steps(before_s, before_s + more_s, lengths) == pytest.approx(after - before, abs=1e-9)
-    assert view.misses_of_delay(delay_s, lengths) == pytest.approx(delayed - now, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_behind", "share"),
+    [(1, 2.5, 0), (1, 3.5, 0.5), (1, 2000, 1), (9, 3.5, 0), (9, 900, 0), (9, 999, 1)],
+)
+def test_a_delay_is_missed_by_answers_too_short_to_make_up_for_it(
+    num_tokens: int, num_behind: float, share: float
+) -> None:
+    """Half of them end after 4 tokens, so that a mean one would make up for much more."""
+    view, lengths = WorkerView(decoder(0, 0.0), COSTS), Lengths()
+    for number in range(4000):
+        lengths.add(4 if number % 2 else 1000)
+    lengths.count([])
+    view.answer_began(1, 0.0, num_tokens, 2 * STEP_S, 0.7, 0)
+    assert view.misses_of_delay((num_behind + 2 * num_tokens) * STEP_S, lengths) == pytest.approx(0.7 * share, abs=0.02)
 
 
 def test_a_step_that_was_seen_and_an_answer_that_came_or_went_change_what_more_would_cost() -> None:
@@ -219,7 +230,7 @@ def test_a_new_prefill_worker_is_watched_while_answers_decode_there() -> None:
     for num_steps in range(1, 1000):
         seen_s = step_s(view, decoder(num_steps, 2 * num_steps * STEP_S)._replace(role=WorkerRole.PREFILL))
     assert seen_s == pytest.approx(2 * STEP_S, rel=0.05), "its steps take longer than predicted"
-    assert view.misses_of_delay(1.0, Lengths()) > 0
+    assert view.misses_of_delay(1e4, Lengths()) > 0
     view.answer_left(1)
     view.update(decoder(2000, 0.0)._replace(role=WorkerRole.PREFILL))
     assert view.step_s == seen_s, "nothing that decodes there is expected"
