@@ -132,6 +132,7 @@ def test_roles_change_while_requests_run_and_outlive_the_worker(up: UpProcess) -
         run = pdserve("scale", *replicas, "--admin-url", admin_urls[0])
         return run.stderr if run.returncode else run.stdout
 
+    wait_for(lambda: have_roles(up, BACK), "the worker that a ready cluster may still lack")
     epochs = {each["worker_id"]: each["epoch"] for each in workers(admin_urls[0])}
 
     def is_another() -> bool:
