@@ -166,7 +166,8 @@ class BlockPool:
                     self._cached[block] = None
 
     def evict_first(self, block_ids: Iterable[int]) -> None:
-        """Have those that are cached, given in sequence order, evicted before all others, the deepest one first."""
+        """Have those that are cached, given in sequence order, evicted before all others, the deepest one first. Where
+        others share their beginning, leaves of those may outlast it, found again only once it is."""
         for block in block_ids:
             if block in self._cached:
                 self._cached.move_to_end(block, last=False)

@@ -90,11 +90,10 @@ class Lending:
         """In order of the loans."""
 
     def lend(self, handle: bytes, hashes: Collection[bytes]) -> None:
-        """Grant the leading blocks of ``hashes`` that are cached here; none while half of the pool is on loan."""
+        """Grant the leading blocks of ``hashes`` that are cached here, as long as half of the pool is not on loan."""
         pool = self._table.pool
-        blocks = pool.match_prefix(hashes)
-        if 2 * (sum(map(len, self._lent.values())) + len(blocks)) > pool.num_blocks:
-            blocks = []
+        num_left = pool.num_blocks // 2 - sum(map(len, self._lent.values()))
+        blocks = pool.match_prefix(hashes)[: max(0, num_left)]
         pool.share(blocks)
         self._lent[handle] = blocks
         self._table.events.append(
@@ -110,9 +109,8 @@ class Lending:
 
     def end(self, handle: bytes) -> None:
         """The pull has ended. An unknown handle is ignored."""
-        pool, blocks = self._table.pool, self._lent.pop(handle, [])
-        pool.release(blocks)
-        pool.evict_first(blocks)
+        blocks = self._take_back(handle)
+        self._table.pool.evict_first(blocks)
 
     def withdraw(self) -> bool:
         """Take back the blocks that were lent first, of which the puller then uses none that it has not verified;
@@ -120,6 +118,11 @@ class Lending:
         handle = next(iter(self._lent), None)
         if handle is None:
             return False
-        self.end(handle)
+        self._take_back(handle)
         self._table.events.append(WithdrawEvent(handle))
         return True
+
+    def _take_back(self, handle: bytes) -> list[int]:
+        blocks = self._lent.pop(handle, [])
+        self._table.pool.release(blocks)
+        return blocks

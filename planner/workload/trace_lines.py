@@ -224,7 +224,11 @@ def _json_records(path: Path) -> Iterator[tuple[int, Record | ValueError]]:
     with _opened(path) as file:
         if file.read(_START_CHARACTERS).lstrip().startswith("["):
             file.seek(0)
-            for number, item in enumerate(json.load(file), 1):
+            try:
+                items = json.load(file)
+            except (ValueError, RecursionError) as problem:
+                raise ValueError(f"{path} is not JSON, or truncated: {problem}") from None
+            for number, item in enumerate(items, 1):
                 yield number, item if isinstance(item, dict) else ValueError("not a JSON object")
             return
         file.seek(0)

@@ -41,13 +41,13 @@ def recognise(path: Path) -> str:
     names = _names(_first_object(path)) if line.startswith("[") else _names(line)
     if line.startswith("[") and not names & {"arrived_s", "input_length", "text_input"}:
         return "sharegpt"
-    if names & set(CONVERSATIONS):
-        return "sharegpt"
     if line.startswith(("{", "[")) and {"input_length", "text_input"} & names and "output_length" in names:
         return "mooncake"
     for name, (fields, _) in _OF_LINES.items():
         if names.issuperset(fields) and name != "mooncake":
             return name
+    if line.startswith("{") and names & set(CONVERSATIONS):
+        return "sharegpt"
     found = f"no known trace begins with {line[:80]!r}" if line else "the file is empty"
     known = "; ".join(f"{name} ({', '.join(fields)})" for name, (fields, _) in _OF_LINES.items())
     raise ValueError(

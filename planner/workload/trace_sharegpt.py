@@ -41,9 +41,7 @@ def read_sharegpt(path: Path, *, lenient: bool = False) -> Trace:
     builder = TraceBuilder(path, lenient=lenient)
     text = path.read_text("utf-8-sig", errors="replace").strip()
     try:
-        conversations = (
-            [*map(json.loads, filter(str.strip, text.splitlines()))] if text[:1] == "{" else json.loads(text)
-        )
+        conversations = [*map(json.loads, filter(str.strip, text.split("\n")))] if text[:1] == "{" else json.loads(text)
     except (ValueError, RecursionError) as problem:
         raise ValueError(f"{path} is not JSON, or truncated: {problem}") from None
     if not isinstance(conversations, list):

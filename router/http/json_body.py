@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import msgspec
 from fastapi import Request, Response
@@ -65,11 +65,18 @@ _NOTHING: tuple[object, ...] = ("", [], {})
 """Values of a field that was left empty: those that forms send, and PHP for an empty object."""
 
 
+def _takes(annotation: Any, *kinds: type) -> bool:
+    """Whether a field takes values of one of ``kinds``."""
+    return annotation in kinds or any(_takes(each, *kinds) for each in get_args(annotation))
+
+
 class Body(BaseModel):
     """Object of a request. Null is a field that was left out, as are an empty text, list or object where the field has
-    a default. Numbers and booleans may be texts, such as "0.7", and integers 16.0, as some languages write them."""
+    a default, but for ``may_be_empty``. Numbers and booleans may be texts, such as "0.7", and integers 16.0, as some
+    languages write them; booleans are no numbers."""
 
     model_config = ConfigDict(extra="allow", coerce_numbers_to_str=True, allow_inf_nan=False)
+    may_be_empty: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
@@ -78,11 +85,17 @@ class Body(BaseModel):
             return value
         if len(value) > MAX_MEMBERS:
             raise PydanticCustomError("members", f"There may be {MAX_MEMBERS} members at most")
-        fields = cls.model_fields
-        empty = [
-            name for name in value if value[name] in _NOTHING and name in fields and not fields[name].is_required()
-        ]
-        return {name: value[name] for name in value if name not in empty} if empty else value
+        known = [(name, field, value[name]) for name, field in cls.model_fields.items() if name in value]
+        dropped = {name for name, field, member in known if member in _NOTHING and not field.is_required()}
+        dropped -= cls.may_be_empty
+        texts = {  # which are no numbers
+            name: str(member)
+            for name, field, member in known
+            if isinstance(member, bool) and _takes(field.annotation, int, float) and not _takes(field.annotation, bool)
+        }
+        if not dropped and not texts:
+            return value
+        return {name: texts.get(name, value[name]) for name in value if name not in dropped}
 
 
 class BodyRoute(APIRoute):

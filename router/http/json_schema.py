@@ -75,7 +75,7 @@ def _read(schema: object, place: str, depth: int, *, drops: bool) -> object:
             raise SchemaError(f"{place} is nested more than {MAX_DEPTH} schemas deep; flatten it")
         raise SchemaError(f"{place} should be a schema: an object, true or false")
     kept = dict(schema)
-    if isinstance(kept.get("items"), list):  # drafts before 2020-12, as zod-to-json-schema writes them
+    if isinstance(kept.get("items"), list) and "prefixItems" not in kept:  # before 2020-12, as zod-to-json-schema does
         kept |= {"prefixItems": kept["items"], "items": kept.pop("additionalItems", True)}
     while True:
         try:

@@ -245,7 +245,7 @@ _EFFORTS = {"auto": None, "default": None, "disable": "none", "disabled": "none"
 
 def _effort(value: object) -> object:
     """Effort that LiteLLM writes as an object, too."""
-    value = value.get("effort") if isinstance(value, dict) else value
+    value = value["effort"] if isinstance(value, dict) and "effort" in value else value
     return _EFFORTS.get(value.lower(), value.lower()) if isinstance(value, str) else value
 
 
@@ -410,6 +410,7 @@ class CompletionBody(GenerationBody):
 class TokenizeBody(TemplatedBody):
     """Body of ``POST /tokenize`` (vLLM): a prompt, or the messages of a chat."""
 
+    may_be_empty = frozenset({"prompt"})
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None

@@ -158,13 +158,23 @@ def test_what_was_lent_is_evicted_before_what_was_not_and_the_deepest_first() ->
     scheduler.check_integrity()
 
 
+def test_what_was_taken_back_may_be_the_only_copy_and_is_evicted_as_any_other() -> None:
+    scheduler = a_scheduler(BlockPool(11, BLOCK_SIZE))
+    older, lent = cached(scheduler, 20), cached(scheduler, 20, request_id=10)
+    scheduler.lend(b"loan", lent)
+    assert scheduler.lending.withdraw()
+    pool = scheduler.table.pool
+    pool.allocate(pool.num_free + 1)
+    assert (len(pool.match_prefix(lent)), len(pool.match_prefix(older))) == (5, 4)
+
+
 def test_no_more_than_half_of_the_pool_is_on_loan() -> None:
     scheduler = a_scheduler(BlockPool(8, BLOCK_SIZE))
     hashes = cached(scheduler, 20)
     scheduler.lend(b"first", hashes[:3])
     scheduler.lend(b"second", hashes[3:])
     scheduler.lend(b"third", hashes[3:4])
-    assert [len(grant.block_ids) for grant in only(scheduler.take_events(), GrantEvent)] == [3, 0, 1]
+    assert [len(grant.block_ids) for grant in only(scheduler.take_events(), GrantEvent)] == [3, 1, 0]
 
 
 def test_lent_blocks_are_taken_back_before_an_answer_is_preempted() -> None:

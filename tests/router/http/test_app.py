@@ -276,6 +276,7 @@ def test_tokens_of_texts_and_chats(edge: EdgeServer, http: httpx.Client) -> None
     bare = http.post("/tokenize", json={"prompt": "Größe", "add_special_tokens": False}).json()["tokens"]
     assert bare == answer["tokens"][1:]
     assert http.post("/detokenize", json={"tokens": bare}).json() == {"prompt": "Größe"}
+    assert http.post("/tokenize", json={"prompt": "", "add_special_tokens": False}).json()["tokens"] == []
 
     info = http.get("/tokenizer_info").json()
     assert edge.tokenizer.template is not None
@@ -459,6 +460,8 @@ def test_an_answer_may_take_longer_than_a_body(
         ("seed", 2**64),
         ("max_tokens", 0),
         ("max_tokens", "all"),
+        ("max_tokens", True),
+        ("frequency_penalty", True),
         ("stop", 3),
         ("stop", ["x"] * 17),
         ("stop_token_ids", [-1]),
@@ -526,6 +529,8 @@ def test_values_that_are_not_served_name_their_field(
         (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {"messages": MESSAGES, "logprobs": 2}, "logprobs"),
+        (COMPLETIONS, {"prompt": "x", "logprobs": True}, "logprobs"),
+        (COMPLETIONS, {"prompt": "x", "logprobs": False}, "logprobs"),
         (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools.0"),
         (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
         (COMPLETIONS, {}, "prompt"),
