@@ -65,8 +65,11 @@ def read_yaml(path: Path) -> YamlFile:
 
 
 def parse_value(text: str) -> object:
-    """Value of YAML on one line, such as an option's; an object is in braces, so that ``::`` is text. Raises ConfigError
-    if it is not YAML."""
+    """Value of YAML on one line, such as an option's; an object is in braces, so that ``::`` is text.
+
+    Raises:
+        ConfigError: it is not YAML.
+    """
     try:
         value: object = yaml.load(text, _Loader)
         return text if isinstance(value, dict) and not text.lstrip().startswith("{") else value
