@@ -170,9 +170,16 @@ def stream(
         client = StreamClient(url)
         await client.open(num_streams)
         answers = [StreamedAnswer() for _ in range(num_streams)]
-        streams = [asyncio.create_task(client.complete(body, answer, START_S + seconds)) for answer in answers]
-        while not all(answer.token_s for answer in answers):  # noqa: ASYNC110
+
+        def begin(answer: StreamedAnswer) -> asyncio.Task[None]:
+            return asyncio.create_task(client.complete(body, answer, START_S + seconds))
+
+        streams = [begin(answer) for answer in answers]
+        while not all(answer.token_s for answer in answers):
             await asyncio.sleep(0.01)
+            for index, answer in enumerate(answers):
+                if streams[index].done() and not answer.token_s:  # refused beside streams that are about to end
+                    streams[index] = begin(answer)
         for answer in answers:
             del answer.token_s[:-1]
         results.send(None)
