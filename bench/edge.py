@@ -328,7 +328,11 @@ def main() -> None:
     seconds: float = arguments.seconds
     with tempfile.TemporaryDirectory() as work:
         request_log = Path(work, "requests.jsonl")
-        deployment = {"model": {"max_model_len": 2048}, "router": {"request_log": str(request_log)}}
+        deployment = {
+            "model": {"max_model_len": 2048},
+            "router": {"request_log": str(request_log)},
+            "slo": {"tpot_seconds": 1.0},  # or streams are held while others meet theirs
+        }
         received, ports = multiprocessing.Pipe(duplex=False)
         with (
             running_cluster(deployment, "--emulate", "h100-sxm", "--time-scale", str(TIME_SCALE)) as cluster,
