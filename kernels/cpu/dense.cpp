@@ -16,8 +16,8 @@
 // An output is the sum, over blocks of `depth` inputs in order, of that block's products added up in order, less the
 // zero point times the sum of the inputs, times the scale. Every path here keeps to that, so that a row's result
 // depends on neither its neighbours nor the number of threads. The blocking is that of Goto and van de Geijn,
-// "Anatomy of High-Performance Matrix Multiplication" (2008): rows are laid out in blocks once for a product, a block of
-// weights lies in the L1 cache as floats and a block of rows in L2, while a tile of results stays in registers.
+// "Anatomy of High-Performance Matrix Multiplication" (2008): a block of weights lies in the L1 cache as floats and
+// a block of rows in L2, while a tile of results stays in registers.
 
 #include <algorithm>
 #include <cmath>
@@ -402,9 +402,7 @@ template <typename W>
 struct Product {
   using X = Operand<W>;
   const Weight& weight;
-  const X* x;         // As laid out by `as_rows`.
-  int64_t all_rows;
-  int64_t first_row;  // Of this product's among all.
+  const X* x;         // [num_rows, steps]
   float* y;           // [num_rows, num_outputs]
   int64_t num_rows;
   bool adds;          // To what y holds.
@@ -417,10 +415,7 @@ struct Product {
   // From a step on, which begins a block, of a row and those behind it.
   Rows<X> rows_at(int64_t row, int64_t step) const {
     const int64_t blocks = sums ? weight.num_blocks() : 0;
-    const bool in_blocks = all_rows > kFewRows;
-    const int64_t start = in_blocks ? step : 0, width = in_blocks ? std::min(depth(), steps() - step) : steps();
-    return {x + all_rows * start + (first_row + row) * width + step - start, width,
-            sums + row * blocks + (sums ? step / depth() : 0), blocks};
+    return {x + row * steps() + step, steps(), sums + row * blocks + (sums ? step / depth() : 0), blocks};
   }
 
   // From a step on, of a panel and those behind it.
@@ -478,16 +473,17 @@ struct Product {
   }
 
   // Many rows: a block of weights becomes floats, or pairs of bfloat16, once for a block of rows.
-  void multiply_block(int64_t row, int64_t rows, int64_t first_panel, int64_t panels) const {
-    static thread_local std::vector<X> w_block(kMaxDepth * kPanel);
+  void multiply_block(int64_t first_row, int64_t rows, int64_t first_panel, int64_t panels) const {
+    static thread_local std::vector<X> x_block(kBlockRows * kMaxDepth), w_block(kMaxDepth * kPanel);
     static thread_local std::vector<float> total(kBlockPanels * kBlockRows * kPanel);
     for (int64_t d = 0; d < steps(); d += depth()) {
       const int64_t count = block_at(first_panel, d).depth;
-      const Rows<X> block_rows = rows_at(row, d), next_rows = rows_at(row, d + count);
-      const Prefetch of_rows{reinterpret_cast<const char*>(next_rows.x),
-                             rows * next_rows.stride * static_cast<int64_t>(sizeof(X))};
+      Rows<X> block_rows = rows_at(first_row, d);
+      for (int64_t r = 0; r < rows; ++r)
+        std::copy_n(block_rows.x + r * steps(), count, x_block.data() + r * depth());
+      block_rows.x = x_block.data();
+      block_rows.stride = depth();
       for (int64_t p = 0; p < panels; ++p) {
-        of_rows.ask(p, panels);
         const Block<W> held = block_at(first_panel + p, d);
         const Block<X> block{as_operands(held.weights, count, w_block.data()), 0, count, held.scales, held.exponents,
                              held.zeros, 0, held.coding};
@@ -497,7 +493,7 @@ struct Product {
       }
     }
     for (int64_t p = 0; p < panels; ++p)
-      finish(total.data() + p * kBlockRows * kPanel, row, rows, first_panel + p);
+      finish(total.data() + p * kBlockRows * kPanel, first_row, rows, first_panel + p);
   }
 
   int64_t work() const { return num_rows * weight.num_inputs * weight.num_outputs; }
@@ -522,36 +518,25 @@ struct Product {
   }
 };
 
-inline void lay(const float* from, int64_t count, float* to) { std::copy_n(from, count, to); }
-#ifdef PDSERVE_BFLOAT16_PRODUCTS
-inline void lay(const float* from, int64_t count, BFloat16x2* to) {
-  for (int64_t d = 0; d < count; d += kLanes) {
-    const auto values = static_cast<__mmask16>((1 << std::min<int64_t>(count - d, kLanes)) - 1);
-    const auto pairs = static_cast<__mmask8>((1 << std::min<int64_t>((count - d + 1) / 2, kLanes / 2)) - 1);
-    const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(values, from + d));
-    _mm256_mask_storeu_epi32(to + d / 2, pairs, reinterpret_cast<__m256i>(rounded));
-  }
-}
-#endif
-
-// Rows as they are multiplied: [num_rows, steps], or [blocks][num_rows][steps of the block] of many.
+// [num_rows, steps]: rows as they are multiplied.
 template <typename W>
 const Operand<W>* as_rows(const Weight& weight, const float* x, int64_t num_rows) {
-  const bool in_blocks = num_rows > kFewRows;
-  if (kInputs<W> == 1 && !in_blocks) return reinterpret_cast<const Operand<W>*>(x);
-  static thread_local std::vector<Operand<W>> held;
-  const int64_t inputs = weight.num_inputs, steps = (inputs + kInputs<W> - 1) / kInputs<W>;
-  const int64_t depth = in_blocks ? weight.depth : inputs;
+  if constexpr (kInputs<W> == 1) return x;
+#ifdef PDSERVE_BFLOAT16_PRODUCTS
+  static thread_local std::vector<BFloat16x2> held;
+  const int64_t inputs = weight.num_inputs, steps = (inputs + 1) / 2;
   held.resize(num_rows * steps);
-  Operand<W>* const rows = held.data();
-  Team::get().run(num_rows, in_blocks, [&](int64_t row) {
-    for (int64_t first = 0; first < inputs; first += depth) {
-      const float* from = x + row * inputs + first;
-      const int64_t count = std::min(depth, inputs - first), width = (count + kInputs<W> - 1) / kInputs<W>;
-      lay(from, count, rows + num_rows * (first / kInputs<W>) + row * width);
+  BFloat16x2* const rows = held.data();
+  Team::get().run(num_rows, num_rows > kFewRows, [&](int64_t row) {
+    for (int64_t d = 0; d < inputs; d += kLanes) {
+      const auto values = static_cast<__mmask16>((1 << std::min<int64_t>(inputs - d, kLanes)) - 1);
+      const auto pairs = static_cast<__mmask8>((1 << std::min<int64_t>(steps - d / 2, kLanes / 2)) - 1);
+      const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(values, x + row * inputs + d));
+      _mm256_mask_storeu_epi32(rows + row * steps + d / 2, pairs, reinterpret_cast<__m256i>(rounded));
     }
   });
-  return rows;
+  return reinterpret_cast<const Operand<W>*>(rows);
+#endif
 }
 
 inline float sum_of(float x) { return x; }
@@ -568,13 +553,13 @@ const float* sum_inputs(const Product<W>& of) {
   const Weight& weight = of.weight;
   if (!weight.zeros && !kCoding<W>.is_paired) return nullptr;
   static thread_local std::vector<float> held;
-  const int64_t blocks = weight.num_blocks();
+  const int64_t blocks = weight.num_blocks(), steps = of.steps();
   held.resize(of.num_rows * blocks);
   float* const sums = held.data();
   Team::get().run(of.num_rows, of.num_rows > kFewRows, [&](int64_t row) {
     for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t start = block * of.depth(), depth = std::min(of.depth(), of.steps() - start);
-      const Operand<W>* from = of.rows_at(row, start).x;
+      const Operand<W>* from = of.x + row * steps + block * of.depth();
+      const int64_t depth = std::min(of.depth(), steps - block * of.depth());
       Vec lanes{};
       int64_t d = 0;
       for (; d + kLanes <= depth; d += kLanes)
@@ -600,14 +585,13 @@ void multiply(const Weight* weights, int64_t count, const int64_t* starts, const
   std::vector<Part>& parts = held;  // Those of this thread, for the team, too.
   parts.clear();
   Team& team = Team::get();
-  const int64_t num_rows = starts[count];
-  const Product<W> all{weights[0], as_rows<W>(weights[0], x, num_rows), num_rows, 0, y, num_rows, adds, nullptr};
+  const Product<W> all{weights[0], as_rows<W>(weights[0], x, starts[count]), y, starts[count], adds, nullptr};
   const float* sums = sum_inputs(all);
   int64_t work = 0;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t start = starts[i], rows = starts[i + 1] - start, blocks = sums ? weights[i].num_blocks() : 0;
     if (rows == 0) continue;
-    const Product<W> product{weights[i], all.x, num_rows, start, y + start * weights[i].num_outputs, rows, adds,
+    const Product<W> product{weights[i], all.x + start * all.steps(), y + start * weights[i].num_outputs, rows, adds,
                              sums + start * blocks};
     parts.push_back({product, {1, 1}, 0});
     work += product.work();
@@ -631,7 +615,7 @@ void multiply(const Weight* weights, int64_t count, const int64_t* starts, const
 
 template <typename W>
 void copy_rows(const Weight& weight, const int64_t* ids, int64_t num_ids, float* out) {
-  const Product<W> product{weight, nullptr, 0, 0, nullptr, 0, false, nullptr};
+  const Product<W> product{weight, nullptr, nullptr, 0, false, nullptr};
   for (int64_t i = 0; i < num_ids; ++i) {
     const int64_t panel = ids[i] / kPanel, place = ids[i] % kPanel;
     for (int64_t d = 0; d < weight.num_inputs; ++d) {
