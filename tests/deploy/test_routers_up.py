@@ -162,7 +162,8 @@ def test_a_wrong_number_of_prefill_workers_is_mended_under_load(
     admin_url = up.banner("admin").split(", ")[0]
 
     def plan(option: str) -> list[str]:
-        command = ["plan", "--live", admin_url, "--window", "1", "--requests", "100", "--jobs", "1", option]
+        # An answer takes 1.6 s, and the four clients ask at the same time: some requests come in twice that.
+        command = ["plan", "--live", admin_url, "--window", "3", "--requests", "100", "--jobs", "1", option]
         assert run(command) == 0
         return capsys.readouterr().out.splitlines()
 
