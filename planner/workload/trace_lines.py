@@ -29,7 +29,6 @@ BURSTGPT_FIELDS = ("Timestamp", "Request tokens", "Response tokens")
 PLAIN_FIELDS = ("arrived_s", "prompt_tokens", "output_tokens")
 
 MOONCAKE_BLOCK_TOKENS = 512
-_START_CHARACTERS = 256
 TimeUnit = Literal["auto", "s", "ms"]
 
 
@@ -189,7 +188,7 @@ def read_plain(path: Path, *, lenient: bool = False) -> Trace:
         ValueError: a line is malformed, or there is no request.
     """
     with _opened(path) as file:
-        is_json = next((line for line in file if line.strip()), "").lstrip().startswith(("{", "["))
+        is_json = _first_line(file).startswith(("{", "["))
     records = _json_records(path) if is_json else _csv_records(path, PLAIN_FIELDS)
     return _read(records, _row_of(PLAIN_FIELDS), TraceBuilder(path, lenient=lenient))
 
@@ -219,11 +218,17 @@ def _opened(path: Path) -> Any:
     return path.open(encoding="utf-8-sig", errors="replace", newline="")
 
 
+def _first_line(file: Any) -> str:
+    """The first line that is not blank, without what is blank before it; the file is at its start again."""
+    line: str = next((line for line in file if line.strip()), "").lstrip()
+    file.seek(0)
+    return line
+
+
 def _json_records(path: Path) -> Iterator[tuple[int, Record | ValueError]]:
     """Objects, one in each line, or those of an array: then their numbers, not lines."""
     with _opened(path) as file:
-        if file.read(_START_CHARACTERS).lstrip().startswith("["):
-            file.seek(0)
+        if _first_line(file).startswith("["):
             try:
                 items = json.load(file)
             except (ValueError, RecursionError) as problem:
@@ -231,7 +236,6 @@ def _json_records(path: Path) -> Iterator[tuple[int, Record | ValueError]]:
             for number, item in enumerate(items, 1):
                 yield number, item if isinstance(item, dict) else ValueError("not a JSON object")
             return
-        file.seek(0)
         for line, text in enumerate(file, 1):
             if text.strip():
                 yield line, _json_record(text)
@@ -247,9 +251,7 @@ def _json_record(text: str) -> Record | ValueError:
 
 def _csv_records(path: Path, fields: tuple[str, ...]) -> Iterator[tuple[int, Record | ValueError]]:
     with _opened(path) as file:
-        start = next((line for line in file if line.strip()), "")
-        file.seek(0)
-        lines = csv.reader(file, delimiter=delimiter_of(start))
+        lines = csv.reader(file, delimiter=delimiter_of(_first_line(file)))
         header = [name.strip() for name in next((cells for cells in lines if cells), [])]
         missing = [name for name in fields if name not in header]
         if missing:
