@@ -1,7 +1,7 @@
 """A cluster to break: real workers and transfer processes, and the router's dispatch.
 
-Used by `pdserve.bench.handoff_soak` and `pdserve.bench.rank_faults`, which bring the faults. Each request must end in
-the right tokens or in one error, and after the end of every lease no block may be referenced anywhere.
+Used by `pdserve.bench.handoff_soak`, `failover` and `relabels`, which bring the faults. Each request must end in the
+right tokens or in one error, and after the end of every lease no block may be referenced anywhere.
 """
 
 from __future__ import annotations

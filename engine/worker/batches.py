@@ -2,7 +2,7 @@
 
 A *static* batch is admitted when it is full, a *dynamic* one also when its first request has waited for some time, as
 in Triton Inference Server; both only after the last answer of the batch before. With ``continuous`` a worker has the
-scheduler itself, which knows nothing of batches. Used by `pdserve.engine.worker.worker` and `pdserve.bench.batching`.
+scheduler itself, which knows nothing of batches.
 """
 
 from __future__ import annotations
