@@ -11,10 +11,13 @@ loop must not look healthy.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable
-from threading import Condition, Event
+from pathlib import Path
+from threading import Condition, Event, get_native_id
+from typing import NamedTuple
 
 from pdserve.contracts.events import RequestEvent, RequestEventKind
 from pdserve.contracts.step import Executor
@@ -39,7 +42,8 @@ MIN_WAIT_S = 0.001
 
 STALL_LIMIT_S = 5.0
 STALL_FACTOR = 10.0
-"""A turn is a hang if it exceeds both the limit and this multiple of its step's predicted time."""
+"""A turn is a hang if it exceeds both the limit and this multiple of its step's predicted time, as
+`LiveLoop.is_healthy` counts."""
 
 PULL_GRACE_S = 10.0
 """Time after a pull's deadline in which the transfer process must have reported its end, copies to a GPU included."""
@@ -52,6 +56,30 @@ _LOG_LEVELS = {RequestEventKind.FAILED: logging.WARNING, RequestEventKind.KV_UNA
 def stall_limit_s(predicted_s: float) -> float:
     """Seconds after which a turn with a step of ``predicted_s`` is a hang."""
     return max(STALL_LIMIT_S, STALL_FACTOR * predicted_s)
+
+
+class _Look(NamedTuple):
+    """What was seen when somebody asked whether the loop turns."""
+
+    turned_s: float
+    wall_s: float
+    cpu_s: float
+    """Of the process."""
+    stalled_s: float = 0.0
+    """Since the first look after the last turn."""
+
+
+def is_computing() -> bool:
+    """Whether another thread of this process runs, or waits for a core."""
+    own = get_native_id()
+    return any("R" in _state(int(task)) for task in os.listdir("/proc/self/task") if int(task) != own)
+
+
+def _state(task: int) -> str:
+    try:
+        return Path(f"/proc/self/task/{task}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # it has ended
+        return ""
 
 
 class Inbox:
@@ -136,12 +164,20 @@ class LiveLoop:
         self._pulls_due_s: dict[int, float] = {}
         """Latest instant at which the end of each running pull is known."""
         self._turned_s = time.monotonic()
+        self._look = _Look(0.0, 0.0, 0.0)
         self.drained = Event()
         """Set once a drain was requested and no work is left."""
 
     def is_healthy(self) -> bool:
-        """Whether the loop turned recently."""
-        return time.monotonic() - self._turned_s < stall_limit_s(self._loop.expected_step_s)
+        """Whether the loop turned recently. While the process computes, only the CPU time that it gets counts: on a
+        machine that is busy with other work, little of it, and a slow turn is no hang."""
+        last, look = self._look, _Look(self._turned_s, time.monotonic(), time.process_time())
+        if look.turned_s == last.turned_s:
+            passed_s, computed_s = look.wall_s - last.wall_s, look.cpu_s - last.cpu_s
+            stalled_s = computed_s if computed_s < passed_s and is_computing() else passed_s
+            look = look._replace(stalled_s=last.stalled_s + stalled_s)
+        self._look = look
+        return look.stalled_s < stall_limit_s(self._loop.expected_step_s)
 
     def run(self) -> None:
         """Turn until `Inbox.stop`.

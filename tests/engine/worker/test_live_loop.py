@@ -468,6 +468,41 @@ def test_an_idle_loop_sleeps_and_a_hung_one_is_not_healthy(monkeypatch: pytest.M
         rig.executor.may_finish.set()
 
 
+def test_a_loop_whose_process_waits_for_a_core_is_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    waits_for_core = True
+    monkeypatch.setattr("pdserve.engine.worker.live_loop.STALL_LIMIT_S", 0.05)
+    monkeypatch.setattr("pdserve.engine.worker.live_loop.is_computing", lambda: waits_for_core)
+    monkeypatch.setattr("pdserve.engine.worker.live_loop.time.process_time", lambda: 0.0)
+    with rig.running():
+        rig.executor.may_finish.clear()
+        rig.add(1)
+        wait_until(lambda: rig.executor.num_submitted > 0, "the step")
+        for _ in range(20):
+            time.sleep(0.02)
+            assert rig.loop.is_healthy()
+        waits_for_core = False
+        wait_until(lambda: not rig.loop.is_healthy(), "a stall")
+        rig.executor.may_finish.set()
+
+
+def test_a_thread_that_computes_is_seen() -> None:
+    is_over = threading.Event()
+
+    def compute() -> None:
+        while not is_over.is_set():
+            pass
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        wait_until(live_loop.is_computing, "the thread")
+    finally:
+        is_over.set()
+        thread.join()
+    wait_until(lambda: not live_loop.is_computing(), "no other thread")
+
+
 def test_an_idle_loop_sleeps_until_the_next_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.engine.worker.live_loop.PULSE_S", 600.0)
     rig = Rig()
