@@ -161,7 +161,6 @@ def up(
     ] = False,
 ) -> int:
     """Start a cluster and serve until Ctrl-C, or until pdserve down."""
-    from pdserve.deploy.cluster.ray_loss import RayLostError
     from pdserve.deploy.cluster.supervisor import Supervisor
     from pdserve.deploy.commands.progress import Progress
 
@@ -176,14 +175,8 @@ def up(
     config = override(config, "router", host=host, port=port, log_format=log_format)
     replicas = {"prefill": prefill, "decode": decode, "mixed": mixed}
     launch = _launch(file, config, model, replicas, ray_address, hosts, emulate, settings or ())
-    try:
-        return Supervisor(
-            replace(launch, time_scale=time_scale, drain_timeout_s=drain_timeout), Progress(Console())
-        ).run()
-    except RayLostError as error:  # Ray can be joined once per process
-        again = [sys.executable, "-P", "-m", "pdserve.deploy.cli", *sys.argv[1:], f"--port={error.port}"]
-        again += [f"--{role.value}={number}" for role, number in error.replicas.items()]
-        os.execv(sys.executable, again)
+    launch = replace(launch, time_scale=time_scale, drain_timeout_s=drain_timeout)
+    return Supervisor(launch, Progress(Console())).run()
 
 
 def _launch(

@@ -26,7 +26,6 @@ from typing import Any
 import psutil
 
 from pdserve.contracts.errors import DeployError
-from pdserve.deploy.cluster.control_store import ControlStore
 from pdserve.deploy.cluster.processes import end_session, is_alive, last_line, session_members, start_tied
 from pdserve.deploy.cluster.ray_desk import RayDesk
 from pdserve.deploy.cluster.supervised_process import SupervisedProcess
@@ -74,6 +73,9 @@ class RayCluster(SupervisedProcess):
         """Resources of the cluster when it was joined."""
         self.nodes: list[RayNode] = []
         """Live nodes, as Ray last told them."""
+        self.is_lost = False
+        """True once an existing Ray no longer knows this process: its control store has lost its data, or the node of
+        this host has ended. This process can join no other cluster."""
         self._joining: Future[dict[str, float]] | None = None
         self._probe: Future[Any] | None = None
         self._probed_at_s = 0.0
@@ -128,10 +130,8 @@ class ExistingRay(RayCluster):
     def __init__(self, desk: RayDesk, address: str) -> None:
         super().__init__(desk)
         self._address = address
-        self.is_lost = False
-        """True once Ray no longer knows this process: the control store has lost its data, or the node of this host has
-        ended. This process can join no other cluster."""
-        self._store = ControlStore(split_address(address)[1])
+        self._raylet: psutil.Process | None = None
+        """Of the node of this host."""
         self._has_requested = False
 
     @property
@@ -147,11 +147,6 @@ class ExistingRay(RayCluster):
             self.request_hosts([])  # or hosts would stay
         super().end()
 
-    def start_probe(self, log_path: Path) -> subprocess.Popen[bytes]:
-        """A process that succeeds if another supervisor could join the cluster now."""
-        command = [sys.executable, "-c", f"import ray; ray.init(address={self._address!r}, log_to_driver=False)"]
-        return start_tied(command, env=os.environ, log_path=log_path)
-
     def _start(self) -> None:
         os.environ |= {
             "RAY_NUM_REDIS_GET_RETRIES": "2",  # give up after two attempts if the token is refused
@@ -163,6 +158,7 @@ class ExistingRay(RayCluster):
             self._connect()  # Ray itself would look for a missing cluster for half a minute
         if not self._has_joined(lambda: _join(self._address)):
             return False
+        self._raylet = _own_raylet()
         self._ask(now_s)
         return bool(self.nodes)
 
@@ -179,9 +175,10 @@ class ExistingRay(RayCluster):
             has_ended.wait(0.1)
 
     def _check_up(self, now_s: float) -> None:
+        if self._raylet is not None and not is_alive(self._raylet):
+            raise DeployError("it was stopped on this host")
         if not self.is_lost:
             self._ask(now_s)
-        self._store.check(now_s)  # `ray stop` takes the node from the store, then ends it
 
     def _connect(self) -> None:
         """Raises OSError if nothing listens at the address."""
@@ -348,6 +345,18 @@ def _own_node() -> str:
     import ray
 
     return str(ray.get_runtime_context().get_node_id())
+
+
+def _own_raylet() -> psutil.Process | None:
+    """The process of this host's node; None if it cannot be seen."""
+    from ray._private.worker import global_worker
+
+    option = f"--raylet_socket_name={global_worker.node.raylet_socket_name}"
+    for process in psutil.process_iter(["name"]):
+        with contextlib.suppress(psutil.Error):
+            if process.info["name"] == "raylet" and option in process.cmdline():
+                return process
+    return None
 
 
 def _join(address: str) -> dict[str, float]:

@@ -36,7 +36,6 @@ from pdserve.deploy.cluster.hosts import Host
 from pdserve.deploy.cluster.processes import end_session, last_line, pin_process, start_tied
 from pdserve.deploy.cluster.ray_cluster import ExistingRay, PrivateRay, RayCluster
 from pdserve.deploy.cluster.ray_desk import SILENT_S, RayDesk
-from pdserve.deploy.cluster.ray_loss import RayLoss, RayLostError
 from pdserve.deploy.cluster.router_process import RouterProcess
 from pdserve.deploy.cluster.supervised_process import ProcessState, SupervisedProcess
 from pdserve.deploy.cluster.worker_process import MIN_START_TIMEOUT_S, WorkerProcess
@@ -53,6 +52,10 @@ _READ_BYTES_PER_S = 100e6
 _TICK_S = 0.05
 _STOP_WORKERS_S, _CLEAR_HOSTS_S = 3.0, 1.0
 _CLOSE_STREAMS_S = 8.0
+_LOST = (
+    "ray: it has lost this cluster: its control store came back without data, or the node of this host has ended; "
+    "start Ray on every host, then this cluster"
+)
 _QUESTION = "What is 17 + 25?"  # the demo model answers 42
 
 
@@ -76,15 +79,12 @@ class Supervisor:
         self._waits_for = ""
         """What the placement of the workers waits for."""
         self._compiler: subprocess.Popen[bytes] | None = None
-        self._loss: RayLoss | None = None
-        """Set once Ray has lost this cluster."""
 
     def run(self) -> int:
         """Serve until a signal; returns the exit status: 0, or 1 if the drain was cut short.
 
         Raises:
-            DeployError: the cluster did not start to serve. All its processes have ended.
-            RayLostError: Ray was lost and is back. All processes of the cluster have ended.
+            DeployError: the cluster did not start to serve, or was lost by Ray. All its processes have ended.
         """
         launch = self._launch
         preflight.check_launch(launch)
@@ -109,10 +109,13 @@ class Supervisor:
             self._autoscaling = Autoscaling(launch, self._fleet, self._changes)
             try:
                 self._begin(model_warning)
-                while not self._num_signals:
+                while not self._num_signals and not self._ray.is_lost:
                     self._tick()
                     time.sleep(_TICK_S)
-                return self._drain()
+                status = self._drain()
+                if self._ray.is_lost:
+                    raise DeployError(_LOST)
+                return status
             finally:
                 self._end()
 
@@ -175,12 +178,9 @@ class Supervisor:
         if self._workers or not self._launch.ray_address:  # routers predict with the devices of the hosts
             self._reconcile_routers()
         self._reconcile(self._ray)
-        if self._workers and self._desk.is_silent is not self._is_silent and not self._loss:
+        if self._workers and self._desk.is_silent is not self._is_silent:
             self._report_silence()
-        if self._ray.state is not ProcessState.UP:
-            return
-        if isinstance(self._ray, ExistingRay) and self._ray.is_lost:
-            self._outlive(self._ray)
+        if self._ray.state is not ProcessState.UP or self._ray.is_lost:
             return
         for host in self._fleet.find_hosts():
             self._progress.warn(host.name, "it has left Ray")
@@ -232,7 +232,7 @@ class Supervisor:
 
     def _begin_change(self, command: dict[str, Any]) -> Iterator[str]:
         """Begin what a command of `pdserve.deploy.commands.change` asks for."""
-        if self._ray.state is not ProcessState.UP or self._is_silent:
+        if self._ray.state is not ProcessState.UP or self._is_silent or self._ray.is_lost:
             raise DeployError("Ray does not answer; try again when pdserve status shows that it does")
         match command:
             case {"scale": dict(replicas)}:
@@ -251,26 +251,6 @@ class Supervisor:
             router.are_lists_due = True
         if self._is_ready:
             self._write_note()
-
-    def _outlive(self, ray: ExistingRay) -> None:
-        """Serve what still runs after Ray has lost this process.
-
-        Raises:
-            RayLostError: nothing runs, and another supervisor can join Ray.
-        """
-        if not self._is_ready:
-            raise DeployError(
-                "ray: its control store has lost its data, or the node of this host has ended; start again"
-            )
-        if self._loss is None:
-            self._progress.warn(
-                "ray", "it has lost this cluster; what runs is served, and all starts anew once it is back"
-            )
-            self._loss = RayLoss(ray, self._folder / "probe.log", time.monotonic())
-            self._is_silent = True
-            self._write_note()
-        if self._loss.is_over(time.monotonic(), self._routers[0]):
-            raise RayLostError(self._routers[0].config.router.port, self._fleet.replicas)
 
     def _report_silence(self) -> None:
         self._is_silent = self._desk.is_silent
@@ -380,16 +360,15 @@ class Supervisor:
     def _end(self) -> None:
         """End every process, in any state."""
         self._control.close()
-        if self._loss is not None:
-            self._loss.end()
         for router in self._routers:
             router.end()
         if self._compiler is not None:
             end_session(self._compiler, 0)
-        if not self._desk.is_stuck and self._loss is None:
+        can_stop = not (self._desk.is_stuck or self._ray.is_lost)
+        if can_stop:
             futures.wait([ending for each in self._workers if (ending := each.stop()) is not None], _STOP_WORKERS_S)
             futures.wait([ending for each in self._fleet.hosts if (ending := each.clear()) is not None], _CLEAR_HOSTS_S)
-        if self._desk.is_stuck:  # Ray cannot end them
+        if not can_stop:
             for worker in self._workers:
                 worker.kill()
         self._ray.end()

@@ -12,13 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.cli import run
 from pdserve.deploy.cluster import folder as folder_module
 from pdserve.deploy.cluster.folder import ClusterNote, cluster_folder, write_note
-from pdserve.deploy.cluster.ray_loss import RayLostError
-from pdserve.deploy.cluster.supervisor import Supervisor
-from pdserve.deploy.launch import Launch
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 from tests.deploy.clusters import pdserve
 from tests.patience import HANG_S
@@ -168,33 +164,6 @@ def test_a_deployment_is_checked_for_emulation() -> None:
     found = pdserve("check", "--emulate", "h1000", "--port", "0")
     assert found.returncode == 1
     assert "--emulate: unknown hardware 'h1000'; use one of" in found.stderr
-
-
-def test_a_cluster_that_ray_lost_starts_anew_with_as_many_workers_of_each_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    had = {WorkerRole.PREFILL: 1, WorkerRole.DECODE: 3, WorkerRole.MIXED: 0}
-
-    def lose(supervisor: Supervisor) -> int:
-        raise RayLostError(8123, had)
-
-    started: list[list[str]] = []
-    arguments = ["up", "--emulate", "h100-sxm", "--prefill", "2", "--decode", "2"]
-    monkeypatch.setattr(Supervisor, "run", lose)
-    monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
-    monkeypatch.setattr(sys, "argv", ["pdserve", *arguments])
-    assert run(arguments) == 0
-    [again] = started
-    monkeypatch.undo()
-    launched: list[Launch] = []
-
-    def look(supervisor: Supervisor) -> int:
-        launched.append(supervisor._launch)
-        return 0
-
-    monkeypatch.setattr(Supervisor, "run", look)
-    assert run(again[again.index("up") :]) == 0
-    config = launched[0].config
-    assert {role: config.phase(role).replicas for role in WorkerRole} == had
-    assert config.router.port == 8123
 
 
 def test_closed_standard_streams_are_opened() -> None:

@@ -22,6 +22,7 @@ from tests.patience import HANG_S
 from tests.shared import shared
 
 PORT = 26391
+KEEPER = Path(__file__).parents[2] / "deploy/ray/keep-control-store"
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"  # Ray takes 127.0.0.1 for the address on the network
 LIGHT = (
     *("--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats"),
@@ -93,7 +94,10 @@ def running_head(folder: Path) -> Iterator[Node]:
     node = Node(folder, HEAD, "--head", f"--port={PORT}", "--no-monitor", "--include-dashboard=false")
     try:
         node.wait()
-        yield node
+        with subprocess.Popen([KEEPER, str(PORT)]) as keeper:
+            wait_for(psutil.Process(keeper.pid).children, "the keeper of the control store")
+            yield node
+            node.end()
     finally:
         node.end()
         for store in control_stores():
@@ -128,7 +132,7 @@ def test_workers_are_spread_and_move_when_their_host_is_lost(head: Node, tmp_pat
         (store,), epochs = control_stores(), [each["epoch"] for each in cluster.workers()]
         store.kill()
         store.wait()
-        wait_for(control_stores, "the control store, started again by the supervisor")
+        wait_for(control_stores, "the control store, started again")
         other.end()
         wait_for(lambda: list(cluster.hosts().values()) == [HEAD, HEAD], "the worker on the other host")
         assert cluster.answer() == "42"

@@ -14,9 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster import ray_cluster
-from pdserve.deploy.cluster.control_store import ControlStore
 from pdserve.deploy.cluster.ray_cluster import ExistingRay, RayNode
 from pdserve.deploy.cluster.ray_desk import RayDesk
 from pdserve.deploy.cluster.supervised_process import ProcessState
@@ -126,9 +124,19 @@ def test_a_cluster_is_lost_with_its_data_or_with_our_node(
     cluster.check(10.0)
     assert cluster.is_lost == is_lost
     assert cluster.state is ProcessState.UP
-    with monkeypatch.context() as patch:
-        patch.setattr(ControlStore, "check", stopped)
-        cluster.check(11.0)
+
+
+def test_a_ray_that_was_stopped_on_this_host_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    raylet = subprocess.Popen(["sleep", "600"])
+    monkeypatch.setattr(ray_cluster, "_live_nodes", list)
+    monkeypatch.setattr(ray_cluster, "_own_node", lambda: "ours")
+    cluster = ExistingRay(PromptDesk(), "127.0.0.1:9")
+    cluster.state, cluster._raylet = ProcessState.UP, psutil.Process(raylet.pid)
+    cluster.check(10.0)
+    assert cluster.state is ProcessState.UP
+    raylet.kill()
+    raylet.wait()
+    cluster.check(11.0)
     assert (cluster.state, cluster.failure) == (ProcessState.STOPPED, "it was stopped on this host")
 
 
@@ -152,10 +160,6 @@ def test_a_server_that_has_ended_by_the_first_look_is_named(
         ray_cluster._find_servers(os.getpid())
     children.append(Child(missing))
     assert ray_cluster._find_servers(os.getpid()).keys() == {"gcs_server", "raylet"}
-
-
-def stopped(store: ControlStore, now_s: float) -> None:
-    raise DeployError("it was stopped on this host")
 
 
 @pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])

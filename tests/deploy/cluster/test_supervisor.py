@@ -1,13 +1,16 @@
-"""Signals to the supervisor; clusters as a whole are in `tests.deploy.test_up`."""
+"""Ends of a supervisor; clusters as a whole are in `tests.deploy.test_up`."""
 
 from __future__ import annotations
 
 import signal
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from pdserve.contracts.deployment import DeploymentConfig, RouterConfig
+from pdserve.contracts.errors import DeployError
+from pdserve.deploy.cluster import supervisor as module
 from pdserve.deploy.cluster.supervisor import Supervisor
 from pdserve.deploy.commands.progress import Progress
 from pdserve.deploy.launch import Launch
@@ -23,3 +26,25 @@ def test_two_signals_before_the_drain_cut_it_short(tmp_path: Path) -> None:
     for _ in range(2):
         supervisor._count_signal(signal.SIGINT, None)
     assert supervisor._drain() == 1
+
+
+def test_a_cluster_that_ray_has_lost_finishes_its_requests_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def tick(supervisor: Supervisor) -> None:
+        supervisor._ray.is_lost = len(done) == 2
+        done.append("tick")
+
+    def drain(supervisor: Supervisor) -> int:
+        done.append("drain")
+        return 0
+
+    monkeypatch.setattr(module.preflight, "check_launch", lambda launch: None)
+    monkeypatch.setattr(module, "check_model", lambda launch: "")
+    monkeypatch.setattr(Supervisor, "_begin", lambda supervisor, warning: None)
+    monkeypatch.setattr(Supervisor, "_tick", tick)
+    monkeypatch.setattr(Supervisor, "_drain", drain)
+    launch = Launch(config=DeploymentConfig(), ray_address="127.0.0.1:9")
+    with pytest.raises(DeployError, match="start Ray on every host"):
+        Supervisor(launch, Progress(Console(quiet=True))).run()
+    assert done == ["tick", "tick", "tick", "drain"]
