@@ -7,8 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from pdserve.deploy.observe.dashboards import DASHBOARDS
-from pdserve.deploy.observe.grafana import dashboard_json
+from pdserve.deploy.observe.grafana import dashboard_json, dashboards
 from pdserve.deploy.observe.rules import rule_file
 
 SCRAPE_INTERVAL = "5s"
@@ -52,6 +51,6 @@ def write_files(folder: Path, admin_url: str, token_file: str, prometheus_url: s
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(content, sort_keys=False, width=120))
     boards.mkdir(parents=True, exist_ok=True)
-    for dashboard in DASHBOARDS:
+    for dashboard in dashboards():
         (boards / f"{dashboard.uid}.json").write_text(json.dumps(dashboard_json(dashboard), indent=1) + "\n")
     return [folder / "prometheus.yml", provisioning]

@@ -1,9 +1,14 @@
-"""JSON of dashboards for Grafana 10 or later, from rows of panels."""
+"""Grafana dashboards of a cluster: the rows of panels of dashboards.yaml, and their JSON for Grafana 10 or later."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _NUM_COLUMNS = 24
@@ -36,6 +41,38 @@ class Dashboard:
     uid: str
     title: str
     rows: tuple[Row, ...]
+
+
+@cache
+def dashboards() -> tuple[Dashboard, ...]:
+    text = Path(__file__).with_name("dashboards.yaml").read_text(encoding="utf-8")
+    return tuple(
+        Dashboard(
+            uid=board["uid"],
+            title=board["title"],
+            rows=tuple(
+                Row(title=row["title"], reading=row["reading"], panels=tuple(map(_panel, row["panels"])))
+                for row in board["rows"]
+            ),
+        )
+        for board in yaml.safe_load(text)
+    )
+
+
+def _panel(fields: Mapping[str, Any]) -> Panel:
+    quantiles, queries = fields.get("quantiles"), fields.get("queries", {})
+    lines = [*(_quantiles(**quantiles) if quantiles else ()), *((expr, legend) for legend, expr in queries.items())]
+    others = {name: value for name, value in fields.items() if name not in ("quantiles", "queries")}
+    return Panel(queries=tuple(lines), **others)
+
+
+def _quantiles(metric: str, selector: str = "", by: str = "") -> list[tuple[str, str]]:
+    """p50, p90 and p99 of a histogram, for each value of the label ``by`` if given."""
+    labels, legend = ("le", "") if not by else (f"le, {by}", f"{{{{{by}}}}} ")
+    return [
+        (f"histogram_quantile({share}, sum by ({labels}) (rate({metric}_bucket{selector}[5m])))", f"{legend}p{name}")
+        for share, name in ((0.5, 50), (0.9, 90), (0.99, 99))
+    ]
 
 
 def dashboard_json(dashboard: Dashboard) -> dict[str, Any]:

@@ -18,8 +18,8 @@ import pytest
 
 from pdserve.deploy.cluster.folder import running_clusters
 from pdserve.deploy.observe import files
-from pdserve.deploy.observe.dashboards import DASHBOARDS
-from pdserve.deploy.observe.rules import ALERTS, recording_rules
+from pdserve.deploy.observe.grafana import dashboards
+from pdserve.deploy.observe.rules import alerts, recording_rules
 from tests.e2e.cluster import running_cluster
 from tests.patience import HANG_S
 
@@ -94,8 +94,8 @@ def test_every_query_has_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def expressions() -> Iterator[str]:
     """Everything that has data whenever a cluster serves, but prices, which a CPU has not, and figures of a plan."""
-    panels = (panel for dashboard in DASHBOARDS for row in dashboard.rows for panel in row.panels)
+    panels = (panel for dashboard in dashboards() for row in dashboard.rows for panel in row.panels)
     queries = (expr for panel in panels for expr, _ in panel.queries)
-    for expr in (*recording_rules(), *(alert.query for alert in ALERTS), *queries):
+    for expr in (*recording_rules(), *(alert.query for alert in alerts()), *queries):
         if "pdserve_worker_usd_per_hour" not in expr and "pdserve_plan_" not in expr:
             yield expr

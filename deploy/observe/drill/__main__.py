@@ -17,7 +17,7 @@ from pathlib import Path
 from pdserve.bench.script import publish, script_parser
 from pdserve.deploy.observe.drill.alerts import fire_alerts
 from pdserve.deploy.observe.drill.truth import compare
-from pdserve.deploy.observe.rules import ALERTS
+from pdserve.deploy.observe.rules import alerts
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
     if arguments.what == "truth":
         result, is_good = compare(arguments.pictures)
     else:
-        wanted = set(arguments.only.split(",")) if arguments.only else {alert.name for alert in ALERTS}
+        wanted = set(arguments.only.split(",")) if arguments.only else {alert.name for alert in alerts()}
         result, is_good = fire_alerts(wanted, arguments.pictures)
     publish(result, arguments.json)
     return 0 if is_good else 1

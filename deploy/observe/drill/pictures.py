@@ -8,9 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pdserve.deploy.observe.dashboards import DASHBOARDS
 from pdserve.deploy.observe.drill.live import Prometheus, faster
-from pdserve.deploy.observe.grafana import dashboard_json
+from pdserve.deploy.observe.grafana import dashboard_json, dashboards
 
 POINTS = 120
 CELL_INCHES = 0.62, 0.28
@@ -21,7 +20,7 @@ _SCALES = {"percentunit": (100.0, "%"), "s": (1.0, "s"), "Bps": (1.0, "B/s"), "b
 def draw_all(prometheus: Prometheus, folder: Path, start_s: float, end_s: float, *, speed: float = 1) -> None:
     """A picture of each dashboard from ``start_s`` to ``end_s``, in seconds since 1970; ``speed`` as for the rules."""
     folder.mkdir(parents=True, exist_ok=True)
-    for dashboard in DASHBOARDS:
+    for dashboard in dashboards():
         panels = json.loads(faster(json.dumps(dashboard_json(dashboard)["panels"]), speed))
         draw(prometheus, dashboard.title, panels, folder / f"{dashboard.uid}.png", start_s, end_s)
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from pdserve.contracts import metrics
-from pdserve.deploy.observe.dashboards import DASHBOARDS
 from pdserve.deploy.observe.drill.live import GPU, Prometheus, emulated_cluster, planning, running_prometheus, send
 from pdserve.deploy.observe.drill.pictures import draw_all
-from pdserve.deploy.observe.rules import ALERTS
+from pdserve.deploy.observe.grafana import dashboards
+from pdserve.deploy.observe.rules import alerts
 from pdserve.planner.workload.requests import SimulatedRequest
 
 TIME_SCALE = 3.0
@@ -97,7 +97,7 @@ def _shown(prometheus: Prometheus) -> dict[str, float]:
 
 
 def _latency_panel(name: str) -> tuple[tuple[str, str], ...]:
-    [row] = [row for row in DASHBOARDS[0].rows if row.title.startswith("Latency")]
+    [row] = [row for row in dashboards()[0].rows if row.title.startswith("Latency")]
     [panel] = [panel for panel in row.panels if panel.title == name.upper()]
     return panel.queries
 
@@ -109,6 +109,6 @@ def _bucket(name: str, seconds: float) -> int:
 
 def _silent(prometheus: Prometheus) -> list[str]:
     """Queries of panels and alerts, and rules, without data."""
-    panels = [panel for dashboard in DASHBOARDS for row in dashboard.rows for panel in row.panels]
-    exprs = [expr for panel in panels for expr, _ in panel.queries] + [alert.query for alert in ALERTS]
+    panels = [panel for dashboard in dashboards() for row in dashboard.rows for panel in row.panels]
+    exprs = [expr for panel in panels for expr, _ in panel.queries] + [alert.query for alert in alerts()]
     return prometheus.rules_without_data() + [expr for expr in exprs if not prometheus.query(expr)]
