@@ -10,6 +10,7 @@ from rich.console import Console
 
 from pdserve.contracts.deployment import DeploymentConfig, RouterConfig
 from pdserve.contracts.errors import DeployError
+from pdserve.deploy.checks import preflight
 from pdserve.deploy.cluster import supervisor as module
 from pdserve.deploy.cluster.supervisor import Supervisor
 from pdserve.deploy.commands.progress import Progress
@@ -39,7 +40,7 @@ def test_a_cluster_that_ray_has_lost_finishes_its_requests_and_ends(monkeypatch:
         done.append("drain")
         return 0
 
-    monkeypatch.setattr(module.preflight, "check_launch", lambda launch: None)
+    monkeypatch.setattr(preflight, "check_launch", lambda launch: None)
     monkeypatch.setattr(module, "check_model", lambda launch: "")
     monkeypatch.setattr(Supervisor, "_begin", lambda supervisor, warning: None)
     monkeypatch.setattr(Supervisor, "_tick", tick)
