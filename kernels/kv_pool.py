@@ -98,6 +98,8 @@ class KvPool:
         ``values * scales``."""
         if dtype in LARGEST_VALUES:
             self.scales = rank_heads[..., value_bytes:].view(torch.float32).view(self.shape[:-1])
+        self.launch_arguments: dict[int, dict[str, object]] = {}
+        """Of Triton's kernels, by layer: making views of one takes the host as long as a launch."""
         self.struct = PoolStruct(
             memory.data_ptr() + heads.start * head_bytes,
             _DTYPES.index(dtype),

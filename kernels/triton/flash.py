@@ -136,7 +136,13 @@ def add_sink(sum_M: tl.tensor, max_M: tl.tensor, sinks_ptr: tl.tensor, head_M: t
 
 
 def pool_arguments(kv_pool: KvPool, layer: int) -> dict[str, object]:
-    """Return both kernels' arguments for one layer of a pool; strides are in elements."""
+    """Return the kernels' arguments for one layer of a pool; strides are in elements."""
+    if layer not in kv_pool.launch_arguments:
+        kv_pool.launch_arguments[layer] = _pool_arguments(kv_pool, layer)
+    return kv_pool.launch_arguments[layer]
+
+
+def _pool_arguments(kv_pool: KvPool, layer: int) -> dict[str, object]:
     values = kv_pool.values[:, :, layer]
     scales = None if kv_pool.scales is None else kv_pool.scales[:, :, layer]
     scale_strides = (0, 0, 0) if scales is None else scales.stride()[:3]
