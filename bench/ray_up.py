@@ -73,6 +73,7 @@ def cluster_file(hosts: Hosts, *, is_emulated: bool) -> Path:
     token.chmod(0o600)
     config["file_mounts"] = {
         "~/pdserve/deployment.yaml": str(folder / "deployment.yaml"),
+        "~/pdserve/keep-control-store": str(REPO / "deploy/ray/keep-control-store"),
         "~/pdserve/tls": str(folder / "tls"),
         "~/.ray/auth_token": str(token),
     }
