@@ -31,6 +31,7 @@ def ray_cluster_text(provider: str, deployment: Path, *, num_hosts: int, gpus_pe
         (r"GPU: \d+", f"GPU: {gpus_per_host}"),
         (r"<- with GPUs", f"<- with {gpus_per_host} x {gpu}"),
         (r"deploy/ray/deployment.yaml", str(deployment.resolve())),
+        (r"deploy/ray/keep-control-store", str(FOLDER / "keep-control-store")),
     ):
         text = re.sub(pattern, value, text)
     return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,7 @@ def test_a_plan_brings_its_hosts(tmp_path: Path, provider: str, num_workers: int
     test_as_many_hosts_are_started_as_are_waited_for(cluster)
     assert cluster["max_workers"] == num_workers
     assert cluster["file_mounts"]["~/pdserve/deployment.yaml"] == str(deployment)
+    assert os.access(cluster["file_mounts"]["~/pdserve/keep-control-store"], os.X_OK)
     if provider == "aws":
         assert cluster["available_node_types"]["worker"]["resources"]["GPU"] == 8
         assert "<- with 8 x h100-sxm" in text
