@@ -198,7 +198,7 @@ class _Engine:
             loop.handle(AddRequest(RequestKey(0, request.request_id, 0), request, recorder.now_s), recorder.now_s)
         while recorder.num_left:
             if loop.turn(recorder.now_s) is Wait.STEP:
-                loop.step_ended(loop.oldest_step.handle.result(), recorder.now_s)
+                loop.step_ended(loop.in_flight[0].handle.result(), recorder.now_s)
         return recorder.run()
 
     def _request(self, number: int, request: SimulatedRequest) -> GenerationRequest:

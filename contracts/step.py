@@ -141,7 +141,6 @@ class StepHandle(Protocol):
         Raises:
             RuntimeError: the computation failed; no row has a result, and the step no longer writes to the pool.
         """
-        ...
 
 
 class Executor(Protocol):
@@ -150,7 +149,6 @@ class Executor(Protocol):
     @property
     def pipeline_depth(self) -> int:
         """Steps to submit before reading the first result: 1 (synchronous) or 2 (one step late)."""
-        ...
 
     def submit(self, batch: StepBatch) -> StepHandle:
         """Start a step. The caller may modify the batch once this returns.
@@ -158,11 +156,9 @@ class Executor(Protocol):
         Raises:
             RankLostError: no further step can run.
         """
-        ...
 
     def close(self) -> None:
         """Release resources; no step may be in flight."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,4 +168,4 @@ class ModelLimits:
     max_model_len: int
     """Upper limit of prompt and answer tokens together."""
     vocab_size: int
-    eos_token_ids: tuple[int, ...] = field(default=())
+    eos_token_ids: tuple[int, ...] = ()

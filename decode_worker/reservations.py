@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from math import log
 
 from pdserve.contracts.request import KvSource
-from pdserve.engine.scheduling.interface import AbortPullEvent, PullResult, StartPullEvent
+from pdserve.engine.scheduling.interface import PULL_TIMEOUT_S, AbortPullEvent, PullResult, StartPullEvent
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import AdmissionBudget, SequenceTable
 
@@ -23,9 +23,8 @@ OLDEST_EVERY = 8
 class Reservations:
     """Requests that need blocks, in order, and the pulls in flight."""
 
-    def __init__(self, table: SequenceTable, *, pull_timeout_s: float) -> None:
+    def __init__(self, table: SequenceTable) -> None:
         self._table = table
-        self._pull_timeout_s = pull_timeout_s
         self._waiting: dict[Sequence, KvSource] = {}
         """In order of arrival."""
         self._with_objective: dict[Sequence, float] = {}
@@ -85,7 +84,7 @@ class Reservations:
             num_cached_blocks=num_cached_blocks,
             block_ids=tuple(sequence.block_table[num_cached_blocks : sequence.num_blocks_for(num_tokens)]),
             num_tokens=num_tokens,
-            deadline_s=min(self._pull_timeout_s, sequence.request.deadline_s - (now_s - sequence.arrived_s)),
+            deadline_s=min(PULL_TIMEOUT_S, sequence.request.deadline_s - (now_s - sequence.arrived_s)),
         )
         self._table.emit_started(sequence, now_s)
         self._table.events.append(pull)

@@ -39,7 +39,7 @@ class Parking:
         self._park_timeout_s = park_timeout_s
         self._mint_handle = mint_handle
         self._offers: dict[bytes, _Parked] = {}
-        self._expiring = SequenceQueue()
+        self.expiring = SequenceQueue()
         """Parked prompts without a lease, and those that ended with token 0."""
         self.num_parked = self.num_blocks = 0
         """Prompts on offer whose blocks wait to be pulled, and those blocks."""
@@ -72,7 +72,7 @@ class Parking:
             self._uncount(sequence)
         offer.expires_s = now_s + (FINISHED_OFFER_S if first_token.finish else self._park_timeout_s)
         if first_token.finish or not offer.is_leased:
-            self._expiring.push(sequence, offer.expires_s)
+            self.expiring.push(sequence, offer.expires_s)
         self._table.events.append(self._grant(offer, num_blocks, first_token))
 
     def _grant(self, offer: _Parked, num_blocks: int, first_token: FirstToken | None = None) -> GrantEvent:
@@ -95,9 +95,9 @@ class Parking:
         if offer is not None:
             offer.is_leased = is_leased
             if offer.expires_s < inf and not offer.sequence.is_over:
-                self._expiring.discard(offer.sequence)
+                self.expiring.discard(offer.sequence)
                 if not is_leased:
-                    self._expiring.push(offer.sequence, offer.expires_s)
+                    self.expiring.push(offer.sequence, offer.expires_s)
 
     def take_released(self, handle: bytes) -> Sequence | None:
         """Remove an offer whose puller has every block. Returns its sequence unless that has already ended."""
@@ -112,7 +112,7 @@ class Parking:
     def _remove(self, handle: bytes) -> _Parked | None:
         offer = self._offers.pop(handle, None)
         if offer is not None:
-            self._expiring.discard(offer.sequence)
+            self.expiring.discard(offer.sequence)
             if not offer.sequence.is_over:
                 self._uncount(offer.sequence)
         return offer
@@ -124,15 +124,11 @@ class Parking:
     def take_expired(self, now_s: float) -> list[Sequence]:
         """Withdraw expired offers. Returns their sequences, except those already ended."""
         expired = []
-        while (sequence := self._expiring.first_due(now_s)) is not None:
+        while (sequence := self.expiring.first_due(now_s)) is not None:
             self.withdraw(sequence)
             if not sequence.is_over:
                 expired.append(sequence)
         return expired
-
-    def next_expiry_s(self) -> float:
-        """Next expiry time; infinite if nothing can expire."""
-        return self._expiring.first_instant_s()
 
     def check_integrity(self) -> None:
         """Recount what is parked, and what may expire.
@@ -145,5 +141,5 @@ class Parking:
         assert self.num_blocks == sum(len(sequence.block_table) for sequence in parked)
         for offer in self._offers.values():
             may_expire = offer.sequence.is_over or (offer.expires_s < inf and not offer.is_leased)
-            assert may_expire == (offer.sequence in self._expiring)
-        assert len(self._expiring) <= len(self._offers)
+            assert may_expire == (offer.sequence in self.expiring)
+        assert len(self.expiring) <= len(self._offers)

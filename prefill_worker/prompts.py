@@ -161,7 +161,7 @@ class Prompts:
             return planned
         self.admitted = [sequence for sequence in self.admitted if sequence.num_uncomputed]
         for sequence in planned:
-            self._table.stop_waiting(sequence)
+            self._table.deadlines.discard(sequence)
             if sequence.is_handoff and len(sequence.tokens) + 1 < sequence.max_length:
                 self._parking.offer(sequence)
         return [sequence for sequence in planned if not sequence.is_handoff]

@@ -86,7 +86,7 @@ def create_admin_app(cluster: Cluster, config: RouterProcessConfig, costs: Costs
 
     @app.get("/workers")
     async def list_workers() -> list[dict[str, Any]]:
-        return [asdict(endpoint) for endpoint in cluster.targets]
+        return [asdict(worker.endpoint) for _, worker in sorted(cluster.workers.items())]
 
     @app.put("/workers")
     async def put_workers(targets: list[Target]) -> list[dict[str, Any]]:

@@ -18,7 +18,6 @@ from pdserve.contracts import metrics as names
 from pdserve.contracts.deployment import DEFAULT_TIER, SloConfig
 from pdserve.contracts.worker_config import WorkerRole, whole_worker_id
 from pdserve.proto.v1 import worker_pb2
-from pdserve.router.cluster.worker import Worker
 from pdserve.router.plain_histogram import PlainHistogram
 from pdserve.router.record import RequestRecord
 from pdserve.router.requests.dispatch import Dispatcher
@@ -266,18 +265,16 @@ class RouterMetrics(DispatchObserver):
         self._num_scraped_tokens = num_tokens
         if self._dispatcher is None:
             return
+        workers = self._dispatcher.workers.values()
         for role in WorkerRole:
-            self[names.READY_WORKERS].labels(role.value).set(_count(self._dispatcher.workers, role))
+            ids = {whole_worker_id(worker.worker_id) for worker in workers if worker.role is role}
+            self[names.READY_WORKERS].labels(role.value).set(len(ids))
         ages_s = self._dispatcher.attempts.handoff_ages_s(time.monotonic())
         self[names.OLDEST_HANDOFF_SECONDS].set(max(ages_s, default=0.0))
         for age, (low_s, high_s) in names.HANDOFF_AGES_S.items():
             self[names.WAITING_HANDOFFS].labels(age).set(sum(low_s <= age_s < high_s for age_s in ages_s))
         self[names.IN_FLIGHT].set(self._dispatcher.num_in_flight)
         self[names.QUEUED].set(self._dispatcher.num_queued)
-
-
-def _count(workers: Mapping[str, Worker], role: WorkerRole) -> int:
-    return len({whole_worker_id(worker.worker_id) for worker in workers.values() if worker.role is role})
 
 
 def _family(metric: names.Metric, registry: CollectorRegistry) -> Counter | Gauge | PlainHistogram:

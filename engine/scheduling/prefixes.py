@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from pdserve.contracts.request import MAX_PREFIX_BLOCKS, KvSource
-from pdserve.engine.scheduling.interface import GrantEvent, PullResult, StartPullEvent, WithdrawEvent
+from pdserve.engine.scheduling.interface import PULL_TIMEOUT_S, GrantEvent, PullResult, StartPullEvent, WithdrawEvent
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import SequenceTable
 
@@ -22,9 +22,8 @@ from pdserve.engine.scheduling.table import SequenceTable
 class PrefixPulls:
     """Pulls in flight. Each has its sequence's id; `AbortPullEvent` is for `Scheduler` to send."""
 
-    def __init__(self, table: SequenceTable, *, pull_timeout_s: float) -> None:
+    def __init__(self, table: SequenceTable) -> None:
         self._table = table
-        self._pull_timeout_s = pull_timeout_s
         self._pulls: dict[int, tuple[Sequence, int]] = {}
         """Sequences, each with the number of tokens that it asked for, by pull."""
 
@@ -64,7 +63,7 @@ class PrefixPulls:
             num_cached_blocks=0,
             block_ids=tuple(sequence.block_table[first:end]),
             num_tokens=num_tokens,
-            deadline_s=min(self._pull_timeout_s, source.max_s),
+            deadline_s=min(PULL_TIMEOUT_S, source.max_s),
             prefix=tuple(sequence.block_hashes(end, first)),
         )
         self._table.events.append(pull)

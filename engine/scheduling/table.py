@@ -152,8 +152,10 @@ class SequenceTable:
         """Nothing may be planned: the step in flight depends on a failed one and may fail too. Any step planned on
         top of it would fail in turn, for as long as new sequences arrive."""
         self._live: dict[RequestKey, Sequence] = {}
-        self._deadlines = SequenceQueue()
-        self._steps: deque[PlannedStep] = deque()
+        self.deadlines = SequenceQueue()
+        """When requests are given up whose answer has not begun: the wait for that is bounded, not the answer."""
+        self.steps_in_flight: deque[PlannedStep] = deque()
+        """In planning order; callers must not modify it."""
         self._failed: list[tuple[Sequence, str]] = []
         self._ids = ids or itertools.count()
         self._num_steps = 0
@@ -184,12 +186,11 @@ class SequenceTable:
         )
         refusal = self._refusal(sequence)
         if refusal:
-            kind = RequestEventKind.REJECTED
-            self.events.append(RequestEvent(key, kind, message=refusal, refusal=RefusalCode.INVALID))
+            self.emit(key, RequestEventKind.REJECTED, refusal, RefusalCode.INVALID)
             return None
         self._live[key] = sequence
         self.num_to_decode += not is_handoff
-        self._deadlines.push(sequence, now_s + request.deadline_s)
+        self.deadlines.push(sequence, now_s + request.deadline_s)
         return sequence
 
     def _refusal(self, sequence: Sequence) -> str:
@@ -216,8 +217,10 @@ class SequenceTable:
     def get(self, key: RequestKey) -> Sequence | None:
         return self._live.get(key)
 
-    def emit(self, key: RequestKey, kind: RequestEventKind, message: str = "") -> None:
-        self.events.append(RequestEvent(key=key, kind=kind, message=message))
+    def emit(
+        self, key: RequestKey, kind: RequestEventKind, message: str = "", refusal: RefusalCode = RefusalCode.NONE
+    ) -> None:
+        self.events.append(RequestEvent(key, kind, message, refusal=refusal))
 
     def emit_started(self, sequence: Sequence, now_s: float) -> None:
         waited_s = now_s - sequence.arrived_s
@@ -237,20 +240,8 @@ class SequenceTable:
         sequence.is_over = True
         del self._live[sequence.key]
         self.num_to_decode -= not sequence.is_handoff
-        self._deadlines.discard(sequence)
+        self.deadlines.discard(sequence)
         self.retire(sequence)
-
-    def stop_waiting(self, sequence: Sequence) -> None:
-        """Lift the deadline of a request whose answer begins: it bounds the wait for that, not the answer."""
-        self._deadlines.discard(sequence)
-
-    def past_deadline(self, now_s: float) -> Sequence | None:
-        """Return a request past its deadline, for its scheduler to end."""
-        return self._deadlines.first_due(now_s)
-
-    def next_deadline_s(self) -> float:
-        """Infinite if no request is live."""
-        return self._deadlines.first_instant_s()
 
     # Blocks
 
@@ -310,22 +301,12 @@ class SequenceTable:
     # Steps
 
     @property
-    def steps_in_flight(self) -> Collection[PlannedStep]:
-        """In planning order."""
-        return self._steps
-
-    @property
-    def num_chunk_tokens_in_flight(self) -> int:
-        """Prompt tokens computed by the steps in flight."""
-        return sum([step.num_chunk_tokens for step in self._steps])
-
-    @property
     def is_guessing(self) -> bool:
         """Whether a step in flight may have guesses: until it ends, nobody knows where its sequences go on."""
-        return any(step.batch.may_guess for step in self._steps)
+        return any(step.batch.may_guess for step in self.steps_in_flight)
 
     def begin_step(self) -> PlannedStep:
-        assert len(self._steps) <= 1, "two steps are in flight already"
+        assert len(self.steps_in_flight) <= 1, "two steps are in flight already"
         return PlannedStep(StepBatch(step_id=self._num_steps, rows=[]), self.spare_rows)
 
     def commit(self, step: PlannedStep) -> StepBatch | None:
@@ -333,7 +314,7 @@ class SequenceTable:
         if not step.sequences and not step.swapped_out:
             return None
         self._num_steps += 1
-        self._steps.append(step)
+        self.steps_in_flight.append(step)
         return step.batch
 
     def complete(self, output: StepOutput) -> list[tuple[Sequence, FirstToken | None]]:
@@ -423,7 +404,7 @@ class SequenceTable:
         """Handle a failed step: return the live sequences it computed or copied, for their scheduler to end. Their
         blocks are removed from the prefix cache."""
         step = self._take_step(step_id)
-        self.must_drain = bool(self._steps)
+        self.must_drain = bool(self.steps_in_flight)
         sequences = step.sequences + step.swapped_out
         for sequence in sequences:
             if not sequence.is_over:
@@ -432,7 +413,7 @@ class SequenceTable:
         return [sequence for sequence in dict.fromkeys(sequences) if not sequence.is_over]
 
     def _take_step(self, step_id: int) -> PlannedStep:
-        step = self._steps.popleft()
+        step = self.steps_in_flight.popleft()
         assert step.batch.step_id == step_id, f"step {step_id} ended before step {step.batch.step_id}"
         return step
 

@@ -43,11 +43,9 @@ class BatchScheduler(Scheduler):
         budget = super()._budget()
         return AdmissionBudget(min(budget.num_slots, self._num_to_admit), budget.num_blocks)
 
-    def next_deadline_s(self) -> float | None:
-        deadlines_s = [super().next_deadline_s() or inf]
-        if not self.running and (first := self.prompts.waiting.first()) is not None:
-            deadlines_s.append(first.arrived_s + self._max_wait_s)
-        return min(deadlines_s) if min(deadlines_s) < inf else None
+    def next_deadline_s(self) -> float:
+        deadline_s, first = super().next_deadline_s(), self.prompts.waiting.first()
+        return deadline_s if self.running or first is None else min(deadline_s, first.arrived_s + self._max_wait_s)
 
 
 def scheduler_with(batching: str | float) -> Callable[..., Scheduler]:

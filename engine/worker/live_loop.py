@@ -200,7 +200,7 @@ class LiveLoop:
                 self._take_oldest()
             if self._loop.is_drained:
                 self.drained.set()
-        while self._loop.num_in_flight:
+        while self._loop.in_flight:
             self._take_oldest()
 
     def publish(self, report: StepReport) -> None:
@@ -236,13 +236,11 @@ class LiveLoop:
         return result._replace(source=order.source.address, is_prefix=bool(order.prefix), num_tokens=num_pulled)
 
     def _idle_s(self) -> float:
-        deadline_s = self._loop.next_deadline_s()
-        if deadline_s is None:
-            return PULSE_S
+        deadline_s = self._loop.scheduler.next_deadline_s()
         return min(max(deadline_s - time.monotonic(), MIN_WAIT_S), PULSE_S)
 
     def _take_oldest(self) -> None:
-        step = self._loop.oldest_step
+        step = self._loop.in_flight[0]
         try:
             output = step.handle.result()
         except RuntimeError as error:

@@ -107,7 +107,6 @@ class GrammarSource(Protocol):
     def find(self, grammar: Grammar) -> object | str | None:
         """Return the compiled grammar, why it cannot be compiled, or ``None`` while it is being compiled: a
         `GrammarCompiled` follows. Whoever keeps a compiled grammar keeps it from being dropped."""
-        ...
 
 
 class Wait(Enum):
@@ -117,7 +116,7 @@ class Wait(Enum):
     STEP = "step"
     """End of the oldest step in flight."""
     MESSAGE = "message"
-    """A message, or the time `StepLoop.next_deadline_s`: the loop is idle."""
+    """A message, or the time `Scheduler.next_deadline_s`: the loop is idle."""
 
 
 class StepLoop:
@@ -145,7 +144,8 @@ class StepLoop:
         self._live: dict[RequestKey, object] = {}
         """Live requests, each with its compiled grammar, if any."""
         self._awaiting_grammar: dict[RequestKey, AddRequest] = {}
-        self._in_flight: deque[Step] = deque()
+        self.in_flight: deque[Step] = deque()
+        """Submitted steps in order; callers must not modify it."""
         self._report = StepReport()
         self._num_failed_in_a_row = 0
         self.is_draining = False
@@ -153,22 +153,9 @@ class StepLoop:
         """Expected duration in seconds of the last submitted step; 0 without ``times``."""
 
     @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
-    @property
-    def oldest_step(self) -> Step:
-        """The step that must end first. There must be one."""
-        return self._in_flight[0]
-
-    @property
     def is_drained(self) -> bool:
         """Whether a drain was requested and no work is left."""
-        return self.is_draining and not self._in_flight and not self._live
-
-    def next_deadline_s(self) -> float | None:
-        """Time at which an idle loop must turn to expire something; ``None`` if never."""
-        return self.scheduler.next_deadline_s()
+        return self.is_draining and not self.in_flight and not self._live
 
     def handle(self, message: Message, now_s: float) -> None:
         """Handle a message. Its events leave with the next report."""
@@ -253,10 +240,10 @@ class StepLoop:
             self._publish()
         if batch is not None:
             self._submit(batch)
-        if self._in_flight and (batch is None or len(self._in_flight) >= self._executor.pipeline_depth):
+        if self.in_flight and (batch is None or len(self.in_flight) >= self._executor.pipeline_depth):
             return Wait.STEP
         self._publish()
-        return Wait.NOTHING if self._in_flight else Wait.MESSAGE
+        return Wait.NOTHING if self.in_flight else Wait.MESSAGE
 
     def step_ended(self, output: StepOutput, now_s: float) -> None:
         """Handle the results of the oldest step.
@@ -264,7 +251,7 @@ class StepLoop:
         Raises:
             RuntimeError: no row could be computed in each of the last `MAX_FAILED_STEPS_IN_A_ROW` steps.
         """
-        step = self._in_flight.popleft()
+        step = self.in_flight.popleft()
         self.scheduler.complete(output, now_s)
         if self._times is not None and step.prediction is not None:
             guesses = output.num_guesses.values()
@@ -282,7 +269,7 @@ class StepLoop:
         Raises:
             RuntimeError: each of the last `MAX_FAILED_STEPS_IN_A_ROW` steps failed.
         """
-        step = self._in_flight.popleft()
+        step = self.in_flight.popleft()
         self.scheduler.fail_step(step.step_id, str(error), now_s)
         self.flush()
         self._count_failure(str(error))
@@ -308,7 +295,7 @@ class StepLoop:
         except RuntimeError as error:  # fails in step order
             handle = failed = Future[StepOutput]()
             failed.set_exception(error)
-        self._in_flight.append(Step(batch.step_id, batch.num_new_tokens, prediction, handle))
+        self.in_flight.append(Step(batch.step_id, batch.num_new_tokens, prediction, handle))
 
     def _collect(self, events: Iterable[ClientEvent | TransferEvent]) -> None:
         report = self._report

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator
-from math import inf
 from operator import attrgetter
 
 from pdserve.contracts.events import RefusalCode, RequestEvent, RequestEventKind, RequestKey, SchedulerLoad
@@ -48,7 +47,6 @@ from pdserve.prefill_worker.prompts import Prompts
 from pdserve.prefill_worker.restores import NO_TIER, Restores, TierSpace
 
 DEFAULT_PARK_TIMEOUT_S = 30.0
-DEFAULT_PULL_TIMEOUT_S = 60.0
 
 _ARRIVAL = attrgetter("sequence_id")
 
@@ -65,7 +63,6 @@ class Scheduler:
         max_batch_tokens: int,
         max_batch_size: int,
         park_timeout_s: float = DEFAULT_PARK_TIMEOUT_S,
-        pull_timeout_s: float = DEFAULT_PULL_TIMEOUT_S,
         swap_space: SwapSpace = NO_SWAP_SPACE,
         tier_space: TierSpace = NO_TIER,
         mixed_s: MixedSeconds | None = None,
@@ -80,7 +77,6 @@ class Scheduler:
                 handed off, of prompts that are admitted and not yet computed. If any is to decode here and the token
                 budget is smaller, the limit is the budget minus one, which leaves a token for prefill.
             park_timeout_s: a parked prompt without a pull is freed after this long.
-            pull_timeout_s: a pull times out after this long.
             swap_space: host memory for preempted sequences; none by default.
             tier_space: a tier that prompts are restored from; none by default.
             mixed_s: predicts steps with prefill, to bound them by ``max_gap_s`` of requests; ``None`` bounds none.
@@ -90,10 +86,10 @@ class Scheduler:
         self.table = SequenceTable(pool, limits, ids)
         self.parking = Parking(self.table, park_timeout_s=park_timeout_s, mint_handle=mint_handle)
         self.restores = Restores(self.table, tier_space)
-        self.prefixes = PrefixPulls(self.table, pull_timeout_s=pull_timeout_s)
+        self.prefixes = PrefixPulls(self.table)
         self.lending = Lending(self.table)
         self.prompts = Prompts(self.table, self.parking, self.restores, self.prefixes)
-        self.reservations = Reservations(self.table, pull_timeout_s=pull_timeout_s)
+        self.reservations = Reservations(self.table)
         self.swapping = Swapping(self.table, swap_space)
         self.running: list[Sequence] = []
         """Sequences that decode, in order of arrival."""
@@ -170,7 +166,7 @@ class Scheduler:
 
     def expire(self, now_s: float) -> None:
         """End requests past their deadline and parked prompts that timed out."""
-        while (sequence := self.table.past_deadline(now_s)) is not None:
+        while (sequence := self.table.deadlines.first_due(now_s)) is not None:
             message = f"deadline: {sequence.request.deadline_s:g} s have passed since the worker received the request"
             self._end(sequence, RequestEventKind.FAILED, message)
         for sequence in self.parking.take_expired(now_s):
@@ -301,7 +297,7 @@ class Scheduler:
         return AdmissionBudget(num_slots, self._pool.num_available - num_blocks_missing)
 
     def _join(self, sequence: Sequence) -> None:
-        self.table.stop_waiting(sequence)
+        self.table.deadlines.discard(sequence)
         sequence.is_preempted = False
         insort(self.running, sequence, key=_ARRIVAL)
 
@@ -309,7 +305,7 @@ class Scheduler:
 
     def complete(self, output: StepOutput, now_s: float) -> None:
         """Process the results of the oldest planned step that is not completed."""
-        step = next(iter(self.table.steps_in_flight))
+        step = self.table.steps_in_flight[0]
         if self._speculation is not None and step.batch.may_guess:
             self._speculation.learn(step.sequences, output)
         results = self.table.complete(output)
@@ -352,9 +348,7 @@ class Scheduler:
         failure = result.failure or _mismatch(result, sequence)
         if failure or first is None:
             refusal = RefusalCode.SOURCE if result.failure_stage in (REFUSED, ABORTED) else RefusalCode.NONE
-            self.table.events.append(
-                RequestEvent(sequence.key, RequestEventKind.KV_UNAVAILABLE, failure, refusal=refusal)
-            )
+            self.table.emit(sequence.key, RequestEventKind.KV_UNAVAILABLE, failure, refusal)
             self.table.close(sequence)
         elif self.table.receive(sequence, result.num_tokens, first):
             # The request ended with token 0, which the prefill worker has emitted.
@@ -391,10 +385,10 @@ class Scheduler:
 
     # What others see
 
-    def next_deadline_s(self) -> float | None:
-        """Time at which `plan` has something to expire; ``None`` if never."""
-        first_s = min(self.parking.next_expiry_s(), self.table.next_deadline_s(), self.restores.next_deadline_s())
-        return first_s if first_s < inf else None
+    def next_deadline_s(self) -> float:
+        """Time at which `plan` has something to expire; infinite if never."""
+        first_s = min(self.parking.expiring.first_instant_s(), self.table.deadlines.first_instant_s())
+        return min(first_s, self.restores.next_deadline_s())
 
     def take_events(self) -> list[Event]:
         """Return the events since the last call, in order."""
@@ -403,7 +397,7 @@ class Scheduler:
     def load(self) -> SchedulerLoad:
         admitted, pulling = self.prompts.admitted, list(self.reservations.pulling())
         num_prefixes = sum(1 for _ in self.prefixes.sequences())
-        num_in_flight = self.table.num_chunk_tokens_in_flight
+        num_in_flight = sum([step.num_chunk_tokens for step in self.table.steps_in_flight])
         return SchedulerLoad(
             num_running=len(admitted) + len(self.running) + len(pulling),
             num_waiting=len(self.prompts.waiting)

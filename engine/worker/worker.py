@@ -68,7 +68,8 @@ class EngineWorker:
         self._config = config
         self._inboxes = [Inbox() for _ in range(config.pipeline_parallel)]
         """One of each micro-batch."""
-        self._epoch = secrets.randbits(63)
+        self.epoch = secrets.randbits(63)
+        """Random id of this worker incarnation."""
         self._loops: list[LiveLoop] = []
         self._endpoints: Future[list[WorkerEndpoint]] = Future()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
@@ -83,11 +84,6 @@ class EngineWorker:
         self._thread.start()
         return self._endpoints.result()
 
-    @property
-    def epoch(self) -> int:
-        """Random id of this worker incarnation."""
-        return self._epoch
-
     def is_healthy(self) -> bool:
         """Whether every step loop turns."""
         return self._thread.is_alive() and bool(self._loops) and all(loop.is_healthy() for loop in self._loops)
@@ -95,8 +91,7 @@ class EngineWorker:
     def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for running ones; returns whether they finished in time."""
         assert self._loops, "start comes first"
-        for inbox in self._inboxes:
-            inbox.put(StartDrain())
+        self._put_to_all(StartDrain())
         deadline_s = time.monotonic() + timeout_s
         return all(loop.drained.wait(deadline_s - time.monotonic()) for loop in self._loops)
 
@@ -123,7 +118,7 @@ class EngineWorker:
             ]
             for thread in threads:
                 thread.start()
-            role, epoch = self._config.role, self._epoch
+            role, epoch = self._config.role, self.epoch
             self._endpoints.set_result(
                 [
                     WorkerEndpoint(worker_id=worker_id, role=role, address=address, epoch=epoch)
@@ -261,7 +256,7 @@ class EngineWorker:
         start = partial(
             TransferProcess.start,
             memory=memory,
-            worker_epoch=self._epoch,
+            worker_epoch=self.epoch,
             host=config.host,
             ports=config.ports,
             cluster_token=config.cluster_token,
@@ -274,10 +269,7 @@ class EngineWorker:
         )
         if built.staging is None:
             return start(on_message=on_message)
-
-        def on_failure() -> None:
-            self._stop_loops("copies of KV blocks failed")
-
+        on_failure = partial(self._stop_loops, "copies of KV blocks failed")
         return StagedTransfer(built.staging, start, on_message, on_failure, built.copies)
 
     def _welcome(
@@ -285,7 +277,7 @@ class EngineWorker:
     ) -> worker_pb2.Welcome:
         return worker_pb2.Welcome(
             worker_id=config.worker_id,
-            worker_epoch=self._epoch,
+            worker_epoch=self.epoch,
             kv_address=kv_address,
             model_hash=backend.layout.model_hash,
             max_model_len=backend.limits.max_model_len,

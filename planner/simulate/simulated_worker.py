@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from random import Random
 from typing import NamedTuple, Protocol
 
@@ -287,8 +287,8 @@ class SimulatedWorker:
 
     def _rest(self) -> None:
         """Nothing can run: wait for a message or for a deadline."""
-        deadline_s = self._loop.next_deadline_s()
-        if deadline_s is not None:
+        deadline_s = self._loop.scheduler.next_deadline_s()
+        if deadline_s < inf:
             self._turn_at(deadline_s)
         self._is_idle = True
 
@@ -366,9 +366,7 @@ class SimulatedWorker:
         self._run = _SteadyRun(steady.batch_size, self._num_ahead, self._free_at_s, begins_s, first_s, growth_s)
         self._run_length = num_steps
         self._turn_at(self._run.end_s(num_steps))
-        deadline_s = scheduler.next_deadline_s()
-        if deadline_s is not None:
-            self._cut_run_after(deadline_s)
+        self._cut_run_after(scheduler.next_deadline_s())
         return True
 
     def _cut_run_after(self, instant_s: float) -> None:

@@ -132,10 +132,6 @@ class Cluster:
 
     # Workers
 
-    @property
-    def targets(self) -> list[WorkerEndpoint]:
-        return [worker.endpoint for _, worker in sorted(self.workers.items())]
-
     async def set_targets(self, endpoints: Iterable[WorkerEndpoint]) -> None:
         """Replace the targets: open sessions to new incarnations, close those to absent ones, and have those take their
         roles that have another one than before. Of overlapping calls, the last one's list wins.

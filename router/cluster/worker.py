@@ -19,11 +19,11 @@ from pdserve.router.requests.placement import WorkerSnapshot
 class InFlightLoad:
     """Requests sent to a worker that its reported load does not include yet, by request id."""
 
-    __slots__ = ("_decodes", "_prefills", "num_blocks", "num_changes", "num_context_tokens", "num_prefill_tokens")
+    __slots__ = ("_prefills", "decodes", "num_blocks", "num_changes", "num_context_tokens", "num_prefill_tokens")
 
     def __init__(self) -> None:
         self._prefills: dict[int, int] = {}
-        self._decodes: dict[int, tuple[int, int]] = {}
+        self.decodes: dict[int, tuple[int, int]] = {}
         """Context tokens and blocks by request id."""
         self.num_prefill_tokens = self.num_context_tokens = self.num_blocks = 0
         self.num_changes = 0
@@ -38,7 +38,7 @@ class InFlightLoad:
     def add_decode(self, request_id: int, num_tokens: int, num_blocks: int) -> None:
         """Count the blocks of a decode request as taken until they are reserved."""
         self.num_changes += 1
-        self._decodes[request_id] = num_tokens, num_blocks
+        self.decodes[request_id] = num_tokens, num_blocks
         self.num_context_tokens += num_tokens
         self.num_blocks += num_blocks
 
@@ -46,13 +46,9 @@ class InFlightLoad:
         """Remove a request that the reported load now includes, or that is over."""
         self.num_changes += 1
         self.num_prefill_tokens -= self._prefills.pop(request_id, 0)
-        num_tokens, num_blocks = self._decodes.pop(request_id, (0, 0))
+        num_tokens, num_blocks = self.decodes.pop(request_id, (0, 0))
         self.num_context_tokens -= num_tokens
         self.num_blocks -= num_blocks
-
-    @property
-    def num_decodes(self) -> int:
-        return len(self._decodes)
 
 
 class Worker(ABC):
@@ -107,7 +103,7 @@ class Worker(ABC):
             return self._snapshot
         self._seen = load, in_flight.num_changes, self.num_steps
         num_context_tokens = load.num_context_tokens + in_flight.num_context_tokens
-        num_decoding = load.num_running + max(load.num_waiting, in_flight.num_decodes)
+        num_decoding = load.num_running + max(load.num_waiting, len(in_flight.decodes))
         self._snapshot = WorkerSnapshot(  # by position, which takes half the time
             self.worker_id,
             self.role,

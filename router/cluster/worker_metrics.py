@@ -32,10 +32,7 @@ class WorkerMetrics:
             self._series.append((family, labels))
             return family.labels(*labels)
 
-        self._limits = {
-            "sequences": series(metrics[names.WORKER_LIMITS], "sequences"),
-            "tokens": series(metrics[names.WORKER_LIMITS], "tokens"),
-        }
+        self._limits = {each: series(metrics[names.WORKER_LIMITS], each) for each in ("sequences", "tokens")}
         self._up = series(metrics[names.WORKER_UP])
         self._ranks = series(metrics[names.WORKER_RANKS])
         self._price = series(metrics[names.WORKER_PRICE])

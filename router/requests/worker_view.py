@@ -97,8 +97,11 @@ class _Forecast(NamedTuple):
     per_step_s: FloatArray
     """Excess for each second that is added to every step."""
     weights: FloatArray
-    missing: float
-    """`_missing` with the excess as it is."""
+
+    def missing(self, added_s: float) -> float:
+        """Expected misses, times weight, less half of all weights, if every step gets longer by ``added_s``."""
+        excess = self.excess + added_s * self.per_step_s if added_s else self.excess
+        return 0.5 * float(self.weights.dot(np.tanh(excess)))
 
 
 class Answers:
@@ -144,15 +147,15 @@ class Answers:
     def forecast(self, num_steps: float, stepped_s: float, step_s: float, lengths: Lengths) -> _Forecast:
         """``step_s``: predicted seconds of a step."""
         began_s, tokens_ahead, weights, slo_s = self._values[:, : len(self._ids)]
-        num_tokens, (per_length, remaining) = (tokens_ahead + num_steps).astype(np.int64), lengths.of_running
-        per_s, per_step_s = per_length.take(num_tokens, mode="clip"), remaining.take(num_tokens, mode="clip")
+        num_tokens = (tokens_ahead + num_steps).astype(np.int64)
+        per_s, per_step_s = lengths.of_running.take(num_tokens, axis=1, mode="clip")
         elapsed_s = np.maximum(stepped_s - began_s, 0.0)
         excess = per_step_s * step_s + elapsed_s
         per_s *= 0.5 / TPOT_SPREAD / slo_s
         per_step_s *= per_s
         excess *= per_s
         excess -= 0.5 / TPOT_SPREAD
-        return _Forecast(excess, per_step_s, weights, _missing(weights, excess))
+        return _Forecast(excess, per_step_s, weights)
 
     def misses_of_delay(
         self, delay_s: float, num_steps: float, stepped_s: float, step_s: float, lengths: Lengths
@@ -164,11 +167,6 @@ class Answers:
         most = np.add.outer((0.0, delay_s), late_s) / np.maximum(slo_s - step_s, 1e-9)
         before, after = lengths.chances_to_end(num_tokens, most)
         return float(weights.dot(after - before))
-
-
-def _missing(weights: FloatArray, excess: FloatArray) -> float:
-    """Expected misses, times weight, less half of all weights."""
-    return 0.5 * float(weights.dot(np.tanh(excess)))
 
 
 class _Seen(NamedTuple):
@@ -269,12 +267,13 @@ class WorkerView:
         """Expected misses caused if steps get longer by ``after_s`` instead of ``before_s``."""
         if not len(self.answers):
             return 0.0
-        excess, per_step_s, weights, missing = self._forecast(lengths)
-        before = _missing(weights, excess + before_s * per_step_s) if before_s else missing
-        return _missing(weights, excess + after_s * per_step_s) - before
+        forecast = self._forecast(lengths)
+        return forecast.missing(after_s) - forecast.missing(before_s)
 
     def misses_of_delay(self, delay_s: float, lengths: Lengths) -> float:
         """Expected misses caused if all answers are delayed once, by ``delay_s``."""
+        if not len(self.answers):
+            return 0.0
         snapshot = self.snapshot
         return self.answers.misses_of_delay(delay_s, snapshot.num_steps, snapshot.stepped_s, self.step_s, lengths)
 

@@ -22,7 +22,7 @@ def test_what_is_counted_covers_what_is_taken(block_size: int) -> None:
     """Also if one block of headroom exceeds the tokens expected."""
     pool = BlockPool(num_blocks=1024 // block_size, block_size=block_size)
     table = SequenceTable(pool, ModelLimits(max_model_len=512, vocab_size=100))
-    reservations = Reservations(table, pull_timeout_s=60.0)
+    reservations = Reservations(table)
     request = GenerationRequest(request_id=1, prompt_tokens=(5,) * 10, sampling=SamplingParams(max_tokens=400))
     sequence = table.open(RequestKey(0, 1, 0), request, 0.0, is_handoff=False)
     assert sequence is not None
@@ -44,7 +44,7 @@ class Queue:
 
     def __init__(self) -> None:
         self._table = SequenceTable(BlockPool(4096, 16), ModelLimits(max_model_len=4096, vocab_size=100))
-        self.reservations = Reservations(self._table, pull_timeout_s=60.0)
+        self.reservations = Reservations(self._table)
         self._num_pushed = 0
 
     def push(self, num_tokens: int, stall_slo_s: float, now_s: float) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count
+from math import inf
 from typing import TypeVar
 
 import pytest
@@ -360,7 +361,7 @@ def test_a_prompt_whose_next_token_is_the_last_is_offered_to_nobody(emitted: tup
     assert isinstance(token, TokenEvent)
     assert token.finish is FinishReason.LENGTH
     assert pool.num_referenced == 0
-    assert scheduler.next_deadline_s() is None
+    assert scheduler.next_deadline_s() == inf
 
 
 def test_an_answer_that_ends_with_token_0_frees_everything_but_tells_its_puller() -> None:
@@ -386,7 +387,7 @@ def test_a_lease_does_not_hold_the_offer_of_an_answer_that_has_ended() -> None:
     assert scheduler.next_deadline_s() == FINISHED_OFFER_S
     assert scheduler.plan(FINISHED_OFFER_S) is None
     assert scheduler.take_events() == [WithdrawEvent(handle)]
-    assert scheduler.next_deadline_s() is None
+    assert scheduler.next_deadline_s() == inf
 
 
 def test_a_parked_prompt_that_nobody_pulls_expires() -> None:
@@ -490,7 +491,7 @@ def test_a_deadline_fails_a_prompt_that_still_waits(num_steps: int) -> None:
     assert failed.kind is RequestEventKind.FAILED
     assert failed.message.startswith("deadline")
     assert pool.num_referenced == 0
-    assert scheduler.next_deadline_s() is None
+    assert scheduler.next_deadline_s() == inf
 
 
 def test_a_deadline_ends_no_prompt_that_is_parked() -> None:

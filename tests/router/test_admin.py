@@ -99,7 +99,7 @@ async def test_bad_targets_are_named(p: ScriptedWorker) -> None:
         twice = await client.put("/workers", json=[target(p), target(p)])
         assert twice.status_code == 400
         assert "same worker_id" in twice.text
-        assert not rig.cluster.targets
+        assert not rig.cluster.workers
 
 
 @with_workers("prefill-0", "decode-0")

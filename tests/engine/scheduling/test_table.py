@@ -146,14 +146,14 @@ def test_results_must_come_in_order() -> None:
 
 def test_what_is_past_its_deadline_is_named_until_it_is_closed() -> None:
     table = a_table()
-    assert (table.next_deadline_s(), table.past_deadline(1e9)) == (inf, None)
+    assert (table.deadlines.first_instant_s(), table.deadlines.first_due(1e9)) == (inf, None)
     sequence = open_with_blocks(table)
     deadline_s = sequence.request.deadline_s
-    assert table.next_deadline_s() == deadline_s
-    assert table.past_deadline(deadline_s - 1) is None
-    assert table.past_deadline(deadline_s) is table.get(sequence.key)
+    assert table.deadlines.first_instant_s() == deadline_s
+    assert table.deadlines.first_due(deadline_s - 1) is None
+    assert table.deadlines.first_due(deadline_s) is table.get(sequence.key)
     table.close(sequence)
-    assert table.past_deadline(deadline_s) is None
+    assert table.deadlines.first_due(deadline_s) is None
 
 
 def test_events_are_taken_once() -> None:

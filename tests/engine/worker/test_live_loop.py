@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import TypeGuard
 
 import pytest
@@ -71,7 +72,7 @@ class CountingScheduler(Scheduler):
         self.num_failed = 0
         self.one_at_a_time = False
         """Each request starts only when the previous one is complete, as if it waited for blocks."""
-        self.deadline_s: float | None = None
+        self.deadline_s = inf
         self._step_id = 0
 
     def add(self, key: RequestKey, request: GenerationRequest, now_s: float) -> None:
@@ -123,7 +124,7 @@ class CountingScheduler(Scheduler):
     def released(self, handle: bytes) -> None:
         self.calls.append(("released", handle))
 
-    def next_deadline_s(self) -> float | None:
+    def next_deadline_s(self) -> float:
         return self.deadline_s
 
     def take_events(self) -> list[Event]:

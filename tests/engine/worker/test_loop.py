@@ -50,7 +50,7 @@ class Rig:
         return key
 
     def end_step(self, now_s: float = 0.0) -> None:
-        self.loop.step_ended(self.loop.oldest_step.handle.result(), now_s)
+        self.loop.step_ended(self.loop.in_flight[0].handle.result(), now_s)
 
     def refusals(self) -> list[tuple[RefusalCode, str]]:
         self.loop.flush()
@@ -66,7 +66,7 @@ def test_a_loop_of_depth_2_submits_a_second_step_before_it_waits_for_the_first()
     rig = Rig(pipeline_depth=2)
     assert rig.loop.turn(0.0) is Wait.MESSAGE
     rig.add(1, 1)
-    assert [rig.loop.turn(1.0), rig.loop.turn(1.0), rig.loop.num_in_flight] == [Wait.NOTHING, Wait.STEP, 2]
+    assert [rig.loop.turn(1.0), rig.loop.turn(1.0), len(rig.loop.in_flight)] == [Wait.NOTHING, Wait.STEP, 2]
     rig.end_step(2.0)
     assert rig.loop.turn(2.0) is Wait.STEP, "nothing is left to plan"
     rig.end_step(3.0)
@@ -149,7 +149,7 @@ def test_steps_without_a_good_row_end_the_loop() -> None:
     for number in range(MAX_FAILED_STEPS_IN_A_ROW):
         rig.add(1, number)
         rig.loop.turn(0.0)
-        output = rig.loop.oldest_step.handle.result()
+        output = rig.loop.in_flight[0].handle.result()
         output.failed = dict.fromkeys(range(len(output.sampled)), "nan")
         output.sampled = [None] * len(output.sampled)
         if number == MAX_FAILED_STEPS_IN_A_ROW - 1:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
+from math import inf
 from typing import TypeVar
 
 import pytest
@@ -388,7 +389,7 @@ def test_a_deadline_ends_a_pull_and_no_running_sequence(is_running: bool) -> Non
     if is_running:
         scheduler.pull_done(PullResult(pull_id=pull.pull_id, num_tokens=10, first_token=FirstToken(40)), 0.0)
         scheduler.take_events()
-        assert scheduler.next_deadline_s() is None
+        assert scheduler.next_deadline_s() == inf
         assert sequence_ids(step(scheduler, 9.0)) == [0]
         return
     assert scheduler.next_deadline_s() == 9.0

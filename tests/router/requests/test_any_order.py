@@ -150,7 +150,7 @@ class World:
                 unreported[state.unreported].add(request_id)
         for worker in self.workers:
             in_flight = worker.in_flight
-            assert {*in_flight._prefills, *in_flight._decodes} == unreported[worker]
+            assert {*in_flight._prefills, *in_flight.decodes} == unreported[worker]
         placement = self.dispatcher.placement
         assert isinstance(placement, Goodput)
         assert placement._pulls._pulls.keys() == pulled

@@ -32,7 +32,7 @@ def check(core: Core, workers: list[RecordingWorker]) -> None:
     for worker in workers:
         flight = worker.in_flight
         unreported = [attempt for attempt in attempts if attempt.state.unreported is worker]
-        assert flight._prefills.keys() | flight._decodes.keys() == ids(unreported)
+        assert flight._prefills.keys() | flight.decodes.keys() == ids(unreported)
         assert flight.num_prefill_tokens == sum(flight._prefills.values())
         assert worker.is_up or not any(worker in attempt.state.workers for attempt in attempts)
     policy = core.dispatcher.placement
