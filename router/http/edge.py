@@ -300,7 +300,7 @@ class Edge:
         if template is None or CLOSING not in template.source or prompt.rstrip().endswith(CLOSING):
             return None
         if body.prompt_end is PromptEnd.LAST_MESSAGE:
-            begun = body.messages[-1].content
+            begun = str(body.messages[-1]["content"] or "")
             return True if begun.rfind(OPENING) > begun.rfind(CLOSING) else None
         return prompt.rstrip().endswith(OPENING)
 

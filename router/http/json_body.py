@@ -85,17 +85,17 @@ class Body(BaseModel):
             return value
         if len(value) > MAX_MEMBERS:
             raise PydanticCustomError("members", f"There may be {MAX_MEMBERS} members at most")
-        known = [(name, field, value[name]) for name, field in cls.model_fields.items() if name in value]
-        dropped = {name for name, field, member in known if member in _NOTHING and not field.is_required()}
-        dropped -= cls.may_be_empty
-        texts = {  # which are no numbers
-            name: str(member)
-            for name, field, member in known
-            if isinstance(member, bool) and _takes(field.annotation, int, float) and not _takes(field.annotation, bool)
-        }
-        if not dropped and not texts:
-            return value
-        return {name: texts.get(name, value[name]) for name in value if name not in dropped}
+        fields, read = cls.model_fields, dict[object, object]()
+        for name, member in value.items():
+            field = fields.get(name)
+            if field is not None:
+                if member in _NOTHING and name not in cls.may_be_empty and not field.is_required():
+                    continue
+                kind = field.annotation
+                if isinstance(member, bool) and _takes(kind, int, float) and not _takes(kind, bool):
+                    member = str(member)  # which is no number
+            read[name] = member
+        return read
 
 
 class BodyRoute(APIRoute):

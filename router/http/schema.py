@@ -25,7 +25,7 @@ from pdserve.contracts.request import (
 from pdserve.router.http.errors import ApiError, refusal
 from pdserve.router.http.json_body import Body, refusal_of
 from pdserve.router.http.messages import Messages
-from pdserve.router.http.unsupported_fields import CHAT, CHAT_MESSAGE, COMPLETION, Neutral, check_extra_fields
+from pdserve.router.http.unsupported_fields import CHAT, COMPLETION, Neutral, check_extra_fields
 from pdserve.router.text.chat_template import PromptEnd
 
 MAX_STOP_STRINGS = 16
@@ -307,11 +307,6 @@ class ChatBody(GenerationBody, TemplatedBody):
         if self.top_logprobs and self.logprobs is None:
             raise refusal("top_logprobs", "needs logprobs to be true")
         check_extra_fields(self.model_extra, CHAT)
-        for index, message in enumerate(self.messages):
-            if message.tool_calls and message.role != "assistant":
-                text = f"are an assistant's; this message is of {message.role}"
-                raise refusal(f"messages.{index}.tool_calls", text)
-            check_extra_fields(message.model_extra, CHAT_MESSAGE, f"messages.{index}.")
 
 
 class ConvertedBody(Body):
