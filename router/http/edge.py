@@ -38,7 +38,8 @@ from pdserve.router.http.schema import (
 )
 from pdserve.router.http.sse import EventStream, Writer
 from pdserve.router.http.tools import Tools, check_tools, new_call_id, template_options, tools_of
-from pdserve.router.http.writer import AnswerWriter, Result, off_loop
+from pdserve.router.http.writer import AnswerWriter
+from pdserve.router.off_loop import Result, off_loop
 from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.answer import (
     Answer,

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -23,6 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
 from pdserve.router.http.exchange import CLOSE, Exchange
+from pdserve.router.off_loop import off_loop, pause
 
 MAX_BODY_BYTES = 8 * 2**20
 """Enough for about a million prompt tokens."""
@@ -81,6 +83,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_members(cls, value: object) -> object:
+        pause()
         if not isinstance(value, dict):
             return value
         if len(value) > MAX_MEMBERS:
@@ -136,7 +139,7 @@ async def read(exchange: Exchange, model: type[Model]) -> Model:
     exchange.num_body_bytes = len(data)
     if len(data) <= LARGE_BYTES:
         return read_body(data, model)
-    return await asyncio.to_thread(_read_large, data, model)
+    return await off_loop(len(data), partial(_read_large, data, model), LARGE_BYTES)
 
 
 async def _receive(exchange: Exchange) -> bytearray:
@@ -216,6 +219,7 @@ def decoded(data: bytes | bytearray) -> Any:
 def _in_parts(data: bytes | bytearray | msgspec.Raw, most_levels: int = PART_LEVELS) -> Any:
     """Decode JSON, of a large object each member, and of a large list of objects each item by itself, so that other
     threads run between them. To find where they end takes a tenth of the time to decode them."""
+    pause()
     if len(data) > LARGE_BYTES and most_levels:
         start = bytes(memoryview(data)[:_START_BYTES]).translate(None, b" \t\r\n")
         if start.startswith(b"{"):

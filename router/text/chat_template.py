@@ -20,6 +20,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from pdserve.router.off_loop import pause
 from pdserve.router.text.harmony import is_harmony, tools_for_template, turns_for_template
 
 
@@ -45,6 +46,9 @@ class PromptEnd(Enum):
 
 
 _ASKS_FOR_NONE = re.compile(r"content[\"'\])\s]{0,4}(\s+is(\s+not)?\s|[!=]=)\s*none", re.IGNORECASE)
+
+_TURN_PIECES = 64
+"""Pieces of a text between two looks at the clock, which takes longer than to add one."""
 
 _END_MARK = "\x7f2"
 """Stands at the end of the message that is continued. Of ASCII, so that it widens no text; `_marked` leaves none."""
@@ -134,7 +138,9 @@ class ChatTemplate:
 def _joined(pieces: Iterable[str]) -> str:
     """The text of all pieces. Other threads run between them, while a join would copy all at once."""
     text = ""
-    for piece in pieces:
+    for number, piece in enumerate(pieces):
+        if number % _TURN_PIECES == 0:
+            pause()
         text += piece
     return text
 
