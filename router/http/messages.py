@@ -319,11 +319,11 @@ def messages_of(
             case "item_reference":
                 remedy = "send the item itself, with store: false"
                 raise refusal(place, f"refers to an item, and nothing is stored; {remedy}")
-            case str() as kind if kind.endswith("_call") and item.get("call_id"):  # of a tool that the client ran
+            case str() as kind if kind[1:].endswith("_call") and item.get("call_id"):  # of a tool that the client ran
                 arguments = {key: item[key] for key in item if key not in ("type", "id", "call_id", "status")}
                 function = {"name": kind.removesuffix("_call"), "arguments": arguments}
                 message = {"role": "assistant", "tool_calls": [{"id": item["call_id"], "function": function}]}
-            case str() as kind if kind.endswith("_output") and item.get("call_id"):
+            case str() as kind if kind[1:].endswith("_output") and item.get("call_id"):
                 result = {key: item[key] for key in item if key not in ("type", "id", "call_id", "status")}
                 message = {"role": "tool", "tool_call_id": item["call_id"], "content": result.get("output", result)}
             case other:

@@ -253,6 +253,19 @@ _Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | 
 ToolList = Annotated[list[dict[str, object]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
+def _nested(tools: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Tools of a chat, of which some may be written as for the responses API: without ``function`` around."""
+    return [
+        {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
+        if tool.get("type") == "function" and "name" in tool
+        else tool
+        for tool in tools
+    ]
+
+
+ChatTools = Annotated[ToolList, AfterValidator(_nested)]
+
+
 class TemplatedBody(Body):
     """Fields that decide how a chat becomes a prompt."""
 
@@ -286,7 +299,7 @@ class ChatBody(GenerationBody, TemplatedBody):
     max_completion_tokens: _TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: _NumLogprobs | None = None
-    tools: ToolList | None = None
+    tools: ChatTools | None = None
     """Functions that the model may call; see `pdserve.router.http.tools`."""
     tool_choice: object = None
     """Also checked there."""
@@ -409,7 +422,7 @@ class TokenizeBody(TemplatedBody):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    tools: ToolList | None = None
+    tools: ChatTools | None = None
     """With messages, as in a chat."""
     add_special_tokens: bool | None = None
     """Of a prompt, true by default; a chat template writes them itself."""

@@ -47,6 +47,8 @@ class PromptEnd(Enum):
 
 _ASKS_FOR_NONE = re.compile(r"content[\"'\])\s]{0,4}(\s+is(\s+not)?\s|[!=]=)\s*none", re.IGNORECASE)
 
+_PROBE = "Hello"
+
 _TURN_PIECES = 64
 """Pieces of a text between two looks at the clock, which takes longer than to add one."""
 
@@ -84,6 +86,15 @@ class ChatTemplate:
         self.is_harmony = is_harmony(source)
         self.variables: frozenset[str] = frozenset(variables | (self.for_tools.variables if of_tools else set()))
         """Names that the template reads."""
+        self._reads_parts = False
+        self._reads_parts = not self._writes(_PROBE) and self._writes(_parts(_PROBE))
+
+    def _writes(self, content: object) -> bool:
+        """Whether the text of a message reaches the prompt."""
+        try:
+            return _PROBE in self.render([{"role": "user", "content": content}])
+        except ValueError:
+            return False
 
     def render(
         self,
@@ -95,6 +106,7 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation. A template that does not name the role ``developer`` gets ``system`` in its place, as
         OpenAI defines it; it might drop the message. One that does not ask whether a content is none gets "" for it.
+        One that writes a text only where it is in a list of parts gets such lists.
         That of gpt-oss gets the form that `pdserve.router.text.harmony` describes.
 
         Args:
@@ -115,6 +127,11 @@ class ChatTemplate:
         if end is PromptEnd.LAST_MESSAGE:  # the mark also keeps templates from stripping white space before it
             *others, last = messages
             messages = [*others, {**last, "content": f"{last['content'] or ''}{_END_MARK}"}]
+        if self._reads_parts:
+            messages = [
+                {**each, "content": _parts(text)} if isinstance(text := each.get("content"), str) else each
+                for each in messages
+            ]
         variables = {
             **self.special_tokens,
             "documents": None,
@@ -133,6 +150,10 @@ class ChatTemplate:
         if not mark:
             raise ValueError("the model's chat template drops the last message, so it cannot be continued")
         return text
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def _joined(pieces: Iterable[str]) -> str:
