@@ -186,6 +186,8 @@ def read_body(data: bytes | bytearray, model: type[Model]) -> Model:
     """
     if not data:
         raise ApiError(400, "the request body must be a JSON object")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ApiError(400, "the request body is UTF-16; send it as UTF-8")
     try:
         return model.model_validate(decoded(data))
     except UnicodeDecodeError:
@@ -235,7 +237,8 @@ def refusal_of(error: ValidationError) -> ApiError:
     param = ".".join(str(part)[:MAX_NAME_CHARS] for part in first["loc"])
     if not param and first["type"] == "model_type":
         return ApiError(400, "the request body must be a JSON object")
-    return ApiError(400, f"{param}: {first['msg']}" if param else first["msg"], param=param or None)
+    message = "Input should be an object" if first["type"] in ("model_type", "dict_type") else first["msg"]
+    return ApiError(400, f"{param}: {message}" if param else message, param=param or None)
 
 
 class Structure:

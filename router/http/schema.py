@@ -253,17 +253,14 @@ _Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | 
 ToolList = Annotated[list[dict[str, object]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-def _nested(tools: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Tools of a chat, of which some may be written as for the responses API: without ``function`` around."""
-    return [
-        {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
-        if tool.get("type") == "function" and "name" in tool
-        else tool
-        for tool in tools
-    ]
+def _nested(tool: dict[str, object]) -> dict[str, object]:
+    """A tool of a chat, which may be written as for the responses API, without ``function`` around, or have no type."""
+    if tool.get("type") == "function" and "name" in tool:
+        return {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
+    return {"type": "function", **tool} if "function" in tool and "type" not in tool else tool
 
 
-ChatTools = Annotated[ToolList, AfterValidator(_nested)]
+ChatTools = Annotated[ToolList, AfterValidator(lambda tools: [*map(_nested, tools)])]
 
 
 class TemplatedBody(Body):
