@@ -32,13 +32,9 @@ def pause() -> None:
     """Have the event loop go first where the turn of a thread has ended. Elsewhere this does nothing."""
     if time.monotonic() > _end_s.get():
         time.sleep(TURN_S)
-        _begin_turn()
-
-
-def _begin_turn() -> None:
-    _end_s.set(time.monotonic() + TURN_S)
+        _end_s.set(time.monotonic() + TURN_S)
 
 
 def _in_turns(work: Callable[[], Result]) -> Result:
-    _begin_turn()
+    _end_s.set(time.monotonic() + TURN_S)
     return work()

@@ -63,6 +63,12 @@ _decode = msgspec.json.Decoder().decode
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
+_MESSAGES = {
+    "dict_type": "Input should be an object", "model_type": "Input should be an object",
+    "none_required": "This field is not supported; leave it out",
+}  # fmt: skip
+"""In place of pydantic's, which name Python's types and classes of ours."""
+
 _NOTHING: tuple[object, ...] = ("", [], {})
 """Values of a field that was left empty: those that forms send, and PHP for an empty object."""
 
@@ -237,7 +243,7 @@ def refusal_of(error: ValidationError) -> ApiError:
     param = ".".join(str(part)[:MAX_NAME_CHARS] for part in first["loc"])
     if not param and first["type"] == "model_type":
         return ApiError(400, "the request body must be a JSON object")
-    message = "Input should be an object" if first["type"] in ("model_type", "dict_type") else first["msg"]
+    message = _MESSAGES.get(first["type"], first["msg"])
     return ApiError(400, f"{param}: {message}" if param else message, param=param or None)
 
 

@@ -133,14 +133,6 @@ class ToolCall(Body):
         return {"id": self.id or "", "type": "function", "function": function}
 
 
-def _refused(value: object) -> None:
-    if value is not None:
-        raise PydanticCustomError("unsupported", "This field is not supported; leave it out")
-
-
-_Unsupported = Annotated[None, BeforeValidator(_refused)]
-
-
 class ChatMessage(Body):
     """Message as a client wrote it."""
 
@@ -155,8 +147,8 @@ class ChatMessage(Body):
     """Of an assistant; templates that read it decide what of it the model sees again."""
     reasoning: str | None = None
     """The same (OpenRouter, vLLM)."""
-    audio: _Unsupported = None
-    function_call: _Unsupported = None
+    audio: None = None
+    function_call: None = None
 
     @field_validator("tool_calls")
     @classmethod
