@@ -13,15 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import (
-    BeforeValidator,
-    Field,
-    GetPydanticSchema,
-    PlainValidator,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, GetPydanticSchema, PlainValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError, core_schema
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, refusal
@@ -152,7 +144,7 @@ class ChatMessage(Body):
 
     @field_validator("tool_calls")
     @classmethod
-    def _are_an_assistants(cls, calls: list[ToolCall] | None, info: ValidationInfo) -> list[ToolCall] | None:
+    def _are_of_assistant(cls, calls: list[ToolCall] | None, info: core_schema.ValidationInfo) -> list[ToolCall] | None:
         if calls and (role := info.data.get("role", "assistant")) != "assistant":
             raise PydanticCustomError("calls", "Only an assistant has calls; this message is of {role}", {"role": role})
         return calls
