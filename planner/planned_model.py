@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pdserve.contracts.precision import Precision
-from pdserve.model.config.decoder_config import parse_config
+from pdserve.model.config.decoder_config import download_hint, parse_config
 from pdserve.model.config.families import FAMILIES, PLANNED_FAMILIES, find_family
 from pdserve.model.config.quantisation import parse_scheme, served_scheme
 from pdserve.model.config.shape import ModelShape, positive_int
@@ -131,7 +131,8 @@ def _read_object(file: Path) -> Mapping[str, object]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"no model at {file}; give --model a folder with a config.json, or the file itself") from None
+        remedy = f"give --model a folder with a config.json, or the file itself{download_hint(file)}"
+        raise ValueError(f"no model at {file}; {remedy}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(values, Mapping):

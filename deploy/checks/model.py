@@ -7,7 +7,6 @@ start, against the memory that is free by then. Never imports torch.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from pdserve.engine.worker.draft import read_draft
 from pdserve.engine.worker.pool_size import num_kv_blocks, num_swap_slots
 from pdserve.kernels.cpu.build import has_compiler
 from pdserve.kernels.cpu.memory_nodes import memory_nodes
-from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.decoder_config import DecoderConfig, download_hint
 from pdserve.model.config.quantisation import held_scheme, served_scheme
 from pdserve.model.config.sampling_defaults import sampling_defaults
 from pdserve.model.config.sharding import check_groups
@@ -45,9 +44,7 @@ def check_model(launch: Launch) -> str:
     if folder.suffix == ".gguf" or (any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))):
         raise DeployError(f"{folder} is in GGUF, which is not served; download the model's safetensors")
     if not folder.is_dir():
-        remedy = "give --model a folder with config.json, safetensors, tokenizer"
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", settings.path) and not folder.parent.exists():  # as on Hugging Face's hub
-            remedy += f"; for one of the hub, first hf download {folder} --local-dir {folder.name}"
+        remedy = f"give --model a folder with config.json, safetensors, tokenizer{download_hint(folder)}"
         raise DeployError(f"no model folder at {folder}; {remedy}")
     try:
         model = DecoderConfig.from_folder(folder)

@@ -26,7 +26,7 @@ from pdserve.deploy.cluster.host_facts import slow_dtype_reason
 from pdserve.deploy.cluster.resources import split_cores
 from pdserve.deploy.config import find_dtype
 from pdserve.kv_transfer.pool_memory import available_memory_bytes
-from pdserve.model.config.decoder_config import DecoderConfig
+from pdserve.model.config.decoder_config import DecoderConfig, download_hint
 from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.model.cost.step_grid import StepKind
 from pdserve.planner.cost_fit import CostFit, TimedStep, fit_hardware
@@ -114,7 +114,8 @@ def profiled_model(model: ModelConfig, cores: tuple[int, ...]) -> ProfiledModel:
     path = Path(model.path)
     folder = path if path.is_dir() else path.parent
     if not (folder / "config.json").is_file() or (path != folder and path.name != "config.json"):
-        raise DeployError(f"no model at {path}; give --model a folder with config.json, or that config.json")
+        remedy = f"give --model a folder with config.json, or that config.json{download_hint(path)}"
+        raise DeployError(f"no model at {path}; {remedy}")
     try:
         config = DecoderConfig.from_folder(folder)
         config.limits(model.max_model_len)

@@ -6,6 +6,7 @@ would compute wrongly. Used by workers, the router and the planner. Never import
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -211,3 +212,10 @@ def _eos_token_ids(config: Mapping[str, object], generation_config: Mapping[str,
                 raise ValueError(f"eos_token_id {given!r} is neither a token id nor a list of them; download it again")
             token_ids.append(end)
     return tuple(dict.fromkeys(token_ids))
+
+
+def download_hint(path: Path) -> str:
+    """End of a message that there is no model at ``path``, if it could be a name of Hugging Face's hub."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or path.parent.exists():
+        return ""
+    return f"; for one of the hub, first hf download {path} --local-dir {path.name}"

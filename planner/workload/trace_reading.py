@@ -10,6 +10,7 @@ import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from pdserve.planner.workload import trace_lines as lines
 from pdserve.planner.workload.sessions import in_sessions
@@ -96,6 +97,11 @@ def read_trace(
         ValueError: the format is unknown, a line is malformed (the message names file and line), or no request is left.
         OSError: the file cannot be read.
     """
+    if path.is_fifo() or path.is_char_device():  # what comes through a pipe can be read once
+        with TemporaryDirectory() as folder:
+            copy = Path(folder, path.name)
+            copy.write_bytes(path.read_bytes())
+            return read_trace(copy, lenient=lenient, time_unit=time_unit, tokenizer=tokenizer, sessions=sessions)
     trace = _read(path, lenient, time_unit, tokenizer)
     return in_sessions(trace) if sessions else trace
 

@@ -30,6 +30,8 @@ _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_to
 
 
 class _Chat(ChatBody):
+    # Claude Code asks for what Anthropic's models can answer, and a stop reason of this API tells of a full context;
+    # OpenAI's and vLLM's chats refuse such a limit
     may_fill_context = True
 
 

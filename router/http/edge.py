@@ -38,7 +38,8 @@ from pdserve.router.http.schema import (
 )
 from pdserve.router.http.sse import EventStream, Writer
 from pdserve.router.http.tools import Tools, check_tools, new_call_id, template_options, tools_of
-from pdserve.router.http.writer import AnswerWriter, Result, off_loop
+from pdserve.router.http.writer import AnswerWriter
+from pdserve.router.off_loop import Result, off_loop
 from pdserve.router.requests.request import GenerationError, RequestSpec
 from pdserve.router.text.answer import (
     Answer,
@@ -300,7 +301,7 @@ class Edge:
         if template is None or CLOSING not in template.source or prompt.rstrip().endswith(CLOSING):
             return None
         if body.prompt_end is PromptEnd.LAST_MESSAGE:
-            begun = body.messages[-1].content
+            begun = str(body.messages[-1]["content"] or "")
             return True if begun.rfind(OPENING) > begun.rfind(CLOSING) else None
         return prompt.rstrip().endswith(OPENING)
 

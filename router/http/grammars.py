@@ -12,7 +12,7 @@ import msgspec
 
 from pdserve.contracts.request import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from pdserve.router.http.errors import MAX_NAME_CHARS, refusal
-from pdserve.router.http.json_schema import SchemaError, check_json_schema
+from pdserve.router.http.json_schema import SchemaError, check_json_schema, enforceable
 from pdserve.router.http.schema import GenerationBody
 from pdserve.router.text.harmony import Harmony
 from pdserve.router.text.reasoning import CLOSING, OPENING
@@ -99,7 +99,8 @@ def _of_response_format(wanted: Mapping[str, object]) -> Grammar | None:
             named = wanted.get("json_schema") or wanted  # LM Studio, Together
             if not isinstance(named, dict) or "schema" not in named:
                 raise refusal(field, 'needs json_schema to be {"name": "...", "schema": {...}}')
-            return _of_schema(named["schema"], f"{field}.json_schema.schema")
+            schema = named["schema"] if named.get("strict") is not False else enforceable(named["schema"])
+            return _of_schema(schema, f"{field}.json_schema.schema")
         case other:
             raise refusal(field, f"has the type {_short(other)}; supported are text, json_object and json_schema")
 

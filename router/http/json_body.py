@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -23,6 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError
 from pdserve.router.http.exchange import CLOSE, Exchange
+from pdserve.router.off_loop import off_loop, pause
 
 MAX_BODY_BYTES = 8 * 2**20
 """Enough for about a million prompt tokens."""
@@ -61,6 +63,12 @@ _decode = msgspec.json.Decoder().decode
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
+_MESSAGES = {
+    "dict_type": "Input should be an object", "model_type": "Input should be an object",
+    "none_required": "This field is not supported; leave it out",
+}  # fmt: skip
+"""In place of pydantic's, which name Python's types and classes of ours."""
+
 _NOTHING: tuple[object, ...] = ("", [], {})
 """Values of a field that was left empty: those that forms send, and PHP for an empty object."""
 
@@ -81,21 +89,22 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_members(cls, value: object) -> object:
+        pause()
         if not isinstance(value, dict):
             return value
         if len(value) > MAX_MEMBERS:
             raise PydanticCustomError("members", f"There may be {MAX_MEMBERS} members at most")
-        known = [(name, field, value[name]) for name, field in cls.model_fields.items() if name in value]
-        dropped = {name for name, field, member in known if member in _NOTHING and not field.is_required()}
-        dropped -= cls.may_be_empty
-        texts = {  # which are no numbers
-            name: str(member)
-            for name, field, member in known
-            if isinstance(member, bool) and _takes(field.annotation, int, float) and not _takes(field.annotation, bool)
-        }
-        if not dropped and not texts:
-            return value
-        return {name: texts.get(name, value[name]) for name in value if name not in dropped}
+        fields, read = cls.model_fields, dict[object, object]()
+        for name, member in value.items():
+            field = fields.get(name)
+            if field is not None:
+                if member in _NOTHING and name not in cls.may_be_empty and not field.is_required():
+                    continue
+                kind = field.annotation
+                if isinstance(member, bool) and _takes(kind, int, float) and not _takes(kind, bool):
+                    member = str(member)  # which is no number
+            read[name] = member
+        return read
 
 
 class BodyRoute(APIRoute):
@@ -136,7 +145,7 @@ async def read(exchange: Exchange, model: type[Model]) -> Model:
     exchange.num_body_bytes = len(data)
     if len(data) <= LARGE_BYTES:
         return read_body(data, model)
-    return await asyncio.to_thread(_read_large, data, model)
+    return await off_loop(len(data), partial(_read_large, data, model), LARGE_BYTES)
 
 
 async def _receive(exchange: Exchange) -> bytearray:
@@ -183,6 +192,8 @@ def read_body(data: bytes | bytearray, model: type[Model]) -> Model:
     """
     if not data:
         raise ApiError(400, "the request body must be a JSON object")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ApiError(400, "the request body is UTF-16; send it as UTF-8")
     try:
         return model.model_validate(decoded(data))
     except UnicodeDecodeError:
@@ -216,6 +227,7 @@ def decoded(data: bytes | bytearray) -> Any:
 def _in_parts(data: bytes | bytearray | msgspec.Raw, most_levels: int = PART_LEVELS) -> Any:
     """Decode JSON, of a large object each member, and of a large list of objects each item by itself, so that other
     threads run between them. To find where they end takes a tenth of the time to decode them."""
+    pause()
     if len(data) > LARGE_BYTES and most_levels:
         start = bytes(memoryview(data)[:_START_BYTES]).translate(None, b" \t\r\n")
         if start.startswith(b"{"):
@@ -231,7 +243,8 @@ def refusal_of(error: ValidationError) -> ApiError:
     param = ".".join(str(part)[:MAX_NAME_CHARS] for part in first["loc"])
     if not param and first["type"] == "model_type":
         return ApiError(400, "the request body must be a JSON object")
-    return ApiError(400, f"{param}: {first['msg']}" if param else first["msg"], param=param or None)
+    message = _MESSAGES.get(first["type"], first["msg"])
+    return ApiError(400, f"{param}: {message}" if param else message, param=param or None)
 
 
 class Structure:

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, GetPydanticSchema, PlainValidator, field_validator, model_validator
+from pydantic_core import PydanticCustomError, core_schema
 
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, refusal
 from pdserve.router.http.json_body import Body, Structure
+from pdserve.router.http.unsupported_fields import check_extra_fields
 
 MAX_MESSAGE_CALLS = 128
 """Maximum tool calls in one message."""
@@ -125,6 +126,8 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
+    """Message as a client wrote it."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: MessageText
     name: str | None = None
@@ -136,6 +139,15 @@ class ChatMessage(Body):
     """Of an assistant; templates that read it decide what of it the model sees again."""
     reasoning: str | None = None
     """The same (OpenRouter, vLLM)."""
+    audio: None = None
+    function_call: None = None
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _are_of_assistant(cls, calls: list[ToolCall] | None, info: core_schema.ValidationInfo) -> list[ToolCall] | None:
+        if calls and (role := info.data.get("role", "assistant")) != "assistant":
+            raise PydanticCustomError("calls", "Only an assistant has calls; this message is of {role}", {"role": role})
+        return calls
 
     @model_validator(mode="before")
     @classmethod
@@ -160,8 +172,9 @@ class ChatMessage(Body):
         reasoning = "".join(text for text in texts if isinstance(text, str))
         return {"reasoning": reasoning, **message, "content": [part for part in content if part not in thoughts]}
 
-    def for_template(self) -> dict[str, object]:
-        message: dict[str, object] = {"role": self.role, "content": self.content}
+    def for_template(self) -> Message:
+        check_extra_fields(self.model_extra, {})
+        message: Message = {"role": self.role, "content": self.content}
         if self.role in _SYSTEM and (billing := _BILLING.match(self.content)):
             message["content"] = self.content[billing.end() :]
         for name in ("name", "tool_call_id"):
@@ -223,17 +236,21 @@ def _calls(messages: object) -> Iterator[dict[str, object]]:
                 yield function
 
 
+Message = dict[str, object]
+"""Message in the form that chat templates read. Of texts alone, collections of garbage do not go through it."""
+_AsMessage = GetPydanticSchema(
+    lambda _, schema_of: core_schema.no_info_after_validator_function(ChatMessage.for_template, schema_of(ChatMessage))
+)
 Messages = Annotated[
-    list[ChatMessage],
+    list[Annotated[Message, _AsMessage]],
     Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
     BeforeValidator(_bounded_calls, json_schema_input_type=list[ChatMessage]),
 ]
 
 
-def forms_of(messages: Sequence[ChatMessage]) -> Iterator[list[dict[str, object]]]:
+def forms_of(sent: Sequence[Message]) -> Iterator[Sequence[Message]]:
     """Forms of a conversation to try one after the other: as it was sent, with one leading system message of all, in
     order, and with that text before the first user's, for templates that refuse the one before."""
-    sent = [message.for_template() for message in messages]
     yield sent
     rest = [message for message in sent if message["role"] not in _SYSTEM]
     if len(rest) == len(sent):
@@ -286,11 +303,11 @@ def messages_of(
             case "item_reference":
                 remedy = "send the item itself, with store: false"
                 raise refusal(place, f"refers to an item, and nothing is stored; {remedy}")
-            case str() as kind if kind.endswith("_call") and item.get("call_id"):  # of a tool that the client ran
+            case str() as kind if kind[1:].endswith("_call") and item.get("call_id"):  # of a tool that the client ran
                 arguments = {key: item[key] for key in item if key not in ("type", "id", "call_id", "status")}
                 function = {"name": kind.removesuffix("_call"), "arguments": arguments}
                 message = {"role": "assistant", "tool_calls": [{"id": item["call_id"], "function": function}]}
-            case str() as kind if kind.endswith("_output") and item.get("call_id"):
+            case str() as kind if kind[1:].endswith("_output") and item.get("call_id"):
                 result = {key: item[key] for key in item if key not in ("type", "id", "call_id", "status")}
                 message = {"role": "tool", "tool_call_id": item["call_id"], "content": result.get("output", result)}
             case other:

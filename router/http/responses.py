@@ -124,6 +124,8 @@ def _flat(
     """Place of each tool, those in namespaces included, the tool, and the namespace as a member of its calls."""
     for index, each in enumerate(tools):
         tool = each if isinstance(each, dict) else {}
+        if isinstance(function := tool.get("function"), dict):  # as in chats
+            tool = {**function, "type": tool.get("type")}
         inner = tool.get("tools")
         if tool.get("type") == "namespace" and isinstance(inner, list) and space is None:
             yield from _flat(inner, f"{place}.{index}.tools", {"namespace": tool.get("name")})

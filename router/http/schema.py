@@ -25,7 +25,7 @@ from pdserve.contracts.request import (
 from pdserve.router.http.errors import ApiError, refusal
 from pdserve.router.http.json_body import Body, refusal_of
 from pdserve.router.http.messages import Messages
-from pdserve.router.http.unsupported_fields import CHAT, CHAT_MESSAGE, COMPLETION, Neutral, check_extra_fields
+from pdserve.router.http.unsupported_fields import CHAT, COMPLETION, Neutral, check_extra_fields
 from pdserve.router.text.chat_template import PromptEnd
 
 MAX_STOP_STRINGS = 16
@@ -253,6 +253,16 @@ _Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | 
 ToolList = Annotated[list[dict[str, object]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
+def _nested(tool: dict[str, object]) -> dict[str, object]:
+    """A tool of a chat, which may be written as for the responses API, without ``function`` around, or have no type."""
+    if tool.get("type") == "function" and "name" in tool:
+        return {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
+    return {"type": "function", **tool} if "function" in tool and "type" not in tool else tool
+
+
+ChatTools = Annotated[ToolList, AfterValidator(lambda tools: [*map(_nested, tools)])]
+
+
 class TemplatedBody(Body):
     """Fields that decide how a chat becomes a prompt."""
 
@@ -286,7 +296,7 @@ class ChatBody(GenerationBody, TemplatedBody):
     max_completion_tokens: _TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: _NumLogprobs | None = None
-    tools: ToolList | None = None
+    tools: ChatTools | None = None
     """Functions that the model may call; see `pdserve.router.http.tools`."""
     tool_choice: object = None
     """Also checked there."""
@@ -307,11 +317,6 @@ class ChatBody(GenerationBody, TemplatedBody):
         if self.top_logprobs and self.logprobs is None:
             raise refusal("top_logprobs", "needs logprobs to be true")
         check_extra_fields(self.model_extra, CHAT)
-        for index, message in enumerate(self.messages):
-            if message.tool_calls and message.role != "assistant":
-                text = f"are an assistant's; this message is of {message.role}"
-                raise refusal(f"messages.{index}.tool_calls", text)
-            check_extra_fields(message.model_extra, CHAT_MESSAGE, f"messages.{index}.")
 
 
 class ConvertedBody(Body):
@@ -414,7 +419,7 @@ class TokenizeBody(TemplatedBody):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    tools: ToolList | None = None
+    tools: ChatTools | None = None
     """With messages, as in a chat."""
     add_special_tokens: bool | None = None
     """Of a prompt, true by default; a chat template writes them itself."""

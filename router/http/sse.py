@@ -20,8 +20,9 @@ from pdserve.router.http.asgi import cancel_on_disconnect
 from pdserve.router.http.errors import api_error
 from pdserve.router.http.exchange import Exchange
 from pdserve.router.http.responses import ResponseWriter
-from pdserve.router.http.writer import AnswerWriter, off_loop
+from pdserve.router.http.writer import AnswerWriter
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.off_loop import off_loop
 from pdserve.router.text.answer import Generation, TextDelta
 
 Writer = AnswerWriter | ResponseWriter | MessageWriter

@@ -49,8 +49,6 @@ MESSAGES: Neutral = {
     **_BOTH, "container": (), "logprobs": (False,), "mcp_servers": ([],), "n": (1,), "output_format": (),
 }  # fmt: skip
 
-CHAT_MESSAGE: Neutral = {"audio": (), "function_call": ()}
-
 _INSTEAD: Mapping[str, str] = {
     "ebnf": "structured_outputs.grammar", "function_call": "tool_choice", "functions": "tools",
     "guided_choice": "structured_outputs.choice", "guided_grammar": "structured_outputs.grammar",
@@ -80,11 +78,8 @@ MAX_LOGGED_FIELDS = 1024
 _logged: set[str] = set()
 
 
-def check_extra_fields(extra: Mapping[str, object] | None, neutral: Neutral, where: str = "") -> None:
+def check_extra_fields(extra: Mapping[str, object] | None, neutral: Neutral) -> None:
     """Check the fields that a request model does not declare.
-
-    Args:
-        where: path prefix of the fields, such as ``messages.0.``.
 
     Raises:
         ApiError: a known field is not supported.
@@ -92,7 +87,7 @@ def check_extra_fields(extra: Mapping[str, object] | None, neutral: Neutral, whe
     for name, value in (extra or {}).items():
         if name in neutral:
             if value not in (None, "", *neutral[name]):
-                raise refusal(where + name, f"is not supported; {_remedy(name, neutral)}")
+                raise refusal(name, f"is not supported; {_remedy(name, neutral)}")
         elif name not in _LABELS:
             warn_once(f"unknown field {name[:MAX_NAME_CHARS]!r}", "ignored")
 

@@ -5,18 +5,18 @@ The shared members of a stream's chunks are encoded once, so a token costs only 
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from pdserve.contracts.step import TokenLogprobs
 from pdserve.router.http.errors import ApiError
 from pdserve.router.http.schema import ChatBody, GenerationBody
+from pdserve.router.off_loop import off_loop
 from pdserve.router.text.answer import Answer, AnswerEnd, AnswerToken, TextDelta, usage
 from pdserve.router.text.tokenizer import ChatTokenizer
 from pdserve.router.text.tool_calls import CallDelta
@@ -292,14 +292,3 @@ def prompt_logprobs(
     yield None
     for token, at_token in zip(prompt_tokens[1:], logprobs, strict=True):
         yield entry(token, at_token)
-
-
-MAX_INLINE_TOKENS = 256
-"""Tokens that are processed inline about as fast as they are handed to a thread."""
-
-Result = TypeVar("Result")
-
-
-async def off_loop(size: int, work: Callable[[], Result], most: int = MAX_INLINE_TOKENS) -> Result:
-    """Return ``work()``, run in a thread if its size, by default in tokens, is over ``most``."""
-    return work() if size <= most else await asyncio.to_thread(work)

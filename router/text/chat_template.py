@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from enum import Enum
 from typing import NoReturn
@@ -20,6 +20,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from pdserve.router.off_loop import pause
 from pdserve.router.text.harmony import is_harmony, tools_for_template, turns_for_template
 
 
@@ -46,6 +47,11 @@ class PromptEnd(Enum):
 
 _ASKS_FOR_NONE = re.compile(r"content[\"'\])\s]{0,4}(\s+is(\s+not)?\s|[!=]=)\s*none", re.IGNORECASE)
 
+_PROBE = "Hello"
+
+_TURN_PIECES = 64
+"""Pieces of a text between two looks at the clock, which takes longer than to add one."""
+
 _END_MARK = "\x7f2"
 """Stands at the end of the message that is continued. Of ASCII, so that it widens no text; `_marked` leaves none."""
 
@@ -65,6 +71,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
         )
+        environment.concat = _joined  # type: ignore[method-assign]
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
@@ -79,6 +86,15 @@ class ChatTemplate:
         self.is_harmony = is_harmony(source)
         self.variables: frozenset[str] = frozenset(variables | (self.for_tools.variables if of_tools else set()))
         """Names that the template reads."""
+        self._reads_parts = False
+        self._reads_parts = not self._writes(_PROBE) and self._writes(_parts(_PROBE))
+
+    def _writes(self, content: object) -> bool:
+        """Whether the text of a message reaches the prompt."""
+        try:
+            return _PROBE in self.render([{"role": "user", "content": content}])
+        except ValueError:
+            return False
 
     def render(
         self,
@@ -90,6 +106,7 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation. A template that does not name the role ``developer`` gets ``system`` in its place, as
         OpenAI defines it; it might drop the message. One that does not ask whether a content is none gets "" for it.
+        One that writes a text only where it is in a list of parts gets such lists.
         That of gpt-oss gets the form that `pdserve.router.text.harmony` describes.
 
         Args:
@@ -110,6 +127,11 @@ class ChatTemplate:
         if end is PromptEnd.LAST_MESSAGE:  # the mark also keeps templates from stripping white space before it
             *others, last = messages
             messages = [*others, {**last, "content": f"{last['content'] or ''}{_END_MARK}"}]
+        if self._reads_parts:
+            messages = [
+                {**each, "content": _parts(text)} if isinstance(text := each.get("content"), str) else each
+                for each in messages
+            ]
         variables = {
             **self.special_tokens,
             "documents": None,
@@ -128,6 +150,20 @@ class ChatTemplate:
         if not mark:
             raise ValueError("the model's chat template drops the last message, so it cannot be continued")
         return text
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    """The text of all pieces. Other threads run between them, while a join would copy all at once."""
+    text = ""
+    for number, piece in enumerate(pieces):
+        if number % _TURN_PIECES == 0:
+            pause()
+        text += piece
+    return text
 
 
 def _tojson(

@@ -22,6 +22,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from pdserve.model.config.tokenizer_config import read_json, read_tokenizer_config, special_tokens
+from pdserve.router.off_loop import pause
 from pdserve.router.text.answer_text import AnyDetokenizer, ByteDetokenizer, Detokenizer, MarkedDetokenizer
 from pdserve.router.text.chat_template import ChatTemplate, PromptEnd
 from pdserve.router.text.harmony import Harmony
@@ -194,6 +195,7 @@ class ChatTokenizer:
         """The text, with special tokens marked as text. Other threads run between pieces."""
         marked = ""
         done = 0
+        pause()
         for end in range(_SEARCHED_CHARS, len(text) + _SEARCHED_CHARS, _SEARCHED_CHARS):
             pieces = []
             # One that begins before `end` is seen whole

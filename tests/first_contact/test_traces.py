@@ -4,7 +4,9 @@ the options to add, and either what the error says, or the requests, their promp
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +47,15 @@ def test_a_trace_is_read_or_one_line_says_why_not(
     result = json.loads(captured.out)
     assert (result["completed"], result["total_input_tokens"]) == (case["requests"], case["prompt_tokens"])
     assert case["says"] in " ".join((result["traffic"], *result["notes"]))
+
+
+def test_a_trace_may_come_through_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe, trace = tmp_path / "pipe", FOLDER / "array.jsonl"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(trace.read_bytes(),))
+    writer.start()
+    model = str(written(tmp_path / "Llama-3-8B"))
+    assert run(["simulate", "--gpu", "h100", "--model", model, "--trace", str(pipe), "--json", "-"]) == 0
+    writer.join()
+    [case] = json.loads(trace.with_suffix(".json").read_text())
+    assert json.loads(capsys.readouterr().out)["completed"] == case["requests"]

@@ -64,6 +64,8 @@ def test_the_length_is_what_is_asked_or_that_of_a_cluster(
 
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "model"
+    with pytest.raises(ValueError, match=r"first hf download Qwen/Qwen2\.5-0\.5B --local-dir Qwen2\.5-0\.5B"):
+        read_planned_model(Path("Qwen/Qwen2.5-0.5B"))
     with pytest.raises(ValueError, match=f"no model at {folder}; give --model a folder with a config.json"):
         read_planned_model(folder)
     written(folder, num_hidden_layers=-1)

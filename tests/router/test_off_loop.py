@@ -1,11 +1,34 @@
-"""Work on many tokens does not block the event loop."""
+"""Work on many tokens or parts does not block the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+import time
+from functools import partial
+from pathlib import Path
+from unittest.mock import Mock
 
-from pdserve.router.http.writer import MAX_INLINE_TOKENS, off_loop
+import pytest
+
+from pdserve.router import off_loop as off_loop_module
+from pdserve.router.http.json_body import read_body
+from pdserve.router.http.schema import ChatBody
+from pdserve.router.off_loop import MAX_INLINE_TOKENS, off_loop, pause
+from pdserve.router.text.tokenizer import ChatTokenizer
+from tests.router.small_tokenizers import write_tokenizer
+
+MESSAGES = [{"role": "user", "content": "the time " * 20}] * 1000
+
+
+@pytest.fixture
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Calls of `time.sleep` for turns that end at once."""
+    sleeps = Mock()
+    monkeypatch.setattr(time, "sleep", sleeps)
+    monkeypatch.setattr(off_loop_module, "TURN_S", 0.0)
+    return sleeps
 
 
 def test_only_long_work_goes_to_a_thread() -> None:
@@ -17,3 +40,25 @@ def test_only_long_work_goes_to_a_thread() -> None:
     short, long = asyncio.run(run())
     assert short == threading.get_ident()
     assert long != threading.get_ident()
+
+
+def test_only_a_thread_pauses_and_only_at_the_end_of_its_turn(sleeps: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+    asyncio.run(off_loop(1, pause, 1))
+    pause()
+    assert not sleeps.called
+    asyncio.run(off_loop(2, pause, 1))
+    assert sleeps.call_count == 1
+    monkeypatch.setattr(off_loop_module, "TURN_S", 100.0)
+    asyncio.run(off_loop(2, pause, 1))
+    assert sleeps.call_count == 1
+
+
+def test_a_thread_may_pause_before_each_message(sleeps: Mock, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    body = json.dumps({"messages": MESSAGES}).encode()
+    read = asyncio.run(off_loop(1, partial(read_body, body, ChatBody), 0))
+    assert sleeps.call_count >= len(MESSAGES)
+    sleeps.reset_mock()
+    asyncio.run(off_loop(1, partial(tokenizer.chat_text, read.messages), 0))
+    assert sleeps.call_count >= len(MESSAGES)

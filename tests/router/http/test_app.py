@@ -377,7 +377,7 @@ def test_bodies_of_too_many_parts_are_refused_while_they_arrive(edge: EdgeServer
         (b'{"prompt": "x"', "not JSON"),
         (b'{"prompt": "x"}}', "not JSON"),
         (b'{"prompt": "\xff"}', "not UTF-8"),
-        ('{"prompt": "x"}'.encode("utf-16"), "not JSON"),
+        ('{"prompt": "x"}'.encode("utf-16"), "UTF-16"),
         (b"[" * 50_000, "nested too deeply"),
         (b'{"colour": ' * 5000, "nested too deeply"),
         (b'{"prompt": %s}' % (b"9" * 5000), "not JSON: Integer value out of range"),

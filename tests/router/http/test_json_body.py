@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from typing import Any
@@ -143,6 +144,14 @@ def test_calls_are_counted_before_one_is_read(calls_of_a_message: int, monkeypat
     monkeypatch.setattr(messages, "call_arguments", None)
     with pytest.raises(ApiError, match="There may be 4096 calls at most"):
         read_body(json.dumps(body).encode(), ChatBody)
+
+
+def test_collections_of_garbage_do_not_go_through_texts_of_messages() -> None:
+    body = read_body(
+        json.dumps({"messages": [{"role": "user", "content": ["a", "b"], "name": "c"}] * 9}).encode(), ChatBody
+    )
+    assert body.messages == [{"role": "user", "content": "a\nb", "name": "c"}] * 9
+    assert not any(map(gc.is_tracked, body.messages))
 
 
 def counts(value: object) -> tuple[int, int, int]:

@@ -207,7 +207,7 @@ def test_a_structure(server: EdgeServer, client: openai.OpenAI) -> None:
     ("fields", "param", "message"),
     [
         ({"input": []}, "input", "at least 1 item"),
-        ({"input": ["x"]}, "input.0", "Input should be a valid dictionary"),
+        ({"input": ["x"]}, "input.0", "Input should be an object"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0", "send the item itself, with store: false"),
         ({"input": [{"type": "computer_call"}]}, "input.0", "'computer_call', which is not supported"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role", "Input should be"),

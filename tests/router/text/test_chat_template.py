@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from itertools import pairwise
+
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -109,3 +114,34 @@ def test_an_answer_may_continue_a_message_without_content() -> None:
     template = ChatTemplate("{% for m in messages %}[{{ m.content }}]{% endfor %}", {})
     messages: list[dict[str, object]] = [{"role": "assistant", "content": None}]
     assert template.render(messages, end=PromptEnd.LAST_MESSAGE) == "["
+
+
+def longest_hold() -> float:
+    """Longest part of a long conversation's rendering, in CPU time, in which no other thread had a turn."""
+    template = ChatTemplate("{% for message in messages %}{{ message['content'] }}{% endfor %}", {})
+    messages = [{"role": "user", "content": "x" * 2**20}] * 64
+    ended_s = list[float]()
+
+    def render() -> None:
+        template.render(messages)
+        ended_s.append(time.thread_time())
+
+    thread = threading.Thread(target=render)
+    thread.start()
+    assert thread.ident is not None
+    clock = time.pthread_getcpuclockid(thread.ident)
+    turns_s = [0.0]
+    while not ended_s:
+        turns_s.append(time.clock_gettime(clock))
+        time.sleep(0)
+    thread.join()
+    return max(after_s - before_s for before_s, after_s in pairwise(turns_s + ended_s)) / ended_s[0]
+
+
+def test_other_threads_run_while_a_long_conversation_is_rendered() -> None:
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        assert any(longest_hold() < 0.5 for _ in range(20))  # on a busy host, others get no turn at times
+    finally:
+        sys.setswitchinterval(before_s)
