@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -88,7 +89,8 @@ def test_a_plan_that_is_terminated_ends_its_processes_and_says_nothing(tmp_path:
     children = wait_for(lambda: (all_of := process.children())[2:] and all_of, "two processes and their tracker")
     process.terminate()
     _, said = process.communicate(timeout=HANG_S)
-    assert process.returncode in (1, 130)  # as newer versions of typer have it
+    # 130 by newer versions of typer; Python's own end if it comes within `exec`, as of an import that makes dataclasses
+    assert process.returncode in (1, 130, -signal.SIGINT)
     assert all("%" in line for line in said.splitlines()), said
     wait_for(lambda: not any(map(is_alive, children)), "their end")
 
