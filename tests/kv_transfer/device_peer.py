@@ -236,10 +236,12 @@ class DevicePeer:
     def __init__(
         self, folder: Path, seed: int, transport: str, device: str, interface: str, num_ranks: int, handle: str
     ) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
+        # Its server imports torch once, for all peers.
+        forkserver = multiprocessing.get_context("forkserver")
+        forkserver.set_forkserver_preload([__name__])
+        self._pipe, theirs = forkserver.Pipe()
         arguments = (theirs, folder, seed, transport, device, interface, num_ranks, handle)
-        self.process = spawn.Process(target=_run, args=arguments, daemon=True)
+        self.process = forkserver.Process(target=_run, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
         self._messages: list[object] = []
