@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -63,10 +63,23 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Each process begins to load a folder elsewhere, so that not all of them compile the same new module at once."""
+    report = yield
+    workers = getattr(collector.config, "workerinput", None)
+    if workers and report.result and isinstance(collector, pytest.Directory):
+        first = int(workers["workerid"].removeprefix("gw")) * len(report.result) // workers["workercount"]
+        report.result = report.result[first:] + report.result[:first]
+    return report
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item) -> int:
+    def place(item: pytest.Item) -> tuple[int, str]:
         path = item.nodeid.partition("::")[0]
-        return next((i for i, part in enumerate(LONG_FILES) if part in path), len(LONG_FILES))
+        return next((i for i, part in enumerate(LONG_FILES) if part in path), len(LONG_FILES)), path
 
     items.sort(key=place)
 

@@ -26,8 +26,10 @@ from pdserve.contracts.worker_config import WorkerConfig, WorkerEndpoint, Worker
 from pdserve.proto.codec import request_to_proto, source_to_proto, unpack_tokens
 from pdserve.proto.token_proof import ClientProof
 from pdserve.proto.v1 import worker_pb2, worker_pb2_grpc
+from tests.forked import ForkedProgram
 from tests.patience import HANG_S
 
+_MODULE = "pdserve.engine.worker.process"
 _router_numbers = itertools.count()
 
 
@@ -184,25 +186,31 @@ class RouterClient:
             self.events[event.request_id].append(event)
 
 
+def _start(module: str, stdin: str, *, is_forked: bool) -> subprocess.Popen[str] | ForkedProgram:
+    arguments = ["--config", "-", "--die-with-parent"]
+    if is_forked:
+        return ForkedProgram(module, arguments, stdin)
+    command = [sys.executable, "-m", module, *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(stdin)
+    return process
+
+
 class WorkerProcess:
     """A worker as a plain process. Leaving the context kills it with SIGKILL if it still runs."""
 
-    def __init__(self, config: WorkerConfig, *, module: str = "pdserve.engine.worker.process") -> None:
+    def __init__(self, config: WorkerConfig, *, module: str = _MODULE, is_forked: bool = True) -> None:
         """Start the process and wait for its endpoint. If it does not come up, an AssertionError shows its output.
 
         Args:
             module: the program.
+            is_forked: False: Python starts and ends as always, though the worker imports torch.
         """
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, "--config", "-", "--die-with-parent"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdin is not None
+        is_with_torch = not config.emulate or module != _MODULE
+        self.process = _start(module, to_json(config) + "\n", is_forked=is_with_torch and is_forked)
         assert self.process.stdout is not None
-        with self.process.stdin as stdin:
-            stdin.write(to_json(config) + "\n")
         self._stdout = self.process.stdout
         lines = [self._stdout.readline() for _ in range(config.pipeline_parallel)]
         if not lines[0]:

@@ -93,8 +93,8 @@ def test_a_pair_on_gpus_answers_as_a_worker_on_a_cpu(transport: str, num_ranks: 
     )
     prefill_config = replace(prefill_config, tensor_parallel=num_ranks)
     with (
-        WorkerProcess(prefill_config) as prefill_worker,
-        WorkerProcess(decode_config) as decode_worker,
+        WorkerProcess(prefill_config, is_forked=False) as prefill_worker,
+        WorkerProcess(decode_config, is_forked=False) as decode_worker,
         prefill_worker.connect() as prefill,
         decode_worker.connect() as decode,
     ):

@@ -6,7 +6,6 @@ The test commands it through a pipe and receives the messages of its transfer pr
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -37,6 +36,7 @@ from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.resharding import KvShard
 from pdserve.kv_transfer.transfer_client import TransferProcess
 from pdserve.proto.v1 import kv_pb2, transfer_pb2, worker_pb2
+from tests.forked import fork_server
 from tests.kv_transfer.peer import EVENT_GRACE_S
 from tests.patience import HANG_S
 
@@ -236,10 +236,10 @@ class DevicePeer:
     def __init__(
         self, folder: Path, seed: int, transport: str, device: str, interface: str, num_ranks: int, handle: str
     ) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
+        server = fork_server()
+        self._pipe, theirs = server.Pipe()
         arguments = (theirs, folder, seed, transport, device, interface, num_ranks, handle)
-        self.process = spawn.Process(target=_run, args=arguments, daemon=True)
+        self.process = server.Process(target=_run, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
         self._messages: list[object] = []

@@ -48,11 +48,12 @@ class Pair(NamedTuple):
 
 
 @contextmanager
-def staged_pair(config_of: Callable[[WorkerRole], WorkerConfig]) -> Iterator[Pair]:
+def staged_pair(config_of: Callable[[WorkerRole], WorkerConfig], *, is_forked: bool = True) -> Iterator[Pair]:
     """Two workers, which must be free at the end and stop when asked."""
+    start = partial(WorkerProcess, module="tests.staged_worker", is_forked=is_forked)
     with (
-        WorkerProcess(config_of(WorkerRole.PREFILL), module="tests.staged_worker") as prefill_worker,
-        WorkerProcess(config_of(WorkerRole.DECODE), module="tests.staged_worker") as decode_worker,
+        start(config_of(WorkerRole.PREFILL)) as prefill_worker,
+        start(config_of(WorkerRole.DECODE)) as decode_worker,
         prefill_worker.connect() as prefill,
         decode_worker.connect() as decode,
     ):
@@ -140,5 +141,5 @@ def test_handoffs_of_the_real_model_equal_a_mixed_worker(checkpoint: Path) -> No
         core = int(role is WorkerRole.DECODE)
         return replace(real_model_config(checkpoint, role, core, "int8"), transport="tcp")
 
-    with staged_pair(config_of) as pair:
+    with staged_pair(config_of, is_forked=False) as pair:
         assert [pair.hand_off(request) for request in requests] == expected
