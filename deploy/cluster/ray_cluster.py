@@ -158,7 +158,7 @@ class ExistingRay(RayCluster):
             self._connect()  # Ray itself would look for a missing cluster for half a minute
         if not self._has_joined(lambda: _join(self._address)):
             return False
-        self._raylet = _own_raylet()
+        self._raylet = self._raylet or _own_raylet()
         self._ask(now_s)
         return bool(self.nodes)
 
@@ -175,8 +175,7 @@ class ExistingRay(RayCluster):
             has_ended.wait(0.1)
 
     def _check_up(self, now_s: float) -> None:
-        if self._raylet is not None and not is_alive(self._raylet):
-            raise DeployError("it was stopped on this host")
+        self.is_lost |= self._raylet is not None and not is_alive(self._raylet)
         if not self.is_lost:
             self._ask(now_s)
 

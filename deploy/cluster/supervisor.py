@@ -112,8 +112,10 @@ class Supervisor:
                 while not self._num_signals and not self._ray.is_lost:
                     self._tick()
                     time.sleep(_TICK_S)
+                is_lost = not self._num_signals
+                self._num_signals += is_lost  # it ends as by a signal
                 status = self._drain()
-                if self._ray.is_lost:
+                if is_lost:
                     raise DeployError(_LOST)
                 return status
             finally:

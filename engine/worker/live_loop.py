@@ -69,17 +69,17 @@ class _Look(NamedTuple):
     """Since the first look after the last turn."""
 
 
-def is_computing() -> bool:
-    """Whether another thread of this process runs, or waits for a core."""
+def num_computing() -> int:
+    """Other threads of this process that run, or wait for a core."""
     own = get_native_id()
-    return any("R" in _state(int(task)) for task in os.listdir("/proc/self/task") if int(task) != own)
+    return sum(_is_computing(int(task)) for task in os.listdir("/proc/self/task") if int(task) != own)
 
 
-def _state(task: int) -> str:
+def _is_computing(task: int) -> bool:
     try:
-        return Path(f"/proc/self/task/{task}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/self/task/{task}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"R"
     except OSError:  # it has ended
-        return ""
+        return False
 
 
 class Inbox:
@@ -169,13 +169,13 @@ class LiveLoop:
         """Set once a drain was requested and no work is left."""
 
     def is_healthy(self) -> bool:
-        """Whether the loop turned recently. While the process computes, only the CPU time that it gets counts: on a
-        machine that is busy with other work, little of it, and a slow turn is no hang."""
+        """Whether the loop turned recently. While threads of the process compute, only the CPU time that each gets
+        counts: little on a machine that is busy with other work, where a slow turn is no hang."""
         last, look = self._look, _Look(self._turned_s, time.monotonic(), time.process_time())
-        if look.turned_s == last.turned_s:
-            passed_s, computed_s = look.wall_s - last.wall_s, look.cpu_s - last.cpu_s
-            stalled_s = computed_s if computed_s < passed_s and is_computing() else passed_s
-            look = look._replace(stalled_s=last.stalled_s + stalled_s)
+        if look.turned_s == last.turned_s and look.wall_s - look.turned_s > 2 * PULSE_S:
+            passed_s, threads = look.wall_s - last.wall_s, num_computing()
+            computed_s = (look.cpu_s - last.cpu_s) / threads if threads else passed_s
+            look = look._replace(stalled_s=last.stalled_s + min(passed_s, computed_s))
         self._look = look
         return look.stalled_s < stall_limit_s(self._loop.expected_step_s)
 

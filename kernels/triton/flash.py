@@ -12,6 +12,7 @@ Shape suffixes: M rows of a tile of queries, N keys of a tile, D head dim padded
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 import triton
@@ -135,7 +136,7 @@ def add_sink(sum_M: tl.tensor, max_M: tl.tensor, sinks_ptr: tl.tensor, head_M: t
     return sum_M + tl.exp2(sink_M - max_M)
 
 
-def pool_arguments(kv_pool: KvPool, layer: int) -> dict[str, object]:
+def pool_arguments(kv_pool: KvPool, layer: int) -> Mapping[str, object]:
     """Return the kernels' arguments for one layer of a pool; strides are in elements."""
     if layer not in kv_pool.launch_arguments:
         kv_pool.launch_arguments[layer] = _pool_arguments(kv_pool, layer)

@@ -101,7 +101,10 @@ def read_trace(
         with TemporaryDirectory() as folder:
             copy = Path(folder, path.name)
             copy.write_bytes(path.read_bytes())
-            return read_trace(copy, lenient=lenient, time_unit=time_unit, tokenizer=tokenizer, sessions=sessions)
+            try:
+                return read_trace(copy, lenient=lenient, time_unit=time_unit, tokenizer=tokenizer, sessions=sessions)
+            except ValueError as error:
+                raise ValueError(str(error).replace(str(copy), str(path))) from error
     trace = _read(path, lenient, time_unit, tokenizer)
     return in_sessions(trace) if sessions else trace
 

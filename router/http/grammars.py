@@ -99,7 +99,9 @@ def _of_response_format(wanted: Mapping[str, object]) -> Grammar | None:
             named = wanted.get("json_schema") or wanted  # LM Studio, Together
             if not isinstance(named, dict) or "schema" not in named:
                 raise refusal(field, 'needs json_schema to be {"name": "...", "schema": {...}}')
-            schema = named["schema"] if named.get("strict") is not False else enforceable(named["schema"])
+            schema = named["schema"]
+            if named.get("strict") is False and isinstance(schema, dict):
+                schema = enforceable(schema)
             return _of_schema(schema, f"{field}.json_schema.schema")
         case other:
             raise refusal(field, f"has the type {_short(other)}; supported are text, json_object and json_schema")

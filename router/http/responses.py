@@ -124,7 +124,7 @@ def _flat(
     """Place of each tool, those in namespaces included, the tool, and the namespace as a member of its calls."""
     for index, each in enumerate(tools):
         tool = each if isinstance(each, dict) else {}
-        if isinstance(function := tool.get("function"), dict):  # as in chats
+        if isinstance(function := tool.get("function"), dict) and "name" not in tool:  # as in chats
             tool = {**function, "type": tool.get("type")}
         inner = tool.get("tools")
         if tool.get("type") == "namespace" and isinstance(inner, list) and space is None:

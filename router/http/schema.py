@@ -255,9 +255,11 @@ ToolList = Annotated[list[dict[str, object]], Field(max_length=MAX_TOOLS, fail_f
 
 def _nested(tool: dict[str, object]) -> dict[str, object]:
     """A tool of a chat, which may be written as for the responses API, without ``function`` around, or have no type."""
+    if "function" in tool:
+        return tool if "type" in tool else {"type": "function", **tool}
     if tool.get("type") == "function" and "name" in tool:
         return {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
-    return {"type": "function", **tool} if "function" in tool and "type" not in tool else tool
+    return tool
 
 
 ChatTools = Annotated[ToolList, AfterValidator(lambda tools: [*map(_nested, tools)])]

@@ -48,6 +48,7 @@ class PromptEnd(Enum):
 _ASKS_FOR_NONE = re.compile(r"content[\"'\])\s]{0,4}(\s+is(\s+not)?\s|[!=]=)\s*none", re.IGNORECASE)
 
 _PROBE = "Hello"
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _TURN_PIECES = 64
 """Pieces of a text between two looks at the clock, which takes longer than to add one."""
@@ -86,13 +87,20 @@ class ChatTemplate:
         self.is_harmony = is_harmony(source)
         self.variables: frozenset[str] = frozenset(variables | (self.for_tools.variables if of_tools else set()))
         """Names that the template reads."""
-        self._reads_parts = False
-        self._reads_parts = not self._writes(_PROBE) and self._writes(_parts(_PROBE))
+        self._roles_of_parts: frozenset[str] = frozenset()
+        self._roles_of_parts = frozenset(filter(self._reads_parts, _ROLES))
 
-    def _writes(self, content: object) -> bool:
-        """Whether the text of a message reaches the prompt."""
+    def _reads_parts(self, role: str) -> bool:
+        """Whether a text of the role must be in a list of parts to be written. As for users, where the template refuses
+        a conversation of such a message alone."""
+        writes_text, writes_parts = self._writes(role, _PROBE), self._writes(role, _parts(_PROBE))
+        if not writes_text and not writes_parts and role != "user":
+            return self._reads_parts("user")
+        return writes_parts and not writes_text
+
+    def _writes(self, role: str, content: object) -> bool:
         try:
-            return _PROBE in self.render([{"role": "user", "content": content}])
+            return _PROBE in self.render([{"role": role, "content": content}])
         except ValueError:
             return False
 
@@ -127,9 +135,11 @@ class ChatTemplate:
         if end is PromptEnd.LAST_MESSAGE:  # the mark also keeps templates from stripping white space before it
             *others, last = messages
             messages = [*others, {**last, "content": f"{last['content'] or ''}{_END_MARK}"}]
-        if self._reads_parts:
+        if self._roles_of_parts:
             messages = [
-                {**each, "content": _parts(text)} if isinstance(text := each.get("content"), str) else each
+                {**each, "content": _parts(text)}
+                if each["role"] in self._roles_of_parts and isinstance(text := each.get("content"), str)
+                else each
                 for each in messages
             ]
         variables = {

@@ -96,8 +96,10 @@ def running_head(folder: Path) -> Iterator[Node]:
         node.wait()
         with subprocess.Popen([KEEPER, str(PORT)]) as keeper:
             wait_for(psutil.Process(keeper.pid).children, "the keeper of the control store")
-            yield node
-            node.end()
+            try:
+                yield node
+            finally:
+                keeper.kill()
     finally:
         node.end()
         for store in control_stores():

@@ -52,7 +52,7 @@ def test_a_trace_is_read_or_one_line_says_why_not(
 def test_a_trace_may_come_through_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pipe, trace = tmp_path / "pipe", FOLDER / "array.jsonl"
     os.mkfifo(pipe)
-    writer = threading.Thread(target=pipe.write_bytes, args=(trace.read_bytes(),))
+    writer = threading.Thread(target=pipe.write_bytes, args=(trace.read_bytes(),), daemon=True)
     writer.start()
     model = str(written(tmp_path / "Llama-3-8B"))
     assert run(["simulate", "--gpu", "h100", "--model", model, "--trace", str(pipe), "--json", "-"]) == 0

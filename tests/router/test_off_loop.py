@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from pdserve.router import off_loop as off_loop_module
-from pdserve.router.http.json_body import read_body
+from pdserve.router.http.json_body import decoded
 from pdserve.router.http.schema import ChatBody
 from pdserve.router.off_loop import MAX_INLINE_TOKENS, off_loop, pause
 from pdserve.router.text.tokenizer import ChatTokenizer
@@ -53,12 +53,17 @@ def test_only_a_thread_pauses_and_only_at_the_end_of_its_turn(sleeps: Mock, monk
     assert sleeps.call_count == 1
 
 
-def test_a_thread_may_pause_before_each_message(sleeps: Mock, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["decode", "validate", "render", "mark"])
+def test_a_thread_may_pause_before_each_message(part: str, sleeps: Mock, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     tokenizer = ChatTokenizer.from_folder(tmp_path)
-    body = json.dumps({"messages": MESSAGES}).encode()
-    read = asyncio.run(off_loop(1, partial(read_body, body, ChatBody), 0))
-    assert sleeps.call_count >= len(MESSAGES)
-    sleeps.reset_mock()
-    asyncio.run(off_loop(1, partial(tokenizer.chat_text, read.messages), 0))
-    assert sleeps.call_count >= len(MESSAGES)
+    assert tokenizer.template is not None
+    chat = {"messages": MESSAGES}
+    work = {
+        "decode": partial(decoded, json.dumps(chat).encode()),
+        "validate": partial(ChatBody.model_validate, chat),
+        "render": partial(tokenizer.template.render, MESSAGES),
+        "mark": partial(tokenizer.chat_text, MESSAGES),
+    }
+    asyncio.run(off_loop(1, work[part], 0))
+    assert sleeps.call_count >= len(MESSAGES) // (64 if part == "render" else 1)  # which pauses once in 64 pieces

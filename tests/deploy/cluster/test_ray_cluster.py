@@ -126,18 +126,20 @@ def test_a_cluster_is_lost_with_its_data_or_with_our_node(
     assert cluster.state is ProcessState.UP
 
 
-def test_a_ray_that_was_stopped_on_this_host_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_is_lost_with_the_node_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     raylet = subprocess.Popen(["sleep", "600"])
-    monkeypatch.setattr(ray_cluster, "_live_nodes", list)
+    node = RayNode(node_id="ours", address="", hostname="", resources={})
+    monkeypatch.setattr(ray_cluster, "_live_nodes", lambda: [node])
     monkeypatch.setattr(ray_cluster, "_own_node", lambda: "ours")
     cluster = ExistingRay(PromptDesk(), "127.0.0.1:9")
     cluster.state, cluster._raylet = ProcessState.UP, psutil.Process(raylet.pid)
     cluster.check(10.0)
-    assert cluster.state is ProcessState.UP
+    seen = [cluster.is_lost]
     raylet.kill()
     raylet.wait()
     cluster.check(11.0)
-    assert (cluster.state, cluster.failure) == (ProcessState.STOPPED, "it was stopped on this host")
+    assert [*seen, cluster.is_lost] == [False, True]
+    assert cluster.state is ProcessState.UP
 
 
 class Child:

@@ -37,7 +37,7 @@ def test_a_cluster_that_ray_has_lost_finishes_its_requests_and_ends(monkeypatch:
         done.append("tick")
 
     def drain(supervisor: Supervisor) -> int:
-        done.append("drain")
+        done.append(f"drain after {supervisor._num_signals}")
         return 0
 
     monkeypatch.setattr(preflight, "check_launch", lambda launch: None)
@@ -48,4 +48,4 @@ def test_a_cluster_that_ray_has_lost_finishes_its_requests_and_ends(monkeypatch:
     launch = Launch(config=DeploymentConfig(), ray_address="127.0.0.1:9")
     with pytest.raises(DeployError, match="start Ray on every host"):
         Supervisor(launch, Progress(Console(quiet=True))).run()
-    assert done == ["tick", "tick", "tick", "drain"]
+    assert done == ["tick", "tick", "tick", "drain after 1"]

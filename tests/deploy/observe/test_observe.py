@@ -146,6 +146,8 @@ def test_the_runbook_has_every_alert() -> None:
     text = (ROOT / "docs" / "runbook.md").read_text()
     assert text == runbook(), "write it with: python -m pdserve.deploy.observe.rules > docs/runbook.md"
     assert len({alert.name for alert in alerts()}) == len(alerts())
+    for rule in rule_file()["groups"][1]["rules"]:
+        assert rule["annotations"]["runbook"] == f"docs/runbook.md#{rule['alert'].lower()}"
     titles = {dashboard.title.removeprefix("pdserve: ") for dashboard in dashboards()}
     for named in re.findall(r"\*([A-Z][^*]+)\*", "".join(alert.steps for alert in alerts())):
         assert named in titles | {alert.name for alert in alerts()}, named

@@ -472,8 +472,9 @@ def test_an_idle_loop_sleeps_and_a_hung_one_is_not_healthy(monkeypatch: pytest.M
 def test_a_loop_whose_process_waits_for_a_core_is_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     waits_for_core = True
+    monkeypatch.setattr("pdserve.engine.worker.live_loop.PULSE_S", 0.01)
     monkeypatch.setattr("pdserve.engine.worker.live_loop.STALL_LIMIT_S", 0.05)
-    monkeypatch.setattr("pdserve.engine.worker.live_loop.is_computing", lambda: waits_for_core)
+    monkeypatch.setattr("pdserve.engine.worker.live_loop.num_computing", lambda: int(waits_for_core))
     monkeypatch.setattr("pdserve.engine.worker.live_loop.time.process_time", lambda: 0.0)
     with rig.running():
         rig.executor.may_finish.clear()
@@ -497,11 +498,11 @@ def test_a_thread_that_computes_is_seen() -> None:
     thread = threading.Thread(target=compute)
     thread.start()
     try:
-        wait_until(live_loop.is_computing, "the thread")
+        wait_until(lambda: live_loop.num_computing() > 0, "the thread")
     finally:
         is_over.set()
         thread.join()
-    wait_until(lambda: not live_loop.is_computing(), "no other thread")
+    wait_until(lambda: live_loop.num_computing() == 0, "no other thread")
 
 
 def test_an_idle_loop_sleeps_until_the_next_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
