@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ from tests.deploy.clusters import pdserve, wait_for
 from tests.patience import HANG_S
 from tests.shared import shared
 
-PORT = 26391
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    PORT = listener.getsockname()[1]
 KEEPER = Path(__file__).parents[2] / "deploy/ray/keep-control-store"
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"  # Ray takes 127.0.0.1 for the address on the network
 LIGHT = (
