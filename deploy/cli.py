@@ -429,6 +429,9 @@ def dashboards(
     here = {note.admin_url: note.admin_token_file for note in running_clusters()}
     admin_url = admin_url.rstrip("/") or find_cluster().admin_url
     token_file = token_file or here.get(admin_url, "")
+    for option, url in (("--admin-url", admin_url), ("--prometheus-url", prometheus_url)):
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{option} is {url!r}; write http:// or https:// before the host")
     try:
         prometheus_file, provisioning = write_files(out, admin_url, token_file, prometheus_url)
     except OSError as error:

@@ -30,6 +30,7 @@ def ray_cluster_text(provider: str, deployment: Path, *, num_hosts: int, gpus_pe
         (r"--hosts \d+", f"--hosts {num_workers + 1}"),
         (r"GPU: \d+", f"GPU: {gpus_per_host}"),
         (r"<- with GPUs", f"<- with {gpus_per_host} x {gpu}"),
+        (rf"deploy/ray/{provider}.yaml", str(ray_cluster_path(deployment.resolve(), provider))),
         (r"deploy/ray/deployment.yaml", str(deployment.resolve())),
         (r"deploy/ray/keep-control-store", str(FOLDER / "keep-control-store")),
     ):

@@ -282,14 +282,13 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
     limits = model.limits(config.max_model_len)
     is_instant = config.time_scale == 0
     cost = cost_of(config, model)
-    max_blocks = cost.max_kv_blocks(
-        config.block_size, max_batch_tokens=config.max_batch_tokens, max_batch_size=config.max_batch_size
-    )
+    batch = {"max_batch_tokens": config.max_batch_tokens, "max_batch_size": config.max_batch_size}
+    max_blocks = cost.max_kv_blocks(config.block_size, config.gpu_memory_utilization, **batch)
     if max_blocks == 0:
         raise ValueError(
             f"the model's {cost.weight_bytes} bytes of weights leave no memory for KV on "
             f"{config.num_ranks} x {cost.hardware.name}: "
-            f"emulate a larger GPU or serve a smaller model"
+            "raise gpu_memory_utilization, emulate a larger GPU or serve a smaller model"
         )
     block_bytes = cost.kv_bytes_per_token * config.block_size
     layout = KvLayout(
@@ -301,6 +300,9 @@ def _emulated_backend(config: WorkerConfig) -> Backend:
         dtype="uint64",
         model_hash=f"emulated-{blake2b(repr(model).encode(), digest_size=16).hexdigest()}",
     )
+    if not cost.hardware.is_host:
+        most_blocks = cost.max_kv_blocks(config.block_size, 1.0, **batch)
+        check_pool_fits(layout.num_blocks * block_bytes, most_blocks * block_bytes)
 
     grammars = Grammars(Path(config.model_path), limits, config.transfer_cpu_cores)
     # The emulated host has all the memory requested.

@@ -137,6 +137,12 @@ def _pool(role: WorkerRole, phase: PhaseConfig, model: PlannedModel, devices: De
     num_blocks = devices.kv_bytes // _block_bytes(pool, model)
     if num_blocks < 1:
         raise ValueError(f"{role.value}.kv_memory of {devices.kv_bytes} bytes holds no KV block: raise it, or say auto")
+    most = dataclasses.replace(pool, memory_fraction=1.0).kv_blocks(model, pool.cost(model))
+    if num_blocks > most and not pool.hardware.is_host:
+        raise ValueError(
+            f"{role.value}.kv_memory of {devices.kv_bytes} bytes does not fit {pool.devices_per_worker} x "
+            f"{pool.hardware.name}, where the weights leave {most * _block_bytes(pool, model)}: lower it, or say auto"
+        )
     return dataclasses.replace(pool, num_kv_blocks=num_blocks)
 
 

@@ -70,7 +70,7 @@ def _message(message: object) -> tuple[bool, str]:
     """Whether the model wrote the message, and its text."""
     text = message.get("value", message.get("content")) or "" if isinstance(message, dict) else None
     if not isinstance(message, dict) or not isinstance(text, str):
-        raise ValueError('a message has no text "value"')
+        raise ValueError('a message has no text "value" or "content"')
     name = message.get("from", message.get("role"))
     if name in _MODEL_NAMES:
         return True, text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -170,6 +171,19 @@ def test_the_command_writes_what_both_programs_read(tmp_path: Path, capsys: pyte
     (tmp_path / "file").touch()
     assert run(["dashboards", "--out", str(tmp_path / "file"), "--admin-url", "http://10.0.0.1:9000"]) == 1
     assert "give another folder with --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--admin-url", "--prometheus-url"])
+def test_an_address_without_its_scheme_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    out = tmp_path / "observe"
+    urls = {"--admin-url": "http://10.0.0.1:9000", option: "localhost:9000"}
+    assert run(["dashboards", "--out", str(out), *itertools.chain(*urls.items())]) == 2
+    assert (
+        capsys.readouterr().err == f"pdserve: {option} is 'localhost:9000'; write http:// or https:// before the host\n"
+    )
+    assert not out.exists()
 
 
 @needs_promtool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,7 @@ def test_a_plan_brings_its_hosts(tmp_path: Path, provider: str, num_workers: int
     test_as_many_hosts_are_started_as_are_waited_for(cluster)
     assert cluster["max_workers"] == num_workers
     assert cluster["file_mounts"]["~/pdserve/deployment.yaml"] == str(deployment)
+    assert re.search(rf"# +(RAY_.* )?ray up --yes .*{tmp_path}/planned.ray-{provider}.yaml\n", text), "the file itself"
     assert os.access(cluster["file_mounts"]["~/pdserve/keep-control-store"], os.X_OK)
     if provider == "aws":
         assert cluster["available_node_types"]["worker"]["resources"]["GPU"] == 8

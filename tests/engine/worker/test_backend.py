@@ -330,6 +330,15 @@ def test_two_gpus_hold_the_blocks_of_two(config: WorkerConfig, monkeypatch: pyte
     assert chosen.layout.num_blocks == int(left_bytes) // (chosen.layout.block_bytes // 2)
 
 
+def test_an_emulated_pool_has_what_its_gpu_would(config: WorkerConfig) -> None:
+    small = replace(hardware("h100-sxm"), name="small", memory_bytes=10**9, memory_reserve_bytes=0)
+    emulated = replace(config, emulate="small", hardware=to_json(small), max_batch_size=10**5)
+    whole, part = (choose_backend(replace(emulated, gpu_memory_utilization=share)).layout for share in (1.0, 0.9))
+    assert part.num_blocks < whole.num_blocks < 4 * 10**5, "no limit but memory"
+    with pytest.raises(ValueError, match=f"needs {200 * 2**30} bytes and .* after the weights: lower kv_memory"):
+        choose_backend(replace(emulated, kv_memory_bytes=200 * 2**30))
+
+
 def test_emulated_ranks_share_the_work(config: WorkerConfig) -> None:
     wide = replace(config, tensor_parallel=2)
     one, two = (choose_backend(replace(each, emulate="h100-sxm")) for each in (config, wide))

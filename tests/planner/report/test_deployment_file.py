@@ -136,3 +136,12 @@ def test_memory_that_holds_no_block_is_named() -> None:
     config = DeploymentConfig(decode=PhaseConfig(kv_memory="1KiB"))
     with pytest.raises(ValueError, match=r"decode.kv_memory of 1024 bytes holds no KV block: raise it, or say auto"):
         on_h100s(config)
+
+
+def test_memory_that_no_device_has_is_refused() -> None:
+    config = DeploymentConfig(decode=PhaseConfig(kv_memory="200GiB"))
+    with pytest.raises(ValueError, match=r"decode.kv_memory of 214748364800 bytes does not fit 1 x .*: lower it"):
+        on_h100s(config)
+    whole = on_h100s(DeploymentConfig(decode=PhaseConfig(kv_memory="56GiB"))).decode
+    assert whole is not None
+    assert whole.num_kv_blocks > whole.cost(MODEL).max_kv_blocks(MODEL.block_size), "as workers: beyond the usual share"

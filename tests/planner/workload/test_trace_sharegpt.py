@@ -55,8 +55,8 @@ def test_odd_conversations_make_sense(tmp_path: Path) -> None:
     [
         ({"items": []}, 'a conversation has no list "conversations"'),
         ([1], 'a conversation has no list "conversations"'),
-        ({"conversations": ["hello"]}, 'a message has no text "value"'),
-        ({"conversations": [{"from": "gpt", "value": 3}]}, 'a message has no text "value"'),
+        ({"conversations": ["hello"]}, 'a message has no text "value" or "content"'),
+        ({"conversations": [{"from": "gpt", "value": 3}]}, 'a message has no text "value" or "content"'),
         (conversation("ghost: boo"), "a message is from 'ghost'"),
     ],
 )
