@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -95,7 +96,8 @@ class Conversation:
 
 
 def converse(conversation: Conversation, message: str) -> int:
-    """Send ``message``; without one, read messages until the input ends. Returns 0.
+    """Send ``message``; without one, read messages until the input ends. Returns 0, or 1 if one that came through a pipe
+    got no answer.
 
     Raises:
         DeployError: ``message`` got no answer. A conversation shows the error and reads the next message instead.
@@ -107,11 +109,12 @@ def converse(conversation: Conversation, message: str) -> int:
         import readline  # noqa: F401  (gives input() a line editor and a history)
     console = Console(stderr=True)
     console.print(_HELP, style="dim", highlight=False)
+    status = 0
     while True:
         try:
             line = input("> ").strip()
         except EOFError:
-            return 0
+            return 0 if sys.stdin.isatty() else status
         except KeyboardInterrupt:  # perhaps meant for an answer that has just ended
             console.print()
             continue
@@ -121,6 +124,7 @@ def converse(conversation: Conversation, message: str) -> int:
             try:
                 conversation.say(line)
             except DeployError as error:
+                status = 1
                 console.print(str(error), markup=False, highlight=False, soft_wrap=True)
 
 

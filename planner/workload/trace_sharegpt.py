@@ -69,6 +69,8 @@ def _first_exchange(conversation: object) -> TraceRow:
 def _message(message: object) -> tuple[bool, str]:
     """Whether the model wrote the message, and its text."""
     text = message.get("value", message.get("content")) or "" if isinstance(message, dict) else None
+    if isinstance(text, list):  # parts, as of OpenAI's chats
+        text = "".join(str(part.get("text") or "") for part in text if isinstance(part, dict))
     if not isinstance(message, dict) or not isinstance(text, str):
         raise ValueError('a message has no text "value" or "content"')
     name = message.get("from", message.get("role"))

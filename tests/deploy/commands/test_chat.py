@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -119,9 +120,11 @@ def test_ctrl_c_at_the_prompt_does_not_end_the_conversation_and_ctrl_d_does(
     assert [len(messages) for messages in server.asked] == [1, 3]
 
 
-def test_a_conversation_can_be_started_anew(
-    server: Server, conversation: Conversation, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("is_terminal", "status"), [(True, 0), (False, 1)])
+def test_a_conversation_can_be_started_anew_and_a_refusal_is_a_failure_of_a_script(
+    server: Server, conversation: Conversation, monkeypatch: pytest.MonkeyPatch, is_terminal: bool, status: int
 ) -> None:
     typed(monkeypatch, "one", "/new", "refuse", "two")
-    assert converse(conversation, "") == 0
+    monkeypatch.setattr("sys.stdin", Mock(isatty=lambda: is_terminal))
+    assert converse(conversation, "") == status
     assert [len(messages) for messages in server.asked] == [1, 1, 1]

@@ -50,6 +50,12 @@ def test_odd_conversations_make_sense(tmp_path: Path) -> None:
     assert trace.notes[0] == "3 without a prompt or an answer left out"
 
 
+def test_texts_may_be_parts(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "1234"}, {"type": "image_url", "image_url": {}}, {"type": "text", "text": "5678"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts[:1]}]
+    assert lengths(read(tmp_path, [{"messages": messages}])) == [(2, 1)]
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
