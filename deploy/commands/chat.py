@@ -96,8 +96,7 @@ class Conversation:
 
 
 def converse(conversation: Conversation, message: str) -> int:
-    """Send ``message``; without one, read messages until the input ends. Returns 0, or 1 if one that came through a pipe
-    got no answer.
+    """Send ``message``; without one, read messages until the input ends. Returns 0; 1 if one from a pipe had no answer.
 
     Raises:
         DeployError: ``message`` got no answer. A conversation shows the error and reads the next message instead.
