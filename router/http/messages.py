@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, refusal
 from pdserve.router.http.json_body import Body, Structure
 from pdserve.router.http.unsupported_fields import check_extra_fields
+from pdserve.router.off_loop import pause
 
 MAX_MESSAGE_CALLS = 128
 """Maximum tool calls in one message."""
@@ -58,6 +59,7 @@ def _joined_text(value: object) -> str:
         raise PydanticCustomError("content", "Input should be a string or a list of text parts")
     texts: list[str] = []
     for part in value:
+        pause()
         if (inner := _parts_of_document(part)) is not None:
             texts.append(_joined_text(inner))
             continue

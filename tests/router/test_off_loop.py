@@ -20,6 +20,7 @@ from pdserve.router.text.tokenizer import ChatTokenizer
 from tests.router.small_tokenizers import write_tokenizer
 
 MESSAGES = [{"role": "user", "content": "the time " * 20}] * 1000
+PARTS = [{"type": "text", "text": "the time"}] * len(MESSAGES)
 
 
 @pytest.fixture
@@ -53,8 +54,8 @@ def test_only_a_thread_pauses_and_only_at_the_end_of_its_turn(sleeps: Mock, monk
     assert sleeps.call_count == 1
 
 
-@pytest.mark.parametrize("part", ["decode", "validate", "render", "mark"])
-def test_a_thread_may_pause_before_each_message(part: str, sleeps: Mock, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["decode", "validate", "parts", "halves", "render", "mark"])
+def test_a_thread_may_pause_before_each_message_and_part(part: str, sleeps: Mock, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     tokenizer = ChatTokenizer.from_folder(tmp_path)
     assert tokenizer.template is not None
@@ -62,6 +63,8 @@ def test_a_thread_may_pause_before_each_message(part: str, sleeps: Mock, tmp_pat
     work = {
         "decode": partial(decoded, json.dumps(chat).encode()),
         "validate": partial(ChatBody.model_validate, chat),
+        "parts": partial(ChatBody.model_validate, {"messages": [{"role": "user", "content": PARTS}]}),
+        "halves": partial(decoded, rb'{"messages": "%b"}' % (rb"\ud800." * len(MESSAGES))),
         "render": partial(tokenizer.template.render, MESSAGES),
         "mark": partial(tokenizer.chat_text, MESSAGES),
     }
