@@ -229,6 +229,7 @@ def _bounded_calls(messages: object) -> object:
 def _calls(messages: object) -> Iterator[dict[str, object]]:
     """Functions of the calls of messages that have not been checked."""
     for message in messages if isinstance(messages, list) else ():
+        pause()
         if not isinstance(message, dict):
             continue
         calls = message.get("tool_calls")
@@ -280,6 +281,7 @@ def messages_of(
     message: dict[str, Any]
     reasoning = ""
     for index, item in enumerate(items):
+        pause()
         place = f"input.{index}"
         match item.get("type") or "message":
             case "message":
@@ -345,11 +347,13 @@ def turns_of(system: object, turns: Sequence[Mapping[str, Any]], places: dict[st
     if system:
         places |= {"messages.0": "system", "messages.0.content": "system"}
     for index, turn in enumerate(turns):
+        pause()
         content = turn.get("content")
         message: dict[str, Any] = {"role": turn.get("role"), "content": content}
         if isinstance(content, list):
             message["content"] = parts = []
             for number, block in enumerate(content):
+                pause()
                 place = f"messages.{index}.content.{number}"
                 match block.get("type") if isinstance(block, dict) else None:
                     case "tool_use":

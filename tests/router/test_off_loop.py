@@ -14,6 +14,7 @@ import pytest
 
 from pdserve.router import off_loop as off_loop_module
 from pdserve.router.http.json_body import decoded
+from pdserve.router.http.messages import messages_of, turns_of
 from pdserve.router.http.schema import ChatBody
 from pdserve.router.off_loop import MAX_INLINE_TOKENS, off_loop, pause
 from pdserve.router.text.tokenizer import ChatTokenizer
@@ -54,7 +55,9 @@ def test_only_a_thread_pauses_and_only_at_the_end_of_its_turn(sleeps: Mock, monk
     assert sleeps.call_count == 1
 
 
-@pytest.mark.parametrize("part", ["decode", "validate", "parts", "halves", "render", "mark"])
+@pytest.mark.parametrize(
+    "part", ["decode", "validate", "parts", "halves", "responses", "turns", "blocks", "render", "mark"]
+)
 def test_a_thread_may_pause_before_each_message_and_part(part: str, sleeps: Mock, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     tokenizer = ChatTokenizer.from_folder(tmp_path)
@@ -65,6 +68,9 @@ def test_a_thread_may_pause_before_each_message_and_part(part: str, sleeps: Mock
         "validate": partial(ChatBody.model_validate, chat),
         "parts": partial(ChatBody.model_validate, {"messages": [{"role": "user", "content": PARTS}]}),
         "halves": partial(decoded, rb'{"messages": "%b"}' % (rb"\ud800." * len(MESSAGES))),
+        "responses": partial(messages_of, None, MESSAGES, {}),
+        "turns": partial(turns_of, None, MESSAGES, {}),
+        "blocks": partial(turns_of, None, [{"role": "user", "content": PARTS}], {}),
         "render": partial(tokenizer.template.render, MESSAGES),
         "mark": partial(tokenizer.chat_text, MESSAGES),
     }
