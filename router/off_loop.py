@@ -25,7 +25,7 @@ _end_s: ContextVar[float] = ContextVar("end of the thread's turn", default=math.
 
 async def off_loop(size: int, work: Callable[[], Result], most: int = MAX_INLINE_TOKENS) -> Result:
     """Return ``work()``, run in a thread if its size, by default in tokens, is over ``most``."""
-    return work() if size <= most else await asyncio.to_thread(_in_turns, work)
+    return work() if size <= most else await asyncio.to_thread(in_turns, work)
 
 
 def pause() -> None:
@@ -35,6 +35,7 @@ def pause() -> None:
         _end_s.set(time.monotonic() + TURN_S)
 
 
-def _in_turns(work: Callable[[], Result]) -> Result:
+def in_turns(work: Callable[[], Result]) -> Result:
+    """Return ``work()``, whose pauses count: for a thread."""
     _end_s.set(time.monotonic() + TURN_S)
     return work()

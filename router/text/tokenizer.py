@@ -22,7 +22,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from pdserve.model.config.tokenizer_config import read_json, read_tokenizer_config, special_tokens
-from pdserve.router.off_loop import pause
+from pdserve.router.off_loop import in_turns, pause
 from pdserve.router.text.answer_text import AnyDetokenizer, ByteDetokenizer, Detokenizer, MarkedDetokenizer
 from pdserve.router.text.chat_template import ChatTemplate, PromptEnd
 from pdserve.router.text.harmony import Harmony
@@ -229,7 +229,7 @@ class ChatTokenizer:
         return await self._in_thread(partial(self._encode_marked, text, most_tokens))
 
     async def _in_thread(self, encode: Callable[[], list[int]]) -> list[int]:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, in_turns, encode)
 
     def _encode_marked(self, text: str, most_tokens: int) -> list[int]:
         """
@@ -244,6 +244,7 @@ class ChatTokenizer:
             for mark in re.finditer(_MARK, text[piece_start : piece_start + _SEARCHED_CHARS + 1])
         )
         for index, end in enumerate(chain(ends, [len(text)])):
+            pause()
             tokenizer = self._literal_tokenizer if index % 2 else self._tokenizer
             left = most_tokens - len(tokens)
             try:

@@ -18,7 +18,7 @@ from pdserve.router.http.messages import messages_of, turns_of
 from pdserve.router.http.schema import ChatBody
 from pdserve.router.off_loop import MAX_INLINE_TOKENS, off_loop, pause
 from pdserve.router.text.tokenizer import ChatTokenizer
-from tests.router.small_tokenizers import write_tokenizer
+from tests.router.small_tokenizers import BOS, write_tokenizer
 
 MESSAGES = [{"role": "user", "content": "the time " * 20}] * 1000
 PARTS = [{"type": "text", "text": "the time"}] * len(MESSAGES)
@@ -76,3 +76,12 @@ def test_a_thread_may_pause_before_each_message_and_part(part: str, sleeps: Mock
     }
     asyncio.run(off_loop(1, work[part], 0))
     assert sleeps.call_count >= len(MESSAGES) // (64 if part == "render" else 1)  # which pauses once in 64 pieces
+
+
+def test_a_thread_may_pause_before_each_part_that_it_tokenises(sleeps: Mock, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = ChatTokenizer.from_folder(tmp_path)
+    text = tokenizer.chat_text([{"role": "user", "content": BOS * 100}])
+    sleeps.reset_mock()
+    asyncio.run(tokenizer.encode_chat(text))
+    assert sleeps.call_count >= 100
