@@ -50,7 +50,7 @@ _MARK = f"{_DELETE}1"
 _OWN = f"{_DELETE}0"
 """Stands for a client's own `_DELETE`."""
 
-_SEARCHED_CHARS = 1 << 16
+_SEARCHED_CHARS = 1 << 13
 """Searched at a time: a search lets no other thread run."""
 
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
@@ -195,8 +195,8 @@ class ChatTokenizer:
         """The text, with special tokens marked as text. Other threads run between pieces."""
         marked = ""
         done = 0
-        pause()
         for end in range(_SEARCHED_CHARS, len(text) + _SEARCHED_CHARS, _SEARCHED_CHARS):
+            pause()
             pieces = []
             # One that begins before `end` is seen whole
             for match in self._special_text.finditer(text, done, end + self._longest_special_text - 1):

@@ -56,7 +56,7 @@ def test_only_a_thread_pauses_and_only_at_the_end_of_its_turn(sleeps: Mock, monk
 
 
 @pytest.mark.parametrize(
-    "part", ["decode", "validate", "parts", "halves", "responses", "turns", "blocks", "render", "mark"]
+    "part", ["decode", "validate", "parts", "halves", "responses", "turns", "blocks", "render", "mark", "mark one"]
 )
 def test_a_thread_may_pause_before_each_message_and_part(part: str, sleeps: Mock, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
@@ -73,9 +73,11 @@ def test_a_thread_may_pause_before_each_message_and_part(part: str, sleeps: Mock
         "blocks": partial(turns_of, None, [{"role": "user", "content": PARTS}], {}),
         "render": partial(tokenizer.template.render, MESSAGES),
         "mark": partial(tokenizer.chat_text, MESSAGES),
+        "mark one": partial(tokenizer.chat_text, [{"role": "user", "content": BOS * 10_000}]),
     }
     asyncio.run(off_loop(1, work[part], 0))
-    assert sleeps.call_count >= len(MESSAGES) // (64 if part == "render" else 1)  # which pauses once in 64 pieces
+    pieces = {"render": 64, "mark one": 200}.get(part, 1)  # for each pause
+    assert sleeps.call_count >= len(MESSAGES) // pieces
 
 
 def test_a_thread_may_pause_before_each_part_that_it_tokenises(sleeps: Mock, tmp_path: Path) -> None:
