@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Annotated, ClassVar, Literal
 
+import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, PrivateAttr, ValidationError
 from pydantic_core import PydanticCustomError
 
@@ -32,6 +33,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 
 _MAX_TOKEN_ID = 2**32 - 1
+_TOKEN_IDS = list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKEN_ID)]]
 
 
 def _as_list(value: object) -> object:
@@ -55,15 +57,11 @@ def _prompts(value: object) -> list[str | list[int]]:
 def _prompt(value: object) -> str | list[int]:
     if isinstance(value, str):
         return value
-    # Millions of ids are checked here: no Python statement per id
-    if isinstance(value, list) and (not value or _are_token_ids(value)):
-        return value
-    raise PydanticCustomError("prompt", "Input should be a string, a list of token ids, or a list of either kind")
-
-
-def _are_token_ids(values: list[object]) -> bool:
-    numbers = [value for value in values if type(value) is int]
-    return len(numbers) == len(values) and min(numbers) >= 0 and max(numbers) <= _MAX_TOKEN_ID
+    try:
+        return msgspec.convert(value, _TOKEN_IDS)  # of a million ids: no Python statement per id
+    except msgspec.ValidationError:
+        message = "Input should be a string, a list of token ids, or a list of either kind"
+        raise PydanticCustomError("prompt", message) from None
 
 
 def _bounded_biases(value: object) -> object:
