@@ -124,7 +124,8 @@ def _member(schema: dict[str, object], name: str, place: str, kind: type[Member]
 def _check_types(schema: dict[str, object], place: str) -> None:
     """Check ``type``, the keywords that need one, and that the values of ``enum`` and ``const`` have it."""
     named = schema.get("type")
-    types = [name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)]
+    several = named if isinstance(named, list) else [named]
+    types = list(dict.fromkeys(name for name in several if isinstance(name, str)))  # each value is held against all
     if not set(types) <= _TYPES.keys() or ("type" in schema and not types):
         raise SchemaError(f"{place}/type should be one of {', '.join(_TYPES)}, or a list of them", "type")
     for name in (*_OF_STRINGS, *_OF_NUMBERS):

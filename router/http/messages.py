@@ -20,6 +20,7 @@ from pdserve.router.http.errors import MAX_NAME_CHARS, ApiError, refusal
 from pdserve.router.http.json_body import Body, Structure
 from pdserve.router.http.unsupported_fields import check_extra_fields
 from pdserve.router.off_loop import pause
+from pdserve.router.text.tool_calls import whole_text
 
 MAX_MESSAGE_CALLS = 128
 """Maximum tool calls in one message."""
@@ -96,6 +97,8 @@ def call_arguments(value: object) -> dict[str, object]:
     if isinstance(value, str):
         try:
             read = json.loads(value or "null")
+            if "\\u" in value:
+                read = json.loads(whole_text(json.dumps(read, ensure_ascii=False)))
         except (ValueError, RecursionError):
             return {FREE_TEXT: value}
         value = read if isinstance(read, dict | None) else {FREE_TEXT: value}
@@ -167,12 +170,12 @@ class ChatMessage(Body):
             return {**message, "content": msgspec.json.encode(content).decode()}
         if not isinstance(content, list):
             return message
-        thoughts = [part for part in content if isinstance(part, dict) and part.get("type") in _THOUGHTS]
+        thoughts = [part for part in content if _is_thought(part)]
         if role != "assistant" or not thoughts:
             return message
         texts = [part.get("thinking", part.get("text")) for part in thoughts]
         reasoning = "".join(text for text in texts if isinstance(text, str))
-        return {"reasoning": reasoning, **message, "content": [part for part in content if part not in thoughts]}
+        return {"reasoning": reasoning, **message, "content": [part for part in content if not _is_thought(part)]}
 
     def for_template(self) -> Message:
         check_extra_fields(self.model_extra, {})
@@ -188,6 +191,10 @@ class ChatMessage(Body):
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
             message["content"] = self.content or None
         return message
+
+
+def _is_thought(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") in _THOUGHTS
 
 
 def _has_parts(content: object) -> bool:

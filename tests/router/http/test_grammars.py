@@ -14,6 +14,7 @@ import pytest
 import xgrammar
 
 from pdserve.contracts.request import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from pdserve.router.http import json_schema as json_schema_module
 from pdserve.router.http.errors import ApiError
 from pdserve.router.http.grammars import ANY_OBJECT, after_reasoning, grammar_of
 from pdserve.router.http.json_schema import SchemaError, check_json_schema, enforceable
@@ -311,3 +312,13 @@ def test_answers_match_their_regular_expression() -> None:
             assert re.fullmatch(regex, text), (regex, text)
             num_complete += 1
     assert num_complete >= 45
+
+
+def test_a_type_that_is_named_often_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = list[str]()
+    has_type = json_schema_module._has_type
+    monkeypatch.setattr(
+        json_schema_module, "_has_type", lambda value, name: looks.append(name) is None and has_type(value, name)
+    )
+    check_json_schema({"type": ["integer"] * 100 + ["string"], "enum": ["a"] * 10})
+    assert len(looks) == 20

@@ -241,3 +241,22 @@ def test_a_body_that_is_cut_off_is_searched_in_short_pieces(text: bytes) -> None
     assert max(len(match[0]) for match in json_body._HALVES.finditer(body)) <= 2**17
     with pytest.raises(msgspec.DecodeError, match="truncated"):
         json_body.decoded(body)
+
+
+class _Part(dict[str, object]):
+    """That cannot be held against all others, of which there may be thousands."""
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_thoughts_are_told_from_texts_part_by_part() -> None:
+    parts = [_Part(type="thinking", thinking="Hm."), _Part(type="text", text="Yes.")]
+    body = ChatBody.model_validate({"messages": [{"role": "assistant", "content": parts}]})
+    assert (body.messages[0]["reasoning"], body.messages[0]["content"]) == ("Hm.", "Yes.")
+
+
+def test_arguments_have_whole_characters() -> None:
+    assert messages.call_arguments(r'{"\ud83d": ["\ud83d\ude00", "\ud83d"]}') == {"\ufffd": ["😀", "\ufffd"]}
