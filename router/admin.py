@@ -161,11 +161,11 @@ def _refusal(request: Request, config: RouterProcessConfig) -> Response | None:
     if "origin" in request.headers or not _is_own_name(request.url.hostname or "", config.router.admin_host):
         return JSONResponse({"detail": "name the admin port by its address; browsers' pages are refused"}, 403)
     given = request.headers.get("authorization", "").encode()
-    is_open = not config.admin_token or (config.router.open_metrics and request.url.path in OPEN_PATHS)
+    is_open = not config.admin_token or (config.router.open_metrics and request.scope["path"] in OPEN_PATHS)
     if is_open or hmac.compare_digest(given, f"Bearer {config.admin_token}".encode()):
         return None
     detail = "give the admin token of the cluster, its file admin_token, as a bearer token"
-    if request.url.path in OPEN_PATHS:
+    if request.scope["path"] in OPEN_PATHS:
         detail += "; or set router.open_metrics: true"
     return JSONResponse({"detail": detail}, 401, {"WWW-Authenticate": "Bearer"})
 

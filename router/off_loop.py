@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import TypeVar
 
@@ -18,6 +19,9 @@ MAX_INLINE_TOKENS = 256
 TURN_S = 0.001
 """A thread works for so long, and then as long it does not. A step of many streams takes longer than that."""
 
+_thread = ThreadPoolExecutor(1, "off-loop")
+"""One: more would only wait for one another, and the event loop for all of them."""
+
 Result = TypeVar("Result")
 
 _end_s: ContextVar[float] = ContextVar("end of the thread's turn", default=math.inf)
@@ -25,7 +29,7 @@ _end_s: ContextVar[float] = ContextVar("end of the thread's turn", default=math.
 
 async def off_loop(size: int, work: Callable[[], Result], most: int = MAX_INLINE_TOKENS) -> Result:
     """Return ``work()``, run in a thread if its size, by default in tokens, is over ``most``."""
-    return work() if size <= most else await asyncio.to_thread(in_turns, work)
+    return work() if size <= most else await asyncio.get_running_loop().run_in_executor(_thread, in_turns, work)
 
 
 def pause() -> None:

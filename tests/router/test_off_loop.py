@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -18,6 +19,7 @@ from pdserve.router.http.messages import messages_of, turns_of
 from pdserve.router.http.schema import ChatBody
 from pdserve.router.off_loop import MAX_INLINE_TOKENS, off_loop, pause
 from pdserve.router.text.tokenizer import ChatTokenizer
+from tests.patience import HANG_S
 from tests.router.small_tokenizers import BOS, write_tokenizer
 
 MESSAGES = [{"role": "user", "content": "the time " * 20}] * 1000
@@ -87,3 +89,15 @@ def test_a_thread_may_pause_before_each_part_that_it_tokenises(sleeps: Mock, tmp
     sleeps.reset_mock()
     asyncio.run(tokenizer.encode_chat(text))
     assert sleeps.call_count >= 100
+
+
+def test_other_threads_do_not_wait_for_long_work() -> None:
+    async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        release = threading.Event()
+        work = asyncio.create_task(off_loop(1, partial(release.wait, HANG_S), 0))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(release.set)
+        assert await work
+
+    asyncio.run(run())
