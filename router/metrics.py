@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created
 
 from pdserve.contracts import metrics as names
 from pdserve.contracts.deployment import DEFAULT_TIER, SloConfig
+from pdserve.contracts.request import Outcome
 from pdserve.contracts.worker_config import WorkerRole, whole_worker_id
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router.plain_histogram import PlainHistogram
@@ -142,7 +143,6 @@ class RouterMetrics(DispatchObserver):
                 self[names.HANDOFF_STALL_SECONDS].observe(journey.stall_s)
         error = request.error
         if error is not None and error.status != 400 and not request.spec.is_probe:
-            self[names.SLO_REQUESTS].labels(request.spec.tier, "failed", "failed").inc()
             self.failed(f"{error.status}: {error.message}")
 
     def planned(self, goodput: Mapping[str, float], workers: Mapping[WorkerRole, int]) -> None:
@@ -224,7 +224,7 @@ class RouterMetrics(DispatchObserver):
 
     def answered(self, record: RequestRecord) -> None:
         """All tokens of an answer were handed over; not called if the client left or the generation failed, which
-        `ended` counts. Counts the verdict of each objective: ``met`` or ``missed``, or ``none`` for the TPOT of a
+        `served` counts. Counts the verdict of each objective: ``met`` or ``missed``, or ``none`` for the TPOT of a
         one-token answer, and why one was missed."""
         record.answered()
         self[names.REQUEST_SECONDS].observe(record.answer_s)
@@ -250,7 +250,10 @@ class RouterMetrics(DispatchObserver):
             self[names.SLO_MISSES].labels(record.tier, objective, cause).inc()
 
     def served(self, record: RequestRecord) -> None:
-        """A request is over. Counts whether it was good to its tenant: it met both objectives."""
+        """A request is over. Counts whether it was good to its tenant: it met both objectives; and the verdict
+        ``failed`` of one whose generation failed."""
+        if record.outcome is Outcome.FAILED and not record.is_answered:
+            self[names.SLO_REQUESTS].labels(record.tier, "failed", "failed").inc()
         is_good = record.is_good(self._slo.tier(record.tier))
         if is_good is not None:
             self.tenant_served(record.tenant, is_good=is_good)

@@ -37,6 +37,7 @@ class RequestRecord:
     id: str
     path: str
     arrived_s: float
+    """Of its head, then of its whole body."""
     traceparent: str = ""
     """The client's header, whose trace it belongs to; or empty."""
     tenant: str = ""
@@ -128,8 +129,10 @@ class RequestRecord:
 
     @property
     def outcome(self) -> Outcome:
-        """That of the first prompt which did not finish."""
+        """FAILED if a prompt failed, which ends the others; else that of the first which did not finish."""
         outcomes = [each.outcome or Outcome.REJECTED for each in self.answers]
+        if Outcome.FAILED in outcomes:
+            return Outcome.FAILED
         return next((each for each in outcomes if each is not Outcome.FINISHED), Outcome.FINISHED)
 
     def misses(self, slo: Tier) -> dict[str, str]:

@@ -144,6 +144,7 @@ class Edge:
         max_model_len = await self._admit(body, exchange)
         answers: list[Answer] = []
         for prompt in body.prompt:
+            await asyncio.sleep(0)  # several are as long as a text that is tokenised in a thread
             if isinstance(prompt, str):
                 with _too_long(body, max_model_len):
                     tokens = await self.tokenizer.encode(prompt, most_tokens=max_model_len)

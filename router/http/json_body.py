@@ -143,6 +143,7 @@ async def read(exchange: Exchange, model: type[Model]) -> Model:
     if data.startswith(codecs.BOM_UTF8):
         del data[: len(codecs.BOM_UTF8)]  # without a copy
     exchange.num_body_bytes = len(data)
+    exchange.record.arrived_s = time.monotonic()  # a slow upload is no wait
     if len(data) <= LARGE_BYTES:
         return read_body(data, model)
     return await off_loop(len(data), partial(_read_large, data, model), LARGE_BYTES)

@@ -15,7 +15,7 @@ from pdserve.router.cluster.worker import Worker
 from pdserve.router.requests.attempt import Attempt, Decoding, Held, Parked, Prefilling, Queued
 from pdserve.router.requests.lengths import LENGTH_MEMORY
 from pdserve.router.requests.placement import Costs
-from pdserve.router.requests.request import Request, RequestSpec
+from pdserve.router.requests.request import Request
 
 TPOT_SHARE, KV_SHARE = 0.85, 0.9
 """Shares of the TPOT objective and of a decode worker's KV pool that a full batch takes."""
@@ -62,14 +62,17 @@ class DemandMeter:
         self._num_ended = self._num_tokens = self._num_attended = 0.0
         """Of answers that ended, the older the less: their number, tokens, and context of all tokens."""
 
-    def accepted(self, spec: RequestSpec) -> None:
-        self._prefill_s += self._prompt_s(len(spec.prompt_tokens))
-        self._num_answers += spec.num_choices
+    def accepted(self, request: Request) -> None:
+        request.predicted_prefill_s = self._prompt_s(len(request.spec.prompt_tokens))
+        self._prefill_s += request.predicted_prefill_s
+        self._num_answers += request.spec.num_choices
 
     def prompt_started(self, request: Request) -> None:
         """The cached part of its prompt is known."""
         num_tokens, num_cached = len(request.spec.prompt_tokens), request.num_cached_tokens
-        self._prefill_s -= self._prompt_s(num_tokens) - self._prompt_s(num_tokens, num_cached)
+        if whole_s := self._prompt_s(num_tokens):
+            cached_share = 1 - self._prompt_s(num_tokens, num_cached) / whole_s
+            self._prefill_s -= cached_share * request.predicted_prefill_s
 
     def answer_ended(self, num_prompt_tokens: int, num_tokens: int) -> None:
         kept = 1 - 1 / LENGTH_MEMORY

@@ -159,30 +159,34 @@ class Dispatcher:
             message = f"no worker would meet the objectives of tier {tier} for this request now"
             raise GenerationError(429, message, retry_after_s=max(decision.choice.retry_after_s, MIN_RETRY_AFTER_S))
 
-    def start(self, request: Request, *, has_room: bool = False) -> None:
+    def start(self, request: Request, *, is_further: bool = False) -> None:
         """Accept a request and place its first choice.
 
         Args:
-            has_room: `Admission.check` has said so, for this request and others.
+            is_further: it comes with one that was started, for both of which `Admission.check` had room; it is placed
+                in a next turn.
 
         Raises:
             GenerationError: refused at once (overload, drain).
         """
         spec = request.spec
-        if not has_room:
+        attempt, decision = Attempt(request, 0, next(self._request_ids), Queued(self._now_s())), None
+        if not is_further:
             self.admission.check(spec.num_choices, tenant=spec.tenant, tier=spec.tier)
-        attempt = Attempt(request, 0, next(self._request_ids), Queued(self._now_s()))
-        decision = self._placer.decide(attempt)
-        self._check_chance(spec.tier, decision)
+            decision = self._placer.decide(attempt)
+            self._check_chance(spec.tier, decision)
         self._requests[request] = None
         self.admission.accepted(spec)
         self.num_accepted += 1
         self._observer.accepted(spec)
-        self._demand.accepted(spec)
+        self._demand.accepted(request)
         now_s = self._now_s()
         attempt.journey.spent("tokenise", now_s - spec.arrived_s, now_s)
         self._launch(attempt)
-        self._placer.place(attempt, decision)
+        if is_further:
+            self._placer.put(attempt)
+        else:
+            self._placer.place(attempt, decision)
 
     def finish(self, request: Request, choice: int) -> None:
         """Finish ``choice`` early because a stop string was found. After its last choice the request is FINISHED.

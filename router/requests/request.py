@@ -71,6 +71,8 @@ class Request:
         """A worker has begun to compute the prompt."""
         self.num_cached_tokens = 0
         """Prompt tokens that choice 0 found in a prefix cache; meaningful once token 0 is out."""
+        self.predicted_prefill_s = 0.0
+        """Of its whole prompt, as counted when it was accepted."""
         self.journeys = [Journey() for _ in range(spec.num_choices)]
         """Of each choice."""
         self.workers: list[str] = []

@@ -293,7 +293,7 @@ class Generation:
         try:
             for answer in self.answers:
                 answer.begin(self)
-                self._dispatcher.start(answer, has_room=True)
+                self._dispatcher.start(answer, is_further=bool(self._started))
                 self._started.append(answer)
         except BaseException:
             self.__exit__()

@@ -136,10 +136,9 @@ class ScriptedGenerator(Cluster):
         if self.refusal or self.start_refusal:
             raise self.refusal or self.start_refusal  # type: ignore[misc]
 
-    def start(self, request: Request, *, has_room: bool) -> None:
+    def start(self, request: Request, *, is_further: bool) -> None:
         """As `Dispatcher.start`, like the next two."""
         assert request.spec.arrived_s > 0
-        assert has_room
         generation = self._by_request[request] = ScriptedGeneration(request, self.script)
         self.generations.append(generation)
         self.started.set()

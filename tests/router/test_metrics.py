@@ -10,14 +10,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.contracts import metrics as names
 from pdserve.contracts.deployment import SloConfig, Tier
 from pdserve.contracts.events import SchedulerLoad
-from pdserve.contracts.request import Outcome, SamplingParams
+from pdserve.contracts.request import Outcome
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.proto.v1 import worker_pb2
 from pdserve.router import metrics as router_metrics
 from pdserve.router.cluster.worker_metrics import WorkerMetrics
 from pdserve.router.metrics import RouterMetrics
-from pdserve.router.requests.request import GenerationError, Request, RequestSpec
-from tests.router.records import answer_record
+from tests.router.records import answer_record, new_record
 from tests.router.rig import sample
 from tests.scrape import scrape
 
@@ -228,10 +227,12 @@ def test_a_request_is_timed_beside_its_predictions() -> None:
 
 def test_failed_and_refused_requests_miss_both_objectives() -> None:
     metrics = RouterMetrics()
-    for status in (400, 503):
-        request = Request(RequestSpec(prompt_tokens=(1,), sampling=SamplingParams(), arrived_s=0.0))
-        request.outcome, request.error = Outcome.FAILED, GenerationError(status, "no")
-        metrics.ended(request)
+    for outcome in (Outcome.CANCELLED, Outcome.FAILED):
+        record = new_record(num_prompts=3)
+        for answer, of_prompt in zip(record.answers, (Outcome.CANCELLED, outcome, Outcome.CANCELLED), strict=True):
+            answer.outcome = of_prompt
+        record.ended(200)
+        metrics.served(record)
     metrics.refused("default")
     assert sample(metrics, "pdserve_slo_requests_total", tier="default", ttft="failed", tpot="failed") == 1
     assert sample(metrics, "pdserve_slo_requests_total", tier="default", ttft="refused", tpot="refused") == 1

@@ -22,6 +22,7 @@ from pdserve.router.http import asgi, unsupported_fields
 from pdserve.router.http.json_body import MAX_BODY_BYTES, MAX_CONTAINERS, MAX_MEMBERS, MAX_VALUES
 from pdserve.router.http.schema import ChatBody, CompletionBody
 from pdserve.router.requests.request import GenerationError
+from pdserve.router.text.tokenizer import ChatTokenizer
 from tests.patience import HANG_S
 from tests.router.edge_server import (
     MODEL,
@@ -712,3 +713,38 @@ def test_the_schema_has_the_bodies(edge: EdgeServer, path: str, model: str) -> N
     content = schema["paths"][path]["post"]["requestBody"]["content"]
     assert content["application/json"]["schema"] == {"$ref": f"#/components/schemas/{model}"}
     assert schema["components"]["schemas"][model]["properties"]
+
+
+def test_each_of_several_prompts_has_a_turn_of_the_loop(edge: EdgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, encode = list[int](), ChatTokenizer.encode
+    num_turns = 0
+
+    def count() -> None:
+        nonlocal num_turns
+        num_turns += 1
+        if len(turns) < 5:
+            asyncio.get_running_loop().call_soon(count)
+
+    async def encode_in_turn(self: ChatTokenizer, text: str, **options: Any) -> list[int]:
+        if not turns:
+            count()
+        turns.append(num_turns)
+        return await encode(self, text, **options)
+
+    monkeypatch.setattr(ChatTokenizer, "encode", encode_in_turn)
+    body = {"model": MODEL, "prompt": ["ab"] * 5, "max_tokens": 1}
+    assert httpx.post(edge.url + COMPLETIONS, json=body).status_code == 200
+    assert len(set(turns)) == 5
+
+
+def test_a_slow_upload_is_no_wait_for_token_0(edge: EdgeServer) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "ab", "max_tokens": 1}).encode()
+
+    def pieces() -> Iterator[bytes]:
+        yield body[:5]
+        time.sleep(0.5)
+        yield body[5:]
+
+    headers = {"Content-Type": "application/json"}
+    assert httpx.post(edge.url + COMPLETIONS, content=pieces(), headers=headers).status_code == 200
+    assert edge.metrics.first_tokens_s[0] < 0.5

@@ -49,17 +49,18 @@ def a_meter(num_prompt_tokens: int = 1000, num_tokens: int = 100) -> DemandMeter
 
 def test_prompts_bring_their_predicted_seconds_less_what_is_cached() -> None:
     meter = a_meter()
-    meter.accepted(spec(5000, num_choices=3))
+    request = Request(spec(5000, num_choices=3))
+    meter.accepted(request)
     whole_s = COST.prompt_s(5000, 0, BUDGET)
     assert meter.now(WORKERS, []).prefill_s == pytest.approx(whole_s)
     assert meter.now(WORKERS, []).num_answers == 3
-    request = Request(spec(5000))
+    slow = [a_worker(WorkerRole.PREFILL, correction=2.0), WORKERS[1]]
+    meter.now(slow, [])  # nothing is taken back at another price
     request.num_cached_tokens = 4000
     meter.prompt_started(request)
     assert meter.now(WORKERS, []).prefill_s == pytest.approx(COST.prompt_s(1000, 4000, BUDGET))
-    slow = [a_worker(WorkerRole.PREFILL, correction=2.0), WORKERS[1]]
     before_s = meter.now(slow, []).prefill_s
-    meter.accepted(spec(5000))
+    meter.accepted(Request(spec(5000)))
     assert meter.now(slow, []).prefill_s == pytest.approx(before_s + 2 * whole_s)
 
 

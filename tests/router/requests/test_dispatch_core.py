@@ -388,6 +388,17 @@ def test_what_is_held_back_notices_that_the_cluster_is_gone() -> None:
     assert held.error.status == 503
 
 
+def test_further_prompts_of_a_client_are_placed_in_a_next_turn() -> None:
+    core = Core()
+    core.all_up()
+    spec = core.start().spec
+    for _ in range(2):
+        core.dispatcher.start(ReadRequest(spec), is_further=True)
+    assert (len(core.prefill.submitted), core.dispatcher.num_queued) == (1, 2)
+    core.dispatcher.place_some()
+    assert (len(core.prefill.submitted), core.dispatcher.num_queued) == (3, 0)
+
+
 def test_what_is_in_flight_is_bounded() -> None:
     core = Core()
     first = core.start(num_choices=3)
