@@ -49,7 +49,7 @@ class CheckedGenerator(ScriptedGenerator):
         self._limits = ModelLimits(max_model_len=MAX_MODEL_LEN, vocab_size=vocab_size, eos_token_ids=(EOS_ID,))
         self.script = speaking
 
-    def start(self, request: Request, *, has_room: bool) -> None:
+    def start(self, request: Request, *, is_further: bool) -> None:
         spec = request.spec
         sent = GenerationRequest(
             request_id=1,
@@ -61,7 +61,7 @@ class CheckedGenerator(ScriptedGenerator):
         request_from_proto(request_to_proto(sent), self._limits)
         assert len(spec.prompt_tokens) + spec.sampling.max_tokens <= MAX_MODEL_LEN
         self.generations.clear()
-        super().start(request, has_room=has_room)
+        super().start(request, is_further=is_further)
 
 
 async def speaking(generation: ScriptedGeneration) -> AsyncIterator[TokenEvent]:

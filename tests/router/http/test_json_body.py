@@ -249,8 +249,6 @@ class _Part(dict[str, object]):
     def __eq__(self, other: object) -> bool:
         raise AssertionError
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 def test_thoughts_are_told_from_texts_part_by_part() -> None:
     parts = [_Part(type="thinking", thinking="Hm."), _Part(type="text", text="Yes.")]

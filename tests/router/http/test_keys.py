@@ -241,10 +241,10 @@ def test_what_is_the_clusters_own_cannot_be_forged(
     specs: list[RequestSpec] = []
     start = server.edge.generator.start
 
-    def recorded(request: Request, *, has_room: bool) -> None:
+    def recorded(request: Request, *, is_further: bool) -> None:
         assert request.spec.request_id != "7"
         specs.append(replace(request.spec, arrived_s=0.0, request_id=""))
-        start(request, has_room=has_room)
+        start(request, is_further=is_further)
 
     monkeypatch.setattr(server.edge.generator, "start", recorded)
     forged: Any = {
