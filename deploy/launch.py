@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.deploy.cluster.host_facts import LOOPBACK, HostFacts
 from pdserve.deploy.cluster.resources import CoreSplit, gpu_shares, split_cores
 from pdserve.deploy.config import override
-from pdserve.kv_transfer.pool_memory import available_memory_bytes
+from pdserve.kv_transfer.host_limits import available_memory_bytes, usable_cores
 from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.router.process_config import RouterProcessConfig
 
@@ -38,7 +37,7 @@ class Launch:
     """What the banner adds to the number of workers, if they are others than those of the deployment."""
     time_scale: float = 1.0
     """Real seconds per emulated second."""
-    cores: tuple[int, ...] = field(default_factory=lambda: tuple(sorted(os.sched_getaffinity(0))))
+    cores: tuple[int, ...] = field(default_factory=usable_cores)
     """Cores of this host that the cluster may use."""
     memory_bytes: int = field(default_factory=available_memory_bytes)
     """Memory of this host that is available."""
@@ -177,6 +176,7 @@ def worker_configs(launch: Launch, cluster_token: str = "", folder: str = "") ->
                 block_size=model.block_size,
                 kv_memory_bytes=phase.kv_memory_bytes,
                 swap_memory_bytes=phase.swap_memory_bytes,
+                num_host_workers=len(roles),
                 kv_tier_path=str(Path(phase.kv_tier.path) / Path(folder).name) if phase.kv_tier else "",
                 kv_tier_bytes=parse_bytes(phase.kv_tier.size) if phase.kv_tier else 0,
                 max_batch_tokens=phase.max_batch_tokens,

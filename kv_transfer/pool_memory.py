@@ -11,13 +11,12 @@ import fcntl
 import mmap
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from pathlib import Path
 
 from pdserve.contracts.kv_layout import KvLayout
+from pdserve.kv_transfer.host_limits import available_memory_bytes
 
 GENERATION_BYTES = 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -201,39 +200,3 @@ def _check_size(size: int, layout: KvLayout) -> None:
         raise ValueError(
             f"the file of a pool of {layout.num_blocks} blocks has {_file_bytes(layout)} bytes, not {size}"
         )
-
-
-_CGROUP_FILES = {
-    "": ("", "memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-"""Of versions 2 and 1, by controller: folder, and names of limit, use, and what of it the system gives back."""
-
-
-def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Memory available without swapping, within what the limits of this process's control groups leave.
-
-    Args:
-        root: of the file system.
-    """
-    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    groups = root / "proc/self/cgroup"  # absent where the kernel has no control groups
-    for line in groups.read_text().splitlines() if groups.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        for controller in _CGROUP_FILES.keys() & controllers.split(","):
-            folder, *names = _CGROUP_FILES[controller]
-            group = Path(path.lstrip("/"))
-            for each in (group, *group.parents):  # in a container those of the host are not seen
-                available = min(available, _left_bytes(root / "sys/fs/cgroup" / folder / each, *names))
-    return max(1, available)
-
-
-def _left_bytes(group: Path, limit: str, used: str, inactive: str) -> int:
-    """Memory that the limit of a control group leaves; endless without a limit."""
-    try:
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used_bytes = int((group / used).read_text()) - int(statistics.get(inactive, 0))
-        return int((group / limit).read_text()) - used_bytes
-    except (OSError, ValueError):  # no such group, or ``max``
-        return sys.maxsize

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +14,7 @@ from pdserve.contracts.deployment import DeploymentConfig, ModelConfig
 from pdserve.contracts.errors import ConfigError, DeployError
 from pdserve.deploy.commands.bench_load import DatasetOption, DatasetPathOption, workload_of
 from pdserve.deploy.config import check_deployment, find_dtype
+from pdserve.kv_transfer.host_limits import usable_cores
 from pdserve.model.weights.demo_model import DEMO_MODEL
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ def engine(
         trace = workload_of(name, dataset_path, (lengths[-1], output_tokens, 0.0))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    own = sorted(os.sched_getaffinity(0))
+    own = usable_cores()
     if cores > len(own):
         raise DeployError(f"--cores {cores}: this machine has {len(own)} usable cores; ask for fewer")
-    used = tuple(own[: cores or len(own)])
+    used = own[: cores or len(own)]
     config = ModelConfig(path=str(model), dtype=dtype, quantization=quantization)
     check_deployment(DeploymentConfig(model=config))
     served, _ = find_dtype(config, slow_dtype_reason)

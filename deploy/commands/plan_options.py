@@ -23,6 +23,7 @@ import typer
 from pdserve.contracts.deployment import DeploymentConfig, ModelConfig, SloConfig
 from pdserve.contracts.errors import ConfigError, DeployError
 from pdserve.deploy.config import check_deployment, find_dtype, override
+from pdserve.kv_transfer.host_limits import usable_cores
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -304,7 +305,7 @@ def _overridden(usual: DeploymentConfig, section: str, given: Objectives | Model
 
 def num_cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return len(usable_cores())
 
 
 def console() -> Console:

@@ -25,7 +25,7 @@ from pdserve.contracts.worker_config import WorkerRole
 from pdserve.deploy.cluster.host_facts import slow_dtype_reason
 from pdserve.deploy.cluster.resources import split_cores
 from pdserve.deploy.config import find_dtype
-from pdserve.kv_transfer.pool_memory import available_memory_bytes
+from pdserve.kv_transfer.host_limits import available_memory_bytes, usable_cores
 from pdserve.model.config.decoder_config import DecoderConfig, download_hint
 from pdserve.model.cost.hardware import Hardware, hardware
 from pdserve.model.cost.step_grid import StepKind
@@ -64,7 +64,7 @@ def run_profile(request: ProfileRequest, console: Console) -> int:
     Raises:
         DeployError: the model cannot be measured, or the file cannot be written.
     """
-    cores = sorted(os.sched_getaffinity(0))
+    cores = usable_cores()
     counts = request.num_cores or _default_counts(cores)
     if max(counts) > len(cores):
         raise DeployError(f"--cores {max(counts)}: this machine has {len(cores)} usable cores; ask for fewer")

@@ -25,7 +25,8 @@ from pdserve.engine.worker.served_model import (
     places_of,
     served_model,
 )
-from pdserve.kv_transfer.pool_memory import PoolMemory, available_memory_bytes
+from pdserve.kv_transfer.host_limits import available_memory_bytes
+from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.resharding import KvShard
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.sharding import shard_of

@@ -9,6 +9,7 @@ from pathlib import Path
 from pdserve.contracts.codec import from_json
 from pdserve.contracts.step import ModelLimits
 from pdserve.contracts.worker_config import WorkerConfig
+from pdserve.kv_transfer.host_limits import usable_cores
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.config.sharding import Place
 from pdserve.model.cost.cost_model import CostModel
@@ -54,7 +55,7 @@ def places_of(config: WorkerConfig) -> list[Place]:
 
 def cores_of_rank(config: WorkerConfig, rank: int) -> tuple[int, ...]:
     """A rank's part of the worker's cores, in a contiguous run; with fewer cores than ranks each uses all."""
-    cores = tuple(config.cpu_cores or sorted(os.sched_getaffinity(0)))
+    cores = config.cpu_cores or usable_cores()
     if len(cores) < config.num_ranks:
         return cores
     return cores[rank * len(cores) // config.num_ranks : (rank + 1) * len(cores) // config.num_ranks]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdserve.kv_transfer.pool_memory import PeerPools, PoolMemory, available_memory_bytes
+from pdserve.kv_transfer.pool_memory import PeerPools, PoolMemory
 from tests.kv_transfer.peer import LAYOUT
 
 
@@ -172,59 +172,3 @@ def test_a_wrong_inode_is_not_kept() -> None:
         pools.get(owner.path, owner.inode + 1, LAYOUT)
     assert set(os.listdir("/proc/self/fd")) <= fds
     owner.close()
-
-
-def write_files(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-
-
-def group(folder: str, limit: str, used: int, inactive: int) -> dict[str, str]:
-    """Files of a control group of version 2."""
-    stat = f"anon 1\ninactive_file {inactive}"
-    texts = {"memory.max": limit, "memory.current": str(used), "memory.stat": stat}
-    return {f"sys/fs/cgroup/{folder}{name}": f"{text}\n" for name, text in texts.items()}
-
-
-ROOMY = {"proc/meminfo": "MemTotal: 64000 kB\nMemAvailable:   32000 kB\n"}
-V1 = {
-    "sys/fs/cgroup/memory/memory.limit_in_bytes": "16000000",
-    "sys/fs/cgroup/memory/memory.usage_in_bytes": "10000000",
-    "sys/fs/cgroup/memory/memory.stat": "inactive_file 5\ntotal_inactive_file 2000000\n",
-}
-
-
-@pytest.mark.parametrize(
-    ("files", "available"),
-    [
-        ({}, 32_768_000),
-        ({"proc/self/cgroup": "0::/\n"}, 32_768_000),
-        ({"proc/self/cgroup": "0::/\n", **group("", "max", 9, 1)}, 32_768_000),
-        ({"proc/self/cgroup": "0::/\n", **group("", "16000000", 10_000_000, 2_000_000)}, 8_000_000),
-        ({"proc/self/cgroup": "0::/\n", **group("", "90000000", 1, 0)}, 32_768_000),
-        ({"proc/self/cgroup": "0::/\n", **group("", "1000", 2000, 0)}, 1),
-        (
-            {
-                "proc/self/cgroup": "0::/user.slice/job.scope\n",
-                **group("user.slice/job.scope/", "max", 3, 0),
-                **group("user.slice/", "20000000", 5_000_000, 0),
-            },
-            15_000_000,
-        ),
-        ({"proc/self/cgroup": "5:devices:/a\n4:memory:/docker/abc\n0::/\n", **V1}, 8_000_000),
-    ],
-    ids=[
-        "no groups",
-        "no files",
-        "no limit",
-        "limit",
-        "wide limit",
-        "used up",
-        "slice above",
-        "version 1 in a container",
-    ],
-)
-def test_available_memory_is_what_control_groups_leave(tmp_path: Path, files: dict[str, str], available: int) -> None:
-    write_files(tmp_path, {**ROOMY, **files})
-    assert available_memory_bytes(tmp_path) == available
