@@ -83,6 +83,8 @@ class WorkerConfig:
     """Folder of the file that keeps copies of cached KV blocks; empty keeps none."""
     kv_tier_bytes: int = 0
     """Size of that file."""
+    num_host_workers: Annotated[int, between(1, 2**16)] = 1
+    """Workers of its host, itself included, which divide the memory for automatic pools."""
     max_batch_tokens: Annotated[int, between(1, 2**20)] = 2048
     max_batch_size: Annotated[int, between(1, 2**16)] = 256
     batching: str | int | float = "continuous"

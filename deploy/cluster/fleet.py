@@ -271,7 +271,12 @@ class Fleet:
         launch = self._launch.on_host(host.facts, [(needs.role, needs.number)])
         config = self._configs(launch, host)[needs.name]
         return dataclasses.replace(
-            config, cpu_cores=(), core_board="", core_sets=(), transfer_cpu_cores=host.facts.cores
+            config,
+            num_host_workers=1 + len(self._taken().get(host.address, ())),
+            cpu_cores=(),
+            core_board="",
+            core_sets=(),
+            transfer_cpu_cores=host.facts.cores,
         )
 
     def _configs(self, launch: Launch, host: Host) -> dict[str, WorkerConfig]:

@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from ipaddress import ip_address
@@ -20,7 +21,8 @@ from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster.resources import installed_gpu
 from pdserve.kernels.cpu.build import cache_folder
 from pdserve.kv_transfer.handshake import host_id
-from pdserve.kv_transfer.pool_memory import available_memory_bytes
+from pdserve.kv_transfer.host_limits import available_memory_bytes, usable_cores
+from pdserve.model.weights.files import shard_paths
 
 LOOPBACK = "127.0.0.1"
 _NUM_SAMPLES = 256
@@ -64,7 +66,7 @@ def host_facts(address: str, model_path: str) -> HostFacts:
         address=address,
         name=socket.gethostname(),
         host_id=host_id(),
-        cores=tuple(sorted(os.sched_getaffinity(0))),
+        cores=usable_cores(),
         memory_bytes=available_memory_bytes(),
         gpu=installed_gpu(),
         version=version("pdserve"),
@@ -106,10 +108,12 @@ def model_digest(folder: Path) -> str:
     """Digest of a model folder: names, sizes and texts of its files, and samples of its weights. Copies of a model are
     equal; two fine-tunes of one are not. Empty if there is no readable folder.
     """
-    digest = hashlib.sha256()
+    digest, shards = hashlib.sha256(), list[Path]()
+    with suppress(ValueError):  # no weights: to emulate, config.json is enough
+        shards = shard_paths(folder)  # some checkpoints have their weights in further files, too
     try:
         for path in sorted(folder.iterdir()):
-            if path.suffix not in (".json", ".jinja", ".safetensors", ".model", ".txt"):
+            if path.suffix not in (".json", ".jinja", ".model", ".txt") and path not in shards:
                 continue
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())

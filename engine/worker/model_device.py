@@ -81,7 +81,9 @@ def kv_memory_of(device: torch.device, config: WorkerConfig, cost: CostModel, ho
     if device == CPU:
         places = places_of(config)
         return kv_memory_on_cpu(
-            missing_bytes(Path(config.model_path), cost.shape, config.precision, places), host_bytes
+            missing_bytes(Path(config.model_path), cost.shape, config.precision, places),
+            host_bytes,
+            config.num_host_workers,
         )
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     needed = cost.rank_memory(max_batch_tokens=config.max_batch_tokens, max_batch_size=config.max_batch_size)
@@ -94,6 +96,7 @@ def kv_memory_of(device: torch.device, config: WorkerConfig, cost: CostModel, ho
         utilization=config.gpu_memory_utilization,
         host_bytes=host_bytes,
         kv_share=cost.rank_kv_bytes_per_token / cost.kv_bytes_per_token,
+        num_host_workers=config.num_host_workers,
     )
 
 

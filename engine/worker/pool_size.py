@@ -11,8 +11,11 @@ from pdserve.contracts.step import ModelLimits
 from pdserve.contracts.worker_config import WorkerConfig
 
 AUTO_MEMORY_SHARE = 0.1
-"""Share of the host's available memory, after weights, for an automatic pool. Several workers size their pools at
-the same time, and the host commits pages only when they are first written."""
+"""Share of the host's available memory, after weights, for an automatic pool."""
+
+AUTO_HOST_SHARE = 0.8
+"""Share of it for the automatic pools and slots of all workers of the host together. They size them at the same time,
+and the host commits pages only when they are first written."""
 
 AUTO_SWAP_SHARE = 0.25
 """Host slots per block of the pool, unless configured. Preemption is rare, and only answers longer than expected are
@@ -33,7 +36,7 @@ class KvMemory(NamedTuple):
     """Host memory for the pool (its staging file for a GPU pool) and for swap slots."""
 
 
-def kv_memory_on_cpu(weight_bytes: int, available_bytes: int) -> KvMemory:
+def kv_memory_on_cpu(weight_bytes: int, available_bytes: int, num_host_workers: int = 1) -> KvMemory:
     """Raise ValueError if the weights exceed the host's available memory."""
     spare_bytes = available_bytes - weight_bytes
     if spare_bytes < 0:
@@ -41,7 +44,8 @@ def kv_memory_on_cpu(weight_bytes: int, available_bytes: int) -> KvMemory:
             f"the model's weights take {weight_bytes} bytes on this host and {available_bytes} are available: "
             f"serve a smaller model, or this one in a 16-bit dtype or with quantization int8 or int4"
         )
-    return KvMemory(spare_bytes, int(spare_bytes * AUTO_MEMORY_SHARE), spare_bytes)
+    share = min(AUTO_MEMORY_SHARE, AUTO_HOST_SHARE / (1 + AUTO_SWAP_SHARE) / num_host_workers)
+    return KvMemory(spare_bytes, int(spare_bytes * share), spare_bytes)
 
 
 def kv_memory_on_gpu(
@@ -54,11 +58,13 @@ def kv_memory_on_gpu(
     utilization: float,
     host_bytes: int,
     kv_share: float = 1.0,
+    num_host_workers: int = 1,
 ) -> KvMemory:
     """KV memory of a worker's GPUs before the weights are loaded, from that of one of them.
 
     An automatic pool takes ``utilization`` times the total memory, or the free memory if that is less, minus weights,
-    activations and the reserve; at most `STAGING_MEMORY_SHARE` of the host's memory.
+    activations and the reserve; at most `STAGING_MEMORY_SHARE` of the host's memory, or its
+    part of `AUTO_HOST_SHARE`.
 
     Args:
         activation_bytes: activations of the largest step.
@@ -79,7 +85,8 @@ def kv_memory_on_gpu(
             f"{granted_bytes} of the GPU's memory are granted (gpu_memory_utilization {utilization:g}) and free: raise "
             f"gpu_memory_utilization, end what else runs on the GPU, or serve a smaller model"
         )
-    auto_bytes = min(int((granted_bytes - used_bytes) / kv_share), int(host_bytes * STAGING_MEMORY_SHARE))
+    staging_share = min(STAGING_MEMORY_SHARE, AUTO_HOST_SHARE / num_host_workers)
+    auto_bytes = min(int((granted_bytes - used_bytes) / kv_share), int(host_bytes * staging_share))
     return KvMemory(int((free_bytes - used_bytes) / kv_share), auto_bytes, host_bytes)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from pdserve.model.weights.files import StoredTensor, read_header
+from pdserve.model.weights.files import StoredTensor, read_header, shard_paths
 
 _NUM_SAMPLES = 16
 _SAMPLE_BYTES = 4096
@@ -22,9 +22,9 @@ _READ_BYTES = 1 << 20
 def model_hash(folder: Path, variant: str = "") -> str:
     """Identity of a checkpoint, 32 hex digits: KV made by one hash is never used under another.
 
-    Hashes config.json, every safetensors header (names, dtypes, shapes), all of embeddings and output heads, because a
-    fine-tune may differ in the rows of a few tokens only, and 16 times 4 KiB of every other tensor, from its beginning
-    to its end. Copies of the same files on two hosts hash alike.
+    Hashes config.json, the header of each safetensors file that is loaded (names, dtypes, shapes), all of embeddings
+    and output heads, because a fine-tune may differ in the rows of a few tokens only, and 16 times 4 KiB of every other
+    tensor, from its beginning to its end. Copies of the same files on two hosts hash alike.
 
     Args:
         variant: whatever else the KV depends on; hashed too.
@@ -37,10 +37,7 @@ def model_hash(folder: Path, variant: str = "") -> str:
         digest.update((folder / "config.json").read_bytes())
     except OSError as error:
         raise ValueError(f"cannot read {folder}/config.json: {error.strerror}; name a folder with a model") from error
-    shards = sorted(folder.glob("*.safetensors"))
-    if not shards:
-        raise ValueError(f"{folder} holds no .safetensors file; save the model with save_pretrained() there")
-    for shard in shards:
+    for shard in shard_paths(folder):
         _hash_shard(shard, digest)
     return digest.hexdigest()
 

@@ -105,6 +105,7 @@ def test_transfers_run_anywhere_when_no_core_is_spare() -> None:
     assert launch.split.spare_cores == ()
     configs = worker_configs(launch, "", FOLDER)
     assert [config.transfer_cpu_cores for config in configs] == [(0, 1), (0, 1)]
+    assert [config.num_host_workers for config in configs] == [2, 2]
 
 
 def test_the_router_gets_its_model_limits_and_device() -> None:

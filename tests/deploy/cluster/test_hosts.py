@@ -124,6 +124,7 @@ def test_a_digest_tells_fine_tunes_of_one_model_apart(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     zeros = model_digest(tmp_path)
     (tmp_path / "notes.log").write_text("not part of the model")
+    (tmp_path / "consolidated.safetensors").write_bytes(b"the same weights in another form")
     assert model_digest(tmp_path) == zeros
     weights.write_bytes(b"\1" * 10_000_000)
     ones = model_digest(tmp_path)

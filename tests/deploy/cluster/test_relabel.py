@@ -209,3 +209,9 @@ def test_workers_leave_first_where_hosts_do_not_hold_those_that_replace_them(tmp
         "prefill-1 has left",
         "decode-1 starts",
     ]
+
+
+def test_a_worker_that_joins_others_divides_the_memory_of_their_host(tmp_path: Path) -> None:
+    fleet = a_fleet(a_deployment(1, 2), tmp_path)
+    assert [worker._config.num_host_workers for worker in fleet.workers] == [3, 3, 3]
+    assert fleet.add_worker(DECODE)._config.num_host_workers == 4

@@ -7,6 +7,8 @@ import pytest
 from pdserve.contracts.step import ModelLimits
 from pdserve.contracts.worker_config import WorkerConfig, WorkerRole
 from pdserve.engine.worker.pool_size import (
+    AUTO_HOST_SHARE,
+    AUTO_SWAP_SHARE,
     KvMemory,
     check_pool_fits,
     check_staging_fits,
@@ -57,6 +59,14 @@ def test_weights_and_pool_share_the_memory() -> None:
 
 def test_a_cpu_s_pools_share_what_the_weights_leave() -> None:
     assert kv_memory_on_cpu(700, 1000) == KvMemory(max_bytes=300, auto_bytes=30, host_bytes=300)
+
+
+@pytest.mark.parametrize("num_workers", [1, 6, 8, 64])
+def test_automatic_pools_of_all_workers_of_a_host_leave_room(num_workers: int) -> None:
+    on_cpus = num_workers * kv_memory_on_cpu(0, 10**6, num_workers).auto_bytes
+    assert on_cpus * (1 + AUTO_SWAP_SHARE) <= AUTO_HOST_SHARE * 10**6
+    large = {"total_bytes": 10**7, "free_bytes": 10**7, "host_bytes": 10**6, "num_host_workers": num_workers}
+    assert num_workers * gpu_kv_memory(**large).auto_bytes <= AUTO_HOST_SHARE * 10**6
 
 
 def gpu_kv_memory(**given: float) -> KvMemory:

@@ -20,6 +20,7 @@ def test_model_hash_is_of_the_content(tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     assert model_hash(copy) == first
     (copy / "README.md").write_text("not part of the model")
+    (copy / "consolidated.safetensors").write_bytes(b"not read")
     assert model_hash(copy) == first
 
     config = json.loads((copy / "config.json").read_text())
@@ -64,7 +65,7 @@ def test_model_hash_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json"):
         model_hash(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"no \.safetensors"):
+    with pytest.raises(ValueError, match=r"no model\.safetensors"):
         model_hash(tmp_path)
     for content in (b"", b"\xff" * 100, (20).to_bytes(8, "little") + b'{"w": '):
         (tmp_path / "model.safetensors").write_bytes(content)
