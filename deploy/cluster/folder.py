@@ -127,10 +127,17 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def write_note(folder: Path, note: ClusterNote) -> None:
-    """Publish the cluster's addresses to other commands."""
+    """Publish the cluster's addresses to other commands.
+
+    Raises:
+        DeployError: there is no room, or the folder is gone.
+    """
     draft = folder / f"{_NOTE}.new"
-    draft.write_text(to_json(note))
-    draft.replace(folder / _NOTE)
+    try:
+        draft.write_text(to_json(note))
+        draft.replace(folder / _NOTE)
+    except OSError as error:
+        raise _unusable(folder, error) from error
 
 
 def running_clusters() -> list[ClusterNote]:
