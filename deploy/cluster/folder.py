@@ -247,7 +247,9 @@ def _is_private(root: Path) -> bool:
 
 
 def _unusable(root: Path, error: OSError) -> DeployError:
-    return DeployError(f"cannot write to {root}: {error.strerror}; make room and give yourself access to {root.parent}")
+    return DeployError(
+        f"cannot write to {root}: {error.strerror}; make room and give yourself access to {root.parent}, or set TMPDIR"
+    )
 
 
 def _is_stale(folder: Path) -> bool:

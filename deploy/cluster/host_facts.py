@@ -18,7 +18,7 @@ from pathlib import Path
 from pdserve.contracts.deployment import SecurityConfig
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster.resources import installed_gpu
-from pdserve.kernels.cpu.build import cache_folder
+from pdserve.kernels.cpu.build import cache_folder, is_built
 from pdserve.kv_transfer.handshake import host_id
 from pdserve.kv_transfer.pool_memory import available_memory_bytes
 
@@ -79,7 +79,7 @@ def slow_kernels_reason() -> str:
         return "g++ was not found: kernels run on plain torch, slower; install g++"
     folder = cache_folder()
     existing = next(each for each in (folder, *folder.parents) if each.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)) and not is_built():
         return f"{folder} cannot be written: kernels run on plain torch, slower; set XDG_CACHE_HOME to another folder"
     return ""
 
