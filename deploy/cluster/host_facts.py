@@ -5,7 +5,6 @@ Every host of the cluster states the same facts by `host_facts`, this one includ
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import socket
@@ -21,10 +20,9 @@ from pdserve.deploy.cluster.resources import installed_gpu
 from pdserve.kernels.cpu.build import cache_folder, is_built
 from pdserve.kv_transfer.handshake import host_id
 from pdserve.kv_transfer.pool_memory import available_memory_bytes
+from pdserve.model.weights.digest import model_digest
 
 LOOPBACK = "127.0.0.1"
-_NUM_SAMPLES = 256
-_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,27 +98,6 @@ def cpu_flags() -> set[str]:
     """Features of this x86 CPU; empty for others."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return set(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
-
-
-def model_digest(folder: Path) -> str:
-    """Digest of a model folder: names, sizes and texts of its files, and samples of its weights. Copies of a model are
-    equal; two fine-tunes of one are not. Empty if there is no readable folder.
-    """
-    digest = hashlib.sha256()
-    try:
-        for path in sorted(folder.iterdir()):
-            if path.suffix not in (".json", ".jinja", ".safetensors", ".model", ".txt"):
-                continue
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}\n".encode())
-            step = max(1, size // _NUM_SAMPLES) if path.suffix == ".safetensors" else _SAMPLE_BYTES
-            with path.open("rb") as file:
-                for start in range(0, size, max(step, _SAMPLE_BYTES)):
-                    file.seek(start)
-                    digest.update(file.read(_SAMPLE_BYTES))
-    except OSError:
-        return ""
-    return digest.hexdigest()
 
 
 def check_host(facts: HostFacts, ours: HostFacts) -> None:
