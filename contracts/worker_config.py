@@ -55,6 +55,8 @@ class WorkerConfig:
     role: WorkerRole
     """At its start; routers are told of another one later."""
     model_path: str
+    model_digest: str = ""
+    """Digest that the folder must have; empty takes any model."""
     may_decode: bool = True
     """Whether it keeps the memory that decoding needs; False for workers on GPUs that never decode."""
     precision: Precision = field(default_factory=Precision)

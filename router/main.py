@@ -270,7 +270,7 @@ def _server(
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """Return an event that the first SIGTERM or SIGINT sets; the second one ends the process."""
+    """Return an event that the first SIGTERM, SIGINT or SIGHUP sets; the second one ends the process."""
     stop = asyncio.Event()
 
     def receive() -> None:
@@ -279,7 +279,7 @@ def _stop_on_signals() -> asyncio.Event:
         stop.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, receive)
     return stop
 

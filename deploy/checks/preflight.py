@@ -149,9 +149,10 @@ def raise_file_limit(launch: Launch) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     num_needed = launch.config.router.max_queued_requests + _FILES_WITHOUT_CLIENTS
     if hard != resource.RLIM_INFINITY and hard < num_needed:
+        num_left = hard - _FILES_WITHOUT_CLIENTS
+        lower = f" or lower router.max_queued_requests to {num_left}" if num_left > 0 else ""
         raise DeployError(
-            f"the limit of open files is {hard} and {num_needed} are needed; raise it (ulimit -Hn {num_needed}) "
-            f"or lower router.max_queued_requests to {max(1, hard - _FILES_WITHOUT_CLIENTS)}"
+            f"the limit of open files is {hard} and {num_needed} are needed; raise it (ulimit -Hn {num_needed}){lower}"
         )
 
 

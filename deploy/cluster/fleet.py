@@ -42,7 +42,7 @@ class Fleet:
         self._cluster_token = cluster_token
         self._folder = folder
         self._model_path = str(Path(launch.config.model.path).absolute())
-        self._ours = host_facts(LOOPBACK, self._model_path if launch.ray_address else "")
+        self._ours = host_facts(LOOPBACK, self._model_path)
         self._hosts: dict[str, Host] = {}
         """By id of the node."""
         self._needs: dict[str, WorkerNeeds] = {}
@@ -280,7 +280,9 @@ class Fleet:
         )
 
     def _configs(self, launch: Launch, host: Host) -> dict[str, WorkerConfig]:
-        return {each.worker_id: each for each in worker_configs(launch, self._cluster_token, host.folder)}
+        digest = self._ours.model_digest
+        configs = worker_configs(launch, self._cluster_token, host.folder)
+        return {each.worker_id: dataclasses.replace(each, model_digest=digest) for each in configs}
 
 
 def _check_launch(host: Host, launch: Launch) -> None:

@@ -127,10 +127,17 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def write_note(folder: Path, note: ClusterNote) -> None:
-    """Publish the cluster's addresses to other commands."""
+    """Publish the cluster's addresses to other commands.
+
+    Raises:
+        DeployError: there is no room, or the folder is gone.
+    """
     draft = folder / f"{_NOTE}.new"
-    draft.write_text(to_json(note))
-    draft.replace(folder / _NOTE)
+    try:
+        draft.write_text(to_json(note))
+        draft.replace(folder / _NOTE)
+    except OSError as error:
+        raise _unusable(folder, error) from error
 
 
 def running_clusters() -> list[ClusterNote]:
@@ -240,7 +247,9 @@ def _is_private(root: Path) -> bool:
 
 
 def _unusable(root: Path, error: OSError) -> DeployError:
-    return DeployError(f"cannot write to {root}: {error.strerror}; make room and give yourself access to {root.parent}")
+    return DeployError(
+        f"cannot write to {root}: {error.strerror}; make room and give yourself access to {root.parent}, or set TMPDIR"
+    )
 
 
 def _is_stale(folder: Path) -> bool:

@@ -5,12 +5,10 @@ Every host of the cluster states the same facts by `host_facts`, this one includ
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import socket
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from ipaddress import ip_address
@@ -19,14 +17,12 @@ from pathlib import Path
 from pdserve.contracts.deployment import SecurityConfig
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.cluster.resources import installed_gpu
-from pdserve.kernels.cpu.build import cache_folder
+from pdserve.kernels.cpu.build import cache_folder, is_built
 from pdserve.kv_transfer.handshake import host_id
 from pdserve.kv_transfer.host_limits import available_memory_bytes, usable_cores
-from pdserve.model.weights.files import shard_paths
+from pdserve.model.weights.digest import model_digest
 
 LOOPBACK = "127.0.0.1"
-_NUM_SAMPLES = 256
-_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +77,7 @@ def slow_kernels_reason() -> str:
         return "g++ was not found: kernels run on plain torch, slower; install g++"
     folder = cache_folder()
     existing = next(each for each in (folder, *folder.parents) if each.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)) and not is_built():
         return f"{folder} cannot be written: kernels run on plain torch, slower; set XDG_CACHE_HOME to another folder"
     return ""
 
@@ -102,29 +98,6 @@ def cpu_flags() -> set[str]:
     """Features of this x86 CPU; empty for others."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return set(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
-
-
-def model_digest(folder: Path) -> str:
-    """Digest of a model folder: names, sizes and texts of its files, and samples of its weights. Copies of a model are
-    equal; two fine-tunes of one are not. Empty if there is no readable folder.
-    """
-    digest, shards = hashlib.sha256(), list[Path]()
-    with suppress(ValueError):  # no weights: to emulate, config.json is enough
-        shards = shard_paths(folder)  # some checkpoints have their weights in further files, too
-    try:
-        for path in sorted(folder.iterdir()):
-            if path.suffix not in (".json", ".jinja", ".model", ".txt") and path not in shards:
-                continue
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}\n".encode())
-            step = max(1, size // _NUM_SAMPLES) if path.suffix == ".safetensors" else _SAMPLE_BYTES
-            with path.open("rb") as file:
-                for start in range(0, size, max(step, _SAMPLE_BYTES)):
-                    file.seek(start)
-                    digest.update(file.read(_SAMPLE_BYTES))
-    except OSError:
-        return ""
-    return digest.hexdigest()
 
 
 def check_host(facts: HostFacts, ours: HostFacts) -> None:

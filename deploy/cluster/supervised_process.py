@@ -76,13 +76,12 @@ class SupervisedProcess(ABC):
 
     def check(self, now_s: float) -> None:
         """Do what is due."""
-        if self.state is ProcessState.STOPPED:
-            if now_s >= self._retry_at_s:
-                self._start()
-                self.state = ProcessState.STARTING
-            return
         try:
-            if self.state is ProcessState.UP:
+            if self.state is ProcessState.STOPPED:
+                if now_s >= self._retry_at_s:
+                    self.state = ProcessState.STARTING
+                    self._start()
+            elif self.state is ProcessState.UP:
                 self._check_up(now_s)
             elif self._check_starting(now_s):
                 self.state = ProcessState.UP

@@ -67,7 +67,12 @@ class Supervisor:
         self._progress = progress
         self._cluster_token = secrets.token_hex(32)
         self._num_signals = 0
+        self._signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is under nohup
+            self._signals.append(signal.SIGHUP)
         self._is_ready = False
+        self._is_note_due = False
+        """True while the cluster's note could not be written."""
         self._has_chat = True
         self._folder: Path
         self._desk = RayDesk()
@@ -123,7 +128,7 @@ class Supervisor:
 
     def _take_signals(self) -> None:
         """Install signal handlers at the start, and again after Ray is joined or left, each of which changes them."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in self._signals:
             signal.signal(number, self._count_signal)
 
     def _count_signal(self, number: int, frame: FrameType | None) -> None:
@@ -156,6 +161,8 @@ class Supervisor:
             self._progress.note("change", said)
         up = [router for router in self._routers if router.state is ProcessState.UP]
         self._follow_load(up)
+        if self._is_note_due:
+            self._write_note()
         for router in up:
             if router.are_lists_due:
                 endpoints = [endpoint for worker in self._workers for endpoint in worker.endpoints]
@@ -206,9 +213,9 @@ class Supervisor:
 
     def _reconcile(self, process: SupervisedProcess) -> None:
         """Check a process, and report it if it came up or failed."""
-        state = process.state
+        before = process.state, process.num_failures
         process.check(time.monotonic())
-        if process.state is state or process.state is ProcessState.STARTING:
+        if process.state is ProcessState.STARTING or (process.state, process.num_failures) == before:
             return
         self._take_signals()
         self._tell_of_workers()
@@ -280,7 +287,14 @@ class Supervisor:
                 if worker.num_failures and worker.state is not ProcessState.UP
             },
         )
-        write_note(self._folder, note)
+        try:
+            write_note(self._folder, note)
+        except DeployError as error:  # the disk may be full for a while
+            if not self._is_note_due:
+                self._progress.warn("folder", f"{error}; until then pdserve status may be out of date")
+            self._is_note_due = True
+        else:
+            self._is_note_due = False
 
     @property
     def _workers(self) -> list[WorkerProcess]:

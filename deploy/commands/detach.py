@@ -15,6 +15,7 @@ import psutil
 from rich.console import Console
 
 from pdserve.contracts.errors import DeployError
+from pdserve.deploy.cluster.processes import is_alive
 from pdserve.deploy.commands.progress import READY
 
 LOG = Path("pdserve.log")
@@ -72,7 +73,8 @@ def stop_cluster(process_id: int, console: Console, *, now: bool) -> int:
         if now:
             time.sleep(_POLL_S)  # two signals at once count as one
             os.kill(process_id, signal.SIGTERM)
-        process.wait()
+        while is_alive(process):  # not `wait`: where process 1 reaps no others, as in containers, it would not return
+            time.sleep(_POLL_S)
     except (ProcessLookupError, psutil.NoSuchProcess):
         pass
     console.print("stopped", highlight=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ READY = "pdserve is ready"
 
 
 class Progress:
-    """Writes lines with the seconds since its creation."""
+    """Writes lines with the seconds since its creation; a cluster outlives a full disk, or the reader of its pipe."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -35,4 +36,5 @@ class Progress:
         self._write("\n".join([*lines, "", escape(command)]))
 
     def _write(self, markup: str) -> None:
-        self._console.print(markup, highlight=False, soft_wrap=True)
+        with contextlib.suppress(OSError, SystemExit):  # rich's for a pipe without a reader
+            self._console.print(markup, highlight=False, soft_wrap=True)

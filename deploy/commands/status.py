@@ -53,9 +53,9 @@ def show_status(
     if is_ray_silent:
         console.print("Ray does not answer: requests are served, nothing is restarted until it does")
     table = worker_table(status["workers"])
-    for name, seconds in down_s.items():
-        table.add_row(name, "", f"down for {seconds:.0f} s, being restarted")
     console.print(table)
+    for name, seconds in down_s.items():  # not in the table, whose columns would not fit a terminal
+        console.print(f"{name} has been down for {seconds:.0f} s, and is being restarted", highlight=False)
     for worker in status["workers"]:
         if failure := worker["load"]["tier_failure"]:
             console.print(f"The KV tier of {worker['worker_id']} is off until it is restarted: {failure}")

@@ -44,6 +44,7 @@ from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.kv_transfer.file_tier import FileTier
 from pdserve.kv_transfer.pool_memory import PoolMemory
 from pdserve.kv_transfer.transfer_client import TransferProcess
+from pdserve.model.weights.digest import model_digest
 from pdserve.prefill_worker.restores import TierSpace
 from pdserve.proto.v1 import worker_pb2
 from pdserve.proto.v1.transfer_pb2 import TransferToEngine
@@ -143,6 +144,9 @@ class EngineWorker:
         config = self._config
         if config.cpu_cores:
             os.sched_setaffinity(0, config.cpu_cores)
+        if config.model_digest and (found := model_digest(Path(config.model_path))) != config.model_digest:
+            fault = "is not the one with which the cluster started" if found else "cannot be read"
+            raise ValueError(f"the model in {config.model_path} {fault}; put that back, or start the cluster again")
         backend = choose_backend(config)
         memory = PoolMemory.create(backend.layout)
         stack.callback(memory.close)

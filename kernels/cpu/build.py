@@ -67,7 +67,11 @@ def kernel(name: str, *argument_types: Any) -> Any:
 
 def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/pdserve``, or ``~/.cache/pdserve``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdserve"
+    try:
+        home = Path.home()
+    except RuntimeError:  # neither ``HOME`` nor an entry of this user, as in containers
+        home = Path("/")
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "pdserve"
 
 
 def has_compiler() -> bool:

@@ -116,12 +116,19 @@ async def answer_error(request: Request, error: Exception) -> Response:
             )
         elif error.status_code == 405:
             error.detail = f"{request.url.path} does not take {request.method}"
+            if request.method == "OPTIONS" and (origin := request.headers.get("Origin")):
+                error.detail += f"; for pages in a browser, add {origin} to router.cors_origins"
     return api_error(error).response(request.url.path)
+
+
+_PROBED = frozenset({"/healthz", "/readyz", "/livez", "/ready", "/ping", "/v1/health"})
 
 
 def _remedy_of_route(path: str) -> str:
     if path == "/metrics":
         return "metrics are on the admin port, whose address pdserve up prints"
+    if path in _PROBED:
+        return "probes ask /health (ready) or /live"
     remedy = "GET /openapi.json lists the routes"
     if path.startswith("/v1/") and not path.startswith("/v1/v1"):
         return remedy

@@ -27,6 +27,7 @@ from pdserve.deploy.cluster.fleet import Fleet
 from pdserve.deploy.commands.plan_options import planned_model
 from pdserve.deploy.config import read_deployment
 from pdserve.deploy.launch import Launch
+from pdserve.model.weights.digest import model_digest
 from pdserve.model.weights.random_checkpoint import write_random_checkpoint
 
 FOLDER = Path(__file__).with_name("deployments")
@@ -142,6 +143,7 @@ def test_a_deployment_becomes_what_is_right(path: Path, folder: Path, monkeypatc
     }
     assert found == case.right.workers
     for name, config in configs.items():
+        assert config.model_digest == model_digest(folder)
         assert (config.device == "cpu") == (found[name]["gpus"] == 0)
     hardware = case.machine.gpu if case.machine.torch_sees_gpu else "cpu"
     status = {"hardware": hardware, "load": POOL, "products": "bfloat16" if hardware == "cpu" else ""}

@@ -159,7 +159,8 @@ def test_the_checkpoints_sampling_is_that_of_requests_that_do_not_say(
         assert answer.json()["usage"]["completion_tokens"] == num_tokens
 
 
-def test_a_drain_is_bounded(checkpoint: Path, worker: WorkerProcess) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_drain_is_bounded(checkpoint: Path, worker: WorkerProcess, number: signal.Signals) -> None:
     with running_router(checkpoint, drain_timeout_s=0.3) as router:
         router.put_targets(worker)
         router.wait_until_ready()
@@ -170,7 +171,7 @@ def test_a_drain_is_bounded(checkpoint: Path, worker: WorkerProcess) -> None:
             lambda: httpx.get(f"{router.admin_url}/status", verify=False).json()["in_flight"] == 1,
             "a request in flight",
         )
-        router.process.terminate()
+        router.process.send_signal(number)
         assert router.process.wait(HANG_S) == 0
         client.join()
         assert running[0].status_code == 503

@@ -22,6 +22,7 @@ from pdserve.contracts.deployment import (
 )
 from pdserve.contracts.errors import ConfigError, DeployError
 from pdserve.deploy.checks import preflight
+from pdserve.deploy.cluster import host_facts
 from pdserve.deploy.launch import Launch
 from pdserve.model.cost.hardware import hardware
 from pdserve.router.http.keys import add_key
@@ -46,6 +47,9 @@ def test_too_few_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(DeployError, match="the limit of open files is 300 and 1280 are needed"):
         preflight.raise_file_limit(LAUNCH)
     preflight.raise_file_limit(Launch(config=DeploymentConfig(router=RouterConfig(max_queued_requests=44))))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 256))
+    with pytest.raises(DeployError, match=r"raise it \(ulimit -Hn 257\)$"):
+        preflight.raise_file_limit(Launch(config=DeploymentConfig(router=RouterConfig(max_queued_requests=1))))
 
 
 def test_too_few_ports_for_the_workers_are_refused() -> None:
@@ -179,6 +183,9 @@ def test_what_makes_kernels_slow_is_said(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert "cannot be written" in preflight.kernel_warning(LAUNCH)
     assert "set XDG_CACHE_HOME" in preflight.kernel_warning(LAUNCH)
+    with monkeypatch.context() as patch:  # as in an image that was built with them
+        patch.setattr(host_facts, "is_built", lambda: True)
+        assert preflight.kernel_warning(LAUNCH) == ""
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "install g++" in preflight.kernel_warning(LAUNCH)
     assert preflight.kernel_warning(Launch(emulate="h100-sxm")) == ""

@@ -13,7 +13,7 @@ import pytest
 from pdserve.contracts.deployment import SecurityConfig
 from pdserve.contracts.errors import DeployError
 from pdserve.contracts.worker_config import TlsFiles, WorkerRole
-from pdserve.deploy.cluster.host_facts import check_host, check_network, host_facts, model_digest
+from pdserve.deploy.cluster.host_facts import check_host, check_network, host_facts
 from pdserve.deploy.cluster.hosts import Host, RayHost, WorkerNeeds, check_gpus, choose_hosts
 from pdserve.deploy.cluster.ray_cluster import RayNode
 from pdserve.deploy.cluster.ray_desk import RayDesk
@@ -116,21 +116,6 @@ def test_a_network_needs_tls_or_a_word_of_trust() -> None:
     check_network([replace(FACTS, address="127.0.0.1"), replace(FACTS, address="::1")], SecurityConfig())
     with pytest.raises(DeployError, match=r"network of a \(10.0.0.1\) in plain text; set security.tls"):
         check_network([replace(FACTS, address="127.0.0.1"), FACTS], SecurityConfig())
-
-
-def test_a_digest_tells_fine_tunes_of_one_model_apart(tmp_path: Path) -> None:
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(bytes(10_000_000))
-    (tmp_path / "config.json").write_text("{}")
-    zeros = model_digest(tmp_path)
-    (tmp_path / "notes.log").write_text("not part of the model")
-    (tmp_path / "consolidated.safetensors").write_bytes(b"the same weights in another form")
-    assert model_digest(tmp_path) == zeros
-    weights.write_bytes(b"\1" * 10_000_000)
-    ones = model_digest(tmp_path)
-    (tmp_path / "config.json").write_text("{} ")
-    assert len({"", zeros, ones, model_digest(tmp_path)}) == 4
-    assert model_digest(tmp_path / "absent") == ""
 
 
 def test_only_a_process_of_ray_is_killed(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ class FakeProcess(SupervisedProcess):
 
     def _start(self) -> None:
         self.num_starts += 1
+        if isinstance(self.error, OSError):
+            raise self.error
 
     def _check_starting(self, now_s: float) -> bool:
         self._check_up(now_s)
@@ -49,6 +51,16 @@ def test_a_failure_ends_the_process_and_is_reported() -> None:
     assert (process.failure, process.num_failures, process.num_ends) == ("it ended", 1, 1)
     started(process, 1.0)
     assert process.num_starts == 2
+
+
+def test_a_start_without_room_for_a_log_is_a_failure() -> None:
+    process = FakeProcess("p")
+    process.error = OSError(28, "No space left on device")
+    for now_s in (0.0, 1.0):
+        process.check(now_s)
+        assert process.state is ProcessState.STOPPED
+    assert (process.failure, process.num_failures) == ("[Errno 28] No space left on device", 2)
+    started(process, 60.0)
 
 
 def test_failures_in_a_row_delay_the_next_start() -> None:

@@ -6,6 +6,7 @@ import fcntl
 import io
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -13,8 +14,9 @@ import pytest
 from rich.console import Console
 
 from pdserve.contracts.errors import DeployError
-from pdserve.deploy.commands.detach import LOG, start_detached
+from pdserve.deploy.commands.detach import LOG, start_detached, stop_cluster
 from pdserve.deploy.commands.progress import Progress
+from tests.patience import HANG_S
 
 
 def test_two_clusters_write_no_common_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,3 +56,16 @@ def test_a_cluster_that_starts_ends_with_the_command_that_waits_for_it(tmp_path:
         (cluster,) = psutil.Process(command.pid).children()
         command.terminate()
     assert not cluster.is_running()
+
+
+def test_a_cluster_that_nobody_reaps_has_ended() -> None:
+    code = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as container:
+        assert container.stdout is not None
+        cluster = int(container.stdout.readline())
+        console = Console(file=io.StringIO())
+        command = threading.Thread(target=stop_cluster, args=(cluster, console), kwargs={"now": False}, daemon=True)
+        command.start()
+        command.join(HANG_S)
+        container.kill()
+    assert not command.is_alive()

@@ -42,7 +42,7 @@ def shown(down_since_s: dict[str, float], *, as_json: bool = False) -> str:
 def test_a_worker_that_is_started_again_is_shown_as_down() -> None:
     now_s = time.monotonic()
     text = shown({"decode-1": now_s - 12, "decode-0": now_s - 3})
-    assert "decode-1          down for 12 s, being restarted" in text
+    assert "decode-1 has been down for 12 s, and is being restarted" in text
     assert text.count("decode-0") == 1, "routers know that it is back"
     assert "down" not in shown({})
     assert json.loads(shown({"decode-1": now_s - 12}, as_json=True))["down_s"]["decode-1"] == pytest.approx(12, abs=1)

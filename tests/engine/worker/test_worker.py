@@ -432,6 +432,7 @@ def _is_running(pid: int) -> bool:
         ({"num_kv_blocks": 31}, "raise num_kv_blocks to 32"),
         ({"model_path": "/nowhere"}, "/nowhere"),
         ({"emulate": "abacus"}, "abacus"),
+        ({"model_digest": "0"}, "is not the one with which the cluster started; put that back"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_one_line(checkpoint: Path, fields: dict[str, object], complaint: str) -> None:

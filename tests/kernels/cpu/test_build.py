@@ -78,6 +78,13 @@ assert cpu_build.load_library().two() == 42
     assert sum("-shared" in line for line in log.read_text().splitlines()) == 1
 
 
+def test_a_user_without_a_home_has_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert cpu_build.cache_folder() == Path("/.cache/pdserve")
+
+
 @pytest.mark.parametrize("broken", ["no compiler", "compiler fails", "cache cannot be written"])
 def test_without_a_build_there_is_a_warning_and_no_library(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
