@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -12,6 +14,7 @@ from pdserve.contracts.deployment import DeploymentConfig, RouterConfig
 from pdserve.contracts.errors import DeployError
 from pdserve.deploy.checks import preflight
 from pdserve.deploy.cluster import supervisor as module
+from pdserve.deploy.cluster.supervised_process import ProcessState
 from pdserve.deploy.cluster.supervisor import Supervisor
 from pdserve.deploy.commands.progress import Progress
 from pdserve.deploy.launch import Launch
@@ -49,3 +52,21 @@ def test_a_cluster_that_ray_has_lost_finishes_its_requests_and_ends(monkeypatch:
     with pytest.raises(DeployError, match="start Ray on every host"):
         Supervisor(launch, Progress(Console(quiet=True))).run()
     assert done == ["tick", "tick", "tick", "drain after 1"]
+
+
+@pytest.mark.parametrize("state", [ProcessState.STARTING, ProcessState.UP])
+def test_routers_are_asked_whether_they_are_ready_once_a_worker_is_up(
+    state: ProcessState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    supervisor = Supervisor(Launch(config=DeploymentConfig()), Progress(Console(quiet=True)))
+    monkeypatch.setattr(supervisor, "_reconcile_processes", lambda: None)
+    monkeypatch.setattr(supervisor, "_follow_load", lambda routers: None)
+    router = SimpleNamespace(
+        state=ProcessState.UP, are_lists_due=False, is_ready=lambda: bool(asked.append("is ready"))
+    )
+    monkeypatch.setattr(supervisor, "_routers", [router], raising=False)
+    monkeypatch.setattr(supervisor, "_fleet", SimpleNamespace(workers=[SimpleNamespace(state=state)]), raising=False)
+    monkeypatch.setattr(supervisor, "_start_deadline_s", inf, raising=False)
+    supervisor._tick()
+    assert bool(asked) == (state is ProcessState.UP)
