@@ -58,13 +58,16 @@ def test_a_cluster_that_ray_has_lost_finishes_its_requests_and_ends(monkeypatch:
 def test_routers_are_asked_whether_they_are_ready_once_a_worker_is_up(
     state: ProcessState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    asked: list[bool] = []
+
+    def is_ready() -> bool:
+        asked.append(True)
+        return False
+
     supervisor = Supervisor(Launch(config=DeploymentConfig()), Progress(Console(quiet=True)))
     monkeypatch.setattr(supervisor, "_reconcile_processes", lambda: None)
     monkeypatch.setattr(supervisor, "_follow_load", lambda routers: None)
-    router = SimpleNamespace(
-        state=ProcessState.UP, are_lists_due=False, is_ready=lambda: bool(asked.append("is ready"))
-    )
+    router = SimpleNamespace(state=ProcessState.UP, are_lists_due=False, is_ready=is_ready)
     monkeypatch.setattr(supervisor, "_routers", [router], raising=False)
     monkeypatch.setattr(supervisor, "_fleet", SimpleNamespace(workers=[SimpleNamespace(state=state)]), raising=False)
     monkeypatch.setattr(supervisor, "_start_deadline_s", inf, raising=False)
