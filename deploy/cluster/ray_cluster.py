@@ -240,7 +240,7 @@ class PrivateRay(RayCluster):
         self._port = _free_port()
         self._deadline_s = time.monotonic() + _START_TIMEOUT_S
         command = [
-            *(sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+            *(sys.executable, "-P", "-m", "pdserve.deploy.cluster.ray_start", "start", "--head", "--block"),
             f"--port={self._port}",
             f"--temp-dir={self._folder / 'r'}",
             f"--num-cpus={self._num_workers}",
@@ -250,8 +250,7 @@ class PrivateRay(RayCluster):
             *("--no-monitor", "--disable-usage-stats"),
         ]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        environment = {**inherited, **self._environment, "RAY_START_HOOK": f"{__name__}.trim_ray_start"}
-        self._process = start_tied(command, env=environment, log_path=self._log_path)
+        self._process = start_tied(command, env={**inherited, **self._environment}, log_path=self._log_path)
         # Ray reads the environment when it is imported. The import takes most of a second, which the head needs anyway.
         for name in os.environ.keys() - inherited.keys():
             del os.environ[name]
@@ -398,17 +397,6 @@ def _wait_for_answer(has_ended: threading.Event) -> None:
             global_worker.gcs_client.internal_kv_exists(b"pdserve", None, timeout=_CALL_S)
             return
         has_ended.wait(0.1)
-
-
-def trim_ray_start(ray_params: Any, head: bool) -> None:
-    """Skip two servers that pdserve does not use. Ray loads it by ``RAY_START_HOOK`` inside `ray start`.
-
-    The Ray Client server would listen on one fixed port and the API server on another, where two clusters would
-    collide; the API server runs even without a dashboard, and `ray start` waits 2 s for it. The API server has no
-    switch, but `ray start` goes on without it if its address cannot be bound.
-    """
-    ray_params.ray_client_server_port = None
-    ray_params.dashboard_host = "0.0.0.1"
 
 
 def _free_port() -> int:

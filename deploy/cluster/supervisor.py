@@ -167,7 +167,8 @@ class Supervisor:
             if router.are_lists_due:
                 endpoints = [endpoint for worker in self._workers for endpoint in worker.endpoints]
                 router.put_lists(endpoints, [each.config.router.admin_port for each in up])
-        if not self._is_ready and up == self._routers and all(router.is_ready() for router in up):
+        has_worker = any(worker.state is ProcessState.UP for worker in self._workers)  # without one no router is ready
+        if not self._is_ready and has_worker and up == self._routers and all(router.is_ready() for router in up):
             with contextlib.suppress(DeployError):  # retried at the next tick
                 self._announce()
         if not self._is_ready and time.monotonic() > self._start_deadline_s:

@@ -38,8 +38,8 @@ class Node:
 
     def __init__(self, folder: Path, address: str, *options: str) -> None:
         store = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder / "gcs")}
-        env = {**ENVIRONMENT, **store, "RAY_START_HOOK": "pdserve.deploy.cluster.ray_cluster.trim_ray_start"}
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={address}"]
+        env = {**ENVIRONMENT, **store}
+        command = [sys.executable, "-m", "pdserve.deploy.cluster.ray_start", "start", f"--node-ip-address={address}"]
         self._log_path = folder / f"{address}.log"
         self._process = start_tied([*command, *LIGHT, *options], env=env, log_path=self._log_path)
 

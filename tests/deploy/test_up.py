@@ -209,7 +209,7 @@ def test_a_killed_supervisor_takes_everything_with_it(tmp_path: Path) -> None:
 
 def test_a_signal_while_starting_ends_it_cleanly_and_the_compiler_too(tmp_path: Path) -> None:
     up = UpProcess(tmp_path / "log", "--prefill", "1", "--decode", "1", XDG_CACHE_HOME=str(tmp_path))
-    wait_for(lambda: up.members("ray.scripts") and up.members("cpu.build"), "Ray and the compiler to be starting")
+    wait_for(lambda: up.members("ray_start") and up.members("cpu.build"), "Ray and the compiler to be starting")
     assert any("compiling CPU kernels (once for this machine)" in line for line in up.lines)
     assert [note.url for note in running_clusters() if note.pid == up.process.pid] == [""]
     assert up.stop(signal.SIGINT) == 0, up.lines

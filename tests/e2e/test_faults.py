@@ -127,7 +127,7 @@ def test_guesses_of_a_draft_model_outlive_three_killed_workers(tmp_path: Path) -
         "decode": {"kv_memory": "64MiB", "max_batch_size": 128, "speculation": {"draft": "draft"}},
     }
     with running_cluster(tmp_path, deployment) as cluster:
-        check_guesses_outlive_killed_workers(cluster, num_streams=72, num_tokens=400, num_kills=3)
+        check_guesses_outlive_killed_workers(cluster, num_streams=72, num_tokens=160, num_kills=3)
 
 
 def check_guesses_outlive_killed_workers(

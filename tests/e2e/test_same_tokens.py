@@ -83,9 +83,8 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
         ("mixed", "mixtral", "gptq", 64),
         ("1P+1D memfd", "qwen2_moe", None, 12),
         ("1P+1D of 2 stages, tcp", "llama", None, 64),
-        ("1P of 2 ranks+1D", "mixtral", "awq", 12),
         ("1P of 2 ranks with whole experts+1D", "qwen3_moe", "gptq", 12),
-        ("1P of 2 ranks with whole experts+1D", "gpt_oss", None, 12),
+        ("1P of 2 ranks+1D", "gpt_oss", None, 12),
         ("2P+2D", "mistral", "w8a8-fp8", 64),
     ],
 )

@@ -96,6 +96,15 @@ def test_clusters_live_side_by_side_and_end_alone() -> None:
     assert not any(path.exists() for path in object_stores)
 
 
+def test_a_head_loads_no_other_command_of_ray() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "pdserve.deploy.cluster.ray_start", "start", "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True)
+    assert "--head" in run.stdout
+    loaded = {line.rpartition("|")[2].strip() for line in run.stderr.splitlines()}
+    assert "ray.autoscaler" in loaded
+    assert not {"ray.serve", "ray.dashboard.modules.job", "ray.util.state", "fastapi"} & loaded
+
+
 class PromptDesk(RayDesk):
     """Runs each call at once."""
 

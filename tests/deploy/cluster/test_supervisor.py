@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import signal
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -111,3 +112,24 @@ def test_a_cluster_that_ray_has_lost_finishes_its_requests_and_ends(monkeypatch:
     with pytest.raises(DeployError, match="start Ray on every host"):
         Supervisor(launch, Progress(Console(quiet=True))).run()
     assert done == ["tick", "tick", "tick", "drain after 1"]
+
+
+@pytest.mark.parametrize("state", [ProcessState.STARTING, ProcessState.UP])
+def test_routers_are_asked_whether_they_are_ready_once_a_worker_is_up(
+    state: ProcessState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def is_ready() -> bool:
+        asked.append(True)
+        return False
+
+    supervisor = Supervisor(Launch(config=DeploymentConfig()), Progress(Console(quiet=True)))
+    monkeypatch.setattr(supervisor, "_reconcile_processes", lambda: None)
+    monkeypatch.setattr(supervisor, "_follow_load", lambda routers: None)
+    router = SimpleNamespace(state=ProcessState.UP, are_lists_due=False, is_ready=is_ready)
+    monkeypatch.setattr(supervisor, "_routers", [router], raising=False)
+    monkeypatch.setattr(supervisor, "_fleet", SimpleNamespace(workers=[SimpleNamespace(state=state)]), raising=False)
+    monkeypatch.setattr(supervisor, "_start_deadline_s", inf, raising=False)
+    supervisor._tick()
+    assert bool(asked) == (state is ProcessState.UP)
