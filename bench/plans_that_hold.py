@@ -28,7 +28,6 @@ from typing import Any
 
 from rich.console import Console
 
-from pdserve.bench.losing_cases import CASES as LOSING_CASES
 from pdserve.bench.models import (
     DEEPSEEK_V3,
     GEMMA_3_27B,
@@ -41,6 +40,7 @@ from pdserve.bench.models import (
     QWEN3_CODER_30B,
     QWEN_25_7B,
 )
+from pdserve.bench.policies import CODER
 from pdserve.bench.script import commit, publish, script_parser
 from pdserve.contracts.deployment import SloConfig
 from pdserve.model.cost.hardware import hardware
@@ -114,8 +114,8 @@ CASES = (
         model=QWEN3_CODER_30B,
         gpu="h100-sxm",
         num_gpus=8,
-        workload=replace(LOSING_CASES[0].workload, name="coder"),
-        slo=LOSING_CASES[0].slo,
+        workload=CODER.workload,
+        slo=CODER.slo,
     ),
     Case(
         model=LLAMA_3_8B,

@@ -27,8 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pdserve.bench.losing_cases import CASES as LOSING_CASES
-from pdserve.bench.models import LLAMA_3_8B
+from pdserve.bench.models import LLAMA_3_8B, QWEN3_CODER_30B
 from pdserve.bench.script import publish, script_parser
 from pdserve.contracts.deployment import DEFAULT_POLICY, POLICIES, SloConfig
 from pdserve.contracts.worker_config import WorkerRole
@@ -37,7 +36,7 @@ from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.search.rates import highest_rate
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.arrivals import POISSON, RandomGaps
-from pdserve.planner.workload.conversations import Conversations, SystemPrompts
+from pdserve.planner.workload.conversations import Conversations, SystemPrompts, Turns
 from pdserve.planner.workload.lengths import FixedLengths, LogNormalLengths, QuantileLengths
 from pdserve.planner.workload.presets import preset
 from pdserve.planner.workload.trace_reading import read_trace
@@ -120,8 +119,35 @@ _PREFIXED = Conversations(
     system_prompts=SystemPrompts(num_prompts=40, num_tokens=6000, zipf_exponent=0.0),
 )
 
-CODER = LOSING_CASES[0]
-"""Sessions of a coder on eight H20."""
+_H20 = replace(
+    H100,
+    name="h20",
+    peak_flops={**H100.peak_flops, "bfloat16": 148e12},
+    memory_bytes=96 * 10**9,
+    memory_bandwidth=4.0e12,
+)
+CODER = Setting(
+    workload=Workload(
+        name="coder",
+        contents=Conversations(
+            lengths=LogNormalLengths(
+                mean_prompt_tokens=1500, mean_output_tokens=250, prompt_variation=1.5, output_variation=1.0
+            ),
+            system_prompts=SystemPrompts(num_prompts=4, num_tokens=2000),
+            turns=Turns(mean_turns=20, mean_think_s=5.0),
+        ),
+    ),
+    layout=Layout(
+        prefill=Pool(role=WorkerRole.PREFILL, replicas=4, hardware=_H20, max_batch_tokens=8192),
+        decode=Pool(role=WorkerRole.DECODE, replicas=4, hardware=_H20, max_batch_tokens=8192),
+    ),
+    ttft_s=2.0,
+    tpot_s=0.05,
+    rate=4,
+    model=QWEN3_CODER_30B,
+)
+"""Sessions of a coder on eight H20, as gahow/agentic-kvc describes them (May 2026); turns, lengths and tools are
+assumed."""
 
 SETTINGS = (
     Setting(
@@ -192,14 +218,7 @@ SETTINGS = (
     ),
     Setting(workload=preset("code"), layout=layout(6, 2), ttft_s=0.45, tpot_s=0.04, rate=150),
     Setting(workload=preset("agent"), layout=layout(4, 4), ttft_s=2.0, tpot_s=0.05, rate=120),
-    Setting(
-        workload=replace(CODER.workload, name="coder"),
-        layout=CODER.layouts[1],
-        ttft_s=CODER.slo.ttft_seconds,
-        tpot_s=CODER.slo.tpot_seconds,
-        rate=4,
-        model=CODER.model,
-    ),
+    CODER,
     Setting(
         workload=Workload(
             name="uniform",
