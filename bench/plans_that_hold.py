@@ -45,7 +45,7 @@ from pdserve.bench.script import commit, publish, script_parser
 from pdserve.contracts.deployment import SloConfig
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import PlannedModel
-from pdserve.planner.search.goodput import Runner, Trial
+from pdserve.planner.search.goodput import Runner
 from pdserve.planner.search.plan import Effort, Objective, Plan, Question, Supply
 from pdserve.planner.search.search import find_plan
 from pdserve.planner.simulate.attainment import Attainment, Interval
@@ -146,14 +146,7 @@ def plan_of(case: Case, traffic: Traffic, num_processes: int) -> Plan:
 def judged(run: tuple[float, int], *, plan: Plan, traffic: Traffic, num_requests: int) -> Attainment:
     """The winner at a rate, with a seed."""
     rate, seed = run
-    trial = Trial(
-        model=plan.question.model,
-        layout=plan.best.layout,
-        slo=plan.question.slo,
-        policy=plan.question.policy,
-        num_requests=traffic.at_most(num_requests),
-        seed=seed,
-    )
+    trial = replace(plan.question.trial(plan.best.layout, traffic.at_most(num_requests)), seed=seed)
     return Runner(traffic.workload).attainment(trial, rate)
 
 

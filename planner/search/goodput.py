@@ -109,10 +109,6 @@ class Goodput:
         """Whether ``seen`` meets the target as surely as the goodput does."""
         return seen.surely_meets(self.target) if self.interval.low else seen.meets(self.target)
 
-    @property
-    def rate_per_device(self) -> float:
-        return self.rate / self.num_devices
-
 
 class Runner:
     """Simulates trials of one workload; caches draws and cost models."""
@@ -142,7 +138,7 @@ class Runner:
             cost_of=lambda pool: self._cost(trial.model, replace(pool, replicas=1)),
             looks={usual: partial(seems_over, slo=trial.slo, growth=longest / usual)} if may_end else NO_LOOKS,
         )
-        return measure([simulation], trial.slo, rate, num_looks=NUM_LOOKS if may_end else 1)
+        return measure(simulation, trial.slo, rate, num_looks=NUM_LOOKS if may_end else 1)
 
     def scouted(self, trial: Trial, rate: float) -> Attainment:
         """What the scout attains at ``rate``, by ``least-time`` and with all of ``num_requests``.
@@ -161,7 +157,7 @@ class Runner:
             slo=trial.slo,
             max_in_flight=_max_in_flight(trial),
         )
-        return measure([found.simulation()], trial.slo, rate)
+        return measure(found.simulation(), trial.slo, rate)
 
     def _draw(self, num_requests: int, seed: int, max_model_len: int) -> DrawnRequests:
         return self._workload.draw(num_requests, seed, max_model_len=max_model_len)
