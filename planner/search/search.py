@@ -267,7 +267,7 @@ class _Search:
             return [layout]
         powers = range(pool.max_batch_size.bit_length(), _MOST_CHUNK_TOKENS.bit_length())
         tuned = [replace(pool, max_batch_tokens=2**power) for power in powers]
-        return [replace(layout, mixed=each) for each in tuned if fits(each, model, each.cost(model))]
+        return [replace(layout, mixed=each) for each in tuned if fits(each, model)]
 
     def _correct(self) -> None:
         """Correct what is expected of layouts by what was found of others: estimates of either kind by the scout, and
