@@ -57,11 +57,8 @@ class Case:
     """Of a worker."""
 
     def layout(self, num_prefill: int, num_decode: int) -> Layout:
-        pools = [
-            Pool(role=role, replicas=number, hardware=self.device)
-            for role, number in ((PREFILL, num_prefill), (DECODE, num_decode))
-        ]
-        return Layout(prefill=pools[0], decode=pools[1])
+        numbers = ((PREFILL, num_prefill), (DECODE, num_decode))
+        return Layout.of(Pool(role=role, replicas=number, hardware=self.device) for role, number in numbers)
 
     def run(self, num_prefill: int, num_decode: int, autoscaler: Autoscaler | None = None) -> Simulation:
         return simulate(

@@ -101,14 +101,8 @@ def layout(prefill: int, decode: int, *, prefill_blocks: int = 0, decode_blocks:
 
 
 def _two_hosts() -> Layout:
-    one_host = layout(4, 4)
-    assert one_host.prefill is not None
-    assert one_host.decode is not None
-    return Layout(
-        prefill=replace(one_host.prefill, hardware=BETWEEN_HOSTS),
-        decode=replace(one_host.decode, hardware=BETWEEN_HOSTS),
-        hosts=(((0,), (0,), (1,), (1,)),) * 2,
-    )
+    pools = (replace(pool, hardware=BETWEEN_HOSTS) for pool in layout(4, 4).pools)
+    return Layout.of(pools, hosts=(((0,), (0,), (1,), (1,)),) * 2)
 
 
 _LONG_AMONG_SHORT = QuantileLengths(
@@ -137,10 +131,7 @@ CODER = Setting(
             turns=Turns(mean_turns=20, mean_think_s=5.0),
         ),
     ),
-    layout=Layout(
-        prefill=Pool(role=WorkerRole.PREFILL, replicas=4, hardware=_H20, max_batch_tokens=8192),
-        decode=Pool(role=WorkerRole.DECODE, replicas=4, hardware=_H20, max_batch_tokens=8192),
-    ),
+    layout=Layout.of(replace(pool, hardware=_H20, max_batch_tokens=8192) for pool in layout(4, 4).pools),
     ttft_s=2.0,
     tpot_s=0.05,
     rate=4,

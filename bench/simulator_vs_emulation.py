@@ -54,7 +54,7 @@ from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.loadgen.load import MAX_CPU_SHARE, Measurement, measure_load
 from pdserve.model.config.shape import ModelShape
-from pdserve.model.cost.hardware import hardware, slowed
+from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.random_checkpoint import write_tokenizer
 from pdserve.planner.arrays import BoolArray, FloatArray
 from pdserve.planner.layout import Layout, PlannedModel, Pool
@@ -223,14 +223,13 @@ def found_turn(late_s: Callable[[float], float]) -> float:
 def one_of_each(prefill_degrees: Sequence[int], decode_degrees: Sequence[int]) -> Setting:
     """A prefill and a decode worker under `LOGNORMAL`, with the rate at saturation. Degrees are tensor- and
     pipeline-parallel."""
-    prefill, decode = (
+    layout = Layout.of(
         Pool(role=role, replicas=1, hardware=hardware(GPU), tensor_parallel=tensor, pipeline_parallel=pipeline)
         for role, (tensor, pipeline) in (
             (WorkerRole.PREFILL, prefill_degrees),
             (WorkerRole.DECODE, decode_degrees),
         )
     )
-    layout = Layout(prefill=prefill, decode=decode)
     return Setting(
         workload=LOGNORMAL,
         layout=layout,
@@ -367,7 +366,7 @@ class Comparison:
             requests = sorted(moved, key=lambda each: each.arrived_s)
         times = simulate(
             setting.model,
-            slowed_layout(setting.layout, scale),
+            setting.layout.slowed(scale),
             requests,
             slo=slowed_slo(setting.slo, scale),
             overheads=Overheads(**{name: value * scale for name, value in asdict(overheads).items()}),
@@ -378,15 +377,6 @@ class Comparison:
 
 def slowed_slo(slo: SloConfig, time_scale: float) -> SloConfig:
     return replace(slo, ttft_seconds=slo.ttft_seconds * time_scale, tpot_seconds=slo.tpot_seconds * time_scale)
-
-
-def slowed_layout(layout: Layout, time_scale: float) -> Layout:
-    """The layout as `emulated_cluster` starts it."""
-
-    def pool(fast: Pool | None) -> Pool | None:
-        return fast and replace(fast, hardware=slowed(fast.hardware, time_scale))
-
-    return replace(layout, prefill=pool(layout.prefill), decode=pool(layout.decode), mixed=pool(layout.mixed))
 
 
 def slowed_request(request: SimulatedRequest, time_scale: float, from_s: float = 0.0) -> SimulatedRequest:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil
-from typing import Any
 
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.candidates import assemble, verdict_of
@@ -130,11 +129,8 @@ def _entries(question: Question, estimator: Estimator, running: Layout) -> list[
     layouts = [running]
     for layout in enumerate_layouts(question).layouts:
         if [pool.replicas for pool in layout.pools] != numbers:
-            pools: dict[str, Any] = {
-                old.role.value: replace(old, replicas=new.replicas)
-                for old, new in zip(running.pools, layout.pools, strict=True)
-            }
-            layouts.append(replace(layout, **pools))
+            pools = zip(running.pools, layout.pools, strict=True)
+            layouts.append(Layout.of((replace(old, replicas=new.replicas) for old, new in pools), layout.hosts))
     estimates = [estimator.estimate(layout) for layout in layouts]
     return [
         Entry(layout, estimate, dollars_per_hour(layout, question.fleet), estimate.rate)

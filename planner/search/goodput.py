@@ -18,8 +18,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
-from pdserve.model.cost.cost_model import CostModel
-from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.search.rates import bracketing, fall_rate, highest_rate
 from pdserve.planner.simulate.attainment import NUM_LOOKS, Attainment, Interval, measure, seems_over
 from pdserve.planner.simulate.simulator import NO_LOOKS, simulate
@@ -117,7 +116,7 @@ class Runner:
         self._workload = workload
         self._drawn = lru_cache(maxsize=32)(self._draw)
         self._unit_rate = lru_cache(maxsize=32)(self._at_unit_rate)
-        self._cost = lru_cache(maxsize=None)(_cost)
+        self._cost = cache(lambda model, pool: pool.cost(model))
 
     def attainment(self, trial: Trial, rate: float) -> Attainment:
         """What the live schedulers and the policy attain at ``rate``.
@@ -178,10 +177,6 @@ def run_lengths(trial: Trial, requests: Sequence[SimulatedRequest]) -> list[int]
         num_arrived = bisect_right(requests, ends_s, key=lambda request: request.arrived_s)
         lengths.append(min(len(requests), max(num_arrived, round(look * LEAST_REQUESTS))))
     return lengths
-
-
-def _cost(model: PlannedModel, pool: Pool) -> CostModel:
-    return pool.cost(model)
 
 
 def _max_in_flight(trial: Trial) -> int:

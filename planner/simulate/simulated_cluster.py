@@ -176,7 +176,8 @@ class ClusterBuilder:
         guessing = speculation = None
         times = StepTimes(cost)
         if pool.guesses is not None and pool.role is not WorkerRole.PREFILL:
-            share_right, draft = pool.guesses.share_right, pool.guesses.draft and pool.cost(pool.guesses.draft)
+            share_right = pool.guesses.share_right
+            draft = None if pool.guesses.draft is None else pool.cost(pool.guesses.draft)
             guessing, times = Guessing(worker_id, share_right, draft), StepTimes(cost, draft)
             speculation = Speculation(times.by_guesses, share_right, plans_ahead=cost.pipeline_depth > 1)
         scheduler = Scheduler(

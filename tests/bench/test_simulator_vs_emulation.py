@@ -25,7 +25,6 @@ from pdserve.bench.simulator_vs_emulation import (
     overheads_between,
     pipelined_overheads,
     saturation,
-    slowed_layout,
     slowed_request,
 )
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
@@ -208,7 +207,7 @@ def test_requests_are_slowed_and_their_times_emulated() -> None:
     before = [SimulatedRequest(0.0, 500, 5)]
     slow = simulate(
         MODEL,
-        slowed_layout(layout, scale),
+        layout.slowed(scale),
         before + [slowed_request(request, scale, from_s) for request in requests],
         slo=slow_slo,
         overheads=NO_OVERHEADS,
@@ -233,7 +232,7 @@ def test_a_simulation_knows_what_the_cluster_has_served(monkeypatch: pytest.Monk
         begins_s = served[-1].arrived_s + 100.0 if served else 0.0
         served.extend(slowed_request(request, time_scale, begins_s) for request in requests)
         slo = SloConfig(ttft_seconds=1.5, tpot_seconds=0.1)
-        layout = slowed_layout(setting.layout, time_scale)
+        layout = setting.layout.slowed(time_scale)
         slow = simulate(MODEL, layout, served, slo=slo, overheads=NO_OVERHEADS, policy=DEFAULT_POLICY).times
         times = emulated_times(slow, time_scale, begins_s)
         ended_s = float(times.last_token_s.max())
