@@ -39,17 +39,15 @@ import torch
 from pdserve.bench.kernels.attention import random_pool
 from pdserve.bench.kernels.measure import Timer, clocks_under, gpu_timer
 from pdserve.bench.kernels.report import (
-    Echo,
     NoGpuError,
     cuda_device,
     limits_of,
-    log,
     machine,
     measured_limits,
-    show_table,
     write_dated,
 )
 from pdserve.bench.kernels.run import free_memory
+from pdserve.bench.script import Echo, log, show_table
 from pdserve.bench.shapes import LLAMA_3_8B_CONFIG
 from pdserve.bench.transfer import EPOCH, TOKEN, Messages, offer_orders, pull_order, wait_until_pulled
 from pdserve.contracts.kv_layout import KvLayout, kv_vector_bytes, resolve_kv_dtype

@@ -24,11 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from pdserve.bench.models import LLAMA_3_8B, QWEN3_CODER_30B
-from pdserve.bench.script import publish, script_parser
+from pdserve.bench.script import publish, script_parser, show_table
 from pdserve.contracts.deployment import DEFAULT_POLICY, POLICIES, SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import hardware
@@ -371,7 +369,6 @@ def main() -> None:
     if unknown:
         parser.error(f"--policies names {', '.join(unknown)}: use some of {', '.join(CASES)}")
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
-    console = Console(stderr=True, width=200)
     records: list[dict[str, Any]] = []
     traces = [mooncake(arguments.data, sessions=each) for each in (False, True)] if arguments.data else []
     for setting in (*SETTINGS, *traces):
@@ -381,11 +378,10 @@ def main() -> None:
         found = outcomes(setting, policies, arguments.requests, seeds, arguments.other_seeds, arguments.rates)
         base = found[BASELINE]
         shown = [name for name in base if arguments.rates or not name.startswith("TTFT")]
-        table = Table(setting.name, *shown, box=None)
-        for policy, values in found.items():
-            table.add_row(policy, *(against(values[name], base[name]) for name in shown))
-            records.append({"setting": setting.name, "layout": str(setting.layout), "policy": policy, **values})
-        console.print(table)
+        table = [(policy, *(against(values[name], base[name]) for name in shown)) for policy, values in found.items()]
+        show_table(setting.name, ("policy", *shown), table)
+        of_all = {"setting": setting.name, "layout": str(setting.layout)}
+        records += [{**of_all, "policy": policy, **values} for policy, values in found.items()]
     run = {"requests_per_run": arguments.requests, "seeds": list(seeds)}
     publish({**run, "by_seed": records}, arguments.json, unshown=("by_seed",))
 

@@ -21,16 +21,15 @@ from pdserve.bench.kernels.case import Case
 from pdserve.bench.kernels.cases import chosen_cases
 from pdserve.bench.kernels.measure import Result, clocks_under, gpu_timer, measure
 from pdserve.bench.kernels.report import (
-    Echo,
     cuda_device,
     limits_of,
-    log,
     machine,
     measured_limits,
     show_kernels,
     write_dated,
 )
 from pdserve.bench.kernels_compile import HOPPER, MAX_SHARED_BYTES, compile_all, launches
+from pdserve.bench.script import Echo, log
 
 
 def run(
