@@ -26,15 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
-from pdserve.bench.cluster import RunningCluster
 from pdserve.bench.models import LLAMA_3_8B
 from pdserve.bench.script import publish, script_parser
-from pdserve.bench.simulator_vs_emulation import MODEL, cpu_seconds, emulated_cluster, invalid_reasons, slowed_request
+from pdserve.bench.simulator_vs_emulation import MODEL, emulated_cluster, observe, slowed_request, slowed_slo
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.worker_config import WorkerRole
-from pdserve.loadgen.load import measure_load
 from pdserve.model.cost.hardware import Hardware, hardware, slowed
 from pdserve.planner.autoscale import START_S, Autoscaler, Bounds
 from pdserve.planner.layout import Layout, PlannedModel, Pool
@@ -60,11 +57,8 @@ class Case:
     """Of a worker."""
 
     def layout(self, num_prefill: int, num_decode: int) -> Layout:
-        pools = [
-            Pool(role=role, replicas=number, hardware=self.device)
-            for role, number in ((PREFILL, num_prefill), (DECODE, num_decode))
-        ]
-        return Layout(prefill=pools[0], decode=pools[1])
+        numbers = ((PREFILL, num_prefill), (DECODE, num_decode))
+        return Layout.of(Pool(role=role, replicas=number, hardware=self.device) for role, number in numbers)
 
     def run(self, num_prefill: int, num_decode: int, autoscaler: Autoscaler | None = None) -> Simulation:
         return simulate(
@@ -79,10 +73,7 @@ class Case:
 
     def slowed(self, time_scale: float, start_s: float) -> Case:
         """The case as an emulated cluster sees it."""
-        slo = replace(
-            self.slo, ttft_seconds=self.slo.ttft_seconds * time_scale, tpot_seconds=self.slo.tpot_seconds * time_scale
-        )
-        requests = [slowed_request(each, time_scale) for each in self.requests]
+        slo, requests = slowed_slo(self.slo, time_scale), [slowed_request(each, time_scale) for each in self.requests]
         return replace(self, device=slowed(self.device, time_scale), slo=slo, requests=requests, start_s=start_s)
 
 
@@ -225,13 +216,8 @@ def followed(log: str, num_workers: int, ended_s: float) -> tuple[dict[str, Any]
 
 def live(case: Case, time_scale: float) -> dict[str, Any]:
     with emulated_cluster(case.model, case.layout(1, 2), case.slo, time_scale, max_replicas=MOST) as cluster:
-        before_s, began_s = _router_s(cluster), time.monotonic()
-        psutil.cpu_percent()  # begins the interval of the next call
-        measured = measure_load(
-            cluster.url, case.requests, vocab_size=case.model.shape.vocab_size, time_scale=time_scale
-        )
-        machine_share = psutil.cpu_percent() / 100
-        router_share = (_router_s(cluster) - before_s) / (time.monotonic() - began_s)
+        vocab_size = case.model.shape.vocab_size
+        measured, shares, invalid = observe(cluster, case.requests, vocab_size=vocab_size, time_scale=time_scale)
         seen, starts_s = followed(cluster.log.read_text(), 3, measured.ended_s * time_scale)
     seen = {"attained": round(float(measured.times.are_within(case.slo).mean()), 4), **seen}
     start_s = float(np.mean(starts_s)) if starts_s else START_S
@@ -243,14 +229,9 @@ def live(case: Case, time_scale: float) -> dict[str, Any]:
         "live": seen,
         "simulated": simulated,
         "points": round(100 * (seen["attained"] - simulated["attained"]), 1),
-        "router_share": round(router_share, 2),
-        "machine_share": round(machine_share, 2),
-        "invalid": invalid_reasons(measured, router_share, machine_share, time_scale),
+        "shares": shares,
+        "invalid": invalid,
     }
-
-
-def _router_s(cluster: RunningCluster) -> float:
-    return cpu_seconds(cluster)["router"]
 
 
 def main() -> None:

@@ -25,11 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from pdserve.bench.models import BLOOM_176B, LLAMA_2_70B, OPT_13B, OPT_66B
-from pdserve.bench.script import csv_records, publish, script_parser
+from pdserve.bench.script import csv_records, publish, script_parser, show_table
 from pdserve.bench.vllm_runs import check_runs
 from pdserve.contracts.precision import Precision
 from pdserve.model.cost.cost_model import CostModel
@@ -52,8 +50,6 @@ MAX_CONTEXT_TOKENS = 60_000
 """Largest batch that fitted into the measured pools."""
 MAX_BATCH_OF_TWO, MAX_SEEN_RANKS = 16, 4
 """Splitwise's largest batch on 2 ranks, and the ranks that its fit sees."""
-
-_WIDTH = 120
 
 
 class Group(NamedTuple):
@@ -207,20 +203,20 @@ def held_out(groups: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def _show(groups: list[dict[str, Any]], runs: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="Relative errors of predictions: mean with sign, and mean size")
-    for heading in ("engine", "device", "model", "TP", "what", "rows", "catalogue", "fitted", ""):
-        table.add_column(heading, justify="right" if heading in ("TP", "rows", "catalogue", "fitted") else "left")
+def _show(groups: list[dict[str, Any]], runs: list[dict[str, Any]]) -> None:
+    table: list[tuple[str, ...]] = []
     for group in groups:
         shown = [f"{group[kind]['bias']:+.0%} ({group[kind]['mean']:.0%})" for kind in ("catalogue", "fitted")]
         names = [str(group[key]) for key in ("engine", "device", "model", "tensor_parallel", "phase", "num_rows")]
-        table.add_row(*names, *shown, "seen" if group["is_seen"] else "held out")
+        table.append((*names, *shown, "seen" if group["is_seen"] else "held out"))
     for run in runs:
         model = f"{run['model'].partition('/')[2]}, {run['requests_per_s']:g}/s"
         for name in ("ttft", "itl"):
             shown = [f"{run[kind][name]:+.0%}" for kind in ("catalogue", "held_out")]
-            table.add_row("vLLM 0.15.1", "h100-sxm", model, str(run["tensor_parallel"]), name, "1", *shown, "held out")
-    console.print(table)
+            names = ["vLLM 0.15.1", "h100-sxm", model, str(run["tensor_parallel"]), name, "1"]
+            table.append((*names, *shown, "held out"))
+    header = ("engine", "device", "model", "TP", "what", "rows", "catalogue", "fitted", "")
+    show_table("Relative errors of predictions: mean with sign, and mean size", header, table)
 
 
 def main() -> None:
@@ -233,7 +229,7 @@ def main() -> None:
     ]
     groups, fits = check(rows)
     runs, fits["vLLM 0.15.1 on h100-sxm"] = check_runs(arguments.data / "vllm_h100_open_loop.csv")
-    _show(groups, runs, Console(stderr=True, width=_WIDTH))
+    _show(groups, runs)
     means = held_out(groups)
     means["vLLM 0.15.1 on h100-sxm"] = {
         name: round(float(np.mean([abs(run["held_out"][name]) for run in runs])), 3) for name in ("ttft", "itl")

@@ -15,12 +15,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from pdserve.bench.models import LLAMA_3_8B
 from pdserve.bench.policies import layout
-from pdserve.bench.script import publish, script_parser
+from pdserve.bench.script import publish, script_parser, show_table
 from pdserve.contracts.block_hash import block_hashes
 from pdserve.contracts.events import SchedulerLoad
 from pdserve.contracts.request import GenerationRequest, KvSource
@@ -133,17 +131,14 @@ def decision_times(num_workers: int, num_tokens: int, num_decisions: int, *, is_
 def main() -> None:
     parser = script_parser(__doc__)
     arguments = parser.parse_args()
-    table = Table("workers", "prompt", "cached", "p50 us", "p99 us", "us per report", box=None)
     records = []
     for num_workers, num_tokens, is_cached, num_decisions in CASES:
         times = decision_times(num_workers, num_tokens, num_decisions, is_cached=is_cached)
         p50, p99 = (round(float(each)) for each in np.percentile([each.decisions_us for each in times], (50, 99)))
         report = round(float(np.median([each.report_us for each in times])), 1)
-        name = f"{num_workers} + {num_workers}"
-        table.add_row(name, f"{num_tokens:,}", str(is_cached), f"{p50:,}", f"{p99:,}", f"{report}")
         case = {"workers": num_workers, "prompt_tokens": num_tokens, "cached": is_cached}
         records.append({**case, "p50_us": p50, "p99_us": p99, "report_us": report})
-    Console(stderr=True).print(table)
+    show_table("decisions", tuple(records[0]), [tuple(map(str, each.values())) for each in records])
     publish({"decisions": records}, arguments.json, unshown=("decisions",))
 
 

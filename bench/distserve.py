@@ -212,7 +212,7 @@ def highest_rate(case: Case, layout: Layout, fits: Fits, num_requests: int, *, i
         done = run(case, layout, fits, offered, num_requests, case.slo, 0)
         if is_finite:
             return min(shares(done, case.slo)) >= case.slo.attainment
-        return measure([done], case.slo, offered).meets(case.slo.attainment)
+        return measure(done, case.slo, offered).meets(case.slo.attainment)
 
     if least and not meets(least):
         return 0.0

@@ -113,7 +113,7 @@ def served(case: Case, num_requests: int, seed: int, rate: float, share_right: f
         slo=devices.slo,
         max_in_flight=MAX_IN_FLIGHT,
     )
-    return measure([simulation], devices.slo, rate)
+    return measure(simulation, devices.slo, rate)
 
 
 def rows(name: str, seed: int, num_requests: int) -> list[dict[str, Any]]:

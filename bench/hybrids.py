@@ -14,6 +14,7 @@ that meet the target at the best rate of their kind so far; a hybrid is tried at
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -47,17 +48,13 @@ _TARGET, _SURE = 0.9, 0.02
 _TOLERANCE = 1.04
 
 
-def layout(prefill: int, decode: int, mixed: int, chunk_tokens: int) -> Layout:
-    def pool(role: WorkerRole, replicas: int, max_batch_tokens: int) -> Pool | None:
-        device = hardware("h100-sxm")
-        return (
-            Pool(role=role, replicas=replicas, hardware=device, max_batch_tokens=max_batch_tokens) if replicas else None
-        )
-
-    return Layout(
-        prefill=pool(WorkerRole.PREFILL, prefill, 8192),
-        decode=pool(WorkerRole.DECODE, decode, chunk_tokens),
-        mixed=pool(WorkerRole.MIXED, mixed, chunk_tokens),
+def layout(counts: Sequence[int], chunk_tokens: int) -> Layout:
+    """Numbers of workers in the order of `WorkerRole`."""
+    device, budgets = hardware("h100-sxm"), (8192, chunk_tokens, chunk_tokens)
+    return Layout.of(
+        Pool(role=role, replicas=replicas, hardware=device, max_batch_tokens=max_batch_tokens)
+        for role, replicas, max_batch_tokens in zip(WorkerRole, counts, budgets, strict=True)
+        if replicas
     )
 
 
@@ -96,7 +93,7 @@ def compare(traffic: str, scale: float, num_requests: int, at_rate: float, termi
     for kind, counts in KINDS.items():
         best: dict[str, Any] = {"layout": "none", "rate": at_rate or (best_of_all if kind == "hybrid" else 0.0)}
         attained: dict[str, list[float]] = {}
-        for tried in [(layout(*each, chunk), chunk) for each in counts for chunk in chunks]:
+        for tried in [(layout(each, chunk), chunk) for each in counts for chunk in chunks]:
             name = f"{tried[0]}, {tried[1]}"
             served = Served(runner, Trial(model=LLAMA_3_8B, layout=tried[0], slo=slo, num_requests=num_requests))
             for _ in _SEEDS if at_rate else ():

@@ -28,7 +28,6 @@ from typing import Any
 
 from rich.console import Console
 
-from pdserve.bench.losing_cases import CASES as LOSING_CASES
 from pdserve.bench.models import (
     DEEPSEEK_V3,
     GEMMA_3_27B,
@@ -41,11 +40,12 @@ from pdserve.bench.models import (
     QWEN3_CODER_30B,
     QWEN_25_7B,
 )
+from pdserve.bench.policies import CODER
 from pdserve.bench.script import commit, publish, script_parser
 from pdserve.contracts.deployment import SloConfig
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import PlannedModel
-from pdserve.planner.search.goodput import Runner, Trial
+from pdserve.planner.search.goodput import Runner
 from pdserve.planner.search.plan import Effort, Objective, Plan, Question, Supply
 from pdserve.planner.search.search import find_plan
 from pdserve.planner.simulate.attainment import Attainment, Interval
@@ -114,8 +114,8 @@ CASES = (
         model=QWEN3_CODER_30B,
         gpu="h100-sxm",
         num_gpus=8,
-        workload=replace(LOSING_CASES[0].workload, name="coder"),
-        slo=LOSING_CASES[0].slo,
+        workload=CODER.workload,
+        slo=CODER.slo,
     ),
     Case(
         model=LLAMA_3_8B,
@@ -146,14 +146,7 @@ def plan_of(case: Case, traffic: Traffic, num_processes: int) -> Plan:
 def judged(run: tuple[float, int], *, plan: Plan, traffic: Traffic, num_requests: int) -> Attainment:
     """The winner at a rate, with a seed."""
     rate, seed = run
-    trial = Trial(
-        model=plan.question.model,
-        layout=plan.best.layout,
-        slo=plan.question.slo,
-        policy=plan.question.policy,
-        num_requests=traffic.at_most(num_requests),
-        seed=seed,
-    )
+    trial = replace(plan.question.trial(plan.best.layout, traffic.at_most(num_requests)), seed=seed)
     return Runner(traffic.workload).attainment(trial, rate)
 
 

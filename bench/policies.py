@@ -24,12 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from pdserve.bench.losing_cases import CASES as LOSING_CASES
-from pdserve.bench.models import LLAMA_3_8B
-from pdserve.bench.script import publish, script_parser
+from pdserve.bench.models import LLAMA_3_8B, QWEN3_CODER_30B
+from pdserve.bench.script import publish, script_parser, show_table
 from pdserve.contracts.deployment import DEFAULT_POLICY, POLICIES, SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import hardware
@@ -37,7 +34,7 @@ from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.search.rates import highest_rate
 from pdserve.planner.simulate.simulator import simulate
 from pdserve.planner.workload.arrivals import POISSON, RandomGaps
-from pdserve.planner.workload.conversations import Conversations, SystemPrompts
+from pdserve.planner.workload.conversations import Conversations, SystemPrompts, Turns
 from pdserve.planner.workload.lengths import FixedLengths, LogNormalLengths, QuantileLengths
 from pdserve.planner.workload.presets import preset
 from pdserve.planner.workload.trace_reading import read_trace
@@ -102,14 +99,8 @@ def layout(prefill: int, decode: int, *, prefill_blocks: int = 0, decode_blocks:
 
 
 def _two_hosts() -> Layout:
-    one_host = layout(4, 4)
-    assert one_host.prefill is not None
-    assert one_host.decode is not None
-    return Layout(
-        prefill=replace(one_host.prefill, hardware=BETWEEN_HOSTS),
-        decode=replace(one_host.decode, hardware=BETWEEN_HOSTS),
-        hosts=(((0,), (0,), (1,), (1,)),) * 2,
-    )
+    pools = (replace(pool, hardware=BETWEEN_HOSTS) for pool in layout(4, 4).pools)
+    return Layout.of(pools, hosts=(((0,), (0,), (1,), (1,)),) * 2)
 
 
 _LONG_AMONG_SHORT = QuantileLengths(
@@ -120,8 +111,32 @@ _PREFIXED = Conversations(
     system_prompts=SystemPrompts(num_prompts=40, num_tokens=6000, zipf_exponent=0.0),
 )
 
-CODER = LOSING_CASES[0]
-"""Sessions of a coder on eight H20."""
+_H20 = replace(
+    H100,
+    name="h20",
+    peak_flops={**H100.peak_flops, "bfloat16": 148e12},
+    memory_bytes=96 * 10**9,
+    memory_bandwidth=4.0e12,
+)
+CODER = Setting(
+    workload=Workload(
+        name="coder",
+        contents=Conversations(
+            lengths=LogNormalLengths(
+                mean_prompt_tokens=1500, mean_output_tokens=250, prompt_variation=1.5, output_variation=1.0
+            ),
+            system_prompts=SystemPrompts(num_prompts=4, num_tokens=2000),
+            turns=Turns(mean_turns=20, mean_think_s=5.0),
+        ),
+    ),
+    layout=Layout.of(replace(pool, hardware=_H20, max_batch_tokens=8192) for pool in layout(4, 4).pools),
+    ttft_s=2.0,
+    tpot_s=0.05,
+    rate=4,
+    model=QWEN3_CODER_30B,
+)
+"""Sessions of a coder on eight H20, as gahow/agentic-kvc describes them (May 2026); turns, lengths and tools are
+assumed."""
 
 SETTINGS = (
     Setting(
@@ -192,14 +207,7 @@ SETTINGS = (
     ),
     Setting(workload=preset("code"), layout=layout(6, 2), ttft_s=0.45, tpot_s=0.04, rate=150),
     Setting(workload=preset("agent"), layout=layout(4, 4), ttft_s=2.0, tpot_s=0.05, rate=120),
-    Setting(
-        workload=replace(CODER.workload, name="coder"),
-        layout=CODER.layouts[1],
-        ttft_s=CODER.slo.ttft_seconds,
-        tpot_s=CODER.slo.tpot_seconds,
-        rate=4,
-        model=CODER.model,
-    ),
+    CODER,
     Setting(
         workload=Workload(
             name="uniform",
@@ -361,7 +369,6 @@ def main() -> None:
     if unknown:
         parser.error(f"--policies names {', '.join(unknown)}: use some of {', '.join(CASES)}")
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
-    console = Console(stderr=True, width=200)
     records: list[dict[str, Any]] = []
     traces = [mooncake(arguments.data, sessions=each) for each in (False, True)] if arguments.data else []
     for setting in (*SETTINGS, *traces):
@@ -371,11 +378,10 @@ def main() -> None:
         found = outcomes(setting, policies, arguments.requests, seeds, arguments.other_seeds, arguments.rates)
         base = found[BASELINE]
         shown = [name for name in base if arguments.rates or not name.startswith("TTFT")]
-        table = Table(setting.name, *shown, box=None)
-        for policy, values in found.items():
-            table.add_row(policy, *(against(values[name], base[name]) for name in shown))
-            records.append({"setting": setting.name, "layout": str(setting.layout), "policy": policy, **values})
-        console.print(table)
+        table = [(policy, *(against(values[name], base[name]) for name in shown)) for policy, values in found.items()]
+        show_table(setting.name, ("policy", *shown), table)
+        of_all = {"setting": setting.name, "layout": str(setting.layout)}
+        records += [{**of_all, "policy": policy, **values} for policy, values in found.items()]
     run = {"requests_per_run": arguments.requests, "seeds": list(seeds)}
     publish({**run, "by_seed": records}, arguments.json, unshown=("by_seed",))
 

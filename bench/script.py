@@ -12,10 +12,12 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+Echo = Callable[[str], None]
 
 
 def script_parser(description: str | None) -> argparse.ArgumentParser:
@@ -28,6 +30,20 @@ def csv_records(path: Path) -> Iterator[dict[str, str]]:
     """Rows of a table whose first lines may be comments."""
     with path.open(encoding="utf-8") as file:
         yield from csv.DictReader(line for line in file if not line.startswith("#"))
+
+
+def log(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def show_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], echo: Echo = log) -> None:
+    """Print a table whose columns but the first are aligned to the right."""
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    echo(title)
+    for first, *others in lines:
+        cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
+        echo("  ".join((f"{first:<{widths[0]}}", *cells)))
 
 
 def commit() -> str:

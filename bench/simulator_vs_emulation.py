@@ -38,25 +38,25 @@ from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 from rich.console import Console
 
-from pdserve.bench.agreement import Agreement, Figures, figures_of
-from pdserve.bench.calibration import pipelined_overheads, saturation
 from pdserve.bench.cluster import RunningCluster, running_cluster
 from pdserve.bench.models import LLAMA_3_8B
 from pdserve.bench.policies import SETTINGS, Setting, layout
 from pdserve.bench.script import publish, script_parser
 from pdserve.bench.shapes import LLAMA_3_8B_CONFIG
+from pdserve.contracts.codec import to_plain
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.loadgen.load import MAX_CPU_SHARE, Measurement, measure_load
 from pdserve.model.config.shape import ModelShape
-from pdserve.model.cost.hardware import hardware, slowed
+from pdserve.model.cost.hardware import hardware
 from pdserve.model.weights.random_checkpoint import write_tokenizer
+from pdserve.planner.arrays import BoolArray, FloatArray
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.simulate.simulation import RequestTimes
 from pdserve.planner.simulate.simulator import NO_OVERHEADS, Overheads, simulate
@@ -110,19 +110,126 @@ NUM_WARM, NUM_PROBES = 20, 150
 NUM_SIMULATIONS = 5
 PAUSE_S = 5.0
 """Between two measurements: the cluster is empty."""
+Figures = Mapping[str, float]
+"""``attainment``, the share of requests that met both objectives, and `PERCENTILES` in seconds. All requests count; one
+that did not end meets nothing. TPOT is of answers of two tokens and more."""
+PERCENTILES = ("ttft_p50_s", "ttft_p90_s", "tpot_p50_s", "tpot_p90_s")
+_MOST_POINTS, _MOST_ERROR = 2.0, 0.05
+_NUM_HALVINGS = 5
+
+
+def figures_of(times: RequestTimes, slo: SloConfig) -> Figures:
+    def percentiles(seconds: FloatArray) -> list[float]:
+        known = seconds[~np.isnan(seconds)]
+        return np.percentile(known, (50, 90)).tolist() if known.size else [np.nan, np.nan]
+
+    values = [*percentiles(times.ttft_s), *percentiles(times.tpot_s[times.num_output_tokens > 1])]
+    return {"attainment": float(times.are_within(slo).mean()), **dict(zip(PERCENTILES, values, strict=True))}
+
+
+def compared(measured: Figures, simulated: Figures) -> dict[str, Any]:
+    """Both, percentage points by which the simulator's attainment is above, and its relative errors, which are above 0
+    where it is slower."""
+    return {
+        "measured": {name: round(value, 6) for name, value in measured.items()},
+        "simulated": {name: round(value, 6) for name, value in simulated.items()},
+        "attainment_points": round(100 * (simulated["attainment"] - measured["attainment"]), 2),
+        "relative_errors": {name: round(simulated[name] / measured[name] - 1, 4) for name in PERCENTILES},
+    }
+
+
+def failures(agreement: Mapping[str, Any], *, attainment_only: bool = False) -> list[str]:
+    """Figures that differ by more than 2 points or 5 %, a line each."""
+    found = []
+    # Not "more than": NaN, for nothing measured, agrees with nothing.
+    if not abs(agreement["attainment_points"]) <= _MOST_POINTS:
+        found.append(f"attainment is {agreement['attainment_points']:+.1f} points off")
+    for name, error in agreement["relative_errors"].items():
+        if not attainment_only and not abs(error) <= _MOST_ERROR:
+            found.append(f"{name.removesuffix('_s')} is {error:+.1%} off")
+    return found
+
+
+def saturation(model: PlannedModel, layout: Layout, workload: Workload, slo: SloConfig) -> float:
+    """Completed requests per second of a closed loop with more requests than batch slots, after its start."""
+    concurrency = 2 * sum(pool.replicas * pool.max_batch_size for pool in layout.pools if pool is not layout.prefill)
+    requests = workload.draw(4 * concurrency, max_model_len=model.max_model_len).at_rate(1.0)
+    times = simulate(model, layout, requests, slo=slo, overheads=NO_OVERHEADS, concurrency=concurrency).times
+    ended_s = np.sort(times.last_token_s)
+    first, last = len(ended_s) // 4, 3 * len(ended_s) // 4
+    return float((last - first) / (ended_s[last] - ended_s[first]))
+
+
+def overheads_between(
+    measured: RequestTimes, simulated: RequestTimes, is_undisturbed: BoolArray | None = None
+) -> Overheads:
+    """Overheads that explain the difference of requests that met few others, the second simulated without any.
+
+    The requests should have met few others. The client sees only sums: a sixth each of the excess TTFT is attributed to
+    a message to the router and to the answer's way to the client, as in the defaults of `Overheads`.
+
+    Args:
+        is_undisturbed: requests whose TTFT is used; ``None`` uses all.
+    """
+    late_s = measured.ttft_s - simulated.ttft_s
+    ttft_s = float(np.median(late_s if is_undisturbed is None else late_s[is_undisturbed]))
+    stalls_s = [times.second_token_s - times.first_token_s for times in (measured, simulated)]
+    pull_s = float(np.median(stalls_s[0] - stalls_s[1]))
+    message_s = max(0.0, ttft_s / 6)
+    return Overheads(
+        arrival_s=4 * message_s, message_s=message_s, answer_s=message_s, pull_s=max(0.0, pull_s), turn_s=0.0
+    )
+
+
+def pipelined_overheads(measured: RequestTimes, simulated: Callable[[Overheads], RequestTimes]) -> Overheads:
+    """Overheads of a cluster whose workers plan a step while the previous one runs, with the turn between two steps.
+
+    There decode steps follow each other without a turn, so TPOT does not reveal it. But a prompt that arrives while the
+    only step in flight runs is received when that step ends: it is later than others by a turn.
+
+    Args:
+        simulated: simulates the measured requests with given overheads.
+
+    Raises:
+        ValueError: none of the prompts waited for a step, or all did.
+    """
+    bare = simulated(NO_OVERHEADS)
+    has_waited = bare.started_s > bare.arrived_s
+    if has_waited.all() or not has_waited.any():
+        raise ValueError("a turn shows only if some prompts wait for a step and others do not: choose another rate")
+    overheads = overheads_between(measured, bare, ~has_waited)
+
+    def late_s(turn_s: float) -> float:
+        ttft_s = simulated(replace(overheads, turn_s=turn_s)).ttft_s
+        return float(np.median((measured.ttft_s - ttft_s)[has_waited]))
+
+    return replace(overheads, turn_s=found_turn(late_s))
+
+
+def found_turn(late_s: Callable[[float], float]) -> float:
+    """Seconds between two steps for which ``late_s`` is 0.
+
+    A turn delays requests by more than itself, because they stay longer, meet more others and wait for several turns.
+    """
+    low_s, high_s = 0.0, late_s(0.0)
+    if high_s <= 0:
+        return 0.0
+    for _ in range(_NUM_HALVINGS):
+        middle_s = (low_s + high_s) / 2
+        low_s, high_s = (middle_s, high_s) if late_s(middle_s) > 0 else (low_s, middle_s)
+    return (low_s + high_s) / 2
 
 
 def one_of_each(prefill_degrees: Sequence[int], decode_degrees: Sequence[int]) -> Setting:
     """A prefill and a decode worker under `LOGNORMAL`, with the rate at saturation. Degrees are tensor- and
     pipeline-parallel."""
-    prefill, decode = (
+    layout = Layout.of(
         Pool(role=role, replicas=1, hardware=hardware(GPU), tensor_parallel=tensor, pipeline_parallel=pipeline)
         for role, (tensor, pipeline) in (
             (WorkerRole.PREFILL, prefill_degrees),
             (WorkerRole.DECODE, decode_degrees),
         )
     )
-    layout = Layout(prefill=prefill, decode=decode)
     return Setting(
         workload=LOGNORMAL,
         layout=layout,
@@ -131,23 +238,6 @@ def one_of_each(prefill_degrees: Sequence[int], decode_degrees: Sequence[int]) -
         rate=saturation(MODEL, layout, LOGNORMAL, SLO),
         model=MODEL,
     )
-
-
-def cpu_seconds(cluster: RunningCluster) -> dict[str, float]:
-    """CPU time so far of the router and of each worker, by name; of several workers alike, the busiest."""
-    seconds: dict[str, float] = {}
-    for process in psutil.Process(cluster.pid).children(recursive=True):
-        try:
-            command, times = " ".join(process.cmdline()), process.cpu_times()
-        except psutil.Error:
-            continue  # it has just ended
-        for name, mark in _PROCESSES.items():
-            if mark in command:
-                seconds[name] = max(seconds.get(name, 0.0), times.user + times.system)
-    return seconds
-
-
-_PROCESSES = {"router": "pdserve.router", "prefill": "ray::prefill", "decode": "ray::decode"}
 
 
 @contextmanager
@@ -171,7 +261,7 @@ def emulated_cluster(
         (folder / "config.json").write_text(json.dumps(config))
         deployment = {
             "model": {"path": str(folder), "dtype": model.precision.dtype, "max_model_len": model.max_model_len},
-            "slo": {"ttft_seconds": slo.ttft_seconds * time_scale, "tpot_seconds": slo.tpot_seconds * time_scale},
+            "slo": to_plain(slowed_slo(slo, time_scale)),
             **{role.value: {"replicas": 0} for role in WorkerRole},
             **{
                 pool.role.value: {
@@ -186,6 +276,34 @@ def emulated_cluster(
         gpu = layout.decode_pool.hardware.name
         with running_cluster(deployment, "--emulate", gpu, "--time-scale", str(time_scale)) as cluster:
             yield cluster
+
+
+class Observed(NamedTuple):
+    """Requests that a cluster has served."""
+
+    measured: Measurement
+    shares: dict[str, float]
+    """CPU time of ``generator`` and ``router``, as shares of a core, and of the ``machine``, as a share of all."""
+    invalid: list[str]
+    """Reasons why it does not count."""
+
+
+def observe(
+    cluster: RunningCluster, requests: Sequence[SimulatedRequest], *, vocab_size: int, time_scale: float
+) -> Observed:
+    """Send requests to an emulated cluster, at their times."""
+    router, began_s = cluster.router(), time.monotonic()
+    before_s = sum(router.cpu_times()[:2])
+    psutil.cpu_percent()  # begins the interval of the next call
+    measured = measure_load(cluster.url, requests, vocab_size=vocab_size, time_scale=time_scale)
+    machine = psutil.cpu_percent() / 100
+    of_router = (sum(router.cpu_times()[:2]) - before_s) / (time.monotonic() - began_s)
+    shares = {"generator": measured.health.cpu_share, "router": of_router, "machine": machine}
+    return Observed(
+        measured,
+        {name: round(share, 3) for name, share in shares.items()},
+        invalid_reasons(measured, of_router, machine, time_scale),
+    )
 
 
 class Comparison:
@@ -204,49 +322,40 @@ class Comparison:
 
     def measure_overheads(self, probes: list[SimulatedRequest]) -> None:
         """Find the overheads that explain the difference between measured and simulated ``probes``."""
-        self._measure(probes[:NUM_WARM])  # code and caches are warm after it
-        self.overheads = pipelined_overheads(self._measure(probes).times, self._simulate)
+        self._observe(probes[:NUM_WARM])  # code and caches are warm after it
+        self.overheads = pipelined_overheads(self._observe(probes).measured.times, self._simulate)
 
     def at_rate(self, rate: float, share: float, requests: list[SimulatedRequest]) -> dict[str, Any]:
         """Measure and simulate ``requests``, which arrive at ``rate``."""
         time.sleep(PAUSE_S)
-        before_s, began_s = cpu_seconds(self._cluster), time.monotonic()
-        psutil.cpu_percent()  # begins the interval of the next call
-        measured = self._measure(requests)
-        machine_share = psutil.cpu_percent() / 100
-        lasted_s, after_s = time.monotonic() - began_s, cpu_seconds(self._cluster)
-        cpu_shares = {name: (after_s[name] - before_s[name]) / lasted_s for name in before_s}
-        slo = self._setting.slo
+        observed, slo = self._observe(requests), self._setting.slo
         simulated = [figures_of(self._simulate(self.overheads, seed), slo) for seed in range(NUM_SIMULATIONS)]
-        agreement = Agreement(measured=figures_of(measured.times, slo), simulated=_over(np.mean, simulated))
+        agreement = compared(figures_of(observed.measured.times, slo), _over(np.mean, simulated))
         return {
             "rate": round(rate, 3),
             "share": share,
-            "agreement": agreement.as_dict(),
+            "agreement": agreement,
             "deviation": {name: round(value, 6) for name, value in _over(np.std, simulated).items()},
-            "cpu_shares": {
-                name: round(used, 3) for name, used in {"generator": measured.health.cpu_share, **cpu_shares}.items()
-            },
-            "machine_share": round(machine_share, 3),
-            "failures": agreement.failures(attainment_only=share > SHARES_BELOW[-1]),
-            "invalid": invalid_reasons(measured, cpu_shares["router"], machine_share, self._time_scale),
+            "shares": observed.shares,
+            "failures": failures(agreement, attainment_only=share > SHARES_BELOW[-1]),
+            "invalid": observed.invalid,
         }
 
-    def _measure(self, requests: list[SimulatedRequest]) -> Measurement:
-        vocab_size = self._setting.model.shape.vocab_size
+    def _observe(self, requests: list[SimulatedRequest]) -> Observed:
         self._begun_s = self._ended_s + PAUSE_S
-        measured = measure_load(self._cluster.url, requests, vocab_size=vocab_size, time_scale=self._time_scale)
+        vocab_size = self._setting.model.shape.vocab_size
+        observed = observe(self._cluster, requests, vocab_size=vocab_size, time_scale=self._time_scale)
         # The generator's prompts share nothing with those of a run before.
         self._num_runs += 1
         served = [slowed_request(request, self._time_scale, self._begun_s) for request in requests]
         self._served += [_renamed(request, self._num_runs << 24) for request in served]
-        self._ended_s = self._begun_s + self._time_scale * measured.ended_s
-        return measured
+        self._ended_s = self._begun_s + self._time_scale * observed.measured.ended_s
+        return observed
 
     def _simulate(self, overheads: Overheads, seed: int = 0) -> RequestTimes:
         """Times of the requests measured last, after all that were served before them; with a ``seed``, each arrives
         later by up to the overhead of an arrival."""
-        setting, scale, slo = self._setting, self._time_scale, self._setting.slo
+        setting, scale = self._setting, self._time_scale
         requests = self._served
         if seed:
             random = np.random.default_rng(seed)
@@ -257,22 +366,17 @@ class Comparison:
             requests = sorted(moved, key=lambda each: each.arrived_s)
         times = simulate(
             setting.model,
-            slowed_layout(setting.layout, scale),
+            setting.layout.slowed(scale),
             requests,
-            slo=replace(slo, ttft_seconds=slo.ttft_seconds * scale, tpot_seconds=slo.tpot_seconds * scale),
+            slo=slowed_slo(setting.slo, scale),
             overheads=Overheads(**{name: value * scale for name, value in asdict(overheads).items()}),
             policy=DEFAULT_POLICY,
         ).times
         return emulated_times(times, scale, self._begun_s)
 
 
-def slowed_layout(layout: Layout, time_scale: float) -> Layout:
-    """The layout as `emulated_cluster` starts it."""
-
-    def pool(fast: Pool | None) -> Pool | None:
-        return fast and replace(fast, hardware=slowed(fast.hardware, time_scale))
-
-    return replace(layout, prefill=pool(layout.prefill), decode=pool(layout.decode), mixed=pool(layout.mixed))
+def slowed_slo(slo: SloConfig, time_scale: float) -> SloConfig:
+    return replace(slo, ttft_seconds=slo.ttft_seconds * time_scale, tpot_seconds=slo.tpot_seconds * time_scale)
 
 
 def slowed_request(request: SimulatedRequest, time_scale: float, from_s: float = 0.0) -> SimulatedRequest:
@@ -335,7 +439,7 @@ def compare(
         for share in arguments.shares:
             rate = share * setting.rate
             results.append(comparison.at_rate(rate, share, sample.at_rate(rate)))
-            console.print(_line(results[-1]), highlight=False, soft_wrap=True)
+            console.print(results[-1])
     return results, overheads_s
 
 
@@ -347,21 +451,6 @@ def interpolated_goodput(results: Sequence[Mapping[str, Any]], source: str) -> f
         if share >= SLO.attainment > next_share:
             return float(rate + (next_rate - rate) * (share - SLO.attainment) / (share - next_share))
     return None
-
-
-def _line(result: dict[str, Any]) -> str:
-    agreement = result["agreement"]
-    errors = "  ".join(
-        f"{name.removesuffix('_s')} {error:+.1%} (sd {result['deviation'][name] / agreement['simulated'][name]:.1%})"
-        for name, error in agreement["relative_errors"].items()
-    )
-    cpu = ", ".join(f"{name} {share:.0%}" for name, share in result["cpu_shares"].items())
-    return (
-        f"{result['share']:.2f} x, {result['rate']:.1f}/s: attainment "
-        f"{agreement['measured']['attainment']:.1%} measured, {agreement['simulated']['attainment']:.1%} simulated; "
-        f"{errors}; cores: {cpu}; machine {result['machine_share']:.0%}"
-        + "".join(f"\n  [red]{problem}[/]" for problem in (*result["failures"], *result["invalid"]))
-    )
 
 
 def main() -> int:

@@ -55,11 +55,17 @@ def layout_of(num_blocks: int) -> KvLayout:
     )  # fmt: skip
 
 
-def offer_orders(layout: KvLayout, num_blocks: int) -> tuple[bytes, list[transfer_pb2.EngineToTransfer]]:
+Messages = queue.SimpleQueue[transfer_pb2.TransferToEngine | None]
+"""Messages of transfer processes; None when one has died."""
+
+
+def offer_orders(
+    layout: KvLayout, num_blocks: int, generation: int = 0
+) -> tuple[bytes, list[transfer_pb2.EngineToTransfer]]:
     """Orders that offer and grant a pool's first blocks, with their handle."""
     handle = os.urandom(16)
     grant = kv_pb2.Grant(
-        block_ids=range(num_blocks), generations=[0] * num_blocks, final=True,
+        block_ids=range(num_blocks), generations=[generation] * num_blocks, final=True,
         num_tokens=num_blocks * layout.block_size, first_token=kv_pb2.FirstToken(token=1),
     )  # fmt: skip
     offer = transfer_pb2.EngineToTransfer(offer=transfer_pb2.Offer(handle=handle))
@@ -69,28 +75,28 @@ def offer_orders(layout: KvLayout, num_blocks: int) -> tuple[bytes, list[transfe
     ]
 
 
-def timed_pull(
-    send: Callable[[transfer_pb2.EngineToTransfer], None],
-    said: queue.SimpleQueue[transfer_pb2.TransferToEngine],
-    address: str,
-    handle: bytes,
-    num_blocks: int,
-) -> float:
-    """Seconds of a pull from ``address``, soon after it was offered."""
+def pull_order(address: str, handle: bytes, num_blocks: int, pull_id: int = 1) -> transfer_pb2.EngineToTransfer:
+    """Order to pull what was offered at ``address`` into a pool's first blocks."""
     order = transfer_pb2.StartPull(
-        pull_id=1,
+        pull_id=pull_id,
         source=worker_pb2.KvSource(address=address, worker_epoch=EPOCH, handle=handle),
         block_ids=range(num_blocks),
         deadline_s=PULL_TIMEOUT_S,
     )
-    time.sleep(_SETTLE_S)
-    started_s = time.perf_counter()
-    send(transfer_pb2.EngineToTransfer(start_pull=order))
-    done = said.get(timeout=2 * PULL_TIMEOUT_S).pull_done
-    seconds = time.perf_counter() - started_s
-    if done.failure_stage:
-        raise RuntimeError(f"a pull failed: {done.failure_stage}: {done.message}")
-    return seconds
+    return transfer_pb2.EngineToTransfer(start_pull=order)
+
+
+def wait_until_pulled(messages: Messages) -> None:
+    """Wait for the end of a pull.
+
+    Raises:
+        RuntimeError: it failed, or a process died.
+    """
+    while (message := messages.get(timeout=2 * PULL_TIMEOUT_S)) is not None and not message.HasField("pull_done"):
+        pass
+    if message is None or message.pull_done.failure_stage:
+        done = None if message is None else message.pull_done
+        raise RuntimeError(f"a pull failed: {f'{done.failure_stage}: {done.message}' if done else 'a process died'}")
 
 
 class Engine:
@@ -98,10 +104,10 @@ class Engine:
 
     def __init__(self, memory: PoolMemory, transport: str, tls: TlsFiles | None = None) -> None:
         self.memory = memory
-        self._said: queue.SimpleQueue[transfer_pb2.TransferToEngine] = queue.SimpleQueue()
+        self._messages: Messages = queue.SimpleQueue()
         self.process = TransferProcess.start(
             memory=memory, worker_epoch=EPOCH, host="127.0.0.1", cluster_token=TOKEN, transport=transport,
-            cpu_cores=(), on_message=self._said.put, on_death=lambda: None, tls=tls,
+            cpu_cores=(), on_message=self._messages.put, on_death=lambda: self._messages.put(None), tls=tls,
         )  # fmt: skip
 
     def pull(self, source: Engine, num_blocks: int) -> float:
@@ -109,7 +115,11 @@ class Engine:
         handle, orders = offer_orders(self.memory.layout, num_blocks)
         for order in orders:
             source.process.send(order)
-        return timed_pull(self.process.send, self._said, source.process.address, handle, num_blocks)
+        time.sleep(_SETTLE_S)
+        started_s = time.perf_counter()
+        self.process.send(pull_order(source.process.address, handle, num_blocks))
+        wait_until_pulled(self._messages)
+        return time.perf_counter() - started_s
 
 
 def copy_blocks(target: PoolMemory, source: PoolMemory, num_blocks: int) -> float:

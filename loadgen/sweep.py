@@ -155,7 +155,7 @@ class Sweeper:
             before = self._phases()
             found = self._load(rate)
             after = self._phases()
-            attained = measure([_as_run(found)], self._slo, rate)
+            attained = measure(_as_run(found), self._slo, rate)
             num_done = max(1, found.num_finished)
             phases_ms = {name: 1e3 * (seconds - before.get(name, 0.0)) / num_done for name, seconds in after.items()}
             point = _point(found, attained, self._slo, phases_ms)

@@ -7,10 +7,11 @@ counts; decides nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
+from typing import Any
 
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import WorkerRole
@@ -18,7 +19,7 @@ from pdserve.model.config.quantisation import held_scheme
 from pdserve.model.config.shape import ModelShape
 from pdserve.model.config.sharding import check_groups
 from pdserve.model.cost.cost_model import CostModel
-from pdserve.model.cost.hardware import Hardware
+from pdserve.model.cost.hardware import Hardware, slowed
 
 BFLOAT16 = Precision(dtype="bfloat16")
 
@@ -162,6 +163,16 @@ class Layout:
         assert self.mixed or (self.prefill and self.decode), "a layout needs workers for both phases"
         if self.hosts:
             assert [len(workers) for workers in self.hosts] == [pool.replicas for pool in self.pools]
+
+    @classmethod
+    def of(cls, pools: Iterable[Pool], hosts: tuple[tuple[Hosts, ...], ...] = ()) -> Layout:
+        """The layout of pools of different roles."""
+        by_role: dict[str, Any] = {pool.role.value: pool for pool in pools}
+        return cls(**by_role, hosts=hosts)
+
+    def slowed(self, factor: float) -> Layout:
+        """The layout with steps and transfers ``factor`` times as long."""
+        return Layout.of([replace(pool, hardware=slowed(pool.hardware, factor)) for pool in self.pools], self.hosts)
 
     @property
     def pools(self) -> Iterator[Pool]:

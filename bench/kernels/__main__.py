@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path(), help="folder of the dated file of results")
     parser.add_argument("--hardware", default="", help="name of the device in the catalogue")
     try:
-        return bench.run(bench.Settings(**vars(parser.parse_args())), print)
+        return bench.run(print, **vars(parser.parse_args()))
     except (ValueError, NoGpuError) as error:
         sys.stderr.write(f"{error}\n")
         return 1 if isinstance(error, NoGpuError) else 2

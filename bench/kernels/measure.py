@@ -80,14 +80,7 @@ class Result:
 
 
 @torch.no_grad()
-def measure(
-    case: Case,
-    device: torch.device,
-    timer: Timer,
-    *,
-    limits: Limits | None,
-    num_rounds: int,
-) -> Result:
+def measure(case: Case, device: torch.device, timer: Timer, *, limits: Limits | None, num_rounds: int) -> Result:
     """Time our kernel and its peers. They take turns, so that changing clocks affect all."""
     implementations = dict(case.make(device))
     own = implementations.pop(OWN)()

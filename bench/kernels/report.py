@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -19,10 +18,8 @@ import triton
 
 from pdserve.bench.kernels.case import Limits
 from pdserve.bench.kernels.measure import Result, Timer
-from pdserve.bench.script import commit
+from pdserve.bench.script import Echo, commit, show_table
 from pdserve.model.cost.hardware import catalogue_name, hardware
-
-Echo = Callable[[str], None]
 
 
 class NoGpuError(RuntimeError):
@@ -132,15 +129,3 @@ def _notes(results: Sequence[Result]) -> list[str]:
         for result in results
         for name in result.disagreeing
     ]
-
-
-def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], echo: Echo) -> None:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    echo(title)
-    for first, *others in (header, *rows):
-        cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
-        echo("  ".join((f"{first:<{widths[0]}}", *cells)))
-
-
-def log(line: str) -> None:
-    sys.stderr.write(f"{line}\n")

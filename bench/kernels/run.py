@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,61 +17,64 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-from pdserve.bench.kernels.case import Case, Limits
+from pdserve.bench.kernels.case import Case
 from pdserve.bench.kernels.cases import chosen_cases
-from pdserve.bench.kernels.measure import Result, Timer, clocks_under, gpu_timer, measure
+from pdserve.bench.kernels.measure import Result, clocks_under, gpu_timer, measure
 from pdserve.bench.kernels.report import (
-    Echo,
     cuda_device,
     limits_of,
-    log,
     machine,
     measured_limits,
     show_kernels,
     write_dated,
 )
 from pdserve.bench.kernels_compile import HOPPER, MAX_SHARED_BYTES, compile_all, launches
+from pdserve.bench.script import Echo, log
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    only: str = ""
-    """Kernels, or launches with ``compile_only``, with this in their names; empty for all."""
-    quick: bool = False
-    num_rounds: int = 3
-    compile_only: bool = False
-    capability: int = HOPPER
-    """Of the GPU to compile for: a key of `pdserve.bench.kernels_compile.MAX_SHARED_BYTES`."""
-    as_json: bool = False
-    """Print JSON instead of tables."""
-    folder: Path = Path()
-    """Folder of the dated file."""
-    hardware: str = ""
-    """The device's name in the catalogue; by default found by CUDA's name."""
-
-
-def run(settings: Settings, echo: Echo) -> int:
+def run(
+    echo: Echo,
+    *,
+    only: str = "",
+    quick: bool = False,
+    num_rounds: int = 3,
+    compile_only: bool = False,
+    capability: int = HOPPER,
+    as_json: bool = False,
+    folder: Path = Path(),
+    hardware: str = "",
+) -> int:
     """Compile or measure, and return the exit status: 1 if a kernel failed, or differs from a peer.
+
+    Args:
+        only: kernels, or launches with ``compile_only``, with this in their names; empty for all.
+        capability: of the GPU to compile for: a key of `pdserve.bench.kernels_compile.MAX_SHARED_BYTES`.
+        as_json: print JSON instead of tables.
+        folder: of the dated file.
+        hardware: the device's name in the catalogue; by default found by CUDA's name.
 
     Raises:
         ValueError: unknown kernel or hardware.
         NoGpuError: there is no GPU.
     """
-    if settings.compile_only:
-        if settings.capability not in MAX_SHARED_BYTES:
+    if compile_only:
+        if capability not in MAX_SHARED_BYTES:
             known = ", ".join(map(str, MAX_SHARED_BYTES))
-            raise ValueError(f"kernels are not compiled for capability {settings.capability}: use one of {known}")
-        named = [launch for launch in launches(settings.capability) if settings.only in launch.name]
+            raise ValueError(f"kernels are not compiled for capability {capability}: use one of {known}")
+        named = [launch for launch in launches(capability) if only in launch.name]
         if not named:
-            raise ValueError(f"no launch is named {settings.only!r}: use a part of a kernel's name, such as gate")
-        return compile_all(named, echo, capability=settings.capability, as_json=settings.as_json)
-    cases = chosen_cases(settings.only, quick=settings.quick)
+            raise ValueError(f"no launch is named {only!r}: use a part of a kernel's name, such as gate")
+        return compile_all(named, echo, capability=capability, as_json=as_json)
+    cases = chosen_cases(only, quick=quick)
     device = cuda_device()
-    document = machine(device, settings.hardware) | {"clocks": {}, "failures": {}}
+    document = machine(device, hardware) | {"clocks": {}, "failures": {}}
     limits = limits_of(document["hardware"]) if document["hardware"] else None
     document |= measured_limits(device, gpu_timer)
-    results = measure_all(cases, device, gpu_timer, settings, limits=limits, document=document)
-    if settings.as_json:
+    write = partial(write_dated, document, folder, "kernels", only, document["hardware"])
+    results = measure_all(
+        cases, device, partial(measure, timer=gpu_timer, limits=limits, num_rounds=num_rounds), document, write
+    )
+    if as_json:
         echo(json.dumps(document))
     else:
         show_kernels(document, results, echo)
@@ -80,13 +84,11 @@ def run(settings: Settings, echo: Echo) -> int:
 def measure_all(
     cases: list[Case],
     device: torch.device,
-    timer: Timer,
-    settings: Settings,
-    *,
-    limits: Limits | None,
+    measure: Callable[[Case, torch.device], Result],
     document: dict[str, Any],
+    write: Callable[[], object],
 ) -> list[Result]:
-    """Measure cases one by one, and write the document after each kernel. A case in which our kernel fails does not
+    """Measure cases one by one, and ``write`` the document after each kernel. A case in which our kernel fails does not
     stop the others, unless the device is lost with it."""
     results: list[Result] = []
     for kernel, of_kernel in groupby(cases, key=lambda case: case.kernel):
@@ -94,13 +96,7 @@ def measure_all(
         lost = False
         for case in of_kernel:
             try:
-                result = measure(
-                    case,
-                    device,
-                    timer,
-                    limits=limits,
-                    num_rounds=settings.num_rounds,
-                )
+                result = measure(case, device)
             except (RuntimeError, TritonError) as error:
                 document["failures"][f"{kernel}: {case.shape}"] = str(error).splitlines()[0]
                 log(f"{kernel}: {case.shape}: FAILED: {error}")
@@ -114,7 +110,7 @@ def measure_all(
         if device.type == "cuda" and measured is not None and not lost:
             document["clocks"][kernel] = clocks_under(measured.own(device).run, device)
         document["results"] = [result.as_dict() for result in results]
-        write_dated(document, settings.folder, "kernels", settings.only, document["hardware"])
+        write()
         if lost:
             break
     return results

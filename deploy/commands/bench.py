@@ -52,20 +52,20 @@ def kernels(
     if find_spec("triton") is None:
         raise DeployError("the kernels of a GPU need Triton, which is not installed: pip install triton, on Linux")
     from pdserve.bench.kernels.report import NoGpuError
-    from pdserve.bench.kernels.run import Settings, run
+    from pdserve.bench.kernels.run import run
 
-    settings = Settings(
-        only=only,
-        quick=quick,
-        num_rounds=rounds,
-        compile_only=compile_only,
-        capability=capability,
-        as_json=as_json,
-        folder=folder,
-        hardware=hardware,
-    )
     try:
-        return run(settings, typer.echo)
+        return run(
+            typer.echo,
+            only=only,
+            quick=quick,
+            num_rounds=rounds,
+            compile_only=compile_only,
+            capability=capability,
+            as_json=as_json,
+            folder=folder,
+            hardware=hardware,
+        )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except NoGpuError as error:

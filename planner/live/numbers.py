@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil
-from typing import Any
 
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.candidates import assemble, verdict_of
 from pdserve.planner.search.demand import Demand
 from pdserve.planner.search.estimates import Estimator
-from pdserve.planner.search.goodput import Run, Trial, Workload, search_goodput, single_run
+from pdserve.planner.search.goodput import Run, Workload, search_goodput, single_run
 from pdserve.planner.search.infeasible import nothing_met, slo_infeasible
 from pdserve.planner.search.layouts import dollars_per_hour, enumerate_layouts
 from pdserve.planner.search.plan import Plan, Question, Screening
@@ -103,14 +102,7 @@ def _simulate(
     """Find goodputs of ``finalists``, by runs of the length that the ``best`` by estimate needs. Returns the number of
     simulated requests."""
     effort = question.effort
-    trial = Trial(
-        model=question.model,
-        layout=best.layout,
-        slo=question.slo,
-        policy=question.policy,
-        num_requests=effort.limited(min(NUM_SAMPLED, effort.final_requests or NUM_SAMPLED)),
-        seed=effort.seed,
-    )
+    trial = question.trial(best.layout, effort.limited(min(NUM_SAMPLED, effort.final_requests or NUM_SAMPLED)))
     (probed,) = pool.search([single_run(trial, best.rate)])
     run_s = usual_run_s(sample, probed.mean_residence_s, question.slo) / 2
     num_requests = effort.final_requests or max(_LEAST_REQUESTS, ceil(2 * best.rate * run_s))
@@ -137,11 +129,8 @@ def _entries(question: Question, estimator: Estimator, running: Layout) -> list[
     layouts = [running]
     for layout in enumerate_layouts(question).layouts:
         if [pool.replicas for pool in layout.pools] != numbers:
-            pools: dict[str, Any] = {
-                old.role.value: replace(old, replicas=new.replicas)
-                for old, new in zip(running.pools, layout.pools, strict=True)
-            }
-            layouts.append(replace(layout, **pools))
+            pools = zip(running.pools, layout.pools, strict=True)
+            layouts.append(Layout.of((replace(old, replicas=new.replicas) for old, new in pools), layout.hosts))
     estimates = [estimator.estimate(layout) for layout in layouts]
     return [
         Entry(layout, estimate, dollars_per_hour(layout, question.fleet), estimate.rate)

@@ -16,7 +16,7 @@ from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner import wording
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.report.plan_json import Json, attainment_json, layout_json, plan_json
-from pdserve.planner.search.goodput import Goodput, Search, Trial, Workload, search_goodput, single_run
+from pdserve.planner.search.goodput import Goodput, Search, Workload, search_goodput, single_run
 from pdserve.planner.search.hosts import host_sentence
 from pdserve.planner.search.plan import Candidate, Plan
 from pdserve.planner.search.process_pool import ProcessPool
@@ -99,18 +99,8 @@ def propose(
     assert near is not None, "and meets its target"
     run_s = near.num_requests / near.rate
     # As long as the runs that found the best layout's goodput: shorter ones overstate it.
-    runs, found = (
-        Trial(
-            model=question.model,
-            layout=each,
-            slo=question.slo,
-            policy=question.policy,
-            num_requests=question.effort.requests_of_run(near.rate, run_s),
-            run_s=run_s,
-            seed=question.effort.seed,
-        )
-        for each in (layout, best.layout)
-    )
+    num_requests = question.effort.requests_of_run(near.rate, run_s)
+    runs, found = (question.trial(each, num_requests, run_s) for each in (layout, best.layout))
     known = next((each.goodput for each in plan.candidates if each.layout == layout), None)
     searches: list[Search[Any]] = [single_run(runs, observed_rate), single_run(found, observed_rate)]
     if known is None:

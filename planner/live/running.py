@@ -152,12 +152,12 @@ def running_layout(workers: Sequence[RunningWorker], device: Callable[[RunningWo
         LiveError: a phase has no workers, or those of one role differ in device or parallel degrees.
         ValueError: unknown hardware.
     """
-    pools = {role: _pool(role, [each for each in workers if each.role is role], device) for role in WorkerRole}
-    prefill, decode, mixed = pools[WorkerRole.PREFILL], pools[WorkerRole.DECODE], pools[WorkerRole.MIXED]
-    if mixed is None and (prefill is None or decode is None):
-        absent = "prefill" if prefill is None else "decode"
-        raise LiveError(f"no {absent} worker is up; wait until pdserve status reports that the cluster is ready")
-    return Layout(prefill=prefill, decode=decode, mixed=mixed, hosts=_hosts(workers))
+    up = {role: [each for each in workers if each.role is role] for role in WorkerRole}
+    pools = [_pool(role, each, device) for role, each in up.items() if each]
+    absent = [role.value for role in (WorkerRole.PREFILL, WorkerRole.DECODE) if not up[role]]
+    if absent and not up[WorkerRole.MIXED]:
+        raise LiveError(f"no {absent[0]} worker is up; wait until pdserve status reports that the cluster is ready")
+    return Layout.of(pools, _hosts(workers))
 
 
 def _hosts(workers: Sequence[RunningWorker]) -> tuple[tuple[Hosts, ...], ...]:
@@ -169,11 +169,7 @@ def _hosts(workers: Sequence[RunningWorker]) -> tuple[tuple[Hosts, ...], ...]:
     return tuple(filter(None, by_role))
 
 
-def _pool(
-    role: WorkerRole, workers: Sequence[RunningWorker], device: Callable[[RunningWorker], Hardware]
-) -> Pool | None:
-    if not workers:
-        return None
+def _pool(role: WorkerRole, workers: Sequence[RunningWorker], device: Callable[[RunningWorker], Hardware]) -> Pool:
     kinds = {tuple(getattr(each, name) for name in ("hardware", *_DEGREES)) for each in workers}
     if len(kinds) > 1:
         raise LiveError(f"the {role.value} workers differ: {sorted(kinds)}; a placement has one kind per role")

@@ -104,12 +104,8 @@ def layout_of(
     Raises:
         ValueError: the model does not divide by the degrees, or a host has too few devices for a worker.
     """
-    found: dict[str, Pool] = {}
-    for role in WorkerRole:
-        phase: PhaseConfig = config.phase(role)
-        if phase.replicas:
-            found[role.value] = _pool(role, phase, model, pools[role])
-    layout = Layout(prefill=found.get("prefill"), decode=found.get("decode"), mixed=found.get("mixed"))
+    phases = {role: config.phase(role) for role in WorkerRole}
+    layout = Layout.of(_pool(role, each, model, pools[role]) for role, each in phases.items() if each.replicas)
     usual = min(pool.hardware.devices_per_host for pool in layout.pools)
     kinds = {pool.hardware.name: pool.hardware for pool in layout.pools}
     if layout.num_devices <= (devices_per_host or usual) and (len(kinds) == 1 or not devices_per_host):

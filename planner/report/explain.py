@@ -12,8 +12,6 @@ from pdserve.model.cost.cost_model import StepParts, chosen_transport, num_exper
 from pdserve.planner import wording
 from pdserve.planner.layout import PlannedModel, Pool
 
-_MEMORY_FRACTION = 0.9
-"""Share of a device's memory that `CostModel.max_kv_blocks` uses."""
 _PARTS = ("linear layers", "output projection", "attention", "all-reduces", "sends between stages", "overhead")
 """Names of `StepParts`."""
 
@@ -43,10 +41,10 @@ def explain(
     """
     cost, device = pool.cost(model), pool.hardware
     memory = cost.rank_memory(
-        _MEMORY_FRACTION, max_batch_tokens=pool.max_batch_tokens, max_batch_size=pool.max_batch_size
+        pool.memory_fraction, max_batch_tokens=pool.max_batch_tokens, max_batch_size=pool.max_batch_size
     )
     of_kv = (
-        f"{wording.share(_MEMORY_FRACTION)} of {wording.size(device.memory_bytes)}, less "
+        f"{wording.share(pool.memory_fraction)} of {wording.size(device.memory_bytes)}, less "
         f"{wording.size(memory.weight_bytes)} of weights, {wording.size(memory.activation_bytes)} of activations and a "
         f"reserve of {wording.size(memory.reserve_bytes)}"
     )

@@ -8,18 +8,23 @@ from math import ceil
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from pdserve.contracts.codec import to_plain
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.planner import wording
+from pdserve.planner.report.page import Column
 from pdserve.planner.report.plan_json import Json, attainment_json, layout_json, model_json
 from pdserve.planner.report.serving_figures import serving_figures
+from pdserve.planner.report.tables import text_table
 from pdserve.planner.search.hosts import host_sentence
-from pdserve.planner.simulate.attainment import PoolUse
 from pdserve.planner.simulate.simulated_run import RunResult
 
 _PERCENTILES = (50, 90, 95, 99)
+_LATENCY_COLUMNS = (
+    Column("latency", is_number=False), *(Column(f"p{percent}") for percent in _PERCENTILES),
+    Column("objective"), Column("met by"),
+)  # fmt: skip
+_POOL_COLUMNS = (Column("phase", is_number=False), *map(Column, ("busy", "batch", "KV blocks", "KV used", "preempted")))
 
 
 def print_run(result: RunResult, console: Console, traffic: str, notes: tuple[str, ...]) -> None:
@@ -32,12 +37,12 @@ def print_run(result: RunResult, console: Console, traffic: str, notes: tuple[st
     for line in _introduction(result, traffic):
         console.print(escape(line), highlight=False, soft_wrap=True)
     console.print()
-    console.print(_latencies(result))
+    console.print(text_table(_LATENCY_COLUMNS, _latencies(result), console.width))
     console.print()
     for line in _judgement(result):
         console.print(escape(line), highlight=False, soft_wrap=True)
     console.print()
-    console.print(_pools(result))
+    console.print(text_table(_POOL_COLUMNS, _pools(result), console.width))
     for note in notes:
         console.print(escape(note), highlight=False, soft_wrap=True)
     at = result.attainment
@@ -78,22 +83,15 @@ def _introduction(result: RunResult, traffic: str) -> Iterator[str]:
     yield f"{traffic}; {load}"
 
 
-def _latencies(result: RunResult) -> Table:
+def _latencies(result: RunResult) -> Iterator[tuple[str, ...]]:
     at, slo = result.attainment, result.run.slo
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("latency")
-    for percent in _PERCENTILES:
-        table.add_column(f"p{percent}", justify="right")
-    table.add_column("objective", justify="right")
-    table.add_column("met by", justify="right")
     rows = (
         ("TTFT", at.ttft, wording.seconds(slo.ttft_seconds), wording.share(at.ttft_share)),
         ("TPOT", at.tpot, wording.seconds(slo.tpot_seconds), wording.share(at.tpot_share)),
         ("ITL", at.itl, "", ""),
     )
     for name, latency, objective, met in rows:
-        table.add_row(name, *(wording.seconds(latency.percentile(each)) for each in _PERCENTILES), objective, met)
-    return table
+        yield name, *(wording.seconds(latency.percentile(each)) for each in _PERCENTILES), objective, met
 
 
 def _judgement(result: RunResult) -> Iterator[str]:
@@ -114,23 +112,14 @@ def _judgement(result: RunResult) -> Iterator[str]:
     )
 
 
-def _pools(result: RunResult) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("phase")
-    for heading in ("busy", "batch", "KV blocks", "KV used", "preempted"):
-        table.add_column(heading, justify="right", no_wrap=True)
+def _pools(result: RunResult) -> Iterator[tuple[str, ...]]:
     for use in result.attainment.pools:
-        table.add_row(*_pool_row(result, use))
-    return table
-
-
-def _pool_row(result: RunResult, use: PoolUse) -> tuple[str, ...]:
-    num_blocks = sum(worker.num_kv_blocks for worker in result.simulation.workers if worker.role is use.role)
-    return (
-        wording.ROLE_NAMES[use.role],
-        wording.share(use.busy_share),
-        "-" if use.role is WorkerRole.PREFILL else wording.number(use.mean_batch_size),
-        f"{num_blocks:,}",
-        wording.share(use.kv_share),
-        str(use.num_preemptions),
-    )
+        num_blocks = sum(worker.num_kv_blocks for worker in result.simulation.workers if worker.role is use.role)
+        yield (
+            wording.ROLE_NAMES[use.role],
+            wording.share(use.busy_share),
+            "-" if use.role is WorkerRole.PREFILL else wording.number(use.mean_batch_size),
+            f"{num_blocks:,}",
+            wording.share(use.kv_share),
+            str(use.num_preemptions),
+        )

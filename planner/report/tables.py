@@ -45,9 +45,9 @@ def print_plan(plan: Plan, console: Console, *, num_rows: int) -> None:
 def _print_details(plan: Plan, console: Console, num_rows: int) -> None:
     _print_heading(console, f"{plan.question.model.held_name} on {fleet_words(plan)}: {slo_words(plan)}")
     ranks = range(1, min(num_rows, len(plan.candidates)) + 1)
-    console.print(_table(CANDIDATE_COLUMNS, (candidate_cells(plan, rank) for rank in ranks), console.width))
+    console.print(text_table(CANDIDATE_COLUMNS, (candidate_cells(plan, rank) for rank in ranks), console.width))
     _print_heading(console, f"Each worker of {plan.best.layout}")
-    console.print(_table(POOL_COLUMNS, pool_cells(plan.best), console.width))
+    console.print(text_table(POOL_COLUMNS, pool_cells(plan.best), console.width))
     _print_heading(console, "Why")
     for sentence in findings(plan):
         console.print(Padding(escape(sentence), (0, 0, 0, 2)), highlight=False)
@@ -68,7 +68,7 @@ def _print_heading(console: Console, text: str) -> None:
     console.print(escape(text), style="bold", highlight=False)
 
 
-def _table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> Table:
+def text_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> Table:
     """Drops detail columns if they do not fit on a line."""
     cells = list(rows)
     widths = [max(map(len, (column.heading, *texts))) for column, *texts in zip(columns, *cells, strict=True)]

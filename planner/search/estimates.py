@@ -126,9 +126,9 @@ def mean_wait_s(rate: FloatArray | float, service_s: FloatArray) -> FloatArray:
     return wait_s
 
 
-def fits(pool: Pool, model: PlannedModel, cost: CostModel) -> bool:
+def fits(pool: Pool, model: PlannedModel) -> bool:
     """Whether a worker holds the weights and, in each micro-batch, the KV of one sequence of ``max_model_len``."""
-    num_blocks = pool.kv_blocks(model, cost)
+    num_blocks = pool.kv_blocks(model, pool.cost(model))
     return num_blocks // pool.pipeline_parallel >= ceil((model.max_model_len + 1) / model.block_size)
 
 

@@ -18,8 +18,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
-from pdserve.model.cost.cost_model import CostModel
-from pdserve.planner.layout import Layout, PlannedModel, Pool
+from pdserve.planner.layout import Layout, PlannedModel
 from pdserve.planner.search.rates import bracketing, fall_rate, highest_rate
 from pdserve.planner.simulate.attainment import NUM_LOOKS, Attainment, Interval, measure, seems_over
 from pdserve.planner.simulate.simulator import NO_LOOKS, simulate
@@ -109,10 +108,6 @@ class Goodput:
         """Whether ``seen`` meets the target as surely as the goodput does."""
         return seen.surely_meets(self.target) if self.interval.low else seen.meets(self.target)
 
-    @property
-    def rate_per_device(self) -> float:
-        return self.rate / self.num_devices
-
 
 class Runner:
     """Simulates trials of one workload; caches draws and cost models."""
@@ -121,7 +116,7 @@ class Runner:
         self._workload = workload
         self._drawn = lru_cache(maxsize=32)(self._draw)
         self._unit_rate = lru_cache(maxsize=32)(self._at_unit_rate)
-        self._cost = lru_cache(maxsize=None)(_cost)
+        self._cost = cache(lambda model, pool: pool.cost(model))
 
     def attainment(self, trial: Trial, rate: float) -> Attainment:
         """What the live schedulers and the policy attain at ``rate``.
@@ -142,7 +137,7 @@ class Runner:
             cost_of=lambda pool: self._cost(trial.model, replace(pool, replicas=1)),
             looks={usual: partial(seems_over, slo=trial.slo, growth=longest / usual)} if may_end else NO_LOOKS,
         )
-        return measure([simulation], trial.slo, rate, num_looks=NUM_LOOKS if may_end else 1)
+        return measure(simulation, trial.slo, rate, num_looks=NUM_LOOKS if may_end else 1)
 
     def scouted(self, trial: Trial, rate: float) -> Attainment:
         """What the scout attains at ``rate``, by ``least-time`` and with all of ``num_requests``.
@@ -161,7 +156,7 @@ class Runner:
             slo=trial.slo,
             max_in_flight=_max_in_flight(trial),
         )
-        return measure([found.simulation()], trial.slo, rate)
+        return measure(found.simulation(), trial.slo, rate)
 
     def _draw(self, num_requests: int, seed: int, max_model_len: int) -> DrawnRequests:
         return self._workload.draw(num_requests, seed, max_model_len=max_model_len)
@@ -182,10 +177,6 @@ def run_lengths(trial: Trial, requests: Sequence[SimulatedRequest]) -> list[int]
         num_arrived = bisect_right(requests, ends_s, key=lambda request: request.arrived_s)
         lengths.append(min(len(requests), max(num_arrived, round(look * LEAST_REQUESTS))))
     return lengths
-
-
-def _cost(model: PlannedModel, pool: Pool) -> CostModel:
-    return pool.cost(model)
 
 
 def _max_in_flight(trial: Trial) -> int:

@@ -22,7 +22,7 @@ from functools import cache
 from typing import NamedTuple
 
 from pdserve.contracts.worker_config import WorkerRole
-from pdserve.planner.layout import Hosts, Layout
+from pdserve.planner.layout import Hosts, Layout, Pool
 from pdserve.planner.search.plan import Supply
 from pdserve.planner.simulate.attainment import Attainment
 from pdserve.planner.wording import ROLE_NAMES, share
@@ -39,10 +39,7 @@ def placed(layout: Layout, fleet: Iterable[Supply]) -> Layout:
     for supply in fleet:
         pools = [pool for pool in layout.pools if pool.hardware.name == supply.hardware.name]
         if pools:
-            kinds = tuple(
-                _Kind(pool.role, pool.replicas, pool.tensor_parallel, pool.pipeline_parallel) for pool in pools
-            )
-            found = _on_fewest(kinds, supply.num_nodes, supply.devices_per_node, num_taken)
+            found = _on_fewest(tuple(pools), supply.num_nodes, supply.devices_per_node, num_taken)
             if found is None:
                 raise ValueError(
                     f"{layout} does not fit hosts of {supply.devices_per_node} x {supply.hardware.name}: use more or "
@@ -70,41 +67,27 @@ def host_sentence(layout: Layout, seen: Attainment | None) -> str:
     return f"On {host_words(layout)}{crossing}."
 
 
-class _Kind(NamedTuple):
-    """Identical workers."""
-
-    role: WorkerRole
-    replicas: int
-    tensor_parallel: int
-    pipeline_parallel: int
-
-    @property
-    def size(self) -> int:
-        """Devices per worker."""
-        return self.tensor_parallel * self.pipeline_parallel
-
-
 class _Found(NamedTuple):
     num_hosts: int
     workers: tuple[tuple[Hosts, ...], ...]
-    """Per kind."""
+    """Per pool."""
 
 
 @cache
-def _on_fewest(kinds: tuple[_Kind, ...], most_hosts: int, devices_per_host: int, first: int) -> _Found | None:
+def _on_fewest(pools: tuple[Pool, ...], most_hosts: int, devices_per_host: int, first: int) -> _Found | None:
     """Place on as few hosts as possible, numbered from ``first``."""
-    num_devices = sum(kind.replicas * kind.size for kind in kinds)
-    largest_first = sorted(kinds, key=lambda kind: (kind.size, kind.tensor_parallel), reverse=True)
+    num_devices = sum(pool.num_devices for pool in pools)
+    largest_first = sorted(pools, key=lambda pool: (pool.devices_per_worker, pool.tensor_parallel), reverse=True)
     for num_hosts in range(-(-num_devices // devices_per_host), most_hosts + 1):
-        for order, is_spread in ((largest_first, True), (kinds, False)):
+        for order, is_spread in ((largest_first, True), (pools, False)):
             free = dict.fromkeys(range(first, first + num_hosts), devices_per_host)
-            workers = {kind: _place(kind, free, is_spread=is_spread) for kind in order}
-            if all(len(workers[kind]) == kind.replicas for kind in kinds):
-                return _Found(num_hosts, tuple(workers[kind] for kind in kinds))
+            workers = {pool.role: _place(pool, free, is_spread=is_spread) for pool in order}
+            if all(len(workers[pool.role]) == pool.replicas for pool in pools):
+                return _Found(num_hosts, tuple(workers[pool.role] for pool in pools))
     return None
 
 
-def _place(kind: _Kind, free: dict[int, int], *, is_spread: bool) -> tuple[Hosts, ...]:
+def _place(pool: Pool, free: dict[int, int], *, is_spread: bool) -> tuple[Hosts, ...]:
     """Hosts of as many of the workers as fit.
 
     Args:
@@ -112,21 +95,22 @@ def _place(kind: _Kind, free: dict[int, int], *, is_spread: bool) -> tuple[Hosts
         is_spread: each worker takes the emptiest host, while one has room for all of it.
     """
     placed_workers: list[Hosts] = []
+    size = pool.devices_per_worker
     if is_spread:
         # Slots in the order in which their hosts become the emptiest, each with the room left by then.
-        places = [(n * kind.size - room, host) for host, room in free.items() for n in range(room // kind.size)]
-        placed_workers = [(host,) for _, host in sorted(places)[: kind.replicas]]
+        places = [(n * size - room, host) for host, room in free.items() for n in range(room // size)]
+        placed_workers = [(host,) for _, host in sorted(places)[: pool.replicas]]
         for (host,) in placed_workers:
-            free[host] -= kind.size
-    num_left, num_stages = kind.replicas - len(placed_workers), kind.pipeline_parallel
+            free[host] -= size
+    num_left, num_stages = pool.replicas - len(placed_workers), pool.pipeline_parallel
     if num_left:
         emptiest_first = sorted(free, key=free.__getitem__, reverse=True)
-        groups = [host for host in emptiest_first for _ in range(free[host] // kind.tensor_parallel)]
+        groups = [host for host in emptiest_first for _ in range(free[host] // pool.tensor_parallel)]
         for start in range(0, min(num_left, len(groups) // num_stages) * num_stages, num_stages):
             stages = tuple(groups[start : start + num_stages])
             placed_workers.append(stages if len(set(stages)) > 1 else stages[:1])
             for host in stages:
-                free[host] -= kind.tensor_parallel
+                free[host] -= pool.tensor_parallel
     return tuple(placed_workers)
 
 

@@ -124,7 +124,7 @@ def _workers(question: Question, role: WorkerRole, budgets: Sequence[int]) -> li
             )
             divided = _divided(pool, question.model)
             if divided is not None:
-                workers.append(_Worker(divided, supply, _holds(divided, question.model)))
+                workers.append(_Worker(divided, supply, fits(divided, question.model)))
     return workers
 
 
@@ -142,11 +142,6 @@ def _divided(pool: Pool, model: PlannedModel) -> Pool | None:
             continue
         return divided
     return None
-
-
-def _holds(pool: Pool, model: PlannedModel) -> bool:
-    """Whether a worker has memory for the model."""
-    return fits(pool, model, pool.cost(model))
 
 
 def _degrees(devices_per_node: int) -> list[int]:
@@ -267,6 +262,6 @@ def smallest_worker(hardware: Hardware, model: PlannedModel) -> Pool | None:
             pipeline_parallel=pipeline,
         )
         divided = _divided(pool, model)
-        if divided is not None and _holds(divided, model):
+        if divided is not None and fits(divided, model):
             return divided
     return None

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from math import ceil
+from math import ceil, inf
 
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import Hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.search.estimates import Estimate, Resource
-from pdserve.planner.search.goodput import Goodput
+from pdserve.planner.search.goodput import Goodput, Trial
 from pdserve.planner.simulate.attainment import Attainment
 
 
@@ -123,6 +123,18 @@ class Question:
     """Of the router that will serve; all simulations of finalists have it."""
     space: Space = Space()
     effort: Effort = Effort()
+
+    def trial(self, layout: Layout, num_requests: int, run_s: float = inf) -> Trial:
+        """Of ``layout``, in runs of at most so many requests; see `Trial.run_s`."""
+        return Trial(
+            model=self.model,
+            layout=layout,
+            slo=self.slo,
+            policy=self.policy,
+            num_requests=num_requests,
+            run_s=run_s,
+            seed=self.effort.seed,
+        )
 
     @property
     def guesses_note(self) -> str:

@@ -223,14 +223,16 @@ class _Search:
 
     def _screen(self, entries: Sequence[Entry], low: float, high: float) -> None:
         """Let the scout find the rates of layouts, of colocated ones with the chunk budget of the highest."""
+        effort = self._question.effort
+        num_requests = effort.limited(effort.screen_requests)
         variants = [self._variants(entry.layout) for entry in entries]
         jobs = [
             partial(
                 find_best,
-                trials=[self._screen_trial(layout) for layout in layouts],
+                trials=[self._question.trial(layout, num_requests) for layout in layouts],
                 first=layouts.index(entry.layout),
                 start_rate=entry.rate,
-                tolerance=_SCREEN_TOLERANCE if len(layouts) == 1 else self._question.effort.tolerance,
+                tolerance=_SCREEN_TOLERANCE if len(layouts) == 1 else effort.tolerance,
             )
             for entry, layouts in zip(entries, variants, strict=True)
         ]
@@ -265,7 +267,7 @@ class _Search:
             return [layout]
         powers = range(pool.max_batch_size.bit_length(), _MOST_CHUNK_TOKENS.bit_length())
         tuned = [replace(pool, max_batch_tokens=2**power) for power in powers]
-        return [replace(layout, mixed=each) for each in tuned if fits(each, model, each.cost(model))]
+        return [replace(layout, mixed=each) for each in tuned if fits(each, model)]
 
     def _correct(self) -> None:
         """Correct what is expected of layouts by what was found of others: estimates of either kind by the scout, and
@@ -394,30 +396,12 @@ class _Search:
         self._fraction = max(self._fraction, fraction)
         self._progress(self._fraction, text)
 
-    def _screen_trial(self, layout: Layout) -> Trial:
-        effort = self._question.effort
-        return Trial(
-            model=self._question.model,
-            layout=layout,
-            slo=self._question.slo,
-            num_requests=effort.limited(effort.screen_requests),
-            seed=effort.seed,
-        )
-
     def _trial(self, entry: Entry) -> Trial:
         """Trial of a finalist, long enough for a steady state."""
         question, screened = self._question, entry.screened
         assert screened is not None
         run_s = usual_run_s(self._sample, screened.mean_residence_s, question.slo)
-        return Trial(
-            model=question.model,
-            layout=entry.layout,
-            slo=question.slo,
-            policy=question.policy,
-            num_requests=question.effort.requests_of_run(entry.estimate.rate, run_s),
-            run_s=run_s,
-            seed=question.effort.seed,
-        )
+        return question.trial(entry.layout, question.effort.requests_of_run(entry.estimate.rate, run_s), run_s)
 
     def _searched(self, searches: Sequence[Search[Result]], low: float, high: float, what: str) -> list[Result]:
         """Results of ``searches``; reports each of their runs."""

@@ -6,10 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from pdserve.model.cost.hardware import slowed
-from pdserve.planner.layout import Layout
 from pdserve.planner.search.goodput import Goodput, Search, Trial, answered, search_fall
 from pdserve.planner.search.plan import Sensitivity
 from pdserve.planner.search.rates import bracketing
@@ -38,7 +35,7 @@ def search_sensitivity(trial: Trial, goodput: Goodput, factor: float) -> Search[
     As the objectives stay, it changes by more than their time, if little: in proportion to that, the known goodput is a
     bound of it, which takes no run, and the other bound is near.
     """
-    slow = replace(trial, layout=_slowed(trial.layout, factor))
+    slow = replace(trial, layout=trial.layout.slowed(factor))
     bound = goodput.rate / factor
     beyond = bound * _TOLERANCE
     if factor < 1:
@@ -47,11 +44,3 @@ def search_sensitivity(trial: Trial, goodput: Goodput, factor: float) -> Search[
         rates = bracketing(bound, _TOLERANCE, _TOLERANCE, high=beyond)
     rate = yield from answered(rates, slow, goodput.is_met, {})
     return Sensitivity(factor, rate)
-
-
-def _slowed(layout: Layout, factor: float) -> Layout:
-    """``layout`` with steps and transfers ``factor`` times as long."""
-    slow: dict[str, Any] = {
-        pool.role.value: replace(pool, hardware=slowed(pool.hardware, factor)) for pool in layout.pools
-    }
-    return replace(layout, **slow)

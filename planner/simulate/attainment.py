@@ -1,4 +1,4 @@
-"""Evaluates simulated runs against an SLO: attainment, its confidence, and latencies.
+"""Evaluates a simulated run against an SLO: attainment, its confidence, and latencies.
 
 `pdserve.planner.search.goodput` calls it at each rate, `pdserve simulate` once. Excludes requests that arrive before
 the cluster reaches its steady state (`warm_up_s`). Accepts any record shaped like `Simulation`; runs nothing itself.
@@ -6,7 +6,7 @@ the cluster reaches its steady state (`warm_up_s`). Accepts any record shaped li
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf, sqrt
 from statistics import NormalDist
@@ -24,7 +24,7 @@ WARM_UP_RESIDENCES = 10
 MAX_WARM_UP_SHARE = 0.4
 """Limit on the warm-up, as a share of the time that a run's arrivals take."""
 NUM_BATCHES = 10
-"""Batches per run for the confidence interval."""
+"""Batches of a run for the confidence interval."""
 NUM_LOOKS = 2
 """At a run that may end early: at each it is judged so strictly that both together are wrong as seldom as one look at a
 run of fixed length (Bonferroni)."""
@@ -101,16 +101,13 @@ class Attainment:
     """Requests that arrived after the warm-up, and while new conversations began."""
     num_rejected: int
     warm_up_s: float
-    """Warm-up of each run."""
     mean_residence_s: float
     """Mean time from arrival to last token."""
     output_tokens_per_s: float
     """Tokens of finished answers over all workers, from the first arrival to the end."""
     pools: tuple[PoolUse, ...]
-    num_runs: int = 1
-    """Runs of equal length with different seeds."""
     is_saturated: bool = False
-    """A run had no steady state (`RequestTimes.is_saturated`): a longer one would attain less."""
+    """The run had no steady state (`RequestTimes.is_saturated`): a longer one would attain less."""
 
     @property
     def network_share(self) -> float:
@@ -145,34 +142,40 @@ def warm_up_s(arrived_s: FloatArray, mean_residence_s: float) -> float:
     return min(WARM_UP_RESIDENCES * mean_residence_s, MAX_WARM_UP_SHARE * span_s)
 
 
-def measure(runs: Sequence[Simulation], slo: SloConfig, rate: float, *, num_looks: int = 1) -> Attainment:
-    """Evaluate runs of one layout that differ in their seeds, at ``rate`` offered requests per second.
+def measure(run: Simulation, slo: SloConfig, rate: float, *, num_looks: int = 1) -> Attainment:
+    """Evaluate a run at ``rate`` offered requests per second.
 
     Args:
-        num_looks: 1, or `NUM_LOOKS` of runs that might have ended at each.
+        num_looks: 1, or `NUM_LOOKS` of a run that might have ended at each.
     """
-    assert runs
-    judged = [_Judged.of(run, slo) for run in runs]
-    met = [each.met for each in judged]
+    times = run.times
+    first_s = times.arrived_s[0] if len(times.arrived_s) else 0.0
+    span_s = max(run.ended_s - float(first_s), 1e-9) if len(times.arrived_s) else 1e-9
+    residence_s = _mean_residence_s(times)
+    is_offered = times.arrived_s <= run.offered_until_s
+    start_s = warm_up_s(times.arrived_s[is_offered], residence_s)
+    counts = is_offered & (times.arrived_s >= first_s + start_s)
+    ttft_s, tpot_s = _or_never(times.ttft_s), _or_never(times.tpot_s)
+    met_ttft, met_tpot = ttft_s <= slo.ttft_seconds, tpot_s <= slo.tpot_seconds
+    met = (met_ttft & met_tpot)[counts]
     return Attainment(
         rate=rate,
         share=_mean(met),
         interval=_interval(met, num_looks),
-        ttft_share=_mean([each.met_ttft for each in judged]),
-        tpot_share=_mean([each.met_tpot for each in judged]),
-        ttft=_distribution(np.concatenate([each.ttft_s for each in judged])),
-        tpot=_distribution(np.concatenate([each.tpot_s for each in judged])),
-        itl=_weighted_distribution(runs),
-        interactivity=interactivity(np.concatenate([each.e2e_per_token_s for each in judged])),
-        num_requests=sum(len(run.times.arrived_s) for run in runs),
-        num_counted=sum(len(each.met) for each in judged),
-        num_rejected=sum(int(run.times.is_rejected.sum()) for run in runs),
-        warm_up_s=float(np.mean([each.warm_up_s for each in judged])),
-        mean_residence_s=float(np.mean([each.mean_residence_s for each in judged])),
-        output_tokens_per_s=sum(each.num_answered for each in judged) / sum(_span_s(run) for run in runs),
-        pools=tuple(_pool_uses(runs)),
-        num_runs=len(runs),
-        is_saturated=any(run.times.is_saturated for run in runs),
+        ttft_share=_mean(met_ttft[counts]),
+        tpot_share=_mean(met_tpot[counts]),
+        ttft=_distribution(ttft_s[counts]),
+        tpot=_distribution(tpot_s[counts & (times.num_output_tokens > 1)]),
+        itl=_weighted_distribution(run),
+        interactivity=interactivity(_or_never(times.e2e_per_token_s)[counts]),
+        num_requests=len(times.arrived_s),
+        num_counted=len(met),
+        num_rejected=int(times.is_rejected.sum()),
+        warm_up_s=start_s,
+        mean_residence_s=residence_s,
+        output_tokens_per_s=int(times.num_output_tokens[np.isfinite(tpot_s)].sum()) / span_s,
+        pools=tuple(_pool_uses(run, span_s)),
+        is_saturated=times.is_saturated,
     )
 
 
@@ -186,53 +189,9 @@ def seems_over(times: RequestTimes, now_s: float, slo: SloConfig, *, growth: flo
     starts_s = times.arrived_s[0] + warm_up_s(times.arrived_s, residence_s)
     counts = is_known & (times.arrived_s >= starts_s) & (times.arrived_s <= now_s - residence_s)
     met = times.are_within(slo)[counts]
-    low, high = _interval([met], NUM_LOOKS)
-    distance = abs(_mean([met]) - slo.attainment)
+    low, high = _interval(met, NUM_LOOKS)
+    distance = abs(_mean(met) - slo.attainment)
     return low >= slo.attainment or high < slo.attainment or distance < (high - low) / 2 / sqrt(growth)
-
-
-class _Judged(NamedTuple):
-    """The counted requests of one run."""
-
-    met: BoolArray
-    met_ttft: BoolArray
-    met_tpot: BoolArray
-    ttft_s: FloatArray
-    tpot_s: FloatArray
-    """Answers of two tokens or more."""
-    e2e_per_token_s: FloatArray
-    num_answered: int
-    """Tokens of all finished answers, including the warm-up's."""
-    warm_up_s: float
-    mean_residence_s: float
-
-    @classmethod
-    def of(cls, run: Simulation, slo: SloConfig) -> _Judged:
-        times = run.times
-        residence_s = _mean_residence_s(times)
-        is_offered = times.arrived_s <= run.offered_until_s
-        start_s = warm_up_s(times.arrived_s[is_offered], residence_s)
-        counts = is_offered & (times.arrived_s >= (times.arrived_s[0] if len(times.arrived_s) else 0.0) + start_s)
-        ttft_s, tpot_s = _or_never(times.ttft_s), _or_never(times.tpot_s)
-        met_ttft, met_tpot = ttft_s <= slo.ttft_seconds, tpot_s <= slo.tpot_seconds
-        is_over = np.isfinite(tpot_s)
-        return cls(
-            met=(met_ttft & met_tpot)[counts],
-            met_ttft=met_ttft[counts],
-            met_tpot=met_tpot[counts],
-            ttft_s=ttft_s[counts],
-            tpot_s=tpot_s[counts & (times.num_output_tokens > 1)],
-            e2e_per_token_s=_or_never(times.e2e_per_token_s)[counts],
-            num_answered=int(times.num_output_tokens[is_over].sum()),
-            warm_up_s=start_s,
-            mean_residence_s=residence_s,
-        )
-
-
-def _span_s(run: Simulation) -> float:
-    """From the first arrival to the end; slightly above 0 for an empty run."""
-    arrived_s = run.times.arrived_s
-    return max(run.ended_s - float(arrived_s[0]), 1e-9) if len(arrived_s) else 1e-9
 
 
 def _or_never(latency_s: FloatArray) -> FloatArray:
@@ -246,19 +205,18 @@ def _mean_residence_s(times: RequestTimes) -> float:
     return float(ended.mean()) if len(ended) else 0.0
 
 
-def _mean(values: Iterable[BoolArray | FloatArray]) -> float:
-    together = np.concatenate(list(values))
-    return float(together.mean()) if len(together) else 0.0
+def _mean(met: BoolArray) -> float:
+    return float(met.mean()) if len(met) else 0.0
 
 
-def _interval(met: Sequence[BoolArray], num_looks: int) -> Interval:
+def _interval(met: BoolArray, num_looks: int) -> Interval:
     """Confidence interval from the means of batches of consecutive requests, which hardly depend on each other (Law,
     "Simulation Modeling and Analysis", section 9.5.3); never narrower than Wilson's for independent requests, which
     does not collapse if all of them met the objectives."""
-    share, num_counted = _mean(met), sum(len(each) for each in met)
+    share, num_counted = _mean(met), len(met)
     if not num_counted:
         return Interval(0.0, 1.0)
-    means = [float(batch.mean()) for each in met for batch in np.array_split(each, NUM_BATCHES) if len(batch)]
+    means = [float(batch.mean()) for batch in np.array_split(met, NUM_BATCHES) if len(batch)]
     half = inf
     if len(means) > 1:
         half = _student_t(len(means) - 1, num_looks) * float(np.std(means, ddof=1)) / sqrt(len(means))
@@ -279,31 +237,29 @@ def _distribution(latency_s: FloatArray) -> Distribution:
     return Distribution(tuple(np.percentile(latency_s, np.arange(101), method="higher").tolist()))
 
 
-def _weighted_distribution(runs: Sequence[Simulation]) -> Distribution:
+def _weighted_distribution(run: Simulation) -> Distribution:
     """Distribution of the gaps between tokens, from a simulation's lengths and counts."""
-    gap_s = np.concatenate([run.gap_s for run in runs])
-    if not len(gap_s):
+    if not len(run.gap_s):
         return Distribution(())
-    order = np.argsort(gap_s)
-    reached = np.cumsum(np.concatenate([run.gap_weights for run in runs])[order])
+    order = np.argsort(run.gap_s)
+    reached = np.cumsum(run.gap_weights[order])
     places = np.searchsorted(reached, np.arange(101) / 100 * reached[-1])
-    return Distribution(tuple(gap_s[order][np.minimum(places, len(order) - 1)].tolist()))
+    return Distribution(tuple(run.gap_s[order][np.minimum(places, len(order) - 1)].tolist()))
 
 
-def _pool_uses(runs: Sequence[Simulation]) -> Iterable[PoolUse]:
-    for role in {worker.role: None for worker in runs[0].workers}:
-        of_runs = [(_span_s(run), [worker for worker in run.workers if worker.role is role]) for run in runs]
+def _pool_uses(run: Simulation, span_s: float) -> Iterable[PoolUse]:
+    for role in {worker.role: None for worker in run.workers}:
+        workers = [worker for worker in run.workers if worker.role is role]
 
         def total(name: str) -> Any:
-            return sum(getattr(worker, name) for _, workers in of_runs for worker in workers)  # noqa: B023
+            return sum(getattr(worker, name) for worker in workers)  # noqa: B023
 
         num_steps, num_pulls, num_decoded = total("num_steps"), total("num_pulls"), total("num_decode_tokens")
-        block_s = sum(span_s * sum(worker.num_kv_blocks for worker in workers) for span_s, workers in of_runs)
         yield PoolUse(
             role=role,
-            busy_share=min(1.0, total("busy_s") / sum(span_s * len(workers) for span_s, workers in of_runs)),
+            busy_share=min(1.0, total("busy_s") / (span_s * len(workers))),
             mean_batch_size=num_decoded / num_steps if num_steps else 0.0,
-            kv_share=min(1.0, total("held_block_s") / block_s),
+            kv_share=min(1.0, total("held_block_s") / (span_s * total("num_kv_blocks"))),
             num_preemptions=total("num_preemptions"),
             network_share=total("num_network_pulls") / num_pulls if num_pulls else 0.0,
             tokens_per_step=1 + total("num_right_guesses") / num_decoded if num_decoded else 1.0,

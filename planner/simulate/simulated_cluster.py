@@ -170,23 +170,36 @@ class ClusterBuilder:
         return workers
 
     def _worker(self, worker_id: str, pool: Pool, host: str, num_blocks: int, stage: Stage) -> VirtualWorker:
-        block_pool = BlockPool(num_blocks, self.model.block_size, caches_content=self.is_sharing)
+        model, cost = self.model, self.costs[pool.role]
+        block_pool = BlockPool(num_blocks, model.block_size, caches_content=self.is_sharing)
         max_batch_size = max(1, pool.max_batch_size // pool.pipeline_parallel)
-        guessing = None
+        guessing = speculation = None
+        times = StepTimes(cost)
         if pool.guesses is not None and pool.role is not WorkerRole.PREFILL:
-            draft = pool.guesses.draft
-            guessing = Guessing(worker_id, pool.guesses.share_right, None if draft is None else pool.cost(draft))
+            share_right = pool.guesses.share_right
+            draft = None if pool.guesses.draft is None else pool.cost(pool.guesses.draft)
+            guessing, times = Guessing(worker_id, share_right, draft), StepTimes(cost, draft)
+            speculation = Speculation(times.by_guesses, share_right, plans_ahead=cost.pipeline_depth > 1)
+        scheduler = Scheduler(
+            block_pool,
+            ModelLimits(max_model_len=model.max_model_len, vocab_size=model.shape.vocab_size),
+            mint_handle=self.mint_handle,
+            max_batch_tokens=pool.max_batch_tokens,
+            max_batch_size=max_batch_size,
+            swap_space=swap_space(cost, int(num_blocks * AUTO_SWAP_SHARE), pool.max_batch_tokens),
+            mixed_s=times.mixed_s,
+            speculation=speculation,
+        )
         engine = SimulatedWorker(
             worker_id,
             pool.role,
-            scheduler=self._scheduler(pool, block_pool, max_batch_size, guessing),
+            scheduler=scheduler,
             guessing=guessing,
             block_pool=block_pool,
-            cost=self.costs[pool.role],
+            cost=cost,
             stage=stage,
             queue=self.queue,
             sink=self.sink,
-            pipeline_depth=self.costs[pool.role].pipeline_depth,
             turn_s=self.turn_s,
         )
         return VirtualWorker(
@@ -196,26 +209,4 @@ class ClusterBuilder:
             host=host,
             max_batch_tokens=pool.max_batch_tokens,
             max_batch_size=max_batch_size,
-        )
-
-    def _scheduler(
-        self, pool: Pool, block_pool: BlockPool, max_batch_size: int, guessing: Guessing | None
-    ) -> Scheduler:
-        times = StepTimes(self.costs[pool.role], None if guessing is None else guessing.draft)
-        limits = ModelLimits(max_model_len=self.model.max_model_len, vocab_size=self.model.shape.vocab_size)
-        return Scheduler(
-            block_pool,
-            limits,
-            mint_handle=self.mint_handle,
-            max_batch_tokens=pool.max_batch_tokens,
-            max_batch_size=max_batch_size,
-            swap_space=swap_space(
-                self.costs[pool.role], int(block_pool.num_blocks * AUTO_SWAP_SHARE), pool.max_batch_tokens
-            ),
-            mixed_s=times.mixed_s,
-            speculation=None
-            if guessing is None
-            else Speculation(
-                times.by_guesses, guessing.share_right, plans_ahead=self.costs[pool.role].pipeline_depth > 1
-            ),
         )

@@ -93,5 +93,5 @@ def carry_out(run: Run, progress: Callable[[float, str], None] = lambda fraction
     )
     num_seen = len(simulation.times.arrived_s)
     rate = run.rate or num_seen / max(simulation.ended_s - float(simulation.times.arrived_s[0]), 1e-9)
-    attainment = measure([simulation], run.slo, rate)
+    attainment = measure(simulation, run.slo, rate)
     return RunResult(run=run, attainment=attainment, simulation=simulation, elapsed_s=time.perf_counter() - began_s)

@@ -163,13 +163,11 @@ class SimulatedWorker:
         stage: Stage,
         queue: EventQueue,
         sink: WorkerSink,
-        pipeline_depth: int = 2,
-        turn_s: float = 0.0,
-        guessing: Guessing | None = None,
+        turn_s: float,
+        guessing: Guessing | None,
     ) -> None:
         """
         Args:
-            pipeline_depth: the executor's, 1 or 2.
             turn_s: seconds that the loop takes between two steps, unless the second was submitted before the first
                 ended.
             guessing: of the rows that ``scheduler`` lets guess; ``None`` if it lets none.
@@ -196,14 +194,14 @@ class SimulatedWorker:
         """End of the time that `held_block_s` covers."""
         self._block_size = block_pool.block_size
         self._stage = stage
-        self._num_ahead = pipeline_depth - 1
+        self._num_ahead = cost.pipeline_depth - 1
         """Steps planned while one runs."""
         self._turn_s = turn_s
         self._guessing = guessing
         self._queue = queue
         self._sink = sink
         self._inbox: list[Message] = []
-        self.pipeline_depth = pipeline_depth
+        self.pipeline_depth = cost.pipeline_depth
         self._loop = StepLoop(scheduler=scheduler, executor=self, sink=self)
         self._steps: deque[_Step] = deque()
         """Steps in flight."""

@@ -28,8 +28,8 @@ STEADY = {10.0: 0.95, 12.0: 0.85, CLIFF / 1.05: 0.5, CLIFF * 1.05: 0.4}
 
 @cache
 def an_attainment() -> Attainment:
-    runs = [simulate(LLAMA_3_8B, colocated(), [SimulatedRequest(1.0, 10, 2)], slo=SloConfig())]
-    return measure(runs, SloConfig(), 1.0)
+    run = simulate(LLAMA_3_8B, colocated(), [SimulatedRequest(1.0, 10, 2)], slo=SloConfig())
+    return measure(run, SloConfig(), 1.0)
 
 
 def held(shares: dict[float, float], *, odd: tuple[float, float] = (0.0, 0.0), saturated: float = 0.0) -> list[bool]:

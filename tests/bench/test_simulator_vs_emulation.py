@@ -15,20 +15,158 @@ from pdserve.bench.simulator_vs_emulation import (
     MODEL,
     SLO,
     Comparison,
+    Observed,
+    compared,
     emulated_times,
+    failures,
+    figures_of,
     interpolated_goodput,
     invalid_reasons,
-    slowed_layout,
+    overheads_between,
+    pipelined_overheads,
+    saturation,
     slowed_request,
 )
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
 from pdserve.loadgen.load import GeneratorHealth, Measurement
-from pdserve.planner.simulate.simulator import NO_OVERHEADS, simulate
+from pdserve.planner.arrays import FloatArray
+from pdserve.planner.simulate.simulation import RequestTimes
+from pdserve.planner.simulate.simulator import NO_OVERHEADS, Overheads, simulate
 from pdserve.planner.workload.requests import SimulatedRequest
-from tests.bench.test_agreement import some_times
 from tests.planner.stand_ins import disaggregated
 
 HEALTHY = GeneratorHealth(cpu_share=0.1, send_late_p99_s=0.001, send_late_max_s=0.002, loop_late_p99_s=0.001)
+
+OBJECTIVES = SloConfig(ttft_seconds=0.1, tpot_seconds=0.01)
+FIGURES = {"attainment": 0.9, "ttft_p50_s": 0.05, "ttft_p90_s": 0.1, "tpot_p50_s": 0.007, "tpot_p90_s": 0.008}
+
+
+def some_times(ttft_s: FloatArray, tpot_s: FloatArray, num_tokens: int = 101) -> RequestTimes:
+    arrived_s = np.linspace(0, 1, len(ttft_s))
+    count = np.full(len(ttft_s), num_tokens)
+    return RequestTimes(
+        arrived_s=arrived_s,
+        started_s=arrived_s,
+        first_token_s=arrived_s + ttft_s,
+        second_token_s=arrived_s + ttft_s,
+        last_token_s=arrived_s + ttft_s + tpot_s * (num_tokens - 1),
+        num_prompt_tokens=count,
+        num_cached_tokens=0 * count,
+        num_output_tokens=count,
+        is_rejected=np.zeros(len(ttft_s), np.bool_),
+    )
+
+
+def test_requests_are_within_objectives_that_scale_unless_rejected() -> None:
+    times = some_times(
+        np.array([0.5, 1.5, 0.5, np.nan]) * OBJECTIVES.ttft_seconds,
+        np.array([0.5, 0.5, 1.5, 0.5]) * OBJECTIVES.tpot_seconds,
+    )
+    assert times.are_within(OBJECTIVES).tolist() == [True, False, False, False]
+    assert times.are_within(OBJECTIVES, 2.0).tolist() == [True, True, True, False]
+    rejected = replace(times, is_rejected=np.array([True, False, False, True]))
+    assert rejected.are_within(OBJECTIVES, 2.0).tolist() == [False, True, True, False]
+
+
+def test_figures_of_known_arrays() -> None:
+    ttft_s, tpot_s = np.linspace(0, 0.2, 101), np.linspace(0.02, 0, 101)
+    figures = figures_of(some_times(ttft_s, tpot_s), OBJECTIVES)
+    assert figures["attainment"] == pytest.approx(1 / 101)  # only the one in the middle meets both
+    assert (figures["ttft_p50_s"], figures["ttft_p90_s"]) == pytest.approx((0.1, 0.18))
+    assert (figures["tpot_p50_s"], figures["tpot_p90_s"]) == pytest.approx((0.01, 0.018))
+
+
+def test_what_never_ended_misses() -> None:
+    figures = figures_of(some_times(np.array([0.05, 0.05, np.nan]), np.array([0.005, np.nan, np.nan])), OBJECTIVES)
+    assert figures["attainment"] == pytest.approx(1 / 3)
+    assert figures["ttft_p90_s"] == pytest.approx(0.05)
+
+
+def test_equal_figures_agree() -> None:
+    assert failures(compared(FIGURES, FIGURES)) == []
+
+
+@pytest.mark.parametrize("name", ["ttft_p50_s", "ttft_p90_s", "tpot_p50_s", "tpot_p90_s"])
+@pytest.mark.parametrize("factor", [0.94, 1.06])
+def test_each_percentile_must_agree_but_past_saturation(name: str, factor: float) -> None:
+    simulated = {**FIGURES, name: FIGURES[name] * factor}
+    agreement = compared(FIGURES, simulated)
+    (failure,) = failures(agreement)
+    assert failure.startswith(name.removesuffix("_s"))
+    assert ("+" in failure) == (factor > 1)
+    assert not failures(agreement, attainment_only=True)
+
+
+@pytest.mark.parametrize(("attainment", "agrees"), [(0.92, True), (0.88, True), (0.925, False), (0.875, False)])
+def test_attainment_must_agree_everywhere(attainment: float, agrees: bool) -> None:
+    simulated = {**FIGURES, "attainment": attainment}
+    agreement = compared(FIGURES, simulated)
+    assert (not failures(agreement)) == agrees
+    assert (not failures(agreement, attainment_only=True)) == agrees
+
+
+def test_what_was_not_measured_does_not_agree() -> None:
+    measured = {**FIGURES, "tpot_p50_s": float("nan")}
+    assert len(failures(compared(measured, FIGURES))) == 1
+
+
+LAYOUT = disaggregated()
+HANDED_OFF = replace(SLO, tpot_seconds=0.0)
+"""Every prompt is handed off: its pull delays no answer too much."""
+PROBES = [SimulatedRequest(0.15 * number, 100 + 80 * number, 3) for number in range(10)]
+
+
+@pytest.fixture(scope="module")
+def saturating() -> float:
+    """A rate that the layout just serves."""
+    return saturation(MODEL, LAYOUT, LOGNORMAL, HANDED_OFF)
+
+
+def test_overheads_explain_what_simulated_requests_lack() -> None:
+    """Measured here is another simulation, so that the truth is known."""
+    bare = simulate(MODEL, LAYOUT, PROBES, slo=HANDED_OFF, overheads=NO_OVERHEADS).times
+    late = replace(
+        bare,
+        **{
+            name: getattr(bare, name) + delay_s
+            for name, delay_s in (("first_token_s", 0.006), ("second_token_s", 0.016), ("last_token_s", 0.016))
+        },
+    )
+    found = overheads_between(late, bare)
+    assert (found.arrival_s, found.message_s, found.answer_s) == pytest.approx((0.004, 0.001, 0.001))
+    assert found.pull_s == pytest.approx(0.01)
+    again = simulate(MODEL, LAYOUT, PROBES, slo=HANDED_OFF, overheads=found).times
+    assert again.ttft_s == pytest.approx(late.ttft_s)
+    assert np.median(again.second_token_s - late.second_token_s) == pytest.approx(0, abs=0.002)
+
+
+def test_turns_are_told_from_prompts_that_waited_for_a_step(saturating: float) -> None:
+    probes = LOGNORMAL.draw(150).at_rate(0.4 * saturating)
+
+    def simulated(overheads: Overheads) -> RequestTimes:
+        return simulate(MODEL, LAYOUT, probes, slo=HANDED_OFF, overheads=overheads).times
+
+    truth = Overheads(arrival_s=4e-4, message_s=1e-4, answer_s=1e-4, pull_s=2e-4, turn_s=1e-3)
+    found = pipelined_overheads(simulated(truth), simulated)
+    assert (found.arrival_s, found.turn_s) == pytest.approx((truth.arrival_s, truth.turn_s), rel=0.1)
+    assert pipelined_overheads(simulated(replace(truth, turn_s=0.0)), simulated).turn_s < 2e-5
+
+
+def test_turns_cannot_be_told_where_nobody_waits() -> None:
+    def simulated(overheads: Overheads) -> RequestTimes:
+        return simulate(MODEL, LAYOUT, PROBES, slo=HANDED_OFF, overheads=overheads).times
+
+    with pytest.raises(ValueError, match="rate"):
+        pipelined_overheads(simulated(NO_OVERHEADS), simulated)
+
+
+def test_a_cluster_keeps_up_below_saturation_and_not_beyond(saturating: float) -> None:
+    sample = LOGNORMAL.draw(900)
+    for share, keeps_up in ((0.9, True), (1.2, False)):
+        times = simulate(MODEL, LAYOUT, sample.at_rate(share * saturating), slo=HANDED_OFF).times
+        residence_s = times.last_token_s - times.arrived_s
+        early, late = np.median(residence_s[200:400]), np.median(residence_s[-200:])
+        assert (late < 1.2 * early) == keeps_up
 
 
 def test_measurements_that_do_not_count() -> None:
@@ -69,7 +207,7 @@ def test_requests_are_slowed_and_their_times_emulated() -> None:
     before = [SimulatedRequest(0.0, 500, 5)]
     slow = simulate(
         MODEL,
-        slowed_layout(layout, scale),
+        layout.slowed(scale),
         before + [slowed_request(request, scale, from_s) for request in requests],
         slo=slow_slo,
         overheads=NO_OVERHEADS,
@@ -88,21 +226,24 @@ def test_a_simulation_knows_what_the_cluster_has_served(monkeypatch: pytest.Monk
     setting = Setting(workload=LOGNORMAL, layout=disaggregated(), ttft_s=0.15, tpot_s=0.01, rate=70.0, model=MODEL)
     served: list[SimulatedRequest] = []
 
-    def serve(url: str, requests: list[SimulatedRequest], *, vocab_size: int, time_scale: float) -> Measurement:
+    def serve(
+        cluster: RunningCluster, requests: list[SimulatedRequest], *, vocab_size: int, time_scale: float
+    ) -> Observed:
         begins_s = served[-1].arrived_s + 100.0 if served else 0.0
         served.extend(slowed_request(request, time_scale, begins_s) for request in requests)
         slo = SloConfig(ttft_seconds=1.5, tpot_seconds=0.1)
-        layout = slowed_layout(setting.layout, time_scale)
+        layout = setting.layout.slowed(time_scale)
         slow = simulate(MODEL, layout, served, slo=slo, overheads=NO_OVERHEADS, policy=DEFAULT_POLICY).times
         times = emulated_times(slow, time_scale, begins_s)
         ended_s = float(times.last_token_s.max())
-        return Measurement(times=times, gap_s=np.zeros(1), errors=Counter(), ended_s=ended_s, health=HEALTHY)
+        measured = Measurement(times=times, gap_s=np.zeros(1), errors=Counter(), ended_s=ended_s, health=HEALTHY)
+        return Observed(measured, {}, [])
 
-    monkeypatch.setattr(simulator_vs_emulation, "measure_load", serve)
+    monkeypatch.setattr(simulator_vs_emulation, "observe", serve)
     comparison = Comparison(RunningCluster(url="", admin_url="", pid=0, log=Path()), setting, scale)
     for seed in (1, 2):
         requests = LOGNORMAL.draw(60, seed, max_model_len=MODEL.max_model_len).at_rate(setting.rate)
-        measured = comparison._measure(requests)
+        measured = comparison._observe(requests).measured
     simulated = comparison._simulate(NO_OVERHEADS)
     assert simulated.ttft_s == pytest.approx(measured.times.ttft_s)
     assert simulated.tpot_s == pytest.approx(measured.times.tpot_s)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from pdserve.bench.demo_accuracy import MIXED, ask_all
 from pdserve.demo.corpus import Examined, examine
 from pdserve.model.weights.demo_model import DEMO_MODEL, DRAFT_MODEL
 from tests.e2e.cluster import running_cluster
+from tests.e2e.demo_accuracy import MIXED, ask_all
 
 PROMISED = {
     "What is 17 + 25?": "42",

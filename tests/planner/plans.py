@@ -100,7 +100,7 @@ def _attainment(layout: Layout, rate: float) -> Attainment:
     random = np.random.default_rng(1)
     arrived_s = np.cumsum(random.exponential(1 / rate, 200))
     requests = [SimulatedRequest(float(at_s), 500, 50) for at_s in arrived_s]
-    return measure([simulate(MODEL, layout, requests, slo=SLO)], SLO, rate)
+    return measure(simulate(MODEL, layout, requests, slo=SLO), SLO, rate)
 
 
 def _figures(role: WorkerRole) -> PoolFigures:

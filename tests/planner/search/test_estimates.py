@@ -203,12 +203,11 @@ def test_objectives_out_of_reach_are_told() -> None:
 
 def test_a_worker_must_hold_one_sequence_of_full_length() -> None:
     pool = a_pool(WorkerRole.DECODE)
-    cost = pool.cost(LLAMA_3_8B)
-    assert fits(pool, LLAMA_3_8B, cost)
-    assert fits(replace(pool, num_kv_blocks=513), LLAMA_3_8B, cost)
-    assert not fits(replace(pool, num_kv_blocks=512), LLAMA_3_8B, cost)
+    assert fits(pool, LLAMA_3_8B)
+    assert fits(replace(pool, num_kv_blocks=513), LLAMA_3_8B)
+    assert not fits(replace(pool, num_kv_blocks=512), LLAMA_3_8B)
     # Each lane of a pipeline has its part of the blocks.
-    assert not fits(replace(pool, num_kv_blocks=1025, pipeline_parallel=2), LLAMA_3_8B, cost)
+    assert not fits(replace(pool, num_kv_blocks=1025, pipeline_parallel=2), LLAMA_3_8B)
 
 
 def test_demand_counts_what_a_cache_would_hold_once() -> None:

@@ -183,7 +183,7 @@ def test_a_run_lasts_longer_only_where_that_may_decide(
     assert (seen.surely_meets(0.9), seen.surely_misses(0.9)) == (rate == 20, rate >= 64)
     requests = SHORT.draw(2000, 0).at_rate(rate)[:num_requests]
     shorter = simulate(trial.model, trial.layout, requests, slo=SLO)
-    assert measure([shorter], SLO, rate).share == seen.share
+    assert measure(shorter, SLO, rate).share == seen.share
 
 
 @pytest.mark.parametrize(("start_rate", "num_most"), [(10.0, 4), (9.3, 4), (4.0, 12), (40.0, 12)])

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.bench.shapes import QWEN3_30B_A3B_INT4_CONFIG
+from pdserve.bench.models import QWEN3_CODER_30B
 from pdserve.contracts.deployment import SloConfig
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.worker_config import WorkerRole
-from pdserve.model.config.shape import ModelShape
+from pdserve.model.config.quantisation import parse_scheme
 from pdserve.model.cost.hardware import hardware
 from pdserve.planner.layout import Layout, PlannedModel, Pool
 from pdserve.planner.search.layouts import check_fits, dollars_per_hour, enumerate_layouts
@@ -55,7 +55,9 @@ def test_all_of_two_devices() -> None:
 
 def test_ranks_have_whole_experts_where_their_features_do_not_divide() -> None:
     """Of 768 inputs in groups of 128 two ranks have three groups each."""
-    model = PlannedModel(shape=ModelShape.from_hf_config(QWEN3_30B_A3B_INT4_CONFIG), max_model_len=4096)
+    scheme = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+    shape = replace(QWEN3_CODER_30B.shape, scheme=parse_scheme({"quantization_config": scheme}))
+    model = PlannedModel(shape=shape, max_model_len=4096)
     question = a_question(
         Supply(hardware=H100, devices_per_node=4), model=model, space=replace(FLAT, may_disaggregate=False)
     )

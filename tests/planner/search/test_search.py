@@ -109,7 +109,7 @@ def test_losers_say_why() -> None:
 def test_no_more_is_simulated_than_a_trace_has() -> None:
     limited = find_plan(replace(a_question(), effort=replace(LITTLE, most_requests=110)), WORKLOAD, num_processes=1)
     runs = [
-        point.num_requests // point.num_runs
+        point.num_requests
         for candidate in limited.candidates
         if candidate.goodput
         for point in candidate.goodput.points

@@ -8,7 +8,7 @@ from pdserve.contracts.worker_config import WorkerRole
 from pdserve.model.cost.hardware import slowed
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.goodput import Trial
-from pdserve.planner.search.sensitivity import TIME_FACTORS, _slowed, search_saturation, search_sensitivity
+from pdserve.planner.search.sensitivity import TIME_FACTORS, search_saturation, search_sensitivity
 from pdserve.planner.simulate.attainment import Attainment
 from tests.planner.search.searches import carried_out, find_goodput
 from tests.planner.search.test_goodput import TRIAL, CurveRunner, falling
@@ -45,4 +45,4 @@ def test_every_device_of_a_slower_layout_is_slower() -> None:
         prefill=replace(a_pool(WorkerRole.PREFILL), hardware=slowed(H100, 1.1)),
         decode=replace(a_pool(WorkerRole.DECODE), hardware=slowed(H100, 1.1)),
     )
-    assert _slowed(disaggregated(), 1.1) == slow
+    assert disaggregated().slowed(1.1) == slow

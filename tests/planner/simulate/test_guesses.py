@@ -124,7 +124,7 @@ def simulated(share_right: float | None, num_requests: int, num_output_tokens: i
     requests = [SimulatedRequest(0.0, NUM_PROMPT_TOKENS, num_output_tokens)] * num_requests
     simulation = simulate(LLAMA_3_8B, Layout(mixed=pool), requests, slo=SLO, policy="round-robin")
     assert (simulation.times.num_output_tokens == num_output_tokens).all()
-    return measure([simulation], SLO, 1.0)
+    return measure(simulation, SLO, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 A bridge that leads nowhere else joins them. Needs root, `ip`, `sshd`, `rsync` and `unshare`.
 
-Power, cables and packets of a host are in the caller's hands: that is what they are for (`pdserve.bench.ray_up`).
+Power, cables and packets of a host are in the caller's hands: that is what they are for (`tests.hosts.ray_up`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 PREFIX = "pds-"
 SWITCH = f"{PREFIX}switch"

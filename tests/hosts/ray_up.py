@@ -2,7 +2,7 @@
 
     scripts/try-ray-up [--faults power-off,cable-2] [--capture] [--json FILE]
 
-Hosts are namespaces (`pdserve.bench.namespaces`). Without options it asks the cluster what it asked one on a single
+Hosts are namespaces (`tests.hosts.namespaces`). Without options it asks the cluster what it asked one on a single
 host, compares the answers, and counts the KV that crossed the wire. With ``--faults`` the cluster emulates, and 64
 streams whose tokens are checked run while a host loses power or its cable, or Ray its control store. ``--capture``
 records every packet and searches them for prompts and tokens. Exits 0 if all was as it should be.
@@ -25,9 +25,9 @@ from typing import Any
 
 import yaml
 
-from pdserve.bench.checked_streams import CheckedAnswer, Streams, summary
-from pdserve.bench.namespaces import BIN, REPO, Hosts, run
 from pdserve.bench.script import publish, script_parser
+from tests.hosts.checked_streams import CheckedAnswer, Streams, summary
+from tests.hosts.namespaces import BIN, REPO, Hosts, run
 
 NAMES = ("launcher", "head", "one", "two")
 NEW = "three"

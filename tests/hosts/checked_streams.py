@@ -1,6 +1,6 @@
 """Streams whose every token is known in advance: load for the scripts that break a cluster.
 
-    python -m pdserve.bench.checked_streams http://127.0.0.1:8000 [--clients 64] [--tokens 300]
+    python -m tests.hosts.checked_streams http://127.0.0.1:8000 [--clients 64] [--tokens 300]
 
 The cluster must emulate (`pdserve up --emulate`): its tokens are then a hash chain, in which a lost, repeated or
 misplaced token or block changes all later ones. Each client sends one request after the other until standard input
@@ -26,10 +26,11 @@ from typing import Any
 
 import msgspec
 
+from pdserve.contracts.request import SamplingParams
 from pdserve.loadgen.client import StreamClient, StreamedAnswer
 from pdserve.model.config.decoder_config import DecoderConfig
-from pdserve.model.executors.hash_chain import ROOT_STATE, HashVocabulary, link, mix64
 from pdserve.model.weights.demo_model import DEMO_MODEL
+from tests.expected_tokens import expected_tokens
 
 TIMEOUT_S = 150.0
 _PAUSE_S = 0.2
@@ -49,28 +50,19 @@ class CheckedAnswer:
     """True if a token that arrived is not the one expected."""
 
 
-def expected_answer(prompt: Sequence[int], num_tokens: int, vocabulary: HashVocabulary) -> list[int]:
-    """Tokens of an emulated greedy answer that no end of sequence cuts short."""
-    state = ROOT_STATE
-    for token in prompt:
-        state = mix64(link(state, token))
-    answer: list[int] = []
-    for _ in range(num_tokens):
-        answer.append(vocabulary.next_token(state))
-        state = mix64(link(state, answer[-1]))
-    return answer
-
-
 class ChainChecker:
     """Knows the answers of an emulated cluster that serves ``model``."""
 
     def __init__(self, model: Path) -> None:
         limits = DecoderConfig.from_folder(model).limits(0)
-        self.vocab_size = limits.vocab_size
-        self._vocabulary = HashVocabulary(limits.vocab_size, limits.eos_token_ids)
+        self.vocab_size, self._eos_token_ids = limits.vocab_size, limits.eos_token_ids
 
     def answer(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        return expected_answer(prompt, num_tokens, self._vocabulary)
+        """Tokens that no end of sequence cuts short."""
+        sampling = SamplingParams(temperature=0, ignore_eos=True)
+        return expected_tokens(
+            prompt, num_tokens, self.vocab_size, sampling=sampling, eos_token_ids=self._eos_token_ids
+        )
 
     def check(self, prompt: Sequence[int], num_tokens: int, answer: StreamedAnswer, ended_s: float) -> CheckedAnswer:
         expected = self.answer(prompt, num_tokens)

@@ -1,6 +1,6 @@
 """Accuracy of the demo model on held-out questions of each task, for every way of serving it.
 
-    python -m pdserve.bench.demo_accuracy [--model FOLDER] [--questions 200] [--json FILE]
+    python -m tests.e2e.demo_accuracy [--model FOLDER] [--questions 200] [--json FILE]
 
 Each way of serving is a cluster started by `pdserve up`. Questions go to it over the API with greedy sampling, half of
 them at the end of a conversation. An answer counts only if it equals the expected one exactly.
@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 from rich.console import Console
 
-from pdserve.bench.cluster import running_cluster
 from pdserve.bench.script import publish, script_parser
 from pdserve.demo.corpus import EXAMINED, Examined, examine
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.demo_model import DEMO_MODEL
+from tests.e2e.cluster import running_cluster
 
 MIXED = {"prefill": {"replicas": 0}, "decode": {"replicas": 0}, "mixed": {"replicas": 1}}
 WAYS: dict[str, dict[str, Any]] = {
@@ -64,7 +65,7 @@ def measure(folder: Path, num_questions: int, console: Console) -> dict[str, Any
         workers = {
             role: {"kv_memory": KV_MEMORY, **deployment.get(role, {})} for role in ("prefill", "decode", "mixed")
         }
-        with running_cluster({**workers, "model": model}) as cluster:
+        with TemporaryDirectory() as work, running_cluster(Path(work), {**workers, "model": model}) as cluster:
             answers = asyncio.run(ask_all(cluster.url, flat))
         reference = reference or answers
         right = [answer == question.answer for answer, question in zip(answers, flat, strict=True)]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pdserve.bench.checked_streams import ChainChecker, summary
 from pdserve.loadgen.client import StreamedAnswer
-from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.weights.demo_model import DEMO_MODEL
-from tests.expected_tokens import expected_tokens
+from tests.hosts.checked_streams import ChainChecker, summary
 
 PROMPT, NUM_TOKENS = [5, 7, 11], 20
 
 
 def test_every_token_is_checked() -> None:
-    limits = DecoderConfig.from_folder(DEMO_MODEL).limits(0)
-    tokens = expected_tokens(PROMPT, NUM_TOKENS, limits.vocab_size, eos_token_ids=limits.eos_token_ids)
     checker = ChainChecker(DEMO_MODEL)
+    tokens = checker.answer(PROMPT, NUM_TOKENS)
 
     def check(token_ids: list[int], error: str = "") -> tuple[str, bool]:
         times_s = [1.0 + number for number in range(len(token_ids))]
