@@ -21,7 +21,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from pdserve.model.config.tokenizer_config import read_json, read_tokenizer_config, special_tokens
+from pdserve.model.config.tokenizer_config import TAGS, read_json, read_tokenizer_config, special_tokens
 from pdserve.router.off_loop import in_turns, pause
 from pdserve.router.text.answer_text import AnyDetokenizer, ByteDetokenizer, Detokenizer, MarkedDetokenizer
 from pdserve.router.text.chat_template import ChatTemplate, PromptEnd
@@ -96,6 +96,7 @@ class ChatTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(token for token, content in added.items() if content.special)
+        self._tag_ids = frozenset(token for token, content in added.items() if content.content in TAGS)
         special_texts = {each.content for each in added.values() if each.special} - {""}
         self._special_text = re.compile(_any_of(special_texts) if special_texts else "(?!)")
         self._longest_special_text = max(map(len, special_texts), default=1)
@@ -280,9 +281,12 @@ class ChatTokenizer:
         Args:
             prompt_tokens: prompt whose text the answer continues, if any.
             piece_tokens: as in `Detokenizer`.
-            is_marked: whether the text goes to `HarmonyParts` where the model has that format.
+            is_marked: whether parsers take parts out of the text, which has all tags then, and marks where the model
+                has the format of `HarmonyParts`.
         """
         hidden_ids = self._special_ids if skip_special_tokens else frozenset[int]()
+        if is_marked:
+            hidden_ids -= self._tag_ids
         context = prompt_tokens[-_CONTEXT_TOKENS:]
         texts: Detokenizer | ByteDetokenizer
         if self._is_byte_level:

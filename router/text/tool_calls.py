@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pdserve.model.config.tokenizer_config import CALL_TAGS
 from pdserve.router.text.answer_text import num_held_chars
 
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ class ToolFormat:
     """The format of messages, of which a call is one; then all else is empty."""
 
 
-HERMES = ToolFormat("<tool_call>", "</tool_call>", "\n", "arguments")
+HERMES = ToolFormat(*CALL_TAGS, "\n", "arguments")
 LLAMA_3 = ToolFormat("", ";", "; ", "parameters")
-QWEN_3_CODER = ToolFormat("<tool_call>", "</tool_call>", "\n", "", is_xml=True)
+QWEN_3_CODER = ToolFormat(*CALL_TAGS, "\n", "", is_xml=True)
 HARMONY = ToolFormat("", "", "", "")
 """Of a tokenizer that is not known yet."""
 TOOL_FORMATS = {"hermes": HERMES, "llama3": LLAMA_3, "qwen3_coder": QWEN_3_CODER, "harmony": HARMONY}
