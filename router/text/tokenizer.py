@@ -44,8 +44,10 @@ _DELETE = "\x7f"
 """Begins all that is marked in a prompt: a character of ASCII, so that marks widen no text, and one that templates
 neither strip nor escape."""
 
-_MARK = f"{_DELETE}1"
-"""Stands around text of a special token that is only text."""
+_OPENING, _CLOSING = f"{_DELETE}1", f"{_DELETE}3"
+"""Stand around text of a special token that is only text. A template that cuts texts may leave one of them alone."""
+
+_MARK = re.compile(f"{_OPENING}|{_CLOSING}")
 
 _OWN = f"{_DELETE}0"
 """Stands for a client's own `_DELETE`."""
@@ -203,7 +205,7 @@ class ChatTokenizer:
             for match in self._special_text.finditer(text, done, end + self._longest_special_text - 1):
                 if match.start() >= end:
                     break
-                pieces += [text[done : match.start()].replace(_DELETE, _OWN), _MARK, match[0], _MARK]
+                pieces += [text[done : match.start()].replace(_DELETE, _OWN), _OPENING, match[0], _CLOSING]
                 done = match.end()
             pieces.append(text[done:end].replace(_DELETE, _OWN))
             done = max(done, end)
@@ -238,15 +240,17 @@ class ChatTokenizer:
             TooLongError: the beginning of the text has more than ``most_tokens``.
         """
         tokens: list[int] = []
-        start = 0
+        start, opening = 0, ""
         ends = (
-            piece_start + mark.start()
+            mark.start()
             for piece_start in range(0, len(text), _SEARCHED_CHARS)
-            for mark in re.finditer(_MARK, text[piece_start : piece_start + _SEARCHED_CHARS + 1])
+            for mark in _MARK.finditer(text, piece_start, piece_start + _SEARCHED_CHARS + 1)
         )
-        for index, end in enumerate(chain(ends, [len(text)])):
+        for end in chain(ends, [len(text)]):
             pause()
-            tokenizer = self._literal_tokenizer if index % 2 else self._tokenizer
+            mark = text[end : end + len(_OPENING)]
+            is_literal = (opening, mark) == (_OPENING, _CLOSING) and self._special_text.fullmatch(text, start, end)
+            tokenizer = self._literal_tokenizer if is_literal else self._tokenizer
             left = most_tokens - len(tokens)
             try:
                 tokens += self._encode(text[start:end], add_special_tokens=False, most_tokens=left, tokenizer=tokenizer)
@@ -254,7 +258,7 @@ class ChatTokenizer:
                 raise TooLongError(len(tokens) + error.num_tokens) from None
             if len(tokens) > most_tokens:  # of many short parts
                 raise TooLongError(len(tokens))
-            start = end + len(_MARK)
+            start, opening = end + len(mark), mark
         return tokens
 
     @cached_property
