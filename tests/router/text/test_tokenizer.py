@@ -125,15 +125,17 @@ def test_a_message_has_the_same_tokens_whatever_marks_it_has(
             assert asyncio.run(tokenizer.encode_chat(chat)) == expected
 
 
-def test_marks_in_json_and_beside_white_space_are_found() -> None:
+@pytest.mark.parametrize(("ascii", "name"), [("false", "é🙂"), ("true", r"\u00e9\ud83d\ude42")])
+def test_marks_in_json_and_beside_white_space_are_found(ascii: str, name: str) -> None:
     """A template may write messages as JSON and strip white space."""
     model = byte_level_tokenizer()
-    template = ChatTemplate("{{ tools[0] | tojson }}{{ messages[0].content | trim }}", {})
-    tokenizer = ChatTokenizer(model, template, model.get_vocab_size())
-    chat = tokenizer.chat_text([{"role": "user", "content": f" {EOS}\x7f "}], tools=[{"name": f"\x7f{BOS}\n"}])
+    source = f"{{{{ tools[0] | tojson(ensure_ascii={ascii}) }}}}{{{{ messages[0].content | trim }}}}"
+    tokenizer = ChatTokenizer(model, ChatTemplate(source, {}), model.get_vocab_size())
+    tool = {"name": f"\x7f{BOS}\né🙂\\u007f1"}
+    chat = tokenizer.chat_text([{"role": "user", "content": f" {EOS}\x7f "}], tools=[tool])
     tokens = asyncio.run(tokenizer.encode_chat(chat))
     assert not {BOS_ID, EOS_ID} & {*tokens}
-    assert tokenizer.decode(tokens) == f'{{"name": "\x7f{BOS}\\n"}}{EOS}\x7f'
+    assert tokenizer.decode(tokens) == f'{{"name": "\x7f{BOS}\\n{name}\\\\u007f1"}}{EOS}\x7f'
 
 
 @pytest.mark.parametrize(
