@@ -49,6 +49,11 @@ class ToolFormat:
     harmony: Harmony | None = None
     """The format of messages, of which a call is one; then all else is empty."""
 
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """What calls begin with. Before a tag some models leave out `opening`."""
+        return (self.opening, "<function=") if self.is_xml else (self.opening or "{",)
+
 
 HERMES = ToolFormat(*CALL_TAGS, "\n", "arguments")
 LLAMA_3 = ToolFormat("", ";", "; ", "parameters")
@@ -206,10 +211,10 @@ class ToolCallParser:
     def _begin(self) -> bool:
         """Decide what follows white space at the start, or after a call."""
         rest = self._held.lstrip()
-        opening = self._style.opening or "{"
-        if opening.startswith(rest) and rest != opening:
+        openings = self._style.openings
+        if any(opening.startswith(rest) and rest != opening for opening in openings):
             return False
-        if rest.startswith(opening):
+        if rest.startswith(openings):
             self._open(len(self._held) - len(rest))
         else:
             self._held = self._held if self._state is State.START else rest
@@ -225,8 +230,8 @@ class ToolCallParser:
 
     def _pass_text(self) -> bool:
         """Pass text up to a call, or to what may become one with the white space before it."""
-        opening = self._style.opening
-        found = self._held.find(opening) if opening else -1
+        openings = self._style.openings if self._style.opening else ()
+        found = min((start for each in openings if (start := self._held.find(each)) >= 0), default=-1)
         if found >= 0:
             text = self._held[:found].rstrip()
             self._text.append(text)
@@ -234,15 +239,16 @@ class ToolCallParser:
             self._open(found - len(text))
             return True
         num_kept = len(self._held)
-        if opening:
-            num_kept = len(self._held[: num_kept - num_held_chars(self._held, opening)].rstrip())
+        if openings:
+            num_held = max(num_held_chars(self._held, opening) for opening in openings)
+            num_kept = len(self._held[: num_kept - num_held].rstrip())
         self._text.append(self._held[:num_kept])
         self._held = self._held[num_kept:]
         return False
 
     def _open(self, num_space: int) -> None:
-        """Begin a call whose opening tag follows ``num_space`` characters of white space."""
-        num_before = num_space + len(self._style.opening)
+        """Begin a call whose opening tag, if any, follows ``num_space`` characters of white space."""
+        num_before = num_space + len(self._style.opening) * self._held.startswith(self._style.opening, num_space)
         self._before, self._held = self._held[:num_before], self._held[num_before:]
         self._state, self._num_scanned, self._scanner = State.HEAD, 0, _JsonScanner(self._style.closing)
 
@@ -271,7 +277,9 @@ class ToolCallParser:
 
     def _give_up(self) -> bool:
         """What began like a call is text."""
-        self._text.append(self._before)
+        num_begun = not self._before.strip()  # without a tag, a call would begin there again
+        self._text.append(self._before + self._held[:num_begun])
+        self._held = self._held[num_begun:]
         self._state = State.TEXT
         return True
 

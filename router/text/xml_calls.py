@@ -3,7 +3,7 @@
 ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``: a value is the text between the
 tags, less a line break at each end. The function's schema says which values are strings; others are JSON. A string that
 its schema bounds has no white space around it, which grammars allow everywhere. A parameter or call that is not closed
-ends at ``</tool_call>``.
+ends at ``</tool_call>``. One of an offered function may begin without ``<tool_call>``.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ class XmlCallParser(ToolCallParser):
     """Nothing of the value was read."""
 
     def _read_head(self) -> bool:
-        if start := _FUNCTION.match(self._held):
+        start = _FUNCTION.match(self._held)
+        if start and (self._before.strip() or start["name"] in self._functions):
             self._write_call(start["name"])
             self._held, self._state, self._num_parameters = self._held[start.end() :], State.ARGUMENTS, 0
             self._properties = (self._functions.get(start["name"], {}).get("parameters") or {}).get("properties")
             return True
-        if "<function=".startswith(self._held.lstrip()) or _FUNCTION_BEGUN.fullmatch(self._held):
+        if not start and ("<function=".startswith(self._held.lstrip()) or _FUNCTION_BEGUN.fullmatch(self._held)):
             return False
         return self._give_up()
 
