@@ -332,7 +332,7 @@ def whole_text(text: str) -> str:
 
 def _call_of(literal: str, names: Collection[str] | None) -> tuple[str, str] | None:
     """Name and arguments of a complete call, of members in any order; ``None`` if it is none, but an answer that has a
-    name. Only those of ``names``, or all if it is None, may lack arguments."""
+    name. Only those of ``names``, or all if it is None, may lack arguments, or have null for them."""
     try:
         call = json.loads(literal)
     except (ValueError, RecursionError):
@@ -340,7 +340,8 @@ def _call_of(literal: str, names: Collection[str] | None) -> tuple[str, str] | N
     name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
     if not isinstance(name, str) or not name:
         return None
-    if call.keys() <= {"name", "id", "type"} and (names is None or name in names):
+    given = {member for member, value in call.items() if value is not None}
+    if given <= {"name", "id", "type"} and (names is None or name in names):
         arguments = {}
     if not isinstance(arguments, dict | str):
         return None

@@ -72,6 +72,7 @@ ARGUMENTS = '{"a": [1, "}\\"{"]}'
         ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')], 1),
         ('<tool_call>{"name": "f", "arguments": {"a": 1}, "x": {"y": 2}}</tool_call>', "", [("f", '{"a": 1}')], 1),
         ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")], 1),
+        ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")], 1),
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')], 1),
         # No calls
         (f'<tool_call>{{"a": {"[" * 2000}{"]" * 2000}}}', f'<tool_call>{{"a": {"[" * 2000}{"]" * 2000}}}', [], 0),
@@ -97,6 +98,8 @@ def test_calls_of_hermes_and_qwen(text: str, content: str, calls: list[tuple[str
         ('\n{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "", [("f", "{}"), ("g", "{}")], 2),
         ('{"type": "function", "name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')], 1),
         ('{"name": "f"}', "", [("f", "{}")], 1),
+        ('{"name": "f", "parameters": null}', "", [("f", "{}")], 1),
+        ('{"name": "Oslo", "parameters": null}', '{"name": "Oslo", "parameters": null}', [], 0),
         ('{"name": "Oslo"}', '{"name": "Oslo"}', [], 0),
         ('{"name": "Oslo", "people": 709037}', '{"name": "Oslo", "people": 709037}', [], 0),
         (' {"answer": 42} {"name": "f", "parameters": {}}', ' {"answer": 42} {"name": "f", "parameters": {}}', [], 0),
