@@ -3,7 +3,8 @@
 A model writes a call as JSON: between ``<tool_call>`` and ``</tool_call>`` (Hermes, Qwen), or as its whole answer
 (Llama 3); `pdserve.router.text.xml_calls` reads tags. Arguments pass through as they were written. A call whose last
 braces are missing ends at its closing tag. Text that is no call stays text, also what only began like one;
-white space around calls is dropped. The result does not depend on how the text was split.
+white space around calls is dropped, but for a line break between texts. The result does not depend on how the text was
+split.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class State(Enum):
     CLOSING = "closing"
     """After a call, before its closing tag."""
     BETWEEN = "between"
-    """After a call and its tag; white space is dropped."""
+    """After a call and its tag, in white space."""
     HEAD = "head"
     """In a call whose arguments have not begun."""
     ARGUMENTS = "arguments"
@@ -155,6 +156,8 @@ class ToolCallParser:
         """White space and opening tag of the call that has begun, in case that it is none."""
         self._num_scanned = 0
         self._scanner = _JsonScanner(style.closing)
+        self._has_text = False
+        """Some was returned."""
         self._text: list[str] = []
         self._calls: list[CallDelta] = []
 
@@ -172,7 +175,7 @@ class ToolCallParser:
         elif self._state is State.ARGUMENTS and not self._style.is_xml:
             self._write(self._held)
         elif self._state is State.BETWEEN:
-            self._text.append(self._held.lstrip())
+            self._text.append(self._apart(self._held.lstrip()))
         elif self._state in (State.START, State.TEXT):
             self._text.append(self._held)
         self.num_calls += self._state is State.TAIL
@@ -189,6 +192,7 @@ class ToolCallParser:
 
     def _take(self) -> tuple[str, list[CallDelta]]:
         text, calls = "".join(self._text), self._calls
+        self._has_text = self._has_text or bool(text)
         self._text, self._calls = [], []
         return text, calls
 
@@ -214,12 +218,17 @@ class ToolCallParser:
         openings = self._style.openings
         if any(opening.startswith(rest) and rest != opening for opening in openings):
             return False
+        if self._state is State.BETWEEN:
+            self._held = self._apart(rest)
         if rest.startswith(openings):
             self._open(len(self._held) - len(rest))
         else:
-            self._held = self._held if self._state is State.START else rest
             self._state = State.TEXT
         return True
+
+    def _apart(self, text: str) -> str:
+        """Text that follows a call, a line break apart from text before it."""
+        return f"\n{text}" if text and (self._has_text or any(self._text)) else text
 
     def _read_closing(self) -> bool:
         rest, closing = self._held.lstrip(), self._style.closing
