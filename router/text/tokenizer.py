@@ -251,15 +251,34 @@ class ChatTokenizer:
             mark = text[end : end + len(_OPENING)]
             is_literal = (opening, mark) == (_OPENING, _CLOSING) and self._special_text.fullmatch(text, start, end)
             tokenizer = self._literal_tokenizer if is_literal else self._tokenizer
+            goes_on = bool(tokens) and tokens[-1] not in self._added_ids
             left = most_tokens - len(tokens)
             try:
-                tokens += self._encode(text[start:end], add_special_tokens=False, most_tokens=left, tokenizer=tokenizer)
+                tokens += self._encode_part(text[start:end], left, tokenizer, goes_on=goes_on)
             except TooLongError as error:
                 raise TooLongError(len(tokens) + error.num_tokens) from None
             if len(tokens) > most_tokens:  # of many short parts
                 raise TooLongError(len(tokens))
             start, opening = end + len(mark), mark
         return tokens
+
+    def _encode_part(self, text: str, most_tokens: int, tokenizer: Tokenizer, *, goes_on: bool) -> list[int]:
+        """Token ids of a part of a text. One that ``goes_on`` is encoded behind a line break, as sentencepiece puts a
+        space before each text; where it makes one token of the break and what follows, the space stays.
+
+        Raises:
+            TooLongError: they are more than ``most_tokens``.
+        """
+        encode = partial(self._encode, add_special_tokens=False, tokenizer=tokenizer)
+        if goes_on and not self._is_byte_level:
+            before = encode("\n")
+            try:
+                tokens = encode(f"\n{text}", most_tokens=most_tokens + len(before))
+            except TooLongError as error:
+                raise TooLongError(error.num_tokens - len(before)) from None
+            if tokens[: len(before)] == before:
+                return tokens[len(before) :]
+        return encode(text, most_tokens=most_tokens)
 
     @cached_property
     def _literal_tokenizer(self) -> Tokenizer:

@@ -159,6 +159,22 @@ def test_a_text_that_is_cut_at_a_special_token_changes_no_other(cut: str, text: 
     assert tokens[-1] == EOS_ID
 
 
+@pytest.mark.parametrize("scheme", ["prepend", "always", "first", "never"])
+@pytest.mark.parametrize("text", [f"print{EOS}now", f"a {EOS} the{EOS}{EOS}\n", f"{EOS} x"])
+def test_a_text_has_no_space_around_quoted_special_tokens(scheme: str, text: str) -> None:
+    model = metaspace_tokenizer()
+    if scheme != "prepend":
+        model.normalizer, model.pre_tokenizer = None, pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    model.add_tokens(["<tool>"])
+    template = "{{ bos_token }}a{{ messages[0].content }} x{{ bos_token }}the<tool>the{{ messages[0].content }}"
+    tokenizer = ChatTokenizer(model, ChatTemplate(template, {"bos_token": BOS}), model.get_vocab_size())
+    # Spaces after the template's own tokens, which it knows, are the tokenizer's
+    word, expected = "<|xos|>", encoded_chat(tokenizer, [{"role": "user", "content": text.replace(EOS, "<|xos|>")}])
+    tokens = encoded_chat(tokenizer, [{"role": "user", "content": text}])
+    assert tokenizer.decode(tokens) == tokenizer.decode(expected).replace(word, EOS)
+    assert (tokens.count(BOS_ID), tokens.count(EOS_ID)) == (2, 0)
+
+
 @pytest.mark.parametrize("text", [f"{EOS} the", "\x7f1 the", "\x7f", f"é{EOS}"])
 def test_quoted_marks_do_not_widen_a_long_text(tokenizer: ChatTokenizer, text: str) -> None:
     """Python's threads wait while a text is copied, for each byte."""
