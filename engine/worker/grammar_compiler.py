@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from pdserve.contracts.codec import from_json
 from pdserve.contracts.request import Grammar, GrammarKind
 from pdserve.engine.worker.xgrammar_import import import_xgrammar
-from pdserve.model.config.tokenizer_config import CHANNEL
+from pdserve.model.config.tokenizer_config import CHANNEL, TAGS
 from pdserve.proto.framing import encode_frame, receive_frame
 from pdserve.proto.parent_death import die_with_parent
 
@@ -94,8 +94,8 @@ def main() -> int:
 
 
 def read_vocabulary(config: CompilerConfig) -> xgrammar.TokenizerInfo:
-    """Read the tokens of the configured checkpoint that grammars may allow: none whose text has a meaning of its own to
-    the model, or, if it has channels, those by their ids."""
+    """Read the tokens of the configured checkpoint that grammars may allow: besides tags none whose text has a meaning
+    of its own to the model, or, if it has channels, those by their ids."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(config.folder, "tokenizer.json")))
@@ -105,7 +105,8 @@ def read_vocabulary(config: CompilerConfig) -> xgrammar.TokenizerInfo:
     detected = xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str())
     texts, vocab = [""] * config.vocab_size, tokenizer.get_vocab(with_added_tokens=True)
     control_text = _CONTROL_TEXTS.get(detected["vocab_type"].name, "") if CHANNEL in vocab else ""
-    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token for token, each in added.items() if each.special and each.content not in TAGS}
     for text, token in vocab.items():
         if token < config.vocab_size:  # the text of a control token is not its meaning
             texts[token] = control_text if token in special else text

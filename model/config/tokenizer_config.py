@@ -59,6 +59,10 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
+REASONING_TAGS = ("<think>", "</think>")
+CALL_TAGS = ("<tool_call>", "</tool_call>")
+TAGS = frozenset(REASONING_TAGS + CALL_TAGS)
+"""Around parts of an answer. They are read and written as text, also where they are special tokens."""
 CHANNEL = "<|channel|>"
 """Token that only tokenizers with the harmony format (gpt-oss) have."""
 _HARMONY_ENDS = ("<|return|>", "<|call|>")

@@ -47,6 +47,8 @@ class PromptEnd(Enum):
 
 _ASKS_FOR_NONE = re.compile(r"content[\"'\])\s]{0,4}(\s+is(\s+not)?\s|[!=]=)\s*none", re.IGNORECASE)
 
+_NOT_ASCII = re.compile(r"[^\0-\x7f]+")
+
 _PROBE = "Hello"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -183,8 +185,10 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the HTML escapes of jinja2's filter: a prompt is not HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """JSON without the HTML escapes of jinja2's filter: a prompt is not HTML. Marks stay what they are: they are of
+    ASCII, though `json` would escape them."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _NOT_ASCII.sub(lambda run: json.dumps(run[0])[1:-1], text) if ensure_ascii else text
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pdserve.router.off_loop import pause
 from pdserve.router.text.tool_calls import CallDelta
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def turns_for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     turns = [dict[str, Any](role="developer", content="\n\n".join(instructions))] if instructions else []
     rest = deque(dict(each) for each in messages if each["role"] not in ("system", "developer"))
     while rest:
+        pause()
         message = rest.popleft()
         calls, thinking = message.pop("tool_calls", ()), [message.get("reasoning")]
         if calls:
@@ -64,15 +66,16 @@ def turns_for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
             message["content"] = ""
         if any(thinking):
             message["thinking"] = "\n".join(filter(None, thinking))
-        results = []
+        results: dict[object, list[dict[str, Any]]] = {call["id"]: [] for call in calls}
+        others: list[dict[str, Any]] = [] if calls else [message]
         while calls and rest and rest[0]["role"] == "tool":
-            results.append(rest.popleft())
+            pause()
+            result = rest.popleft()
+            results.get(result.get("tool_call_id"), others).append(result)
         for call in calls:
-            turns.append({**message, "tool_calls": [call]})
-            turns += [each for each in results if each.get("tool_call_id") == call["id"]]
-            results = [each for each in results if each.get("tool_call_id") != call["id"]]
+            turns += [{**message, "tool_calls": [call]}, *results.pop(call["id"], ())]
             message = {"role": "assistant", "content": ""}
-        turns += results if calls else [message]
+        turns += others
     return turns
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from enum import Enum
 
+from pdserve.model.config.tokenizer_config import REASONING_TAGS
 from pdserve.router.text.answer_text import num_held_chars
 
-OPENING, CLOSING = "<think>", "</think>"
+OPENING, CLOSING = REASONING_TAGS
 
 
 class _State(Enum):

@@ -21,7 +21,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from pdserve.model.config.tokenizer_config import read_json, read_tokenizer_config, special_tokens
+from pdserve.model.config.tokenizer_config import TAGS, read_json, read_tokenizer_config, special_tokens
 from pdserve.router.off_loop import in_turns, pause
 from pdserve.router.text.answer_text import AnyDetokenizer, ByteDetokenizer, Detokenizer, MarkedDetokenizer
 from pdserve.router.text.chat_template import ChatTemplate, PromptEnd
@@ -44,8 +44,10 @@ _DELETE = "\x7f"
 """Begins all that is marked in a prompt: a character of ASCII, so that marks widen no text, and one that templates
 neither strip nor escape."""
 
-_MARK = f"{_DELETE}1"
-"""Stands around text of a special token that is only text."""
+_OPENING, _CLOSING = f"{_DELETE}1", f"{_DELETE}3"
+"""Stand around text of a special token that is only text. A template that cuts texts may leave one of them alone."""
+
+_MARK = re.compile(f"{_OPENING}|{_CLOSING}")
 
 _OWN = f"{_DELETE}0"
 """Stands for a client's own `_DELETE`."""
@@ -96,6 +98,7 @@ class ChatTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(token for token, content in added.items() if content.special)
+        self._tag_ids = frozenset(token for token, content in added.items() if content.content in TAGS)
         special_texts = {each.content for each in added.values() if each.special} - {""}
         self._special_text = re.compile(_any_of(special_texts) if special_texts else "(?!)")
         self._longest_special_text = max(map(len, special_texts), default=1)
@@ -202,7 +205,7 @@ class ChatTokenizer:
             for match in self._special_text.finditer(text, done, end + self._longest_special_text - 1):
                 if match.start() >= end:
                     break
-                pieces += [text[done : match.start()].replace(_DELETE, _OWN), _MARK, match[0], _MARK]
+                pieces += [text[done : match.start()].replace(_DELETE, _OWN), _OPENING, match[0], _CLOSING]
                 done = match.end()
             pieces.append(text[done:end].replace(_DELETE, _OWN))
             done = max(done, end)
@@ -237,24 +240,45 @@ class ChatTokenizer:
             TooLongError: the beginning of the text has more than ``most_tokens``.
         """
         tokens: list[int] = []
-        start = 0
+        start, opening = 0, ""
         ends = (
-            piece_start + mark.start()
+            mark.start()
             for piece_start in range(0, len(text), _SEARCHED_CHARS)
-            for mark in re.finditer(_MARK, text[piece_start : piece_start + _SEARCHED_CHARS + 1])
+            for mark in _MARK.finditer(text, piece_start, piece_start + _SEARCHED_CHARS + 1)
         )
-        for index, end in enumerate(chain(ends, [len(text)])):
+        for end in chain(ends, [len(text)]):
             pause()
-            tokenizer = self._literal_tokenizer if index % 2 else self._tokenizer
+            mark = text[end : end + len(_OPENING)]
+            is_literal = (opening, mark) == (_OPENING, _CLOSING) and self._special_text.fullmatch(text, start, end)
+            tokenizer = self._literal_tokenizer if is_literal else self._tokenizer
+            goes_on = bool(tokens) and tokens[-1] not in self._added_ids
             left = most_tokens - len(tokens)
             try:
-                tokens += self._encode(text[start:end], add_special_tokens=False, most_tokens=left, tokenizer=tokenizer)
+                tokens += self._encode_part(text[start:end], left, tokenizer, goes_on=goes_on)
             except TooLongError as error:
                 raise TooLongError(len(tokens) + error.num_tokens) from None
             if len(tokens) > most_tokens:  # of many short parts
                 raise TooLongError(len(tokens))
-            start = end + len(_MARK)
+            start, opening = end + len(mark), mark
         return tokens
+
+    def _encode_part(self, text: str, most_tokens: int, tokenizer: Tokenizer, *, goes_on: bool) -> list[int]:
+        """Token ids of a part of a text. One that ``goes_on`` is encoded behind a line break, as sentencepiece puts a
+        space before each text; where it makes one token of the break and what follows, the space stays.
+
+        Raises:
+            TooLongError: they are more than ``most_tokens``.
+        """
+        encode = partial(self._encode, add_special_tokens=False, tokenizer=tokenizer)
+        if goes_on and not self._is_byte_level:
+            before = encode("\n")
+            try:
+                tokens = encode(f"\n{text}", most_tokens=most_tokens + len(before))
+            except TooLongError as error:
+                raise TooLongError(error.num_tokens - len(before)) from None
+            if tokens[: len(before)] == before:
+                return tokens[len(before) :]
+        return encode(text, most_tokens=most_tokens)
 
     @cached_property
     def _literal_tokenizer(self) -> Tokenizer:
@@ -280,9 +304,12 @@ class ChatTokenizer:
         Args:
             prompt_tokens: prompt whose text the answer continues, if any.
             piece_tokens: as in `Detokenizer`.
-            is_marked: whether the text goes to `HarmonyParts` where the model has that format.
+            is_marked: whether parsers take parts out of the text, which has all tags then, and marks where the model
+                has the format of `HarmonyParts`.
         """
         hidden_ids = self._special_ids if skip_special_tokens else frozenset[int]()
+        if is_marked:
+            hidden_ids -= self._tag_ids
         context = prompt_tokens[-_CONTEXT_TOKENS:]
         texts: Detokenizer | ByteDetokenizer
         if self._is_byte_level:

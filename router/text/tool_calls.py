@@ -3,7 +3,8 @@
 A model writes a call as JSON: between ``<tool_call>`` and ``</tool_call>`` (Hermes, Qwen), or as its whole answer
 (Llama 3); `pdserve.router.text.xml_calls` reads tags. Arguments pass through as they were written. A call whose last
 braces are missing ends at its closing tag. Text that is no call stays text, also what only began like one;
-white space around calls is dropped. The result does not depend on how the text was split.
+white space around calls is dropped, but for a line break between texts. The result does not depend on how the text was
+split.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pdserve.model.config.tokenizer_config import CALL_TAGS
 from pdserve.router.text.answer_text import num_held_chars
 
 if TYPE_CHECKING:
@@ -48,10 +50,15 @@ class ToolFormat:
     harmony: Harmony | None = None
     """The format of messages, of which a call is one; then all else is empty."""
 
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """What calls begin with. Before a tag some models leave out `opening`."""
+        return (self.opening, "<function=") if self.is_xml else (self.opening or "{",)
 
-HERMES = ToolFormat("<tool_call>", "</tool_call>", "\n", "arguments")
+
+HERMES = ToolFormat(*CALL_TAGS, "\n", "arguments")
 LLAMA_3 = ToolFormat("", ";", "; ", "parameters")
-QWEN_3_CODER = ToolFormat("<tool_call>", "</tool_call>", "\n", "", is_xml=True)
+QWEN_3_CODER = ToolFormat(*CALL_TAGS, "\n", "", is_xml=True)
 HARMONY = ToolFormat("", "", "", "")
 """Of a tokenizer that is not known yet."""
 TOOL_FORMATS = {"hermes": HERMES, "llama3": LLAMA_3, "qwen3_coder": QWEN_3_CODER, "harmony": HARMONY}
@@ -87,7 +94,7 @@ class State(Enum):
     CLOSING = "closing"
     """After a call, before its closing tag."""
     BETWEEN = "between"
-    """After a call and its tag; white space is dropped."""
+    """After a call and its tag, in white space."""
     HEAD = "head"
     """In a call whose arguments have not begun."""
     ARGUMENTS = "arguments"
@@ -149,6 +156,8 @@ class ToolCallParser:
         """White space and opening tag of the call that has begun, in case that it is none."""
         self._num_scanned = 0
         self._scanner = _JsonScanner(style.closing)
+        self._has_text = False
+        """Some was returned."""
         self._text: list[str] = []
         self._calls: list[CallDelta] = []
 
@@ -166,7 +175,7 @@ class ToolCallParser:
         elif self._state is State.ARGUMENTS and not self._style.is_xml:
             self._write(self._held)
         elif self._state is State.BETWEEN:
-            self._text.append(self._held.lstrip())
+            self._text.append(self._apart(self._held.lstrip()))
         elif self._state in (State.START, State.TEXT):
             self._text.append(self._held)
         self.num_calls += self._state is State.TAIL
@@ -183,6 +192,7 @@ class ToolCallParser:
 
     def _take(self) -> tuple[str, list[CallDelta]]:
         text, calls = "".join(self._text), self._calls
+        self._has_text = self._has_text or bool(text)
         self._text, self._calls = [], []
         return text, calls
 
@@ -205,15 +215,20 @@ class ToolCallParser:
     def _begin(self) -> bool:
         """Decide what follows white space at the start, or after a call."""
         rest = self._held.lstrip()
-        opening = self._style.opening or "{"
-        if opening.startswith(rest) and rest != opening:
+        openings = self._style.openings
+        if any(opening.startswith(rest) and rest != opening for opening in openings):
             return False
-        if rest.startswith(opening):
+        if self._state is State.BETWEEN:
+            self._held = self._apart(rest)
+        if rest.startswith(openings):
             self._open(len(self._held) - len(rest))
         else:
-            self._held = self._held if self._state is State.START else rest
             self._state = State.TEXT
         return True
+
+    def _apart(self, text: str) -> str:
+        """Text that follows a call, a line break apart from text before it."""
+        return f"\n{text}" if text and (self._has_text or any(self._text)) else text
 
     def _read_closing(self) -> bool:
         rest, closing = self._held.lstrip(), self._style.closing
@@ -224,8 +239,8 @@ class ToolCallParser:
 
     def _pass_text(self) -> bool:
         """Pass text up to a call, or to what may become one with the white space before it."""
-        opening = self._style.opening
-        found = self._held.find(opening) if opening else -1
+        openings = self._style.openings if self._style.opening else ()
+        found = min((start for each in openings if (start := self._held.find(each)) >= 0), default=-1)
         if found >= 0:
             text = self._held[:found].rstrip()
             self._text.append(text)
@@ -233,15 +248,16 @@ class ToolCallParser:
             self._open(found - len(text))
             return True
         num_kept = len(self._held)
-        if opening:
-            num_kept = len(self._held[: num_kept - num_held_chars(self._held, opening)].rstrip())
+        if openings:
+            num_held = max(num_held_chars(self._held, opening) for opening in openings)
+            num_kept = len(self._held[: num_kept - num_held].rstrip())
         self._text.append(self._held[:num_kept])
         self._held = self._held[num_kept:]
         return False
 
     def _open(self, num_space: int) -> None:
-        """Begin a call whose opening tag follows ``num_space`` characters of white space."""
-        num_before = num_space + len(self._style.opening)
+        """Begin a call whose opening tag, if any, follows ``num_space`` characters of white space."""
+        num_before = num_space + len(self._style.opening) * self._held.startswith(self._style.opening, num_space)
         self._before, self._held = self._held[:num_before], self._held[num_before:]
         self._state, self._num_scanned, self._scanner = State.HEAD, 0, _JsonScanner(self._style.closing)
 
@@ -270,7 +286,9 @@ class ToolCallParser:
 
     def _give_up(self) -> bool:
         """What began like a call is text."""
-        self._text.append(self._before)
+        num_begun = not self._before.strip()  # without a tag, a call would begin there again
+        self._text.append(self._before + self._held[:num_begun])
+        self._held = self._held[num_begun:]
         self._state = State.TEXT
         return True
 
@@ -323,7 +341,7 @@ def whole_text(text: str) -> str:
 
 def _call_of(literal: str, names: Collection[str] | None) -> tuple[str, str] | None:
     """Name and arguments of a complete call, of members in any order; ``None`` if it is none, but an answer that has a
-    name. Only those of ``names``, or all if it is None, may lack arguments."""
+    name. Only those of ``names``, or all if it is None, may lack arguments, or have null for them."""
     try:
         call = json.loads(literal)
     except (ValueError, RecursionError):
@@ -331,7 +349,8 @@ def _call_of(literal: str, names: Collection[str] | None) -> tuple[str, str] | N
     name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
     if not isinstance(name, str) or not name:
         return None
-    if call.keys() <= {"name", "id", "type"} and (names is None or name in names):
+    given = {member for member, value in call.items() if value is not None}
+    if given <= {"name", "id", "type"} and (names is None or name in names):
         arguments = {}
     if not isinstance(arguments, dict | str):
         return None

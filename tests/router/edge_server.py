@@ -304,11 +304,12 @@ def running_edge(
     template: str = CHAT_TEMPLATE,
     sinks: Sequence[RecordSink] = (),
     defaults: Mapping[str, float] | None = None,
+    special: Sequence[str] = (),
     **router: Any,
 ) -> Iterator[EdgeServer]:
     """Serve a small tokenizer on a free loopback port until the block exits; ``router`` is of the deployment."""
     with TemporaryDirectory() as folder:
-        write_tokenizer(Path(folder), template)
+        write_tokenizer(Path(folder), template, special)
         tokenizer = ChatTokenizer.from_folder(Path(folder))
     generator = ScriptedGenerator()
     app = create_app(generator, tokenizer, deployment_of(**router), defaults=defaults, keys=keys, sinks=sinks)

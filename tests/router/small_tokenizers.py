@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -57,9 +58,11 @@ def metaspace_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> None:
-    """Write the files of a model's folder that the router reads; one with channels has the tokens of the format."""
+def write_tokenizer(folder: Path, template: str = CHAT_TEMPLATE, special: Sequence[str] = ()) -> None:
+    """Write the files of a model's folder that the router reads; one with channels has the tokens of the format, and
+    every one those named ``special``."""
     tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     if "<|channel|>" in template:
         tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in HARMONY_TOKENS])
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -18,11 +18,13 @@ from pdserve.router.http.json_body import decoded
 from pdserve.router.http.messages import messages_of, turns_of
 from pdserve.router.http.schema import ChatBody
 from pdserve.router.off_loop import MAX_INLINE_TOKENS, off_loop, pause
+from pdserve.router.text.harmony import turns_for_template
 from pdserve.router.text.tokenizer import ChatTokenizer
 from tests.patience import HANG_S
 from tests.router.small_tokenizers import BOS, write_tokenizer
 
 MESSAGES = [{"role": "user", "content": "the time " * 20}] * 1000
+RESULTS = [{"role": "tool", "content": "the time"}] * len(MESSAGES)
 PARTS = [{"type": "text", "text": "the time"}] * len(MESSAGES)
 
 
@@ -58,7 +60,21 @@ def test_only_a_thread_pauses_and_only_at_the_end_of_its_turn(sleeps: Mock, monk
 
 
 @pytest.mark.parametrize(
-    "part", ["decode", "validate", "parts", "halves", "responses", "turns", "blocks", "render", "mark", "mark one"]
+    "part",
+    [
+        "decode",
+        "validate",
+        "parts",
+        "halves",
+        "responses",
+        "turns",
+        "blocks",
+        "messages",
+        "results",
+        "render",
+        "mark",
+        "mark one",
+    ],
 )
 def test_a_thread_may_pause_before_each_message_and_part(part: str, sleeps: Mock, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
@@ -73,6 +89,10 @@ def test_a_thread_may_pause_before_each_message_and_part(part: str, sleeps: Mock
         "responses": partial(messages_of, None, MESSAGES, {}),
         "turns": partial(turns_of, None, MESSAGES, {}),
         "blocks": partial(turns_of, None, [{"role": "user", "content": PARTS}], {}),
+        "messages": partial(turns_for_template, MESSAGES),
+        "results": partial(
+            turns_for_template, [{"role": "assistant", "tool_calls": [{"id": ""}], "content": ""}, *RESULTS]
+        ),
         "render": partial(tokenizer.template.render, MESSAGES),
         "mark": partial(tokenizer.chat_text, MESSAGES),
         "mark one": partial(tokenizer.chat_text, [{"role": "user", "content": BOS * 10_000}]),

@@ -33,6 +33,7 @@ from pdserve.engine.worker.grammar_compiler import (
 )
 from pdserve.engine.worker.grammars import Grammars
 from pdserve.engine.worker.loop import Busy
+from pdserve.model.config.tokenizer_config import TAGS
 from tests.patience import HANG_S
 from tests.router.small_tokenizers import (
     BOS,
@@ -262,6 +263,29 @@ def test_a_checkpoint_without_a_tokenizer_is_the_reason(
     ready.get(timeout=HANG_S)
     assert empty.find(SCHEMA) == "the grammar compiler has ended; the worker's log has the reason"
     empty.close()
+
+
+@pytest.mark.parametrize("make_tokenizer", [byte_level_tokenizer, metaspace_tokenizer])
+def test_a_tag_that_is_a_special_token_is_written_as_one(
+    make_tokenizer: Callable[[], Tokenizer], tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in sorted(TAGS)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = read_vocabulary(CompilerConfig(str(tmp_path), tokenizer.get_vocab_size(), (EOS_ID,), 0))
+    thought = {"type": "any_text", "excludes": ["</think>"]}
+    texts = ("</think>", "<tool_call>", "a", "</tool_call>")
+    elements = [thought, *({"type": "const_string", "value": text} for text in texts)]
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+    matcher = xgrammar.GrammarMatcher(compile_grammar(vocabulary, Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag))))
+    mask = np.zeros((1, -(-vocabulary.vocab_size // 32)), np.int32)
+    for text in texts:
+        matcher.fill_next_token_bitmask(mask)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        assert bits[tokenizer.token_to_id(text)]
+        assert not bits[BOS_ID]
+        assert matcher.accept_token(tokenizer.token_to_id(text))
+    assert matcher.accept_token(EOS_ID)
 
 
 @pytest.mark.parametrize("has_channels", [False, True])

@@ -16,6 +16,7 @@ import xgrammar
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pdserve.contracts.request import FinishReason, Grammar, GrammarKind
+from pdserve.model.config.tokenizer_config import TAGS
 from pdserve.router.http.errors import ApiError
 from pdserve.router.http.json_body import LARGE_BYTES
 from pdserve.router.http.schema import ChatBody
@@ -194,6 +195,21 @@ def test_reasoning_is_apart_from_the_answer(server: EdgeServer, client: openai.O
     for name in ("reasoning_content", "reasoning"):
         assert "".join(delta.model_extra.get(name, "") for delta in deltas if delta.model_extra) == f"Oslo, {CALL}?"
     assert "".join(delta.content or "" for delta in deltas) == f"Yes.\n{CALL}"
+
+
+@pytest.mark.parametrize("opens", ["", "<think>"])
+def test_tags_may_be_special_tokens(opens: str) -> None:
+    with running_edge(template=TEMPLATE.replace("[assistant] ", f"[assistant] {opens}"), special=[*TAGS]) as edge:
+        edge.generator.max_model_len = 4096
+        edge.say(f"{'' if opens else '<think>'}hm</think>I look.{CALL}")
+        body = {"messages": ASKED, "tools": [WEATHER]}
+        [choice] = httpx.post(f"{edge.url}/v1/chat/completions", json=body).json()["choices"]
+        message = choice["message"]
+        assert (message["reasoning_content"], message["content"]) == ("hm", "I look.")
+        assert message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+        assert choice["finish_reason"] == "tool_calls"
+        answer = httpx.post(f"{edge.url}/v1/completions", json={"prompt": "a", "max_tokens": 400}).json()
+        assert answer["choices"][0]["text"].startswith("hmI look."), "text without parts hides special tokens"
 
 
 @pytest.mark.parametrize(("enable_thinking", "kind"), [(True, GrammarKind.STRUCTURAL_TAG), (False, GrammarKind.REGEX)])

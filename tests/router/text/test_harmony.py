@@ -305,6 +305,25 @@ def test_every_call_is_a_message_before_its_results() -> None:
     assert all("tool_calls" not in each or each["tool_calls"] for each in turns)
 
 
+def test_each_result_is_compared_with_one_call_at_most() -> None:
+    num_compared = 0
+
+    class Id(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return str.__eq__(self, other)
+
+    calls = [{"id": str(index), "function": {"name": "f"}} for index in range(100)]
+    results = [{"role": "tool", "tool_call_id": Id(index % 200), "content": ""} for index in range(1000)]
+    turns = turns_for_template([{"role": "assistant", "content": "", "tool_calls": calls}, *results])
+    assert num_compared <= len(results)
+    assert [each["tool_call_id"] for each in turns[1:6]] == ["0"] * 5
+    assert turns[-500:] == [each for each in results if int(each["tool_call_id"]) >= 100]
+
+
 def test_tools_without_a_description_have_an_empty_one() -> None:
     described = {"type": "function", "function": {"name": "g", "description": "G."}}
     null = {"type": "function", "function": {"name": "h", "description": None}}

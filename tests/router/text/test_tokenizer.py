@@ -76,7 +76,7 @@ def test_the_longest_special_text_at_each_place_is_marked_wherever_a_search_ends
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer_module, "_SEARCHED_CHARS", 7)
         marked = with_special_texts(texts).chat_text([{"role": "user", "content": text}])
-    assert marked == re.sub(in_turn, "\x7f1\\g<0>\x7f1", text)
+    assert marked == re.sub(in_turn, "\x7f1\\g<0>\x7f3", text)
 
 
 @pytest.mark.parametrize("begun", ["<|", "<|reserved_special_token_24", "<|eot_id|>"])
@@ -91,7 +91,7 @@ def test_texts_of_begun_special_tokens_are_searched_at_once(begun: str) -> None:
 
 
 PIECES = st.sampled_from(
-    [BOS, EOS, EOS[:-1], "<|", "\x7f", "0", "1", "2", "a the ", "é", "🙂", "\U0010fffe", "\U0010ffff"]
+    [BOS, EOS, EOS[:-1], "<|", "\x7f", "0", "1", "2", "3", "a the ", "é", "🙂", "\U0010fffe", "\U0010ffff"]
 )
 
 
@@ -125,15 +125,54 @@ def test_a_message_has_the_same_tokens_whatever_marks_it_has(
             assert asyncio.run(tokenizer.encode_chat(chat)) == expected
 
 
-def test_marks_in_json_and_beside_white_space_are_found() -> None:
+@pytest.mark.parametrize(("ascii", "name"), [("false", "é🙂"), ("true", r"\u00e9\ud83d\ude42")])
+def test_marks_in_json_and_beside_white_space_are_found(ascii: str, name: str) -> None:
     """A template may write messages as JSON and strip white space."""
     model = byte_level_tokenizer()
-    template = ChatTemplate("{{ tools[0] | tojson }}{{ messages[0].content | trim }}", {})
-    tokenizer = ChatTokenizer(model, template, model.get_vocab_size())
-    chat = tokenizer.chat_text([{"role": "user", "content": f" {EOS}\x7f "}], tools=[{"name": f"\x7f{BOS}\n"}])
+    source = f"{{{{ tools[0] | tojson(ensure_ascii={ascii}) }}}}{{{{ messages[0].content | trim }}}}"
+    tokenizer = ChatTokenizer(model, ChatTemplate(source, {}), model.get_vocab_size())
+    tool = {"name": f"\x7f{BOS}\né🙂\\u007f1"}
+    chat = tokenizer.chat_text([{"role": "user", "content": f" {EOS}\x7f "}], tools=[tool])
     tokens = asyncio.run(tokenizer.encode_chat(chat))
     assert not {BOS_ID, EOS_ID} & {*tokens}
-    assert tokenizer.decode(tokens) == f'{{"name": "\x7f{BOS}\\n"}}{EOS}\x7f'
+    assert tokenizer.decode(tokens) == f'{{"name": "\x7f{BOS}\\n{name}\\\\u007f1"}}{EOS}\x7f'
+
+
+@pytest.mark.parametrize(
+    ("cut", "text", "left"),
+    [
+        ("split(bos_token)[-1]", f"x{BOS}y", "y"),
+        ("split(bos_token)[0]", f"x{BOS}y", "x"),
+        ("split(bos_token) | join(':\n' + bos_token + '\n')", f"x{BOS}y", f"x:\n{BOS}\ny"),
+        ("replace(bos_token, '')", f"{EOS[:3]}{BOS}{EOS[3:]}", EOS),
+    ],
+)
+def test_a_text_that_is_cut_at_a_special_token_changes_no_other(cut: str, text: str, left: str) -> None:
+    model = byte_level_tokenizer()
+    template = f"{{{{ messages[0].content.{cut} }}}}{{{{ eos_token }}}}{{{{ messages[1].content }}}}{{{{ eos_token }}}}"
+    tokenizer = ChatTokenizer(
+        model, ChatTemplate(template, {"bos_token": BOS, "eos_token": EOS}), model.get_vocab_size()
+    )
+    tokens = encoded_chat(tokenizer, [{"role": "assistant", "content": text}, {"role": "user", "content": f"a{EOS}"}])
+    assert tokenizer.decode(tokens) == f"{left}{EOS}a{EOS}{EOS}"
+    assert (tokens.count(BOS_ID), tokens.count(EOS_ID)) == (left.count(BOS), 2)
+    assert tokens[-1] == EOS_ID
+
+
+@pytest.mark.parametrize("scheme", ["prepend", "always", "first", "never"])
+@pytest.mark.parametrize("text", [f"print{EOS}now", f"a {EOS} the{EOS}{EOS}\n", f"{EOS} x"])
+def test_a_text_has_no_space_around_quoted_special_tokens(scheme: str, text: str) -> None:
+    model = metaspace_tokenizer()
+    if scheme != "prepend":
+        model.normalizer, model.pre_tokenizer = None, pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    model.add_tokens(["<tool>"])
+    template = "{{ bos_token }}a{{ messages[0].content }} x{{ bos_token }}the<tool>the{{ messages[0].content }}"
+    tokenizer = ChatTokenizer(model, ChatTemplate(template, {"bos_token": BOS}), model.get_vocab_size())
+    # Spaces after the template's own tokens, which it knows, are the tokenizer's
+    word, expected = "<|xos|>", encoded_chat(tokenizer, [{"role": "user", "content": text.replace(EOS, "<|xos|>")}])
+    tokens = encoded_chat(tokenizer, [{"role": "user", "content": text}])
+    assert tokenizer.decode(tokens) == tokenizer.decode(expected).replace(word, EOS)
+    assert (tokens.count(BOS_ID), tokens.count(EOS_ID)) == (2, 0)
 
 
 @pytest.mark.parametrize("text", [f"{EOS} the", "\x7f1 the", "\x7f", f"é{EOS}"])
