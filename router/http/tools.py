@@ -197,7 +197,8 @@ def _grammar(
         if requested is not None and not is_forced:
             layout = {"type": "or", "elements": [layout, structure_of(requested)]}
     elif style.opening:
-        layout |= {"type": "triggered_tags", "triggers": [style.opening]}
+        opening, *others = style.openings
+        layout |= {"type": "triggered_tags", "triggers": [opening], "excludes": others}
     else:
         raise ApiError(400, "strict tools need tool_choice to be required with this model", param="tool_choice")
     return structural(layout)
