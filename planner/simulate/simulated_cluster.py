@@ -88,16 +88,17 @@ class VirtualWorker(Worker):
             self._num_turns_seen = engine.num_turns
             self.load = engine.load()
             self.num_steps = engine.num_token_steps
-            self.stepped_s = self._queue.now_s
+            self.stepped_s = engine.turned_s
         snapshot = super().snapshot()
-        num_steps, num_tokens, num_blocks = engine.run_growth()
-        if num_steps:
+        num_steps, num_tokens, num_blocks, stepped_s = engine.run_growth()
+        if num_tokens:
             num_context_tokens = snapshot.num_context_tokens + num_tokens
             return snapshot._replace(
                 num_context_tokens=num_context_tokens,
                 num_free_blocks=snapshot.num_free_blocks - num_blocks,
                 num_steps=snapshot.num_steps + num_steps,
-                stepped_s=self._queue.now_s,
+                stepped_s=stepped_s,
+                num_empty_blocks=max(0, snapshot.num_empty_blocks - num_blocks),
                 next_step_s=engine.cost.decode_s(snapshot.num_decoding + 1, num_context_tokens),
             )
         return snapshot

@@ -11,7 +11,7 @@ worker finds the last turn of such a *run*, or the first one that receives a new
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, inf, sqrt
@@ -28,7 +28,7 @@ from pdserve.kv_transfer.block_pool import BlockPool
 from pdserve.model.cost.cost_model import CostModel
 from pdserve.model.cost.stage import Stage
 from pdserve.planner.simulate.event_queue import EventQueue
-from pdserve.planner.simulate.steady_steps import fast_forward, free_kv_tokens, steady_steps
+from pdserve.planner.simulate.steady_steps import Growth, fast_forward, steady_steps
 
 END_TOKEN = 1
 """The stop token of answers that end before their limit."""
@@ -179,8 +179,8 @@ class SimulatedWorker:
         self.busy_s = 0.0
         self.held_block_s = 0.0
         """Referenced KV blocks times seconds; a shared block counts once."""
-        self.num_turns = 0
-        """The scheduler changes only at turns."""
+        self.num_turns, self.turned_s = 0, 0.0
+        """Turns of the loop, and the instant of the last one. The scheduler changes only at turns."""
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
@@ -209,8 +209,8 @@ class SimulatedWorker:
         """End of the last submitted step, plus the loop's turn if no step is in flight."""
         self._run: _SteadyRun | None = None
         self._run_length = 0
-        self._run_free_tokens: Counter[int] = Counter()
-        """`free_kv_tokens` at the start of the run; empty until asked for."""
+        self._run_growth: Growth | None = None
+        """Since the start of the run; None until asked for."""
         self._num_turns_due = 0
         self._is_idle = True
 
@@ -227,22 +227,19 @@ class SimulatedWorker:
         """Load as of now."""
         return self._scheduler.load()
 
-    def run_growth(self) -> tuple[int, int, int]:
-        """Steps, and context tokens and blocks added by the current run that the scheduler does not yet know of."""
+    def run_growth(self) -> tuple[int, int, int, float]:
+        """What the scheduler does not yet know of the current run: steps that have ended; context tokens and blocks of
+        those that would be planned by now, one more; and the instant of the last turn."""
         run = self._run
         if run is None:
-            return 0, 0, 0
+            return 0, 0, 0, self.turned_s
         num_turns = min(run.first_turn(self._queue.now_s), self._run_length)
         num_turns -= run.end_s(num_turns) > self._queue.now_s  # it has not ended
-        if not self._run_free_tokens:
-            self._run_free_tokens = free_kv_tokens(self._scheduler)
-        block_size = self._block_size
-        num_blocks = sum(
-            count * -(-(num_turns - free) // block_size)
-            for free, count in self._run_free_tokens.items()
-            if num_turns > free
-        )
-        return num_turns, num_turns * run.batch_size, num_blocks
+        if self._run_growth is None:
+            self._run_growth = Growth(self._scheduler)
+        num_tokens, num_blocks = self._run_growth.after(min(num_turns + 1, self._run_length))
+        turned_s = run.end_s(num_turns) if num_turns else self.turned_s
+        return num_turns, num_tokens, num_blocks, turned_s
 
     # The loop
 
@@ -255,7 +252,7 @@ class SimulatedWorker:
 
     def _turn(self) -> None:
         self.num_turns += 1
-        now_s = self._queue.now_s
+        self.turned_s = now_s = self._queue.now_s
         self.held_block_s += self._block_pool.num_referenced * (now_s - self._held_until_s)
         self._held_until_s = now_s
         had_step = self._run is not None or bool(self._steps)
@@ -379,7 +376,7 @@ class SimulatedWorker:
 
     def _end_run(self, run: _SteadyRun) -> None:
         num_turns, self._run = self._run_length, None
-        self._run_free_tokens = Counter()
+        self._run_growth = None
         num_steps = num_turns - run.num_ahead
         while self._steps:
             self._count_step(self._steps.popleft())

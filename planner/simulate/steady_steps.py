@@ -11,6 +11,7 @@ Used by `pdserve.planner.simulate.simulated_worker`.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections import Counter
 from typing import NamedTuple
@@ -75,10 +76,30 @@ def steady_steps(scheduler: Scheduler, now_s: float) -> SteadySteps:
     return _limit_to_blocks(counted, table.pool, scheduler.running)
 
 
-def free_kv_tokens(scheduler: Scheduler) -> Counter[int]:
-    """Running sequences by the tokens that fit the blocks they hold, beyond those computed."""
-    block_size = scheduler.table.pool.block_size
-    return Counter([len(s.block_table) * block_size - s.num_computed for s in scheduler.running])
+class Growth:
+    """What steps of a steady run add to its sequences."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._block_size = block_size = scheduler.table.pool.block_size
+        of_all = [(len(s.block_table) * block_size - s.num_computed, _num_rows(s)) for s in scheduler.running]
+        self._fewest_rows = min([rows for _, rows in of_all])
+        self._all = Counter([free for free, _ in of_all])
+        """Sequences by the tokens that fit the blocks they hold, beyond those computed."""
+        self._shortest = Counter([free for free, rows in of_all if rows == self._fewest_rows])
+        """Those that reach their limit first."""
+
+    def after(self, num_steps: int) -> tuple[int, int]:
+        """Context tokens and blocks that are added once so many steps are planned."""
+        num_tokens, num_blocks = num_steps * self._all.total(), self._num_blocks(self._all, num_steps)
+        if num_steps > self._fewest_rows:
+            num_tokens -= (num_steps - self._fewest_rows) * self._shortest.total()
+            num_blocks -= self._num_blocks(self._shortest, num_steps)
+            num_blocks += self._num_blocks(self._shortest, self._fewest_rows)
+        return num_tokens, num_blocks
+
+    def _num_blocks(self, sequences: Counter[int], num_rows: int) -> int:
+        items = sequences.items()
+        return sum([count * -(-(num_rows - free) // self._block_size) for free, count in items if num_rows > free])
 
 
 def _count_steady_steps(table: SequenceTable, running: list[Sequence]) -> SteadySteps:
@@ -139,7 +160,7 @@ def _num_blocks_missing(running: list[Sequence], num_steps: int) -> int:
     return sum(num_blocks for num_blocks in missing if num_blocks > 0)
 
 
-def _num_rows(sequence: Sequence, num_steps: int) -> int:
+def _num_rows(sequence: Sequence, num_steps: int = sys.maxsize) -> int:
     """Rows of the sequence in ``num_steps`` more steps; none beyond its limit."""
     return min(num_steps, sequence.max_length - len(sequence.tokens) - sequence.num_pending)
 

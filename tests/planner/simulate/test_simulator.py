@@ -285,6 +285,15 @@ LAYOUTS = [
     is_sharing=False,
     num_windows=0,
 )
+@example(  # it must see the step that is planned while one runs, when the last one ended, and the least limit of all
+    layout=disaggregated(),
+    rate=30,
+    seed=110,
+    num_output_tokens=60,
+    max_tokens=0,
+    is_sharing=True,
+    num_windows=0,
+)
 @example(
     layout=disaggregated(num_kv_blocks=500),
     rate=30,
