@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from math import ceil
 from pathlib import Path
-from zlib import crc32
 
 _MEMORY = {
     "": ("", "memory.max", "memory.current", "inactive_file"),
@@ -33,16 +30,16 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def usable_cores(root: Path = Path("/")) -> tuple[int, ...]:
-    """Ids of the cores that this process may use; if a control group has a CPU quota, at most as many, rounded up. More
-    threads would use up the quota of a period at once, and all stand still for the rest of it. Which cores these are
-    follows from the name of the host, so that containers of one machine have others.
+    """Ids of the cores that this process may use; if a control group has a CPU quota, only as many as it pays for, or
+    one. More threads would use up the quota of a period at once, and all stand still for the rest of it. Containers of
+    one machine begin at different cores.
 
     Args:
         root: of the file system.
     """
     cores = sorted(os.sched_getaffinity(0))
     number = min([len(cores), *(_quota(group, *names) for group, names in _groups(root, _QUOTAS))])
-    first = crc32(socket.gethostname().encode()) % len(cores) if number < len(cores) else 0
+    first = _namespace(root) % len(cores) if number < len(cores) else 0
     return tuple(sorted([*cores, *cores][first : first + number]))
 
 
@@ -68,10 +65,15 @@ def _left_bytes(group: Path, limit: str, used: str, inactive: str) -> int:
         return sys.maxsize
 
 
+def _namespace(root: Path) -> int:
+    """Number of this process's mount namespace, of which each container has its own."""
+    return (root / "proc/self/ns/mnt").stat().st_ino
+
+
 def _quota(group: Path, *names: str) -> int:
-    """Cores by which a control group is limited, rounded up; endless without a quota."""
+    """Whole cores that a control group pays for, at least one; endless without a quota."""
     with suppress(OSError, ValueError):  # no such group, or ``max``
         quota_us, period_us = map(int, " ".join((group / name).read_text() for name in names).split())
         if quota_us > 0:
-            return ceil(quota_us / period_us)
+            return max(1, quota_us // period_us)
     return sys.maxsize

@@ -107,7 +107,7 @@ async def serve(config: RouterProcessConfig) -> int:
     stopped = asyncio.create_task(_stop_on_signals().wait())
     _return_memory()
     sys.setswitchinterval(SWITCH_S)
-    # One: they would only wait for one another, and the event loop for all of them.
+    # One, for metrics and keys: several would only wait for one another, and the event loop for all of them.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     tokenizer = ChatTokenizer.from_folder(Path(model.path), TOOL_FORMATS.get(model.tool_format))
     defaults = sampling_defaults(Path(model.path)) if model.generation_config == "auto" else {}
@@ -280,7 +280,8 @@ def _stop_on_signals() -> asyncio.Event:
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(number, receive)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            loop.add_signal_handler(number, receive)
     return stop
 
 

@@ -20,7 +20,7 @@ TURN_S = 0.001
 """A thread works for so long, and then as long it does not. A step of many streams takes longer than that."""
 
 _thread = ThreadPoolExecutor(1, "off-loop")
-"""One: more would only wait for one another, and the event loop for all of them."""
+"""For all such work: more would only wait for one another."""
 
 Result = TypeVar("Result")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,7 +37,7 @@ class RequestRecord:
     id: str
     path: str
     arrived_s: float
-    """Of its head, then of its whole body."""
+    """Of its head, then of its whole body, from which its objectives count."""
     traceparent: str = ""
     """The client's header, whose trace it belongs to; or empty."""
     tenant: str = ""
@@ -57,6 +57,11 @@ class RequestRecord:
     status: int = 0
     """Of HTTP, or `pdserve.router.http.errors.CLIENT_LEFT` if none was sent; 0 until the end."""
     ended_s: float = 0.0
+    began_s: float = field(init=False)
+    """Arrival of its head."""
+
+    def __post_init__(self) -> None:
+        self.began_s = self.arrived_s
 
     # Progress
 
@@ -165,7 +170,7 @@ class RequestRecord:
             "request_id": self.id,
             "path": self.path,
             "status": self.status,
-            "duration_s": round(self.ended_s - self.arrived_s, 6),
+            "duration_s": round(self.ended_s - self.began_s, 6),
         }
         if self.tenant:
             line["tenant"] = self.tenant

@@ -130,8 +130,9 @@ class Changes:
         """Start workers anew, one after the other; all without ``names``.
 
         Raises:
-            DeployError: a name is no worker's, or a worker does not start.
+            DeployError: a name is no worker's, the model has changed, or a worker does not start.
         """
+        self._fleet.check_model()
         for worker in [self._worker(name) for name in names] or list(self._fleet.workers):
             if len(self._pool(worker.role)) == 1:
                 yield f"{worker.name} is the only {worker.role.value} worker: requests wait for it"

@@ -23,6 +23,7 @@ from pdserve.deploy.cluster.supervised_process import ProcessState
 from pdserve.deploy.cluster.worker_process import WorkerProcess
 from pdserve.deploy.launch import Launch, worker_configs
 from pdserve.engine.worker.process import WorkerActor
+from pdserve.model.weights.digest import model_digest
 
 
 class Fleet:
@@ -216,6 +217,14 @@ class Fleet:
         if role is not WorkerRole.PREFILL and not worker.may_decode:
             return "switchable is false, and prefill workers on GPUs then keep no memory to decode"
         return self._launch.config.difference(worker.role, role)
+
+    def check_model(self) -> None:
+        """
+        Raises:
+            DeployError: the model on this machine is another one than at the start.
+        """
+        if model_digest(Path(self._model_path)) != self._ours.model_digest:
+            raise DeployError(f"the model in {self._model_path} has changed; put that back, or start the cluster again")
 
     def has_host(self, worker: WorkerProcess) -> bool:
         """Whether a stopped worker can start: its host is up, or it has been moved to another."""

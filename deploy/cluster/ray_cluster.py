@@ -233,6 +233,7 @@ class PrivateRay(RayCluster):
         super().end()
         if self._process is not None:
             end_session(self._process, 0 if self.desk.is_stuck else _STOP_GRACE_S)
+            self._process = None  # another session may have its number later
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:

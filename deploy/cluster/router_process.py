@@ -116,6 +116,7 @@ class RouterProcess(SupervisedProcess):
             end_session(self._process, 0)
             assert self._process.stdout is not None
             self._process.stdout.close()
+            self._process = None  # another session may have its number later
 
     def _start(self) -> None:
         command = [sys.executable, "-P", "-m", "pdserve.router", "--config", "-"]

@@ -37,4 +37,7 @@ class Progress:
 
     def _write(self, markup: str) -> None:
         with contextlib.suppress(OSError, SystemExit):  # rich's for a pipe without a reader
-            self._console.print(markup, highlight=False, soft_wrap=True)
+            with self._console.capture() as line:  # a console writes all again that it could not write before
+                self._console.print(markup, highlight=False, soft_wrap=True)
+            self._console.file.write(line.get())
+            self._console.file.flush()

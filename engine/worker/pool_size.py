@@ -44,8 +44,13 @@ def kv_memory_on_cpu(weight_bytes: int, available_bytes: int, num_host_workers: 
             f"the model's weights take {weight_bytes} bytes on this host and {available_bytes} are available: "
             f"serve a smaller model, or this one in a 16-bit dtype or with quantization int8 or int4"
         )
-    share = min(AUTO_MEMORY_SHARE, AUTO_HOST_SHARE / (1 + AUTO_SWAP_SHARE) / num_host_workers)
+    share = min(AUTO_MEMORY_SHARE, _share_of_host(num_host_workers))
     return KvMemory(spare_bytes, int(spare_bytes * share), spare_bytes)
+
+
+def _share_of_host(num_workers: int) -> float:
+    """Largest share of the host's memory for the automatic pool of one of so many workers; it has slots, too."""
+    return AUTO_HOST_SHARE / (1 + AUTO_SWAP_SHARE) / num_workers
 
 
 def kv_memory_on_gpu(
@@ -63,7 +68,7 @@ def kv_memory_on_gpu(
     """KV memory of a worker's GPUs before the weights are loaded, from that of one of them.
 
     An automatic pool takes ``utilization`` times the total memory, or the free memory if that is less, minus weights,
-    activations and the reserve; at most `STAGING_MEMORY_SHARE` of the host's memory, or its
+    activations and the reserve; at most `STAGING_MEMORY_SHARE` of the host's memory, and its
     part of `AUTO_HOST_SHARE`.
 
     Args:
@@ -85,7 +90,7 @@ def kv_memory_on_gpu(
             f"{granted_bytes} of the GPU's memory are granted (gpu_memory_utilization {utilization:g}) and free: raise "
             f"gpu_memory_utilization, end what else runs on the GPU, or serve a smaller model"
         )
-    staging_share = min(STAGING_MEMORY_SHARE, AUTO_HOST_SHARE / num_host_workers)
+    staging_share = min(STAGING_MEMORY_SHARE, _share_of_host(num_host_workers))
     auto_bytes = min(int((granted_bytes - used_bytes) / kv_share), int(host_bytes * staging_share))
     return KvMemory(int((free_bytes - used_bytes) / kv_share), auto_bytes, host_bytes)
 

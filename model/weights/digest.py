@@ -13,16 +13,14 @@ _SAMPLE_BYTES = 4096
 
 
 def model_digest(folder: Path) -> str:
-    """Digest of a model folder: names, sizes and texts of its files, and samples of its weights. Copies of a model are
-    equal; two fine-tunes of one are not. Empty if there is no readable folder.
+    """Digest of config.json, tokenizer.json and the weights that are loaded, of which it reads samples. Copies of a
+    model are equal; two fine-tunes of one are not. Empty if one cannot be read.
     """
-    digest, shards = hashlib.sha256(), list[Path]()
+    digest, paths = hashlib.sha256(), [folder / "config.json", *folder.glob("tokenizer.json")]
     with suppress(ValueError):  # no weights: to emulate, config.json is enough
-        shards = shard_paths(folder)  # some checkpoints have their weights in further files, too
+        paths += shard_paths(folder)
     try:
-        for path in sorted(folder.iterdir()):
-            if path.suffix not in (".json", ".jinja", ".model", ".txt") and path not in shards:
-                continue
+        for path in paths:
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())
             step = max(1, size // _NUM_SAMPLES) if path.suffix == ".safetensors" else _SAMPLE_BYTES

@@ -20,7 +20,6 @@ their estimates, corrected by what was found of others.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +29,7 @@ from statistics import geometric_mean, mean
 from typing import Any
 
 from pdserve.contracts.deployment import DEFAULT_POLICY, SloConfig
+from pdserve.kv_transfer.host_limits import usable_cores
 from pdserve.planner.layout import Layout
 from pdserve.planner.search.candidates import assemble, verdict_of
 from pdserve.planner.search.demand import Demand
@@ -96,7 +96,7 @@ def find_plan(
     enumeration = enumerate_layouts(question)
     report(0.0, "loading the screener (compiled once on this machine, in about a minute)")
     model, effort = question.model, question.effort
-    with ProcessPool(workload, num_processes or len(os.sched_getaffinity(0))) as pool:
+    with ProcessPool(workload, num_processes or len(usable_cores())) as pool:
         _load_scout()
         report(0.01, "drawing requests")
         drawn = workload.draw(NUM_SAMPLED, effort.seed, max_model_len=model.max_model_len)

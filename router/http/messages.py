@@ -97,8 +97,9 @@ def call_arguments(value: object) -> dict[str, object]:
     if isinstance(value, str):
         try:
             read = json.loads(value or "null")
-            if "\\u" in value:
-                read = json.loads(whole_text(json.dumps(read, ensure_ascii=False)))
+            text = json.dumps(read, ensure_ascii=False) if "\\u" in value else ""
+            if (whole := whole_text(text)) is not text:
+                read = json.loads(whole)
         except (ValueError, RecursionError):
             return {FREE_TEXT: value}
         value = read if isinstance(read, dict | None) else {FREE_TEXT: value}

@@ -45,7 +45,7 @@ class Tracer:
             f"POST {record.path}",
             context=_propagator.extract({"traceparent": record.traceparent}),
             kind=SpanKind.SERVER,
-            start_time=at_ns(record.arrived_s),
+            start_time=at_ns(record.began_s),
             attributes={
                 f"pdserve.{name}": value
                 for name, value in record.line().items()

@@ -164,7 +164,7 @@ class Dispatcher:
 
         Args:
             is_further: it comes with one that was started, for both of which `Admission.check` had room; it is placed
-                in a next turn.
+                in a next turn, unless its tier may refuse it.
 
         Raises:
             GenerationError: refused at once (overload, drain).
@@ -173,6 +173,8 @@ class Dispatcher:
         attempt, decision = Attempt(request, 0, next(self._request_ids), Queued(self._now_s())), None
         if not is_further:
             self.admission.check(spec.num_choices, tenant=spec.tenant, tier=spec.tier)
+        may_wait = is_further and self._settings.slo.tier(spec.tier).when_hopeless != "refuse"
+        if not may_wait:
             decision = self._placer.decide(attempt)
             self._check_chance(spec.tier, decision)
         self._requests[request] = None
@@ -183,7 +185,7 @@ class Dispatcher:
         now_s = self._now_s()
         attempt.journey.spent("tokenise", now_s - spec.arrived_s, now_s)
         self._launch(attempt)
-        if is_further:
+        if may_wait:
             self._placer.put(attempt)
         else:
             self._placer.place(attempt, decision)

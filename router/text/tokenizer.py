@@ -21,6 +21,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from pdserve.kv_transfer.host_limits import usable_cores
 from pdserve.model.config.tokenizer_config import TAGS, read_json, read_tokenizer_config, special_tokens
 from pdserve.router.off_loop import in_turns, pause
 from pdserve.router.text.answer_text import AnyDetokenizer, ByteDetokenizer, Detokenizer, MarkedDetokenizer
@@ -31,7 +32,7 @@ from pdserve.router.text.tool_calls import HARMONY, ToolFormat, tool_format
 MAX_INLINE_CHARS = 4096
 """Longest text that is encoded faster than it is handed to a thread and back."""
 
-NUM_THREADS = max(1, len(os.sched_getaffinity(0)) - 1)
+NUM_THREADS = max(1, len(usable_cores()) - 1)
 """Long texts encoded at a time; one core is left to the event loop."""
 
 _CONTEXT_TOKENS = 8

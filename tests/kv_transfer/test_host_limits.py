@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
 
+from pdserve.kv_transfer import host_limits
 from pdserve.kv_transfer.host_limits import available_memory_bytes, usable_cores
 
 
@@ -71,7 +71,7 @@ def test_available_memory_is_what_control_groups_leave(tmp_path: Path, files: di
         ({}, 64),
         ({"proc/self/cgroup": "0::/\n"}, 64),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 64),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "350000 100000\n"}, 4),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "490000 100000\n"}, 4),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "9000000 100000\n"}, 64),
         ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "10000 100000\n"}, 1),
         (
@@ -97,11 +97,11 @@ def test_a_quota_limits_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], number: int
 ) -> None:
     write_files(tmp_path, files)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(100, 164)))
-    taken = {}
-    for name in ("one", "other"):
-        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
-        taken[name] = usable_cores(tmp_path)
-        assert len(set(taken[name])) == number
-        assert set(taken[name]) <= set(range(100, 164))
-    assert (taken["one"] == taken["other"]) == (number == 64)
+    cores, taken = set(range(100, 164)), []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+    for namespace in (4026531840, 4026531903):
+        monkeypatch.setattr(host_limits, "_namespace", lambda _, namespace=namespace: namespace)
+        taken.append(set(usable_cores(tmp_path)))
+    assert [len(each) for each in taken] == [number, number]
+    assert taken[0] | taken[1] <= cores
+    assert (taken[0] == taken[1]) == (number == 64)

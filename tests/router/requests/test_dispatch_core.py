@@ -399,6 +399,15 @@ def test_further_prompts_of_a_client_are_placed_in_a_next_turn() -> None:
     assert (len(core.prefill.submitted), core.dispatcher.num_queued) == (3, 0)
 
 
+def test_a_further_prompt_may_be_refused() -> None:
+    core = Core(SloConfig(ttft_seconds=0.25, tpot_seconds=0.05, when_hopeless="refuse"))
+    core.all_up()
+    spec = core.start().spec
+    long = replace(spec, prompt_tokens=(1,) * 100_000)
+    with pytest.raises(GenerationError, match="no worker would meet"):
+        core.dispatcher.start(ReadRequest(long), is_further=True)
+
+
 def test_what_is_in_flight_is_bounded() -> None:
     core = Core()
     first = core.start(num_choices=3)
