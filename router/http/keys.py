@@ -116,7 +116,7 @@ def read_keys(path: Path) -> dict[str, ApiKey]:
         ConfigError: the file cannot be read, or a line is not a key's.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"cannot read the API keys in {path}: {reason}; make one with pdserve key") from None

@@ -269,6 +269,7 @@ def test_the_file_has_no_key_and_is_private(server: KeyedServer) -> None:
     assert secret not in server.path.read_text()
     (line,) = server.path.read_text().splitlines()
     assert json.loads(line)["id"] == key_id
+    server.path.write_text("\ufeff" + server.path.read_text())  # as editors on Windows do
     assert read_keys(server.path)[key_id].max_in_flight == 4
 
 
