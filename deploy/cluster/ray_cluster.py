@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -36,6 +37,8 @@ WORKER_RESOURCE = "pdserve_worker"
 NAMESPACE = "pdserve"
 _OBJECT_STORE_BYTES = 80_000_000  # Ray refuses less than 75 MB; we keep nothing in it
 _SERVERS = ("gcs_server", "raylet")
+_FATAL = re.compile(r" C \d+ \d+\] \((\w+)\) \S+ (.*)")
+"""Line of a server that ends: its name, and why."""
 _STARTED = "Ray runtime started."
 _START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 3.0
@@ -282,7 +285,15 @@ class PrivateRay(RayCluster):
 
     def _check_process(self) -> None:
         if self._process is not None and self._process.poll() is not None:
-            raise RuntimeError(last_line(self._log_path) or "its process ended")
+            raise RuntimeError(_fatal_line(self._folder) or last_line(self._log_path) or "its process ended")
+
+
+def _fatal_line(folder: Path) -> str:
+    """Why a server of Ray ended, which `ray start` does not tell; empty if none says."""
+    for log in sorted(folder.glob("r/session_2*/logs/*.err")):
+        if fatal := _FATAL.search(log.read_text(errors="replace")):
+            return f"its {fatal[1]} ended: {fatal[2]}"
+    return ""
 
 
 def _find_servers(process_id: int) -> dict[str, psutil.Process]:

@@ -183,3 +183,18 @@ def test_the_address_of_the_hosts_own_ray_is_found(
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray/ray_current_cluster").write_text("10.0.0.1:6379\n")
     assert ray_cluster.current_ray_address() == "10.0.0.1:6379"
+
+
+def test_what_ended_a_server_of_a_head_that_does_not_start_is_told(tmp_path: Path) -> None:
+    ray = ray_cluster.PrivateRay(RayDesk(), tmp_path, 1, "0" * 64)
+    logs = tmp_path / "r" / "session_2026-11-29_00-13-22_1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.err").write_text(
+        "[2026-11-29 00:13:22,209 I 15543 15552] (raylet) main.cc:1: Starting\n"
+        "[2026-11-29 00:13:22,209 C 15543 15552] (raylet) dlmalloc.cc:161: failed to open file /dev/shm/plasma\n"
+        "*** StackTrace Information ***\n"
+    )
+    ray._process = subprocess.Popen(["false"])
+    ray._process.wait()
+    with pytest.raises(RuntimeError, match=r"^its raylet ended: failed to open file /dev/shm/plasma$"):
+        ray._check_process()
