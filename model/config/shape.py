@@ -371,12 +371,14 @@ def _refuse_others(values: Mapping[str, object]) -> None:
 
 
 def positive_int(values: Mapping[str, object], key: str, default: int | None = None) -> int:
-    """Return the integer at ``key``; ``default`` if it is missing or null.
+    """Return the integer at ``key``, which may be written as 8192.0; ``default`` if it is missing or null.
 
     Raises:
         ValueError: not a positive integer, or missing without a default.
     """
     value = default if values.get(key) is None else values[key]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(
             f"config.json: {key} must be a positive integer, not {value!r}; write the model's, or download it again"

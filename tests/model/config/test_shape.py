@@ -156,7 +156,12 @@ def test_an_unknown_architecture_counts_as_llamas() -> None:
     assert ModelShape.from_hf_config(stranger) == ModelShape.from_hf_config(LLAMA_31_8B)
 
 
-@pytest.mark.parametrize("value", [None, 0, "32", -1, True])
+def test_a_count_may_be_written_as_a_float() -> None:
+    written = {**LLAMA_31_8B, "num_hidden_layers": 32.0}
+    assert ModelShape.from_hf_config(written) == ModelShape.from_hf_config(LLAMA_31_8B)
+
+
+@pytest.mark.parametrize("value", [None, 0, "32", -1, True, 32.5, float("inf")])
 def test_a_config_without_a_count_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match="num_hidden_layers must be a positive integer"):
         ModelShape.from_hf_config({**LLAMA_31_8B, "num_hidden_layers": value})
