@@ -3,6 +3,8 @@
 Blocks for the whole prompt plus headroom are reserved at once, and only then does a pull start: no request holds some
 blocks while it waits for others. First come those with the best chance per block to meet their TPOT objective in spite
 of the wait; one in `OLDEST_EVERY` is the oldest, so that none starves. Without objectives, first come, first served.
+A pull may wait for grants until its request's deadline, as the step of the last chunk may take minutes; gRPC notices a
+source that is lost, and the transport one that sends nothing of what it granted.
 Owned by `pdserve.engine.worker.scheduler`, which limits the blocks to reserve. Never preempts.
 """
 
@@ -12,7 +14,7 @@ from collections.abc import Iterator
 from math import log
 
 from pdserve.contracts.request import KvSource
-from pdserve.engine.scheduling.interface import PULL_TIMEOUT_S, AbortPullEvent, PullResult, StartPullEvent
+from pdserve.engine.scheduling.interface import AbortPullEvent, PullResult, StartPullEvent
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import AdmissionBudget, SequenceTable
 
@@ -84,7 +86,7 @@ class Reservations:
             num_cached_blocks=num_cached_blocks,
             block_ids=tuple(sequence.block_table[num_cached_blocks : sequence.num_blocks_for(num_tokens)]),
             num_tokens=num_tokens,
-            deadline_s=min(PULL_TIMEOUT_S, sequence.request.deadline_s - (now_s - sequence.arrived_s)),
+            deadline_s=sequence.request.deadline_s - (now_s - sequence.arrived_s),
         )
         self._table.emit_started(sequence, now_s)
         self._table.events.append(pull)

@@ -21,6 +21,8 @@ from pdserve.kv_transfer.pool_memory import PoolMemory
 COPY_BYTES_PER_TURN = 4 << 20
 BATCH_BYTES = COPY_BYTES_PER_TURN
 """Bytes of blocks between two trailers of a data stream; both sides must agree."""
+BATCH_TIMEOUT_S = 60.0
+"""Longest wait of the puller for one batch of what was granted: a source that keeps both streams may send nothing."""
 RUN_BYTES = 256 << 10
 """Bytes of a block with a digest of their own; both sides must agree. Few enough that a run stays in a core's cache
 between its digest and its copy to or from the socket."""
@@ -65,7 +67,7 @@ class Receiver(Protocol):
         """Copy and verify all KV heads of ``blocks``.
 
         Raises:
-            PullError: a block failed verification.
+            PullError: a block failed verification, or does not come.
             OSError: the connection broke.
         """
         ...
@@ -105,7 +107,11 @@ class TcpReceiver:
         for batch in batches(blocks, self._target.layout):
             trailers = bytearray(len(batch) * self._trailer.size)
             digests: list[list[int]] = []
-            await self._stream.receive_into(self._buffers(batch, trailers, digests))
+            try:
+                async with asyncio.timeout(BATCH_TIMEOUT_S):
+                    await self._stream.receive_into(self._buffers(batch, trailers, digests))
+            except TimeoutError:
+                raise PullError("copy", f"no batch came within {BATCH_TIMEOUT_S:g} s") from None
             for block, received, (generation, *sent) in zip(
                 batch, digests, self._trailer.iter_unpack(trailers), strict=True
             ):

@@ -12,9 +12,6 @@ from typing import NamedTuple
 from pdserve.contracts.events import ClientEvent
 from pdserve.contracts.request import FinishReason, KvSource
 
-PULL_TIMEOUT_S = 60.0
-"""Longest time until a pull times out."""
-
 
 class FirstToken(NamedTuple):
     """Token 0 of a handed-off prompt."""

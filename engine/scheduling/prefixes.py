@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from pdserve.contracts.request import MAX_PREFIX_BLOCKS, KvSource
-from pdserve.engine.scheduling.interface import PULL_TIMEOUT_S, GrantEvent, PullResult, StartPullEvent, WithdrawEvent
+from pdserve.engine.scheduling.interface import GrantEvent, PullResult, StartPullEvent, WithdrawEvent
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.table import SequenceTable
+
+MAX_PULL_S = 60.0
+"""Longest time until the pull of a prefix times out."""
 
 
 class PrefixPulls:
@@ -63,7 +66,7 @@ class PrefixPulls:
             num_cached_blocks=0,
             block_ids=tuple(sequence.block_table[first:end]),
             num_tokens=num_tokens,
-            deadline_s=min(PULL_TIMEOUT_S, source.max_s),
+            deadline_s=min(MAX_PULL_S, source.max_s),
             prefix=tuple(sequence.block_hashes(end, first)),
         )
         self._table.events.append(pull)

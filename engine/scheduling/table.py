@@ -278,15 +278,11 @@ class SequenceTable:
             sequence.is_retiring = True
             self.num_retiring += sequence.num_in_flight > 0
 
-    def settle(self, sequence: Sequence) -> None:
-        """Free retiring blocks after a step or pull that wrote to them has ended."""
-        if sequence.is_retiring and sequence.is_idle:
-            self.pool.release(sequence.lose_blocks())
-
     def end_pull(self, sequence: Sequence) -> Sequence | None:
         """Nothing writes to the targets of a sequence's pull any more. Returns it unless it has ended."""
         sequence.is_pulling = False
-        self.settle(sequence)
+        if sequence.is_retiring:
+            self.pool.release(sequence.lose_blocks())
         return None if sequence.is_over else sequence
 
     def register_written(self, sequence: Sequence) -> None:
@@ -327,18 +323,14 @@ class SequenceTable:
         for index, (sequence, row, sampled) in enumerate(
             zip(step.sequences, step.batch.rows, output.sampled, strict=True)
         ):
-            if sequence.is_retiring:
+            if sequence.is_over:
                 self.leave_step(sequence)
-                if sequence.is_over:
-                    continue
-            else:
-                sequence.num_in_flight -= 1
+                continue
             if index in output.failed:
                 sequence.num_pending -= 1
                 self.pool.forget(sequence.block_table)
                 self._failed.append((sequence, output.failed[index]))
-                if sequence.is_retiring:
-                    self.settle(sequence)
+                self.leave_step(sequence)
                 continue
             sequence.num_written = num_written = row.cached_length + (len(row.tokens) or 1)
             if caches_content and num_written >= (sequence.num_registered_blocks + 1) * sequence.block_size:
@@ -356,10 +348,11 @@ class SequenceTable:
             elif sequence.handle:
                 results.append((sequence, None))
             if sequence.is_retiring:
-                self.settle(sequence)
+                self.leave_step(sequence)
+            else:  # most rows, without a call
+                sequence.num_in_flight -= 1
         for sequence in step.swapped_out:
             self.leave_step(sequence)
-            self.settle(sequence)
         return results
 
     def take_failed(self) -> list[tuple[Sequence, str]]:
@@ -418,9 +411,8 @@ class SequenceTable:
         return step
 
     def leave_step(self, sequence: Sequence) -> None:
-        """A step in flight that computed or copied the sequence has ended."""
+        """A step in flight that computed or copied the sequence has ended, and its results are taken."""
         sequence.num_in_flight -= 1
         if sequence.is_retiring and not sequence.num_in_flight:
             self.num_retiring -= 1
-        if sequence.is_over:
-            self.settle(sequence)
+            self.pool.release(sequence.lose_blocks())

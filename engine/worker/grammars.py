@@ -1,10 +1,11 @@
 """Compiled grammars of a worker.
 
-A grammar is compiled when its first request arrives, or when the router announces it, by a child process
-(`pdserve.engine.worker.grammar_compiler`) whose memory and time are bounded: some grammars take minutes. Requests wait
-meanwhile in the step loop, which computes others. Grammars of live requests are kept; others up to a bound, the least
-recently used of the tenant that takes most dropped first. Tenants have their grammars compiled in turns. Thread and
-child start with the first grammar.
+A grammar is compiled when its first request arrives, or when the router announces it: by a child process
+(`pdserve.engine.worker.grammar_compiler`) whose memory and time are bounded: some grammars take minutes. A thread here
+then reads the result or, if that takes longer, compiles the grammar again; xgrammar holds no lock of the interpreter
+meanwhile. Requests wait in the step loop, which computes others. Grammars of live requests are kept; others up to a
+bound, the least recently used of the tenant that takes most dropped first. Tenants have their grammars compiled in
+turns. Thread and child start with the first grammar.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from weakref import WeakValueDictionary
 from pdserve.contracts.codec import to_json
 from pdserve.contracts.request import Grammar
 from pdserve.contracts.step import ModelLimits
-from pdserve.engine.worker.grammar_compiler import BUSY, FAILED, MAX_WALL_S, CompilerConfig
+from pdserve.engine.worker.grammar_compiler import (
+    BUSY,
+    FAILED,
+    MAX_WALL_S,
+    CompilerConfig,
+    compile_grammar,
+    give_way,
+)
 from pdserve.engine.worker.loop import Busy
 from pdserve.engine.worker.xgrammar_import import import_xgrammar
 from pdserve.proto.framing import encode_frame, receive_frame
@@ -61,11 +69,13 @@ class Grammars:
         """
         Args:
             folder: of the checkpoint, whose ``tokenizer.json`` is read.
-            cpu_cores: of the compiler, apart from those of steps if there are others; empty keeps its affinity.
+            cpu_cores: to compile on, apart from those of steps if there are others; empty keeps those of the thread
+                that asks first.
         """
         self.on_compiled: Callable[[Grammar], None] = lambda grammar: None
         """Called once `find` has an answer that it had not before, on a thread of this object."""
-        self._config = CompilerConfig(str(folder), limits.vocab_size, limits.eos_token_ids, os.getpid(), cpu_cores)
+        self._config = CompilerConfig(str(folder), limits.vocab_size, limits.eos_token_ids, os.getpid())
+        self._cpu_cores = cpu_cores
         self._lock = threading.Lock()
         self._jobs: OrderedDict[str, deque[tuple[Grammar, float]]] = OrderedDict()
         """Grammars and when they came, by owner, the next one first."""
@@ -148,6 +158,8 @@ class Grammars:
             return job
 
     def _run(self) -> None:
+        if self._cpu_cores:
+            os.sched_setaffinity(0, self._cpu_cores)  # of this thread and its child
         compiler = _Compiler(self._config)
         try:
             while (job := self._next()) is not None:
@@ -200,15 +212,18 @@ class _Compiler:
         if find_spec("xgrammar") is None:
             raise ImportError("the worker has no xgrammar, which structured output needs: install it")
         try:
-            compiled = self._ask(grammar)
+            serialised = self._ask(grammar)
         except OSError:  # it was killed while idle: start another
             self.close()
-            compiled = self._ask(grammar)
+            serialised = self._ask(grammar)
 
         import xgrammar
 
         assert self._vocabulary is not None
-        return xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), self._vocabulary)
+        give_way()
+        if not serialised:
+            return compile_grammar(self._vocabulary, grammar)
+        return xgrammar.CompiledGrammar.deserialize_json(serialised.decode(), self._vocabulary)
 
     def _ask(self, grammar: Grammar) -> bytes:
         if self._socket is None:

@@ -82,16 +82,21 @@ class Guessing(NamedTuple):
     """With guesses, where they may have some."""
     seconds: float
     """Time that the guesses took, without that of reading sequences."""
+    error: RuntimeError | None = None
+    """Why none could be made, which fails the step alone, once its copies of blocks are made."""
 
 
 def with_guesses(batch: StepBatch, drafter: Drafter | None, matchers: GrammarMatchers | None = None) -> Guessing:
-    """Guess what the grammar prescribes, and else what ``drafter`` does.
-
-    Raises:
-        RuntimeError: the drafter failed, which fails the step alone.
-    """
+    """Guess what the grammar prescribes, and else what ``drafter`` does."""
     if not batch.may_guess:
         return Guessing([*batch.rows], 0.0)
+    try:
+        return _guesses(batch, drafter, matchers)
+    except Exception as error:
+        return Guessing([*batch.rows], 0.0, RuntimeError(f"no guess could be made: {error!r}"))
+
+
+def _guesses(batch: StepBatch, drafter: Drafter | None, matchers: GrammarMatchers | None) -> Guessing:
     rows, guessing, may_draft = batch.rows, [*batch.rows], list[int]()
     for index, row in enumerate(rows):
         if row.max_forced and matchers is not None and (forced := matchers.prescribed(row)):
@@ -101,12 +106,9 @@ def with_guesses(batch: StepBatch, drafter: Drafter | None, matchers: GrammarMat
     if drafter is None or not may_draft:
         return Guessing(guessing, 0.0)
     drafting = [rows[index] for index in may_draft]
-    try:
-        drafter.read(drafting)
-        start_s = time.perf_counter()
-        drafts = drafter.guess(drafting)
-    except Exception as error:
-        raise RuntimeError(f"the drafter failed: {error!r}") from error
+    drafter.read(drafting)
+    start_s = time.perf_counter()
+    drafts = drafter.guess(drafting)
     for index, draft in zip(may_draft, drafts, strict=True):
         if draft:
             guessing[index] = replace(rows[index], guesses=draft)

@@ -108,11 +108,13 @@ class EmulatedExecutor:
     def submit(self, batch: StepBatch) -> StepHandle:
         """Compute the step now. Its modelled time starts when the previous step has ended and the stage is free;
         ``result`` waits for its end."""
-        rows, _ = with_guesses(batch, self._drafter, self._matchers)
+        rows, _, no_guess = with_guesses(batch, self._drafter, self._matchers)
         duration_s = self._duration_s(batch, rows)
         self._free_at_s = self._stage.enter(max(time.monotonic(), self._free_at_s), duration_s) + duration_s
         copy_blocks(batch, self._blocks, self._slots, np.copyto)
         try:
+            if no_guess is not None:
+                raise no_guess
             runs = self._compute(rows)
         except RuntimeError as error:
             self._previous = []

@@ -227,13 +227,15 @@ class ModelExecutor:
     def submit(self, batch: StepBatch) -> StepHandle:
         """Launch the step. The handle waits for it, and raises if the launch or the computation failed."""
         queue = self._model.queue
-        rows, guessing_s = with_guesses(batch, self._drafter, self._sampler.matchers)
+        rows, guessing_s, no_guess = with_guesses(batch, self._drafter, self._sampler.matchers)
         started = queue.event()
         previous, self._previous = self._previous, _LaunchedStep(batch.step_id, rows, started, guessing_s)
         step = self._previous
         with self._aside:
             try:
                 self._launch_copies(batch)
+                if no_guess is not None:
+                    raise no_guess
                 fetched_B2 = self._launch(rows, step, previous) if rows else None
                 step.end(queue.event(), fetched_B2)
             except RankLostError:

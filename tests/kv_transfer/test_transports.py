@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -21,6 +22,7 @@ from pdserve.kv_transfer.transports import (
 )
 from tests.kv_transfer.peer import LAYOUT
 from tests.kv_transfer.streams import stream_pair
+from tests.patience import HANG_S
 
 BLOCK = GrantedBlock(position=4, source_id=11, generation=77, target_id=2)
 OTHER = GrantedBlock(position=5, source_id=3, generation=78, target_id=1)
@@ -150,6 +152,39 @@ def test_tcp_notices_a_reused_block(source: PoolMemory, target: PoolMemory) -> N
 def test_tcp_notices_the_end_of_its_source(source: PoolMemory, target: PoolMemory) -> None:
     with pytest.raises(ConnectionResetError):
         asyncio.run(_receive(target, _good_batch(source)[:-1]))
+
+
+def test_tcp_waits_for_bytes_that_come_slowly(
+    source: PoolMemory, target: PoolMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transports, "BATCH_BYTES", LAYOUT.block_bytes)
+    monkeypatch.setattr(transports, "BATCH_TIMEOUT_S", 2.0)
+    blocks = [BLOCK, OTHER] * 11
+
+    async def pull() -> float:
+        with stream_pair() as (near, far):
+            task, start_s = asyncio.ensure_future(TcpReceiver(target, near).receive(blocks)), time.monotonic()
+            for block in blocks:
+                await asyncio.sleep(0.1)
+                await send_batch(far, source, [block.source_id])
+            await task
+            return time.monotonic() - start_s
+
+    assert asyncio.run(pull()) > transports.BATCH_TIMEOUT_S
+
+
+def test_tcp_gives_up_a_source_that_keeps_the_stream_and_sends_nothing(
+    target: PoolMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transports, "BATCH_TIMEOUT_S", 0.1)
+
+    async def pull() -> None:
+        with stream_pair() as (near, _):
+            await asyncio.wait_for(TcpReceiver(target, near).receive([BLOCK]), HANG_S)
+
+    with pytest.raises(PullError, match=r"no batch came within 0\.1 s") as caught:
+        asyncio.run(pull())
+    assert caught.value.stage == "copy"
 
 
 BATCH_LENGTH = LAYOUT.block_bytes + trailer_struct(LAYOUT).size

@@ -10,5 +10,5 @@ from pdserve.engine.worker import grammar_compiler
 if __name__ == "__main__":
     grammar_compiler.MAX_CPU_S = 3
     grammar_compiler.MAX_WALL_S = 120.0
-    grammar_compiler._NICENESS = 0
+    grammar_compiler.NICENESS = 0
     sys.exit(grammar_compiler.main())

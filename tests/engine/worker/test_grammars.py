@@ -23,9 +23,11 @@ import xgrammar
 from tokenizers import AddedToken, Tokenizer
 
 from pdserve.contracts.request import Grammar, GrammarKind
+from pdserve.engine.worker import grammar_compiler as compiler
 from pdserve.engine.worker import grammars as module
 from pdserve.engine.worker.grammar_compiler import (
     COMPILED,
+    NICENESS,
     CompilerConfig,
     compile_apart,
     compile_grammar,
@@ -53,8 +55,8 @@ SLOW_MASKS = Grammar(GrammarKind.REGEX, "((((((a{1,900}){1,900}){1,900}){1,900})
 
 
 class Compiled:
-    def __init__(self) -> None:
-        self.grammars = Grammars(DEMO_FOLDER, LIMITS)
+    def __init__(self, cpu_cores: tuple[int, ...] = ()) -> None:
+        self.grammars = Grammars(DEMO_FOLDER, LIMITS, cpu_cores)
         self.ready: Queue[Grammar] = Queue()
         self.grammars.on_compiled = self.ready.put
 
@@ -147,6 +149,62 @@ def test_strings_of_bounded_length_compile_for_a_vocabulary_of_many_tokens() -> 
     vocabulary = xgrammar.TokenizerInfo(texts, vocab_size=len(texts), stop_token_ids=[0])
     answer = compile_apart(vocabulary, Grammar(GrammarKind.JSON_SCHEMA, '{"type": "string", "maxLength": 100}'))
     assert answer.startswith(COMPILED)
+
+
+def test_what_takes_long_to_compile_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_slowly(vocabulary: xgrammar.TokenizerInfo, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        while time.process_time() < 1.1 * compiler.MAX_SERIALISING_S:
+            pass
+        return compile_grammar(vocabulary, grammar)
+
+    monkeypatch.setattr(compiler, "compile_grammar", compile_slowly)
+    vocabulary = xgrammar.TokenizerInfo([*map(chr, range(32, 127))], stop_token_ids=[0])
+    answer = compile_apart(vocabulary, Grammar(GrammarKind.REGEX, "a{3}"))
+    assert answer.startswith(COMPILED)
+    compiled = xgrammar.CompiledGrammar.deserialize_json(answer.removeprefix(COMPILED).decode(), vocabulary)
+    assert accepts(compiled, "aaa")
+    assert not accepts(compiled, "aa")
+
+
+def test_what_is_not_serialised_in_its_time_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless:
+        def serialize_json(self) -> str:
+            while True:
+                pass
+
+    monkeypatch.setattr(compiler, "compile_grammar", lambda vocabulary, grammar: Endless())
+    monkeypatch.setattr(compiler, "_walk", lambda compiled: 1)
+    monkeypatch.setattr(compiler, "MAX_SERIALISING_S", 0)
+    assert compile_apart(xgrammar.TokenizerInfo(["a"]), SCHEMA) == COMPILED
+
+
+def test_a_long_schema_compiles_in_its_time_however_long_its_serialised_form(worker: Compiled) -> None:
+    names = [[f"field_{number}_{index}" for index in range(8)] for number in range(60)]
+    items = [
+        {"type": "object", "properties": {name: {"type": "string"} for name in each}, "required": each}
+        for each in names
+    ]
+    arrays = {f"list_{number}": {"type": "array", "items": each} for number, each in enumerate(items)}
+    schema = {"type": "object", "properties": arrays, "required": list(arrays), "additionalProperties": False}
+    found = worker.wait(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    text = json.dumps({name: [] for name in arrays})
+    assert accepts(found, text)
+    assert not accepts(found, text.replace("list_59", "list_60"))
+
+
+def test_compiling_gives_way_to_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = Queue[tuple[int, set[int]]]()
+
+    def compile_grammar(vocabulary: object, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        threads.put((os.getpriority(os.PRIO_PROCESS, 0), os.sched_getaffinity(0)))
+        raise RuntimeError
+
+    monkeypatch.setattr(module, "compile_grammar", compile_grammar)
+    core = max(os.sched_getaffinity(0))
+    compiled = Compiled(cpu_cores=(core,))
+    compiled.wait(SCHEMA)
+    compiled.grammars.close()
+    assert threads.get(timeout=HANG_S) == (max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)), {core})
 
 
 def test_a_killed_compiler_is_started_again(worker: Compiled) -> None:

@@ -127,6 +127,11 @@ def sequence_ids(batch: StepBatch) -> list[int]:
 # Pulls
 
 
+def test_a_pull_may_wait_as_long_as_its_request_for_a_last_chunk_that_takes_minutes() -> None:
+    [pull] = start_pulls(a_scheduler(), a_request(0, 10, deadline_s=300.0))
+    assert pull.deadline_s == 300.0
+
+
 def test_a_pull_reserves_the_whole_prompt_and_head_room_at_once() -> None:
     pool = BlockPool(64, BLOCK_SIZE)
     scheduler = a_scheduler(pool)

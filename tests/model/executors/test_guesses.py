@@ -6,15 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from pdserve.contracts.kv_layout import KvLayout
 from pdserve.contracts.precision import Precision
 from pdserve.contracts.request import GenerationRequest, Grammar, GrammarKind, SamplingParams
-from pdserve.contracts.step import Executor, ModelLimits, SampledToken, StepBatch, StepHandle, StepRow
+from pdserve.contracts.step import BlockCopy, Executor, ModelLimits, SampledToken, StepBatch, StepHandle, StepRow
 from pdserve.engine.scheduling.speculation import Speculation
 from pdserve.model.config.decoder_config import DecoderConfig
 from pdserve.model.executors.device_queue import Event
@@ -35,7 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-def an_executor(folder: Path, drafter: Drafter | None = None, matchers: GrammarMatchers | None = None) -> ModelExecutor:
+def an_executor(
+    folder: Path, drafter: Drafter | None = None, matchers: GrammarMatchers | None = None, num_swap_slots: int = 0
+) -> ModelExecutor:
     """Over a pool of NaN."""
     config = DecoderConfig.from_folder(folder)
     layout = config.kv_layout(NUM_BLOCKS, BLOCK_SIZE, "float32", "hash")
@@ -47,6 +51,7 @@ def an_executor(folder: Path, drafter: Drafter | None = None, matchers: GrammarM
         precision=Precision(dtype="float32"),
         matchers=matchers,
         drafter=drafter,
+        num_swap_slots=num_swap_slots,
     )
 
 
@@ -185,6 +190,40 @@ class Counting:
 
     def close(self) -> None:
         self._inner.close()
+
+
+class Broken(GrammarMatchers):
+    def prescribed(self, row: StepRow) -> list[int]:
+        raise KeyError(row.sequence_id)
+
+
+@pytest.mark.parametrize("kind", ["model", "emulated"])
+def test_a_fault_of_a_grammar_fails_its_step_once_the_copies_are_made(folder: Path, kind: str) -> None:
+    matchers = Broken(compiled, vocab_size=VOCAB_SIZE, eos_token_ids=[0])
+    executor: ModelExecutor | EmulatedExecutor
+    blocks: npt.NDArray[Any]
+    if kind == "model":
+        executor = an_executor(folder, matchers=matchers, num_swap_slots=1)
+        blocks = executor._model._pool.blocks.numpy()
+    else:
+        layout = KvLayout(
+            num_blocks=8, num_kv_heads=1, num_layers=1, block_size=8, head_dim=1, dtype="uint64", model_hash="hash"
+        )
+        blocks = np.zeros(layout.shape, np.uint64)
+        executor = EmulatedExecutor(
+            layout=layout, pool=blocks, vocab_size=VOCAB_SIZE, num_swap_slots=1, matchers=matchers
+        )
+    row = StepRow(
+        sequence_id=6, tokens=[1], cached_length=0, block_table=[0], sample=SamplingParams(), sample_position=1
+    )
+    blocks[5] = 1
+    copies = StepBatch(step_id=1, rows=[replace(row, max_forced=3)], may_guess=True, swap_outs=[BlockCopy(5, 0)])
+    with pytest.raises(RuntimeError, match=r"no guess could be made: KeyError\(6\)"):
+        executor.submit(copies).result()
+    blocks[5] = 0
+    after = executor.submit(StepBatch(step_id=2, rows=[row], swap_ins=[BlockCopy(0, 5)])).result()
+    assert after.sampled[0] is not None
+    assert (blocks[5] == 1).all()
 
 
 def a_guided_executor(kind: str, drafter: Drafter | None) -> Counting:
