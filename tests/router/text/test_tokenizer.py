@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -76,7 +77,8 @@ def test_the_longest_special_text_at_each_place_is_marked_wherever_a_search_ends
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer_module, "_SEARCHED_CHARS", 7)
         marked = with_special_texts(texts).chat_text([{"role": "user", "content": text}])
-    assert marked == re.sub(in_turn, "\x7f1\\g<0>\x7f3", text)
+    number = {text: f"{number:02}" for number, text in enumerate(sorted(texts))}
+    assert marked == re.sub(in_turn, lambda each: f"\x7f1{number[each[0]]}{each[0]}\x7f3{number[each[0]]}", text)
 
 
 @pytest.mark.parametrize("begun", ["<|", "<|reserved_special_token_24", "<|eot_id|>"])
@@ -159,6 +161,42 @@ def test_a_text_that_is_cut_at_a_special_token_changes_no_other(cut: str, text: 
     assert tokens[-1] == EOS_ID
 
 
+@pytest.mark.parametrize(
+    ("cut", "text"),
+    [
+        *((f"[:{end}]", f"{'a' * 11}{EOS}and so on") for end in range(30)),
+        *((f"[{start}:]", f"a{EOS}bbb") for start in range(20)),
+        *((f"[:-{end}]", f"a{EOS}") for end in range(1, 16)),
+        *((f"[-{start}:]", f"{EOS}bb") for start in range(1, 20)),
+        ("[:-1][1:]", EOS),
+        (".split(eos_token)[0]", f"x{EOS}y{BOS}"),
+        (".split(eos_token)[-1]", f"{BOS}x{EOS}y"),
+        (".split(bos_token)[0]", f"x{BOS}{EOS}"),
+        (".split(bos_token)[0]", BOS),
+        (".split(bos_token)[-1]", f"{EOS}{BOS}{EOS}"),
+        (".split(bos_token)[-1]", BOS),
+        (".replace(bos_token, '')", f"{BOS}{EOS}{BOS}"),
+    ],
+)
+def test_a_text_that_is_cut_anywhere_has_no_special_tokens_and_takes_none_from_the_template(
+    cut: str, text: str
+) -> None:
+    model = byte_level_tokenizer()
+    special = {"bos_token": BOS, "eos_token": EOS, "turn_token": "<|turn|>"}
+    model.add_special_tokens(["<|turn|>"])
+    source = (
+        f"{{{{ turn_token }}}}{{{{ messages[0].content{cut} }}}}{{{{ turn_token }}}}. {{{{ messages[0].content }}}}"
+    )
+    tokenizer = ChatTokenizer(model, ChatTemplate(source, special), model.get_vocab_size())
+    tokens = encoded_chat(tokenizer, [{"role": "user", "content": text}])
+    assert not {BOS_ID, EOS_ID} & {*tokens}
+    turn_id = model.token_to_id("<|turn|>")
+    assert tokens[0] == turn_id
+    assert tokens.count(turn_id) == 2
+    assert tokenizer.decode(tokens).endswith(f"<|turn|>. {text}")
+    assert "\x7f" not in tokenizer.decode(tokens)
+
+
 @pytest.mark.parametrize("scheme", ["prepend", "always", "first", "never"])
 @pytest.mark.parametrize("text", [f"print{EOS}now", f"a {EOS} the{EOS}{EOS}\n", f"{EOS} x"])
 def test_a_text_has_no_space_around_quoted_special_tokens(scheme: str, text: str) -> None:
@@ -173,6 +211,27 @@ def test_a_text_has_no_space_around_quoted_special_tokens(scheme: str, text: str
     tokens = encoded_chat(tokenizer, [{"role": "user", "content": text}])
     assert tokenizer.decode(tokens) == tokenizer.decode(expected).replace(word, EOS)
     assert (tokens.count(BOS_ID), tokens.count(EOS_ID)) == (2, 0)
+
+
+def test_a_text_of_many_quoted_special_tokens_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = metaspace_tokenizer()
+    model.add_tokens(["\n\n"])
+    source = "{{ bos_token }}a{{ messages[0].content }}{{ bos_token }}a{{ messages[0].content }}\n{{ eos_token }}"
+    special = {"bos_token": BOS, "eos_token": EOS}
+    tokenizer = ChatTokenizer(model, ChatTemplate(source, special), model.get_vocab_size())
+    encode = tokenizer._encode
+    seen = []
+
+    def watched(text: str, **others: Any) -> list[int]:
+        seen.append(text)
+        return encode(text, **others)
+
+    monkeypatch.setattr(tokenizer, "_encode", watched)
+    text = f"\n{EOS}{EOS} the {EOS}" * 100
+    tokens = encoded_chat(tokenizer, [{"role": "user", "content": text}])
+    assert tokenizer.decode(tokens) == f"{BOS} a{text}{BOS} a{text}\n{EOS}"
+    assert len("".join(seen)) < len(f"{BOS}a{text}{BOS}a{text}\n{EOS}") + 10
+    assert len(seen) < 10
 
 
 @pytest.mark.parametrize("text", [f"{EOS} the", "\x7f1 the", "\x7f", f"é{EOS}"])
@@ -252,7 +311,7 @@ def test_a_chat_is_encoded_up_to_the_token_that_is_too_many(tmp_path: Path, most
     assert asyncio.run(tokenizer.encode_chat(chat, most_tokens=len(tokens))) == tokens
     with pytest.raises(TooLongError) as raised:
         asyncio.run(tokenizer.encode_chat(chat, most_tokens=most_tokens))
-    assert most_tokens < raised.value.num_tokens <= most_tokens + len(f"[user] {quoted}")
+    assert most_tokens < raised.value.num_tokens <= most_tokens + MAX_INLINE_CHARS
     longer = tokenizer.chat_text([{"role": "user", "content": quoted * 1_000 + "the time to first token " * 2_000}])
     with pytest.raises(TooLongError) as raised:
         asyncio.run(tokenizer.encode_chat(longer, most_tokens=len(tokens)))
