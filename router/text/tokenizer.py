@@ -24,7 +24,7 @@ from tokenizers import AddedToken, Tokenizer
 from pdserve.model.config.tokenizer_config import TAGS, read_json, read_tokenizer_config, special_tokens
 from pdserve.router.off_loop import in_turns, pause
 from pdserve.router.text.answer_text import AnyDetokenizer, ByteDetokenizer, Detokenizer, MarkedDetokenizer
-from pdserve.router.text.chat_template import ChatTemplate, PromptEnd
+from pdserve.router.text.chat_template import MARK, OWN, ChatTemplate, PromptEnd
 from pdserve.router.text.harmony import Harmony
 from pdserve.router.text.tool_calls import HARMONY, ToolFormat, tool_format
 
@@ -40,16 +40,9 @@ _CONTEXT_TOKENS = 8
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """Space as sentencepiece writes it."""
 
-_DELETE = "\x7f"
-"""Begins all that is marked in a prompt: a character of ASCII, so that marks widen no text, and one that templates
-neither strip nor escape."""
-
-_MARK = re.compile(f"{_DELETE}(?![02])(?:[13][0-9]{{0,2}})?")
+_ANY_MARK = re.compile(f"{MARK}(?![02])(?:[13][0-9]{{0,2}})?")
 """What is left of an opening or closing mark, which stand around text of a special token that is only text and say
 which. A template that cuts texts may leave one of them alone, or part of one."""
-
-_OWN = f"{_DELETE}0"
-"""Stands for a client's own `_DELETE`."""
 
 _SEARCHED_CHARS = 1 << 13
 """Searched at a time: a search lets no other thread run."""
@@ -100,12 +93,12 @@ class ChatTokenizer:
         self._tag_ids = frozenset(token for token, content in added.items() if content.content in TAGS)
         special_texts = {each.content for each in added.values() if each.special} - {""}
         self._special_text = re.compile(_any_of(special_texts) if special_texts else "(?!)")
-        self._special_or_mark = re.compile(f"{self._special_text.pattern}|{_MARK.pattern}")
+        self._special_or_mark = re.compile(f"{self._special_text.pattern}|{_ANY_MARK.pattern}")
         self._marks = {
-            text: (f"{_DELETE}1{number % 100:02}", f"{_DELETE}3{number % 100:02}")
+            text: (f"{MARK}1{number % 100:02}", f"{MARK}3{number % 100:02}")
             for number, text in enumerate(sorted(special_texts))
         }
-        self._longest_found = max(map(len, [*special_texts, f"{_DELETE}100"]))
+        self._longest_found = max(map(len, [*special_texts, f"{MARK}100"]))
         self._bytes_of_token: dict[int, bytes] = {}
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
         decoders = _decoder_types(tokenizer)
@@ -210,9 +203,9 @@ class ChatTokenizer:
                 if match.start() >= end:
                     break
                 opening, closing = self._marks[match[0]]
-                pieces += [text[done : match.start()].replace(_DELETE, _OWN), opening, match[0], closing]
+                pieces += [text[done : match.start()].replace(MARK, OWN), opening, match[0], closing]
                 done = match.end()
-            pieces.append(text[done:end].replace(_DELETE, _OWN))
+            pieces.append(text[done:end].replace(MARK, OWN))
             done = max(done, end)
             marked += "".join(pieces)  # grows in place, while a join of all would copy all at once
         return marked
@@ -232,7 +225,7 @@ class ChatTokenizer:
         Raises:
             TooLongError: they are more than ``most_tokens``.
         """
-        if _DELETE not in text:
+        if MARK not in text:
             return await self.encode(text, add_special_tokens=False, most_tokens=most_tokens)
         return await self._in_thread(partial(self._encode_marked, text, most_tokens))
 
@@ -266,7 +259,7 @@ class ChatTokenizer:
             special = match[0] if match and match[0] in self._marks else ""
             if special:
                 opening, closing = self._marks[special]
-                after = _MARK.match(text, end)
+                after = _ANY_MARK.match(text, end)
                 if not text.endswith(opening, 0, begin) and not (after and closing.startswith(after[0])):
                     has_own = True
                     continue
@@ -387,15 +380,15 @@ class ChatTokenizer:
         Args:
             tokenizer: of a part of a marked text; None for any other text.
         """
-        own = _OWN if tokenizer else _DELETE
+        own = OWN if tokenizer else MARK
         tokenizer = tokenizer or self._tokenizer
         if len(text) <= MAX_INLINE_CHARS:
-            return tokenizer.encode(text.replace(own, _DELETE), add_special_tokens=add_special_tokens).ids
+            return tokenizer.encode(text.replace(own, MARK), add_special_tokens=add_special_tokens).ids
         # A text that is too long is refused by its beginning: all of it may take seconds, and hundreds of bytes a token
         length = max(most_tokens // 4, MAX_INLINE_CHARS)
         while True:
             # encode_batch, even for one text, releases the GIL; encode does not
-            piece = text[:length].replace(own, _DELETE)
+            piece = text[:length].replace(own, MARK)
             (encoding,) = tokenizer.encode_batch_fast([piece], add_special_tokens=add_special_tokens)
             if len(encoding) > most_tokens:  # ids of all would be built at once
                 raise TooLongError(len(encoding))

@@ -78,7 +78,7 @@ def test_the_longest_special_text_at_each_place_is_marked_wherever_a_search_ends
         patch.setattr(tokenizer_module, "_SEARCHED_CHARS", 7)
         marked = with_special_texts(texts).chat_text([{"role": "user", "content": text}])
     number = {text: f"{number:02}" for number, text in enumerate(sorted(texts))}
-    assert marked == re.sub(in_turn, lambda each: f"\x7f1{number[each[0]]}{each[0]}\x7f3{number[each[0]]}", text)
+    assert marked == re.sub(in_turn, lambda each: f"¦1{number[each[0]]}{each[0]}¦3{number[each[0]]}", text)
 
 
 @pytest.mark.parametrize("begun", ["<|", "<|reserved_special_token_24", "<|eot_id|>"])
@@ -93,7 +93,7 @@ def test_texts_of_begun_special_tokens_are_searched_at_once(begun: str) -> None:
 
 
 PIECES = st.sampled_from(
-    [BOS, EOS, EOS[:-1], "<|", "\x7f", "0", "1", "2", "3", "a the ", "é", "🙂", "\U0010fffe", "\U0010ffff"]
+    [BOS, EOS, EOS[:-1], "<|", "¦", "0", "1", "2", "3", "a the ", "é", "🙂", "\U0010fffe", "\U0010ffff"]
 )
 
 
@@ -105,8 +105,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 
 
 @given(st.lists(st.lists(PIECES, max_size=12).map("".join), min_size=1, max_size=3), st.booleans())
-@example(["\x7f", "\x7f1"], True)
-@example([f"\x7f1{EOS}\x7f0\x7f", f"\x7f{EOS}"], True)
+@example(["¦", "¦1"], True)
+@example([f"¦1{EOS}¦0¦", f"¦{EOS}"], True)
 def test_a_message_has_the_same_tokens_whatever_marks_it_has(
     tokenizer: ChatTokenizer, texts: list[str], is_continued: bool
 ) -> None:
@@ -127,17 +127,28 @@ def test_a_message_has_the_same_tokens_whatever_marks_it_has(
             assert asyncio.run(tokenizer.encode_chat(chat)) == expected
 
 
-@pytest.mark.parametrize(("ascii", "name"), [("false", "é🙂"), ("true", r"\u00e9\ud83d\ude42")])
+@pytest.mark.parametrize(("ascii", "name"), [("false", "¦é🙂"), ("true", r"\u00a6\u00e9\ud83d\ude42")])
 def test_marks_in_json_and_beside_white_space_are_found(ascii: str, name: str) -> None:
     """A template may write messages as JSON and strip white space."""
     model = byte_level_tokenizer()
     source = f"{{{{ tools[0] | tojson(ensure_ascii={ascii}) }}}}{{{{ messages[0].content | trim }}}}"
     tokenizer = ChatTokenizer(model, ChatTemplate(source, {}), model.get_vocab_size())
-    tool = {"name": f"\x7f{BOS}\né🙂\\u007f1"}
-    chat = tokenizer.chat_text([{"role": "user", "content": f" {EOS}\x7f "}], tools=[tool])
+    tool = {"name": f"{BOS}\n¦é🙂\\u007f1"}
+    chat = tokenizer.chat_text([{"role": "user", "content": f" {EOS}¦ "}], tools=[tool])
     tokens = asyncio.run(tokenizer.encode_chat(chat))
     assert not {BOS_ID, EOS_ID} & {*tokens}
-    assert tokenizer.decode(tokens) == f'{{"name": "\x7f{BOS}\\n{name}\\\\u007f1"}}{EOS}\x7f'
+    assert tokenizer.decode(tokens) == f'{{"name": "{BOS}\\n{name}\\\\u007f1"}}{EOS}¦'
+
+
+@pytest.mark.parametrize("written", ["messages", "'' ~ messages", "messages | string"])
+@pytest.mark.parametrize(("end", "cut"), [(PromptEnd.MESSAGES, ""), (PromptEnd.LAST_MESSAGE, "'}]")])
+def test_marks_in_the_form_that_python_gives_to_messages_are_found(written: str, end: PromptEnd, cut: str) -> None:
+    model = byte_level_tokenizer()
+    tokenizer = ChatTokenizer(model, ChatTemplate(f"{{{{ {written} }}}}", {}), model.get_vocab_size())
+    messages = [{"role": "user", "content": f"¦{EOS}"}]
+    tokens = asyncio.run(tokenizer.encode_chat(tokenizer.chat_text(messages, end=end)))
+    assert not {BOS_ID, EOS_ID} & {*tokens}
+    assert tokenizer.decode(tokens) == str(messages).removesuffix(cut)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +205,7 @@ def test_a_text_that_is_cut_anywhere_has_no_special_tokens_and_takes_none_from_t
     assert tokens[0] == turn_id
     assert tokens.count(turn_id) == 2
     assert tokenizer.decode(tokens).endswith(f"<|turn|>. {text}")
-    assert "\x7f" not in tokenizer.decode(tokens)
+    assert "¦" not in tokenizer.decode(tokens)
 
 
 @pytest.mark.parametrize("scheme", ["prepend", "always", "first", "never"])
@@ -234,7 +245,7 @@ def test_a_text_of_many_quoted_special_tokens_is_encoded_once(monkeypatch: pytes
     assert len(seen) < 10
 
 
-@pytest.mark.parametrize("text", [f"{EOS} the", "\x7f1 the", "\x7f", f"é{EOS}"])
+@pytest.mark.parametrize("text", [f"{EOS} the", "¦1 the", "¦", f"é{EOS}"])
 def test_quoted_marks_do_not_widen_a_long_text(tokenizer: ChatTokenizer, text: str) -> None:
     """Python's threads wait while a text is copied, for each byte."""
     long = text * 10_000
