@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-from pdserve.router.text.tool_calls import CallDelta, State, ToolCallParser, ToolFormat
+from pdserve.router.text.tool_calls import State, ToolCallParser, ToolFormat
 
 _FUNCTION = re.compile(r"\s*<function=(?P<name>[^<>\s]{1,256})>")
 _FUNCTION_BEGUN = re.compile(r"\s*<function=[^<>\s]{0,256}")
@@ -43,12 +43,6 @@ class XmlCallParser(ToolCallParser):
     _is_at_start = False
     """Nothing of the value was read."""
 
-    def flush(self) -> tuple[str, list[CallDelta]]:
-        """As for JSON; arguments end where no value is open."""
-        if self._state is State.ARGUMENTS and self._types is None:
-            self._write_end()
-        return super().flush()
-
     def _read_head(self) -> bool:
         start = _FUNCTION.match(self._held)
         if start and (self._before.strip() or start["name"] in self._functions):
@@ -71,7 +65,7 @@ class XmlCallParser(ToolCallParser):
             self._held = self._held[start.end() :]
             return True
         if end := _CALL_END.match(self._held):
-            self._write_end()
+            self._write("}" if self._num_parameters else "{}")
             self._close(self._held[end.end() :])
             return True
         self._held = self._held.lstrip()
@@ -81,9 +75,6 @@ class XmlCallParser(ToolCallParser):
         _, opening, rest = self._held[1:].partition("<")  # text between tags, and a malformed one, is no value
         self._held = opening + rest
         return True
-
-    def _write_end(self) -> None:
-        self._write("}" if self._num_parameters else "{}")
 
     def _read_value(self, types: Set[str]) -> bool:
         if not self._held:

@@ -115,10 +115,10 @@ PAIR_ARGUMENTS = '{"text": "x", "number": 1}'
         (PAIR.replace("=text", "=te<xt") + " x", "x", [("f", '{"number": 1}')], 1),
         (PAIR.replace("=number", f"={'n' * 257}") + PAIR, "", [("f", '{"text": "x"}'), ("f", PAIR_ARGUMENTS)], 2),
         (call().replace("</func", "<parameter=text</func") + " x", "x", [("f", "{}")], 1),
-        # Cut off
-        ("<tool_call>\n<function=f>\n", "", [("f", "{}")], 0),
-        (PAIR.partition("\n</function>")[0], "", [("f", PAIR_ARGUMENTS)], 0),
-        (PAIR.partition("number>")[0], "", [("f", '{"text": "x"}')], 0),
+        # Cut off: nobody may take the arguments for whole
+        ("<tool_call>\n<function=f>\n", "", [("f", "")], 0),
+        (PAIR.partition("n>\n</tool_call>")[0], "", [("f", PAIR_ARGUMENTS.removesuffix("}"))], 0),
+        (PAIR.partition("number>")[0], "", [("f", '{"text": "x"')], 0),
         ("<tool_call>\n<function=f>\n<parameter=text>\nabc", "", [("f", '{"text": "abc')], 0),
         # No calls
         ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', [], 0),
