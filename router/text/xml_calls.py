@@ -3,7 +3,8 @@
 ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``: a value is the text between the
 tags, less a line break at each end. The function's schema says which values are strings; others are JSON. A string that
 its schema bounds has no white space around it, which grammars allow everywhere. A parameter or call that is not closed
-ends at ``</tool_call>``. One of an offered function may begin without ``<tool_call>``.
+ends at ``</tool_call>``. One of an offered function may begin without ``<tool_call>`` where it begins a line and a
+parameter or its end follows: other text may name the tag.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 from pdserve.router.text.tool_calls import State, ToolCallParser, ToolFormat
 
 _FUNCTION = re.compile(r"\s*<function=(?P<name>[^<>\s]{1,256})>")
+_AFTER_BARE = "<parameter=", "</function>"
+"""Follow the beginning of a call without ``<tool_call>``."""
 _FUNCTION_BEGUN = re.compile(r"\s*<function=[^<>\s]{0,256}")
 _PARAMETER = re.compile(r"\s*<parameter=(?P<name>[^<>]{1,256})>")
 _PARAMETER_BEGUN = re.compile(r"<parameter=[^<>]{0,256}")
@@ -45,12 +48,19 @@ class XmlCallParser(ToolCallParser):
 
     def _read_head(self) -> bool:
         start = _FUNCTION.match(self._held)
-        if start and (self._before.strip() or start["name"] in self._functions):
+        if start and not self._before.strip():
+            rest = self._held[start.end() :].lstrip()
+            may_follow = any(tag.startswith(rest[: len(tag)]) for tag in _AFTER_BARE)
+            if start["name"] not in self._functions or not may_follow:
+                return self._give_up()
+            if not rest.startswith(_AFTER_BARE):
+                return False
+        if start:
             self._write_call(start["name"])
             self._held, self._state, self._num_parameters = self._held[start.end() :], State.ARGUMENTS, 0
             self._properties = (self._functions.get(start["name"], {}).get("parameters") or {}).get("properties")
             return True
-        if not start and ("<function=".startswith(self._held.lstrip()) or _FUNCTION_BEGUN.fullmatch(self._held)):
+        if "<function=".startswith(self._held.lstrip()) or _FUNCTION_BEGUN.fullmatch(self._held):
             return False
         return self._give_up()
 
