@@ -255,6 +255,7 @@ class ChatTokenizer:
         its own is beside it: the other may have been cut off. All between the template's own is joined."""
         literal, start, has_own = "", 0, False
         for match in chain(self._found(text), [None]):
+            pause()
             begin, end = match.span() if match else (len(text), len(text))
             special = match[0] if match and match[0] in self._marks else ""
             if special:
