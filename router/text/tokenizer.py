@@ -42,7 +42,8 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 _ANY_MARK = re.compile(f"{MARK}(?![02])(?:[13][0-9]{{0,2}})?")
 """What is left of an opening or closing mark, which stand around text of a special token that is only text and say
-which. A template that cuts texts may leave one of them alone, or part of one."""
+which. A template that cuts texts may leave one of them alone, or part of one. One that cuts both ends at fixed places
+can leave neither, and the special token is one then: marks inside it would hide it from templates that look for it."""
 
 _SEARCHED_CHARS = 1 << 13
 """Searched at a time: a search lets no other thread run."""
