@@ -47,7 +47,14 @@ class PromptEnd(Enum):
 
 _ASKS_FOR_NONE = re.compile(r"content[\"'\])\s]{0,4}(\s+is(\s+not)?\s|[!=]=)\s*none", re.IGNORECASE)
 
-_NOT_ASCII = re.compile(r"[^\0-\x7f]+")
+MARK = "\N{BROKEN BAR}"
+"""Begins all that is marked in a prompt. Of Latin-1, so that marks widen few texts; templates neither strip nor escape
+it, and Python's own form of a text has it as it is."""
+
+OWN = f"{MARK}0"
+"""Stands for a client's own `MARK`."""
+
+_NOT_ASCII = re.compile(f"{OWN}|[^\0-\x7f{MARK}]+")
 
 _PROBE = "Hello"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -55,8 +62,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TURN_PIECES = 64
 """Pieces of a text between two looks at the clock, which takes longer than to add one."""
 
-_END_MARK = "\x7f2"
-"""Stands at the end of the message that is continued. Of ASCII, so that it widens no text; `_marked` leaves none."""
+_END_MARK = f"{MARK}2"
+"""Stands at the end of the message that is continued; no text has it."""
 
 
 class ChatTemplate:
@@ -185,10 +192,10 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the HTML escapes of jinja2's filter: a prompt is not HTML. Marks stay what they are: they are of
-    ASCII, though `json` would escape them."""
+    """JSON without the HTML escapes of jinja2's filter: a prompt is not HTML. Marks stay what they are, though
+    `json` would escape them."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
-    return _NOT_ASCII.sub(lambda run: json.dumps(run[0])[1:-1], text) if ensure_ascii else text
+    return _NOT_ASCII.sub(lambda run: json.dumps(run[0].replace(OWN, MARK))[1:-1], text) if ensure_ascii else text
 
 
 def _raise_exception(message: str) -> NoReturn:

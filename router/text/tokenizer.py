@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
@@ -25,7 +25,7 @@ from pdserve.kv_transfer.host_limits import usable_cores
 from pdserve.model.config.tokenizer_config import TAGS, read_json, read_tokenizer_config, special_tokens
 from pdserve.router.off_loop import in_turns, pause
 from pdserve.router.text.answer_text import AnyDetokenizer, ByteDetokenizer, Detokenizer, MarkedDetokenizer
-from pdserve.router.text.chat_template import ChatTemplate, PromptEnd
+from pdserve.router.text.chat_template import MARK, OWN, ChatTemplate, PromptEnd
 from pdserve.router.text.harmony import Harmony
 from pdserve.router.text.tool_calls import HARMONY, ToolFormat, tool_format
 
@@ -41,17 +41,10 @@ _CONTEXT_TOKENS = 8
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """Space as sentencepiece writes it."""
 
-_DELETE = "\x7f"
-"""Begins all that is marked in a prompt: a character of ASCII, so that marks widen no text, and one that templates
-neither strip nor escape."""
-
-_OPENING, _CLOSING = f"{_DELETE}1", f"{_DELETE}3"
-"""Stand around text of a special token that is only text. A template that cuts texts may leave one of them alone."""
-
-_MARK = re.compile(f"{_OPENING}|{_CLOSING}")
-
-_OWN = f"{_DELETE}0"
-"""Stands for a client's own `_DELETE`."""
+_ANY_MARK = re.compile(f"{MARK}(?![02])(?:[13][0-9]{{0,2}})?")
+"""What is left of an opening or closing mark, which stand around text of a special token that is only text and say
+which. A template that cuts texts may leave one of them alone, or part of one. One that cuts both ends at fixed places
+can leave neither, and the special token is one then: marks inside it would hide it from templates that look for it."""
 
 _SEARCHED_CHARS = 1 << 13
 """Searched at a time: a search lets no other thread run."""
@@ -102,7 +95,12 @@ class ChatTokenizer:
         self._tag_ids = frozenset(token for token, content in added.items() if content.content in TAGS)
         special_texts = {each.content for each in added.values() if each.special} - {""}
         self._special_text = re.compile(_any_of(special_texts) if special_texts else "(?!)")
-        self._longest_special_text = max(map(len, special_texts), default=1)
+        self._special_or_mark = re.compile(f"{self._special_text.pattern}|{_ANY_MARK.pattern}")
+        self._marks = {
+            text: (f"{MARK}1{number % 100:02}", f"{MARK}3{number % 100:02}")
+            for number, text in enumerate(sorted(special_texts))
+        }
+        self._longest_found = max(map(len, [*special_texts, f"{MARK}100"]))
         self._bytes_of_token: dict[int, bytes] = {}
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
         decoders = _decoder_types(tokenizer)
@@ -203,12 +201,13 @@ class ChatTokenizer:
             pause()
             pieces = []
             # One that begins before `end` is seen whole
-            for match in self._special_text.finditer(text, done, end + self._longest_special_text - 1):
+            for match in self._special_text.finditer(text, done, end + self._longest_found - 1):
                 if match.start() >= end:
                     break
-                pieces += [text[done : match.start()].replace(_DELETE, _OWN), _OPENING, match[0], _CLOSING]
+                opening, closing = self._marks[match[0]]
+                pieces += [text[done : match.start()].replace(MARK, OWN), opening, match[0], closing]
                 done = match.end()
-            pieces.append(text[done:end].replace(_DELETE, _OWN))
+            pieces.append(text[done:end].replace(MARK, OWN))
             done = max(done, end)
             marked += "".join(pieces)  # grows in place, while a join of all would copy all at once
         return marked
@@ -228,7 +227,7 @@ class ChatTokenizer:
         Raises:
             TooLongError: they are more than ``most_tokens``.
         """
-        if _DELETE not in text:
+        if MARK not in text:
             return await self.encode(text, add_special_tokens=False, most_tokens=most_tokens)
         return await self._in_thread(partial(self._encode_marked, text, most_tokens))
 
@@ -241,45 +240,78 @@ class ChatTokenizer:
             TooLongError: the beginning of the text has more than ``most_tokens``.
         """
         tokens: list[int] = []
-        start, opening = 0, ""
-        ends = (
-            mark.start()
-            for piece_start in range(0, len(text), _SEARCHED_CHARS)
-            for mark in _MARK.finditer(text, piece_start, piece_start + _SEARCHED_CHARS + 1)
-        )
-        for end in chain(ends, [len(text)]):
+        for part, tokenizer in self._parts(text):
             pause()
-            mark = text[end : end + len(_OPENING)]
-            is_literal = (opening, mark) == (_OPENING, _CLOSING) and self._special_text.fullmatch(text, start, end)
-            tokenizer = self._literal_tokenizer if is_literal else self._tokenizer
             goes_on = bool(tokens) and tokens[-1] not in self._added_ids
             left = most_tokens - len(tokens)
             try:
-                tokens += self._encode_part(text[start:end], left, tokenizer, goes_on=goes_on)
+                tokens += self._encode_part(part, left, tokenizer, goes_on=goes_on)
             except TooLongError as error:
                 raise TooLongError(len(tokens) + error.num_tokens) from None
             if len(tokens) > most_tokens:  # of many short parts
                 raise TooLongError(len(tokens))
-            start, opening = end + len(mark), mark
         return tokens
 
+    def _parts(self, text: str) -> Iterator[tuple[str, Tokenizer]]:
+        """Parts of a marked text, without marks, and what encodes them. A special token is only text where a mark of
+        its own is beside it: the other may have been cut off. All between the template's own is joined."""
+        literal, start, has_own = "", 0, False
+        for match in chain(self._found(text), [None]):
+            pause()
+            begin, end = match.span() if match else (len(text), len(text))
+            special = match[0] if match and match[0] in self._marks else ""
+            if special:
+                opening, closing = self._marks[special]
+                after = _ANY_MARK.match(text, end)
+                if not text.endswith(opening, 0, begin) and not (after and closing.startswith(after[0])):
+                    has_own = True
+                    continue
+            if has_own:
+                yield from [(literal, self._literal_tokenizer)] if literal else []
+                yield text[start:begin], self._tokenizer
+                literal = ""
+            else:
+                literal += text[start:begin]
+            literal += special
+            start, has_own = end, False
+        if literal:
+            yield literal, self._literal_tokenizer
+
+    def _found(self, text: str) -> Iterator[re.Match[str]]:
+        """Texts of special tokens, and marks. Other threads run between pieces."""
+        done = 0
+        for end in range(_SEARCHED_CHARS, len(text) + _SEARCHED_CHARS, _SEARCHED_CHARS):
+            pause()
+            for match in self._special_or_mark.finditer(text, done, end + self._longest_found - 1):
+                if match.start() >= end:  # the next piece has more of it
+                    break
+                yield match
+                done = match.end()
+            done = max(done, end)
+
     def _encode_part(self, text: str, most_tokens: int, tokenizer: Tokenizer, *, goes_on: bool) -> list[int]:
-        """Token ids of a part of a text. One that ``goes_on`` is encoded behind a line break, as sentencepiece puts a
-        space before each text; where it makes one token of the break and what follows, the space stays.
+        """Token ids of a part of a text. One that ``goes_on`` is encoded behind a line break, or behind a letter if it
+        begins with white space: sentencepiece puts a space before each text. Where it makes one token of that and what
+        follows, the space stays.
 
         Raises:
             TooLongError: they are more than ``most_tokens``.
         """
         encode = partial(self._encode, add_special_tokens=False, tokenizer=tokenizer)
         if goes_on and not self._is_byte_level:
-            before = encode("\n")
+            char = "a" if text[0].isspace() else "\n"
+            before = self._tokens_before[char]
             try:
-                tokens = encode(f"\n{text}", most_tokens=most_tokens + len(before))
+                tokens = encode(f"{char}{text}", most_tokens=most_tokens + len(before))
             except TooLongError as error:
                 raise TooLongError(error.num_tokens - len(before)) from None
             if tokens[: len(before)] == before:
                 return tokens[len(before) :]
         return encode(text, most_tokens=most_tokens)
+
+    @cached_property
+    def _tokens_before(self) -> dict[str, list[int]]:
+        return {char: self._encode(char, add_special_tokens=False) for char in "a\n"}
 
     @cached_property
     def _literal_tokenizer(self) -> Tokenizer:
@@ -351,15 +383,15 @@ class ChatTokenizer:
         Args:
             tokenizer: of a part of a marked text; None for any other text.
         """
-        own = _OWN if tokenizer else _DELETE
+        own = OWN if tokenizer else MARK
         tokenizer = tokenizer or self._tokenizer
         if len(text) <= MAX_INLINE_CHARS:
-            return tokenizer.encode(text.replace(own, _DELETE), add_special_tokens=add_special_tokens).ids
+            return tokenizer.encode(text.replace(own, MARK), add_special_tokens=add_special_tokens).ids
         # A text that is too long is refused by its beginning: all of it may take seconds, and hundreds of bytes a token
         length = max(most_tokens // 4, MAX_INLINE_CHARS)
         while True:
             # encode_batch, even for one text, releases the GIL; encode does not
-            piece = text[:length].replace(own, _DELETE)
+            piece = text[:length].replace(own, MARK)
             (encoding,) = tokenizer.encode_batch_fast([piece], add_special_tokens=add_special_tokens)
             if len(encoding) > most_tokens:  # ids of all would be built at once
                 raise TooLongError(len(encoding))

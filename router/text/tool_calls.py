@@ -156,6 +156,8 @@ class ToolCallParser:
         """White space and opening tag of the call that has begun, in case that it is none."""
         self._num_scanned = 0
         self._scanner = _JsonScanner(style.closing)
+        self._opening = re.compile(f"(?={style.opening})" + r"|\n[ \t]*(?=<function=)" * style.is_xml)
+        """Up to a call in a text. One without its tag begins a line."""
         self._has_text = False
         """Some was returned."""
         self._text: list[str] = []
@@ -240,8 +242,8 @@ class ToolCallParser:
     def _pass_text(self) -> bool:
         """Pass text up to a call, or to what may become one with the white space before it."""
         openings = self._style.openings if self._style.opening else ()
-        found = min((start for each in openings if (start := self._held.find(each)) >= 0), default=-1)
-        if found >= 0:
+        if openings and (opening := self._opening.search(self._held)):
+            found = opening.end()
             text = self._held[:found].rstrip()
             self._text.append(text)
             self._held = self._held[len(text) :]

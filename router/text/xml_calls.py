@@ -3,7 +3,8 @@
 ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``: a value is the text between the
 tags, less a line break at each end. The function's schema says which values are strings; others are JSON. A string that
 its schema bounds has no white space around it, which grammars allow everywhere. A parameter or call that is not closed
-ends at ``</tool_call>``. One of an offered function may begin without ``<tool_call>``.
+ends at ``</tool_call>``. One of an offered function may begin without ``<tool_call>`` where it begins a line and a
+parameter or its end follows: other text may name the tag.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-from pdserve.router.text.tool_calls import CallDelta, State, ToolCallParser, ToolFormat
+from pdserve.router.text.tool_calls import State, ToolCallParser, ToolFormat
 
 _FUNCTION = re.compile(r"\s*<function=(?P<name>[^<>\s]{1,256})>")
+_AFTER_BARE = "<parameter=", "</function>"
+"""Follow the beginning of a call without ``<tool_call>``."""
 _FUNCTION_BEGUN = re.compile(r"\s*<function=[^<>\s]{0,256}")
 _PARAMETER = re.compile(r"\s*<parameter=(?P<name>[^<>]{1,256})>")
 _PARAMETER_BEGUN = re.compile(r"<parameter=[^<>]{0,256}")
@@ -43,20 +46,21 @@ class XmlCallParser(ToolCallParser):
     _is_at_start = False
     """Nothing of the value was read."""
 
-    def flush(self) -> tuple[str, list[CallDelta]]:
-        """As for JSON; arguments end where no value is open."""
-        if self._state is State.ARGUMENTS and self._types is None:
-            self._write_end()
-        return super().flush()
-
     def _read_head(self) -> bool:
         start = _FUNCTION.match(self._held)
-        if start and (self._before.strip() or start["name"] in self._functions):
+        if start and not self._before.strip():
+            rest = self._held[start.end() :].lstrip()
+            may_follow = any(tag.startswith(rest[: len(tag)]) for tag in _AFTER_BARE)
+            if start["name"] not in self._functions or not may_follow:
+                return self._give_up()
+            if not rest.startswith(_AFTER_BARE):
+                return False
+        if start:
             self._write_call(start["name"])
             self._held, self._state, self._num_parameters = self._held[start.end() :], State.ARGUMENTS, 0
             self._properties = (self._functions.get(start["name"], {}).get("parameters") or {}).get("properties")
             return True
-        if not start and ("<function=".startswith(self._held.lstrip()) or _FUNCTION_BEGUN.fullmatch(self._held)):
+        if "<function=".startswith(self._held.lstrip()) or _FUNCTION_BEGUN.fullmatch(self._held):
             return False
         return self._give_up()
 
@@ -71,7 +75,7 @@ class XmlCallParser(ToolCallParser):
             self._held = self._held[start.end() :]
             return True
         if end := _CALL_END.match(self._held):
-            self._write_end()
+            self._write("}" if self._num_parameters else "{}")
             self._close(self._held[end.end() :])
             return True
         self._held = self._held.lstrip()
@@ -81,9 +85,6 @@ class XmlCallParser(ToolCallParser):
         _, opening, rest = self._held[1:].partition("<")  # text between tags, and a malformed one, is no value
         self._held = opening + rest
         return True
-
-    def _write_end(self) -> None:
-        self._write("}" if self._num_parameters else "{}")
 
     def _read_value(self, types: Set[str]) -> bool:
         if not self._held:

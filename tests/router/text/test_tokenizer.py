@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -76,7 +77,8 @@ def test_the_longest_special_text_at_each_place_is_marked_wherever_a_search_ends
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer_module, "_SEARCHED_CHARS", 7)
         marked = with_special_texts(texts).chat_text([{"role": "user", "content": text}])
-    assert marked == re.sub(in_turn, "\x7f1\\g<0>\x7f3", text)
+    number = {text: f"{number:02}" for number, text in enumerate(sorted(texts))}
+    assert marked == re.sub(in_turn, lambda each: f"¦1{number[each[0]]}{each[0]}¦3{number[each[0]]}", text)
 
 
 @pytest.mark.parametrize("begun", ["<|", "<|reserved_special_token_24", "<|eot_id|>"])
@@ -91,7 +93,7 @@ def test_texts_of_begun_special_tokens_are_searched_at_once(begun: str) -> None:
 
 
 PIECES = st.sampled_from(
-    [BOS, EOS, EOS[:-1], "<|", "\x7f", "0", "1", "2", "3", "a the ", "é", "🙂", "\U0010fffe", "\U0010ffff"]
+    [BOS, EOS, EOS[:-1], "<|", "¦", "0", "1", "2", "3", "a the ", "é", "🙂", "\U0010fffe", "\U0010ffff"]
 )
 
 
@@ -103,8 +105,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 
 
 @given(st.lists(st.lists(PIECES, max_size=12).map("".join), min_size=1, max_size=3), st.booleans())
-@example(["\x7f", "\x7f1"], True)
-@example([f"\x7f1{EOS}\x7f0\x7f", f"\x7f{EOS}"], True)
+@example(["¦", "¦1"], True)
+@example([f"¦1{EOS}¦0¦", f"¦{EOS}"], True)
 def test_a_message_has_the_same_tokens_whatever_marks_it_has(
     tokenizer: ChatTokenizer, texts: list[str], is_continued: bool
 ) -> None:
@@ -125,17 +127,28 @@ def test_a_message_has_the_same_tokens_whatever_marks_it_has(
             assert asyncio.run(tokenizer.encode_chat(chat)) == expected
 
 
-@pytest.mark.parametrize(("ascii", "name"), [("false", "é🙂"), ("true", r"\u00e9\ud83d\ude42")])
+@pytest.mark.parametrize(("ascii", "name"), [("false", "¦é🙂"), ("true", r"\u00a6\u00e9\ud83d\ude42")])
 def test_marks_in_json_and_beside_white_space_are_found(ascii: str, name: str) -> None:
     """A template may write messages as JSON and strip white space."""
     model = byte_level_tokenizer()
     source = f"{{{{ tools[0] | tojson(ensure_ascii={ascii}) }}}}{{{{ messages[0].content | trim }}}}"
     tokenizer = ChatTokenizer(model, ChatTemplate(source, {}), model.get_vocab_size())
-    tool = {"name": f"\x7f{BOS}\né🙂\\u007f1"}
-    chat = tokenizer.chat_text([{"role": "user", "content": f" {EOS}\x7f "}], tools=[tool])
+    tool = {"name": f"{BOS}\n¦é🙂\\u007f1"}
+    chat = tokenizer.chat_text([{"role": "user", "content": f" {EOS}¦ "}], tools=[tool])
     tokens = asyncio.run(tokenizer.encode_chat(chat))
     assert not {BOS_ID, EOS_ID} & {*tokens}
-    assert tokenizer.decode(tokens) == f'{{"name": "\x7f{BOS}\\n{name}\\\\u007f1"}}{EOS}\x7f'
+    assert tokenizer.decode(tokens) == f'{{"name": "{BOS}\\n{name}\\\\u007f1"}}{EOS}¦'
+
+
+@pytest.mark.parametrize("written", ["messages", "'' ~ messages", "messages | string"])
+@pytest.mark.parametrize(("end", "cut"), [(PromptEnd.MESSAGES, ""), (PromptEnd.LAST_MESSAGE, "'}]")])
+def test_marks_in_the_form_that_python_gives_to_messages_are_found(written: str, end: PromptEnd, cut: str) -> None:
+    model = byte_level_tokenizer()
+    tokenizer = ChatTokenizer(model, ChatTemplate(f"{{{{ {written} }}}}", {}), model.get_vocab_size())
+    messages = [{"role": "user", "content": f"¦{EOS}"}]
+    tokens = asyncio.run(tokenizer.encode_chat(tokenizer.chat_text(messages, end=end)))
+    assert not {BOS_ID, EOS_ID} & {*tokens}
+    assert tokenizer.decode(tokens) == str(messages).removesuffix(cut)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +172,42 @@ def test_a_text_that_is_cut_at_a_special_token_changes_no_other(cut: str, text: 
     assert tokens[-1] == EOS_ID
 
 
+@pytest.mark.parametrize(
+    ("cut", "text"),
+    [
+        *((f"[:{end}]", f"{'a' * 11}{EOS}and so on") for end in range(30)),
+        *((f"[{start}:]", f"a{EOS}bbb") for start in range(20)),
+        *((f"[:-{end}]", f"a{EOS}") for end in range(1, 16)),
+        *((f"[-{start}:]", f"{EOS}bb") for start in range(1, 20)),
+        ("[:-1][1:]", EOS),
+        (".split(eos_token)[0]", f"x{EOS}y{BOS}"),
+        (".split(eos_token)[-1]", f"{BOS}x{EOS}y"),
+        (".split(bos_token)[0]", f"x{BOS}{EOS}"),
+        (".split(bos_token)[0]", BOS),
+        (".split(bos_token)[-1]", f"{EOS}{BOS}{EOS}"),
+        (".split(bos_token)[-1]", BOS),
+        (".replace(bos_token, '')", f"{BOS}{EOS}{BOS}"),
+    ],
+)
+def test_a_text_that_is_cut_anywhere_has_no_special_tokens_and_takes_none_from_the_template(
+    cut: str, text: str
+) -> None:
+    model = byte_level_tokenizer()
+    special = {"bos_token": BOS, "eos_token": EOS, "turn_token": "<|turn|>"}
+    model.add_special_tokens(["<|turn|>"])
+    source = (
+        f"{{{{ turn_token }}}}{{{{ messages[0].content{cut} }}}}{{{{ turn_token }}}}. {{{{ messages[0].content }}}}"
+    )
+    tokenizer = ChatTokenizer(model, ChatTemplate(source, special), model.get_vocab_size())
+    tokens = encoded_chat(tokenizer, [{"role": "user", "content": text}])
+    assert not {BOS_ID, EOS_ID} & {*tokens}
+    turn_id = model.token_to_id("<|turn|>")
+    assert tokens[0] == turn_id
+    assert tokens.count(turn_id) == 2
+    assert tokenizer.decode(tokens).endswith(f"<|turn|>. {text}")
+    assert "¦" not in tokenizer.decode(tokens)
+
+
 @pytest.mark.parametrize("scheme", ["prepend", "always", "first", "never"])
 @pytest.mark.parametrize("text", [f"print{EOS}now", f"a {EOS} the{EOS}{EOS}\n", f"{EOS} x"])
 def test_a_text_has_no_space_around_quoted_special_tokens(scheme: str, text: str) -> None:
@@ -175,7 +224,28 @@ def test_a_text_has_no_space_around_quoted_special_tokens(scheme: str, text: str
     assert (tokens.count(BOS_ID), tokens.count(EOS_ID)) == (2, 0)
 
 
-@pytest.mark.parametrize("text", [f"{EOS} the", "\x7f1 the", "\x7f", f"é{EOS}"])
+def test_a_text_of_many_quoted_special_tokens_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = metaspace_tokenizer()
+    model.add_tokens(["\n\n"])
+    source = "{{ bos_token }}a{{ messages[0].content }}{{ bos_token }}a{{ messages[0].content }}\n{{ eos_token }}"
+    special = {"bos_token": BOS, "eos_token": EOS}
+    tokenizer = ChatTokenizer(model, ChatTemplate(source, special), model.get_vocab_size())
+    encode = tokenizer._encode
+    seen = []
+
+    def watched(text: str, **others: Any) -> list[int]:
+        seen.append(text)
+        return encode(text, **others)
+
+    monkeypatch.setattr(tokenizer, "_encode", watched)
+    text = f"\n{EOS}{EOS} the {EOS}" * 100
+    tokens = encoded_chat(tokenizer, [{"role": "user", "content": text}])
+    assert tokenizer.decode(tokens) == f"{BOS} a{text}{BOS} a{text}\n{EOS}"
+    assert len("".join(seen)) < len(f"{BOS}a{text}{BOS}a{text}\n{EOS}") + 10
+    assert len(seen) < 10
+
+
+@pytest.mark.parametrize("text", [f"{EOS} the", "¦1 the", "¦", f"é{EOS}"])
 def test_quoted_marks_do_not_widen_a_long_text(tokenizer: ChatTokenizer, text: str) -> None:
     """Python's threads wait while a text is copied, for each byte."""
     long = text * 10_000
@@ -252,7 +322,7 @@ def test_a_chat_is_encoded_up_to_the_token_that_is_too_many(tmp_path: Path, most
     assert asyncio.run(tokenizer.encode_chat(chat, most_tokens=len(tokens))) == tokens
     with pytest.raises(TooLongError) as raised:
         asyncio.run(tokenizer.encode_chat(chat, most_tokens=most_tokens))
-    assert most_tokens < raised.value.num_tokens <= most_tokens + len(f"[user] {quoted}")
+    assert most_tokens < raised.value.num_tokens <= most_tokens + MAX_INLINE_CHARS
     longer = tokenizer.chat_text([{"role": "user", "content": quoted * 1_000 + "the time to first token " * 2_000}])
     with pytest.raises(TooLongError) as raised:
         asyncio.run(tokenizer.encode_chat(longer, most_tokens=len(tokens)))

@@ -94,6 +94,14 @@ def test_values_have_the_types_of_the_schema(name: str, written: str, value: obj
 
 PAIR = call(text="x", number="1")
 BARE = PAIR.removeprefix("<tool_call>\n")
+QUOTING = [
+    "Use `<function=f>` like this: `<function=f><parameter=text>x</parameter></function>`.",
+    "```\n<function=f>\n```\nThat was all.",
+    "<function=f> is a tag.",
+    "\n<function=f>\n",
+    "<function=f>\n</func",
+    "x <function=f></function>",
+]
 PAIR_ARGUMENTS = '{"text": "x", "number": 1}'
 
 
@@ -110,15 +118,17 @@ PAIR_ARGUMENTS = '{"text": "x", "number": 1}'
         (PAIR.replace("</parameter>", "</parameter> well <b>"), "", [("f", PAIR_ARGUMENTS)], 1),
         (PAIR.removesuffix("</tool_call>"), "", [("f", PAIR_ARGUMENTS)], 1),
         (f"I look.\n{BARE}", "I look.", [("f", PAIR_ARGUMENTS)], 1),
+        (f"I look:\n\n \t{BARE}", "I look:", [("f", PAIR_ARGUMENTS)], 1),
+        (f"{QUOTING[1]}\n<function=f> \n</function>", QUOTING[1], [("f", "{}")], 1),
         (f"{BARE}\n{PAIR}\n{BARE}".replace("\n</tool_call>", ""), "", [("f", PAIR_ARGUMENTS)] * 3, 3),
         # Parameters without a name
         (PAIR.replace("=text", "=te<xt") + " x", "x", [("f", '{"number": 1}')], 1),
         (PAIR.replace("=number", f"={'n' * 257}") + PAIR, "", [("f", '{"text": "x"}'), ("f", PAIR_ARGUMENTS)], 2),
         (call().replace("</func", "<parameter=text</func") + " x", "x", [("f", "{}")], 1),
-        # Cut off
-        ("<tool_call>\n<function=f>\n", "", [("f", "{}")], 0),
-        (PAIR.partition("\n</function>")[0], "", [("f", PAIR_ARGUMENTS)], 0),
-        (PAIR.partition("number>")[0], "", [("f", '{"text": "x"}')], 0),
+        # Cut off: nobody may take the arguments for whole
+        ("<tool_call>\n<function=f>\n", "", [("f", "")], 0),
+        (PAIR.partition("n>\n</tool_call>")[0], "", [("f", PAIR_ARGUMENTS.removesuffix("}"))], 0),
+        (PAIR.partition("number>")[0], "", [("f", '{"text": "x"')], 0),
         ("<tool_call>\n<function=f>\n<parameter=text>\nabc", "", [("f", '{"text": "abc')], 0),
         # No calls
         ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', [], 0),
@@ -126,6 +136,7 @@ PAIR_ARGUMENTS = '{"text": "x", "number": 1}'
         ("I look.\n<function=g>\n</function>", "I look.\n<function=g>\n</function>", [], 0),
         ("<function=g <function=f g>", "<function=g <function=f g>", [], 0),
         ("<tool_call>\n<func", "<tool_call>\n<func", [], 0),
+        *((text, text, [], 0) for text in QUOTING),
     ],
 )
 def test_calls_of_qwen3_coder(answer: str, content: str, calls: list[tuple[str, str]], num_calls: int) -> None:
@@ -155,7 +166,7 @@ def test_a_long_value_is_read_once() -> None:
 
 PARTS = [
     "<tool_call>", "\n<function=f>\n", "<function=g>", "<parameter=text>", "<parameter=number>", "<parameter=a",
-    "\n", " ", "1", "x<", "</parameter>", "</function>", "</tool_call>", "</", PAIR,
+    "\n", " ", "1", "x<", "</parameter>", "</function>", "</tool_call>", "</", PAIR, BARE,
 ]  # fmt: skip
 
 
