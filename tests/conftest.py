@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import HANG_S
+
 # A shell makes its background jobs ignore SIGINT, and every process that they start inherits that: tests could not
 # interrupt a cluster or a chat.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -20,6 +22,11 @@ with contextlib.suppress(ModuleNotFoundError):  # A machine that runs only the G
     # The time of one example depends on the machine, not on the code under test.
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
+
+with contextlib.suppress(ModuleNotFoundError):
+    from httpx._config import DEFAULT_TIMEOUT_CONFIG
+
+    DEFAULT_TIMEOUT_CONFIG.read = HANG_S  # 5 s, which a busy machine may take to answer
 
 LONG_FILES = (
     "test_same_tokens.py",
