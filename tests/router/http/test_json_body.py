@@ -258,3 +258,11 @@ def test_thoughts_are_told_from_texts_part_by_part() -> None:
 
 def test_arguments_have_whole_characters() -> None:
     assert messages.call_arguments(r'{"\ud83d": ["\ud83d\ude00", "\ud83d"]}') == {"\ufffd": ["😀", "\ufffd"]}
+
+
+def test_what_was_refused_is_freed_item_by_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = {"messages": [{"role": "nobody"}] * 3}
+    monkeypatch.setattr(json_body, "decoded", lambda data: content)
+    with pytest.raises(ApiError):
+        read_body(b"{}", ChatBody)
+    assert content == {"messages": []}
