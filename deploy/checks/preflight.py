@@ -207,9 +207,9 @@ def check_devices(launch: Launch) -> None:
 
 def core_warning(launch: Launch) -> str:
     """That workers share cores of this host, or a quota leaves few; empty if neither, or another Ray places them."""
-    num_cores, num_all = len(launch.cores), len(os.sched_getaffinity(0))
     if launch.ray_address:
         return ""
+    num_cores, num_all = len(launch.cores), len(os.sched_getaffinity(0))
     if num_cores >= len(launch.roles):
         return f"{num_cores} of {num_all}, because a control group has a CPU quota" if num_cores < num_all else ""
     return f"fewer than workers: {len(launch.roles)} workers on {len(launch.cores)}"

@@ -68,8 +68,7 @@ def kv_memory_on_gpu(
     """KV memory of a worker's GPUs before the weights are loaded, from that of one of them.
 
     An automatic pool takes ``utilization`` times the total memory, or the free memory if that is less, minus weights,
-    activations and the reserve; at most `STAGING_MEMORY_SHARE` of the host's memory, and its
-    part of `AUTO_HOST_SHARE`.
+    activations and the reserve; at most `STAGING_MEMORY_SHARE` of the host's memory, and its part of `AUTO_HOST_SHARE`.
 
     Args:
         activation_bytes: activations of the largest step.
@@ -78,6 +77,7 @@ def kv_memory_on_gpu(
         free_bytes: free memory of the GPU; ``total_bytes`` is its total memory.
         host_bytes: available memory of the host.
         kv_share: share of the worker's KV on this GPU.
+        num_host_workers: workers of the host, itself included.
 
     Raises:
         ValueError: they do not fit.
